@@ -1,0 +1,91 @@
+"""The exceptions and warnings of the toolkit.
+
+::
+
+    StatefulError
+    ├── ConfigurationError (ValueError)       an argument is wrong, alone or beside another
+    │   └── UnsupportedLoaderError            a loader that cannot be taken over
+    ├── RankMismatchError (RuntimeError)      ranks disagree about lengths or configuration
+    └── StateError (ValueError)               a state cannot be used
+        ├── DamagedStateError                 keys are missing or values have the wrong type
+        ├── StateVersionError                 written by a version that this one cannot read
+        ├── PositionError                     the position lies outside the data
+        └── StateMismatchError                state and configuration differ; ``.differences`` lists how
+
+    StatefulWarning (UserWarning)             the run goes on, but not quite as one might think
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class StatefulError(Exception):
+    """Root of every exception that this package raises on purpose."""
+
+
+class ConfigurationError(StatefulError, ValueError):
+    """An argument is outside its legal range or contradicts another one."""
+
+
+class UnsupportedLoaderError(ConfigurationError):
+    """A loader whose order cannot be computed from a position."""
+
+
+class RankMismatchError(StatefulError, RuntimeError):
+    """The ranks of one run disagree about their data; raised on every rank alike."""
+
+
+class StateError(StatefulError, ValueError):
+    """A state cannot be used."""
+
+
+class DamagedStateError(StateError):
+    """A state lacks keys or holds values of the wrong type."""
+
+
+class StateVersionError(StateError):
+    """A state was written in a format that this version does not know."""
+
+
+class PositionError(StateError):
+    """A position lies outside the data it should point into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One value that differs between a saved state and the present configuration.
+
+    Attributes:
+        path: Where, with dots, for example ``"train.dataset.length"``.
+        saved: The value in the state.
+        present: The value of the object that should load the state.
+        remedy: What the user can do.
+    """
+
+    path: str
+    saved: Any
+    present: Any
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: saved {self.saved!r}, now {self.present!r}. {self.remedy}"
+
+
+class StateMismatchError(StateError):
+    """A state belongs to another configuration.
+
+    Attributes:
+        differences: Every difference, not only the first.
+    """
+
+    def __init__(self, differences: list[Difference], *, where: str = "the state") -> None:
+        self.differences = list(differences)
+        lines = "\n".join(f"  - {difference}" for difference in self.differences)
+        count = "1 difference" if len(self.differences) == 1 else f"{len(self.differences)} differences"
+        super().__init__(f"{where} does not fit the present configuration ({count}); nothing was loaded:\n{lines}")
+
+
+class StatefulWarning(UserWarning):
+    """Something the user should know that does not stop the run."""

@@ -1,0 +1,31 @@
+"""Floor 0: pure arithmetic on positions. NumPy only; nothing here holds state or knows torch.
+
+An *order* says which sample stands at which *slot* of an epoch. A *position* says how many slots of which epoch the
+model has been trained on. A *step rule* cuts the rest of the epoch into steps and every step into one share a rank.
+All three are frozen values, so where a run goes on is computed and never replayed.
+"""
+
+from lightning_stateful.index.blocks import BlockShuffledOrder
+from lightning_stateful.index.draws import ReplacementOrder, SubsetOrder, WeightedOrder
+from lightning_stateful.index.orders import Order, SequentialOrder, ShuffledOrder
+from lightning_stateful.index.permutation import KeyedPermutation
+from lightning_stateful.index.position import Position
+from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.steps import StepRule
+from lightning_stateful.index.topology import Topology, split_evenly
+
+__all__ = [
+    "BlockShuffledOrder",
+    "KeyedPermutation",
+    "Order",
+    "Position",
+    "ReplacementOrder",
+    "SequentialOrder",
+    "ShuffledOrder",
+    "StepRule",
+    "SubsetOrder",
+    "Topology",
+    "WeightedOrder",
+    "derive_seed",
+    "split_evenly",
+]

@@ -1,0 +1,107 @@
+"""The batches of one rank from a position on, as lists of indices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_stateful.index.orders import Order
+from lightning_stateful.index.permutation import Indices
+from lightning_stateful.index.position import Position
+from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.steps import StepRule
+
+_BLOCK = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """Cuts an order into the batches of one rank.
+
+    Attributes:
+        order: The canonical sequence.
+        rule: How steps are cut.
+        rank: Whose share.
+    """
+
+    order: Order
+    rule: StepRule
+    rank: int
+
+    def remaining(self, position: Position) -> int:
+        """Slots left in the epoch, or in the pass within the epoch that a cyclic position lies in."""
+        length = len(self.order)
+        return length - position.consumed % length if length else 0
+
+    def num_batches(self, position: Position | None = None) -> int:
+        """Batches from ``position`` (by default: a whole epoch) to the end of the pass."""
+        return self.rule.num_steps(len(self.order) if position is None else self.remaining(position))
+
+    def after(self, position: Position, steps: int) -> Position:
+        """The position within the same epoch after ``steps`` more steps of this pass."""
+        served = self.rule.served(self.remaining(position), steps)
+        return Position(epoch=position.epoch, consumed=position.consumed + served, width=position.width)
+
+    def num_samples(self) -> int:
+        """Samples of this rank in a whole epoch."""
+        plain = self._num_plain(len(self.order))
+        tail = len(self.order) - plain * self.rule.full
+        return plain * self.rule.batch_size + sum(share.size for share in self._shares(tail))
+
+    def indices(self, position: Position) -> Iterator[list[int]]:
+        """This rank's batches from ``position`` to the end of the pass."""
+        rule, epoch, slot = self.rule, position.epoch, position.consumed
+        remaining = self.remaining(position)
+        size = rule.batch_size
+        own = self.rank * size + np.arange(size, dtype=np.int64)
+        plain = self._num_plain(remaining)
+        block = max(_BLOCK // size, 1)
+        for start in range(0, plain, block):
+            count = min(block, plain - start)
+            starts = slot + np.arange(count, dtype=np.int64) * rule.full
+            table = self.order.take((starts[:, None] + own).ravel(), epoch).reshape(count, size)
+            slot += count * rule.full
+            yield from table.tolist()
+        for share in self._shares(remaining - plain * rule.full):
+            yield self.order.take(slot + share, epoch).tolist()
+
+    def _num_plain(self, remaining: int) -> int:
+        """Steps that are full and alike, computed many at a time: all but the last two."""
+        return max(remaining // self.rule.full - 1, 0)
+
+    def _shares(self, remaining: int) -> Iterator[Indices]:
+        """The last steps one by one: offsets from the first of ``remaining`` slots."""
+        done = 0
+        while self.rule.num_steps(remaining - done):
+            yield done + self.rule.share(remaining - done, self.rank)
+            done += self.rule.step_size(remaining - done)
+
+
+class PositionedBatches:
+    """A batch sampler that begins wherever :attr:`start` says when it is iterated.
+
+    Args:
+        plan: Which batches.
+        seed: Seed of the samples, or None to yield bare indices. With a seed each batch is ``(key, indices)``, as
+            :class:`~lightning_stateful.loaders.seeded.SeededDataset` wants them.
+    """
+
+    def __init__(self, plan: BatchPlan, seed: int | None) -> None:
+        self.plan = plan
+        self.seed = seed
+        self.start = Position()
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self.plan.indices(self.start)
+        if self.seed is None:
+            return batches
+        # A second pass over the same samples within an epoch (max_size_cycle) draws anew.
+        number = self.start.consumed // max(len(self.plan.order), 1)
+        key = derive_seed("samples", self.seed, self.start.epoch, number)
+        return ((key, indices) for indices in batches)
+
+    def __len__(self) -> int:
+        return self.plan.num_batches()

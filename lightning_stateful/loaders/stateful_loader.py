@@ -1,0 +1,288 @@
+"""A DataLoader over an order, which can begin anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.index.orders import Order
+from lightning_stateful.index.position import Position
+from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.steps import StepRule
+from lightning_stateful.index.topology import Topology
+from lightning_stateful.loaders.batches import BatchPlan, PositionedBatches
+from lightning_stateful.loaders.seeded import SeededDataset, keep_randomness
+from lightning_stateful.loaders.torch_samplers import order_of
+from lightning_stateful.samplers.cursor import Cursor
+from lightning_stateful.samplers.identity import describe_dataset
+from lightning_stateful.samplers.world import detect_topology
+
+# What the inner DataLoader takes over from this one, where this version of torch has it.
+OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
+
+
+class StatefulLoader(DataLoader[Any]):
+    """A map-style DataLoader whose batches are a function of a position.
+
+    A pass begins where the loader stands, which is looked up at the first ``next()``: any number of ``iter()`` calls,
+    and a state loaded after them, cost nothing and change nothing. What counts is what has been handed over, not what
+    workers have fetched. When the last batch of an epoch is handed over, the loader stands at the next epoch; a pass
+    that is broken off leaves it at the beginning of that pass, so that the next ``iter()`` begins there again.
+
+    All ranks get the same number of batches, and every sample of the epoch is served once (see
+    :class:`~lightning_stateful.index.steps.StepRule` for the tail).
+
+    Args:
+        dataset: A map-style dataset with a length.
+        batch_size: Samples in a batch of one rank.
+        shuffle: Whether each epoch has an order of its own.
+        sampler: In place of ``shuffle``: one of torch's own samplers, of which the kind and the parameters are
+            taken, or an :class:`~lightning_stateful.index.orders.Order`.
+        batch_sampler: In place of ``batch_size``, ``sampler`` and ``drop_last``: a ``torch.utils.data.BatchSampler``
+            around one of torch's own samplers.
+        drop_last: Leave out the last step of an epoch if it is not full.
+        seed: Chooses the orders and the randomness of samples.
+        num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
+        rank: This rank; by default that of the process group, or 0.
+        seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, epoch,
+            sample).
+        exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.
+        accept: Names of differences between a state and this configuration to let pass on load, for example
+            ``("dataset.length",)``.
+        **options: Any other option of :class:`torch.utils.data.DataLoader`.
+
+    State:
+        The position after the batches that the present pass has handed over: under 1 KB, equal on all ranks, good for
+        any number of ranks and workers and any batch size.
+
+    Raises:
+        ConfigurationError: An argument is out of range.
+        UnsupportedLoaderError: The dataset is iterable, or the sampler is none of torch's own.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        sampler: Sampler[Any] | Order | None = None,
+        batch_sampler: Any = None,
+        drop_last: bool = False,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed_samples: bool = True,
+        exact: bool = False,
+        accept: Collection[str] = (),
+        **options: Any,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise UnsupportedLoaderError(
+                f"{type(dataset).__name__} has no random access by index; StatefulLoader needs a map-style dataset "
+                "with __getitem__ and __len__."
+            )
+        if not options.pop("in_order", True):
+            raise ConfigurationError("in_order=False hands batches over in no fixed order and cannot be resumed.")
+        if batch_sampler is not None:
+            if batch_size != 1 or shuffle or sampler is not None or drop_last:
+                raise ConfigurationError(
+                    "batch_sampler takes the place of batch_size, shuffle, sampler and drop_last; pass one or the other."
+                )
+            batch_size, drop_last, sampler = batch_sampler.batch_size, batch_sampler.drop_last, batch_sampler.sampler
+        if sampler is not None and shuffle:
+            raise ConfigurationError("sampler takes the place of shuffle; pass one or the other.")
+        StepRule(batch_size=batch_size)
+        self.seed = seed
+        self.seed_samples = seed_samples
+        self.exact = exact
+        self.order = order_of(dataset, sampler=sampler, shuffle=shuffle, seed=seed)
+        self.accept = tuple(accept)
+        self.given = (num_replicas, rank)
+        # A state is compared with what decides the sequence of samples; batch size, workers and ranks do not.
+        self._cursor = Cursor(self.order, {"drop_last": drop_last, "dataset": describe_dataset(dataset)})
+        self._handed = 0
+        self._generation = 0
+        self._running: _Pass | None = None
+        self._engine: DataLoader[Any] | None = None
+        super().__init__(dataset, batch_size=batch_size, sampler=_Indices(self), drop_last=drop_last, **options)
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks that batches are dealt out to."""
+        return detect_topology(*self.given)
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The batches of this rank, as a function of a position."""
+        topology = self.topology
+        rule = StepRule(
+            batch_size=self.batch_size or 1,
+            num_replicas=topology.num_replicas,
+            drop_last=self.drop_last,
+            exact=self.exact,
+        )
+        return BatchPlan(order=self.order, rule=rule, rank=topology.rank)
+
+    @property
+    def position(self) -> Position:
+        """Where the model stands that was trained on all batches handed over."""
+        origin = self._cursor.position
+        return self._normal(self.plan.after(origin, self._handed) if self._handed else origin)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to."""
+        return self.position.epoch
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, wherever the loader stands."""
+        return self.plan.num_batches()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
+        return _Pass(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Stand at the beginning of ``epoch``; a position within that same epoch is kept."""
+        if epoch != self._cursor.position.epoch:
+            self.seek(Position(epoch=epoch, width=self.topology.num_replicas))
+
+    def seek(self, position: Position) -> None:
+        """Stand at ``position``; a pass that is running goes on from there."""
+        self._cursor.position = position
+        self._handed = 0
+        self._generation += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the batches handed over: fresh plain data, equal on all ranks."""
+        return self._cursor.state_dict(self.position)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Stand where ``state_dict`` was taken.
+
+        Raises:
+            StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
+        """
+        self.seek(self.read(state_dict))
+
+    def state_at(self, position: Position) -> dict[str, Any]:
+        """The state of this loader at another position."""
+        return self._cursor.state_dict(position)
+
+    def read(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        accept: Collection[str] = (),
+        cyclic: bool = False,
+        where: str = "The loader's state",
+    ) -> Position:
+        """The position that a state names, without moving there; see :meth:`Cursor.read`."""
+        return self._cursor.read(state_dict, accept=(*self.accept, *accept), cyclic=cyclic, where=where)
+
+    def batches(self, position: Position) -> Iterator[Any]:
+        """The batches from ``position`` to the end of its pass, without moving the loader."""
+        plan = self.plan
+        count = plan.num_batches(position)
+        if not count:
+            return
+        if self._engine is None or self._engine.batch_sampler.plan != plan:  # type: ignore[union-attr]  # ours
+            self._engine = self._build_engine(plan)
+        sampler: Any = self._engine.batch_sampler
+        sampler.start = position
+        # torch draws a base seed for its workers here; not from the generator that the model uses.
+        base = derive_seed("workers", self.seed, plan.rank, position.epoch, position.consumed)
+        self._engine.generator.manual_seed(base)  # type: ignore[attr-defined]  # set in _build_engine
+        iterator = iter(self._engine)
+        # Worker processes have generators of their own; here the model uses the same ones.
+        guard = keep_randomness if self.seed_samples and self.num_workers == 0 else nullcontext
+        for _ in range(count):
+            with guard():
+                batch = next(iterator)
+            yield batch
+
+    def _normal(self, position: Position) -> Position:
+        """The beginning of the next epoch in place of the end of one."""
+        plan = self.plan
+        if position.consumed and (position.consumed >= len(self.order) or not plan.num_batches(position)):
+            return Position(epoch=position.epoch + 1, width=plan.rule.num_replicas)
+        return position
+
+    def _build_engine(self, plan: BatchPlan) -> DataLoader[Any]:
+        options = {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None)}
+        seed = derive_seed("samples", self.seed) if self.seed_samples else None
+        return DataLoader(
+            SeededDataset(self.dataset) if self.seed_samples else self.dataset,
+            batch_sampler=PositionedBatches(plan, seed),
+            generator=torch.Generator(),
+            **options,
+        )
+
+
+class _Pass:
+    """One pass over a loader; it looks up where to begin at the first ``next()``."""
+
+    def __init__(self, loader: StatefulLoader) -> None:
+        self._loader = loader
+        self._generation = -1
+        self._left = 0
+        self._batches: Iterator[Any] = iter(())
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if self._generation != loader._generation:
+            self._begin()
+        batch = next(self._batches)
+        self._left -= 1
+        if loader._running is self:
+            loader._handed += 1
+            if not self._left:
+                loader._cursor.position, loader._handed, loader._running = loader.position, 0, None
+        return batch
+
+    def _begin(self) -> None:
+        loader = self._loader
+        loader._running, loader._handed = self, 0
+        loader._cursor.position = origin = loader.position
+        self._generation = loader._generation
+        self._left = loader.plan.num_batches(origin)
+        self._batches = loader.batches(origin)
+
+
+class _Indices(DistributedSampler[int]):
+    """The loader's indices, for those who look at ``loader.sampler``.
+
+    It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of; the epoch
+    that they set here is a count of their ``iter()`` calls and says nothing about where the loader stands.
+    """
+
+    def __init__(self, loader: StatefulLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in self._loader.plan.indices(self._loader.position):
+            yield from batch
+
+    def __len__(self) -> int:
+        return self._loader.plan.num_samples()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: see :meth:`StatefulLoader.set_epoch`."""

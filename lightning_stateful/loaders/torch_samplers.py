@@ -1,0 +1,67 @@
+"""The order behind one of torch's own samplers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_stateful.errors import UnsupportedLoaderError
+from lightning_stateful.index.draws import ReplacementOrder, SubsetOrder, WeightedOrder
+from lightning_stateful.index.orders import Order, SequentialOrder, ShuffledOrder
+from lightning_stateful.samplers.distributed import StatefulDistributedSampler
+
+_DISTRIBUTED = (DistributedSampler, StatefulDistributedSampler)
+
+
+def order_of(dataset: Any, *, sampler: Any = None, shuffle: bool = False, seed: int = 0) -> Order:
+    """The order of the same kind and parameters as a sampler.
+
+    The order draws on ``seed`` and not on the sampler's generator, so its sequence is another one of the same
+    distribution.
+
+    Args:
+        dataset: What the sampler draws from.
+        sampler: One of torch's own samplers, an order, or None for the whole dataset.
+        shuffle: Without a sampler: whether to shuffle.
+        seed: Chooses the sequence.
+
+    Raises:
+        UnsupportedLoaderError: The sampler is none of torch's own.
+    """
+    if sampler is None:
+        return ShuffledOrder(len(dataset), seed) if shuffle else SequentialOrder(len(dataset))
+    if isinstance(sampler, Order):
+        return sampler
+    if _is(sampler, SequentialSampler):
+        return SequentialOrder(len(sampler))
+    if _is(sampler, RandomSampler):
+        length = len(sampler.data_source)
+        if sampler.replacement:
+            return ReplacementOrder(length, sampler.num_samples, seed)
+        return ShuffledOrder(length, seed, None if sampler.num_samples == length else sampler.num_samples)
+    if _is(sampler, *_DISTRIBUTED):
+        return order_of(dataset, shuffle=sampler.shuffle, seed=sampler.seed or seed)
+    if _is(sampler, SubsetRandomSampler):
+        return SubsetOrder(np.asarray(sampler.indices, dtype=np.int64), seed)
+    if _is(sampler, WeightedRandomSampler):
+        weights = np.asarray(sampler.weights, dtype=np.float64)
+        return WeightedOrder(weights, sampler.num_samples, sampler.replacement, seed)
+    raise UnsupportedLoaderError(
+        f"The sampler {type(sampler).__qualname__} is none of torch's own, so what it yields cannot be computed from "
+        "a position. Use shuffle=True or False, one of torch's samplers (sequential, random, subset, weighted, "
+        "distributed), or an order of lightning_stateful.index."
+    )
+
+
+def _is(sampler: Any, *kinds: type) -> bool:
+    # A subclass may yield anything; torchdata's subclasses only add a state to the same sequence.
+    own = type(sampler).__module__.startswith("torchdata.") and isinstance(sampler, kinds)
+    return own or type(sampler) in kinds

@@ -1,0 +1,8 @@
+"""Floor 1: orders with a position, as torch samplers. torch only."""
+
+from lightning_stateful.samplers.cursor import Cursor
+from lightning_stateful.samplers.distributed import StatefulDistributedSampler
+from lightning_stateful.samplers.identity import describe_dataset
+from lightning_stateful.samplers.world import detect_topology
+
+__all__ = ["Cursor", "StatefulDistributedSampler", "describe_dataset", "detect_topology"]

@@ -1,0 +1,64 @@
+"""An order and the position in it: the one class that holds a position."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lightning_stateful import state as format_
+from lightning_stateful.errors import DamagedStateError, PositionError
+from lightning_stateful.index.orders import Order
+from lightning_stateful.index.position import Position
+
+
+class Cursor:
+    """Holds a position in an order and turns it into a state and back.
+
+    Args:
+        order: The canonical sequence.
+        config: What determines the sequence beside the order: plain data that is compared on load.
+
+    State:
+        An envelope of the order's kind (see :mod:`lightning_stateful.state`).
+    """
+
+    def __init__(self, order: Order, config: Mapping[str, Any]) -> None:
+        self.order = order
+        self.config = {**order.describe(), **config}
+        self.position = Position()
+
+    def state_dict(self, position: Position | None = None) -> dict[str, Any]:
+        """The state at ``position``, or at the one held; a fresh plain dict."""
+        held = (self.position if position is None else position).to_dict()
+        return format_.pack(self.order.kind, self.order.order_version, self.config, held)
+
+    def read(
+        self, state: Mapping[str, Any], *, accept: Collection[str] = (), cyclic: bool = False, where: str = "The state"
+    ) -> Position:
+        """The position that a state names in this order, without moving there.
+
+        Args:
+            state: What :meth:`state_dict` returned; it is not changed.
+            accept: Names of differences to let pass, for example ``("seed", "dataset.length")``.
+            cyclic: Whether the position may lie in a later pass over a loader that starts over within the epoch.
+            where: How an error calls the state.
+
+        Raises:
+            StateMismatchError: The state was made with another configuration.
+            DamagedStateError, StateVersionError, PositionError: The state is of no use.
+        """
+        format_.check(state, where=where)
+        format_.refuse_differences(state, self.state_dict(), accept=accept, where=where)
+        try:
+            position = Position.from_dict(state["position"])
+        except (DamagedStateError, PositionError) as error:
+            raise type(error)(f"{where}: {error}. Resume from another checkpoint.") from None
+        length = len(self.order)
+        if position.consumed > length and not cyclic:
+            raise PositionError(
+                f"{where} has consumed {position.consumed} samples of epoch {position.epoch}, but an epoch has only "
+                f"{length}. Train on the dataset that it was made with, or resume from a checkpoint of this one."
+            )
+        if position.consumed == length and not cyclic:
+            return Position(epoch=position.epoch + 1, consumed=0, width=position.width)
+        return position

@@ -1,0 +1,189 @@
+"""The format of a state: the only file that knows it.
+
+A state is plain JSON data. One loader's is an *envelope*::
+
+    {"version": 1, "kind": "shuffled", "order_version": 1,
+     "config": {...}, "position": {"epoch": 2, "consumed": 12288, "width": 8}}
+
+and several loaders' one envelope a loader, by the path of the loader in the user's list or dict::
+
+    {"version": 1, "kind": "combined", "config": {"mode": "max_size_cycle"}, "loaders": {"0": {...}, "1": {...}}}
+
+``config`` is compared on load and never applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from lightning_stateful.errors import DamagedStateError, Difference, StateError, StateMismatchError, StateVersionError
+
+VERSION = 1
+COMBINED = "combined"
+
+_MISSING = "<nothing>"
+_REMEDIES = {
+    "seed": "Pass the saved seed",
+    "shuffle": "Pass the saved shuffle",
+    "drop_last": "Pass the saved drop_last",
+    "dataset": "Train on the dataset that the checkpoint was made with",
+    "order_version": "Install the version of lightning-stateful that wrote the checkpoint",
+    "kind": "Use the order or sampler that the checkpoint was made with",
+    "mode": "Combine the loaders in the saved mode",
+    "loaders": "Return the same loaders, under the same names",
+    "module": "Use the data module that the checkpoint was made with",
+}
+
+
+def pack(kind: str, order_version: int, config: Mapping[str, Any], position: Mapping[str, int]) -> dict[str, Any]:
+    """Put one loader's state into a fresh envelope."""
+    return {
+        "version": VERSION,
+        "kind": kind,
+        "order_version": order_version,
+        "config": copy_plain(config),
+        "position": dict(position),
+    }
+
+
+def pack_combined(mode: str, loaders: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Put the envelopes of several loaders into one."""
+    return {
+        "version": VERSION,
+        "kind": COMBINED,
+        "config": {"mode": mode},
+        "loaders": {path: copy_plain(state) for path, state in loaders.items()},
+    }
+
+
+def check(state: Any, *, where: str = "the state") -> None:
+    """Refuse what is no envelope, or none that this version can read.
+
+    Raises:
+        DamagedStateError: Keys are missing or have the wrong type.
+        StateVersionError: The version is another one.
+    """
+    if not isinstance(state, Mapping):
+        raise DamagedStateError(f"{where} must be a dict, got {type(state).__name__}.{_DAMAGED}")
+    version = state.get("version")
+    if type(version) is not int:
+        raise DamagedStateError(f"{where} has no version; its keys are {sorted(map(str, state))}.{_DAMAGED}")
+    if version != VERSION:
+        raise StateVersionError(
+            f"{where} has version {version}, this installation reads version {VERSION}. "
+            "Install the version of lightning-stateful that wrote it."
+        )
+    wanted: dict[str, type] = {"kind": str, "config": dict}
+    if state.get("kind") == COMBINED:
+        wanted["loaders"] = dict
+    else:
+        wanted.update(order_version=int, position=dict)
+    for key, kind in wanted.items():
+        if type(state.get(key)) is not kind:
+            found = repr(state[key]) if key in state else "nothing"
+            raise DamagedStateError(f"{where} must hold a {kind.__name__} under {key!r}, got {found}.{_DAMAGED}")
+    for path, part in state["loaders"].items() if state["kind"] == COMBINED else ():
+        check(part, where=f"{where}, loader {path!r},")
+
+
+_DAMAGED = " Resume from another checkpoint; this one's data state is damaged."
+
+
+def differences(
+    saved: Mapping[str, Any], present: Mapping[str, Any], *, accept: Collection[str] = (), path: str = ""
+) -> list[Difference]:
+    """Every difference between two envelopes apart from their positions.
+
+    Args:
+        saved: A checked envelope from a checkpoint.
+        present: The envelope of the object that should load it.
+        accept: Names of differences to let pass, in full (``"train.dataset.length"``), without the loader's path
+            (``"dataset.length"``), or by a name above it (``"dataset"``).
+        path: Prefix of the reported paths.
+    """
+    if (saved["kind"] == COMBINED) != (present["kind"] == COMBINED):
+        names = [sorted(s["loaders"]) if s["kind"] == COMBINED else "one loader" for s in (saved, present)]
+        pairs: Iterator[tuple[str, str, Any, Any]] = iter([("", "loaders", *names)])
+    elif saved["kind"] == COMBINED:
+        pairs = _combined_pairs(saved, present)
+    else:
+        pairs = _pairs("", _identity(saved), _identity(present))
+    found = []
+    for loader, name, before, now in pairs:
+        full = ".".join(part for part in (path, loader, name) if part)
+        if not _accepted((full, name), accept):
+            found.append(Difference(path=full, saved=before, present=now, remedy=_remedy(name, full)))
+    return found
+
+
+def refuse_differences(
+    saved: Mapping[str, Any], present: Mapping[str, Any], *, accept: Collection[str] = (), where: str = "The state"
+) -> None:
+    """Raise if two envelopes differ in more than the position and what is accepted.
+
+    Raises:
+        StateMismatchError: With every difference at once.
+    """
+    found = differences(saved, present, accept=accept)
+    if found:
+        raise StateMismatchError(found, where=where)
+
+
+def walk(state: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The envelopes in a checked state, each with its loader's path (``""`` for a single loader)."""
+    if state["kind"] == COMBINED:
+        yield from state["loaders"].items()
+    else:
+        yield "", state
+
+
+def copy_plain(value: Any, path: str = "state") -> Any:
+    """A deep copy of plain data.
+
+    Raises:
+        StateError: Something in it would not survive JSON or ``torch.load(weights_only=True)``.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        if any(type(key) is not str for key in value):
+            raise StateError(f"{path} has keys that are not strings: {[key for key in value if type(key) is not str]}")
+        return {key: copy_plain(item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [copy_plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    raise StateError(f"{path} is a {type(value).__name__}; a state holds dict, list, str, int, float, bool and None.")
+
+
+def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kind": state["kind"], "order_version": state["order_version"], **state["config"]}
+
+
+def _combined_pairs(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
+    yield from _pairs("", saved["config"], present["config"])
+    ours, theirs = present["loaders"], saved["loaders"]
+    if list(ours) != list(theirs):
+        yield "", "loaders", list(theirs), list(ours)
+    for path in theirs:
+        if path in ours:
+            for _, name, before, now in _pairs("", _identity(theirs[path]), _identity(ours[path])):
+                yield path, name, before, now
+
+
+def _pairs(prefix: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
+    for key in dict.fromkeys([*saved, *present]):
+        name = f"{prefix}.{key}" if prefix else key
+        before, now = saved.get(key, _MISSING), present.get(key, _MISSING)
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            yield from _pairs(name, before, now)
+        elif before != now:
+            yield "", name, before, now
+
+
+def _accepted(names: tuple[str, ...], accept: Collection[str]) -> bool:
+    return any(name == wanted or name.startswith(f"{wanted}.") for name in names for wanted in accept)
+
+
+def _remedy(name: str, full: str) -> str:
+    top = name.split(".")[0]
+    return f"{_REMEDIES.get(top, 'Restore the saved value')}, or accept the change with accept=({name!r},)."
