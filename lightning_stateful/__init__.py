@@ -1,1 +1,49 @@
-"""Stop a PyTorch Lightning run anywhere and resume it exactly. See ``docs/architecture.md``."""
+"""Stop a PyTorch Lightning run anywhere and resume it exactly.
+
+Plug a :class:`StatefulDataModule` into ``Trainer.fit``, or add a :class:`StatefulDataCallback` to a Trainer whose
+loaders come from anywhere, and resume with ``ckpt_path``. Without Lightning, :class:`StatefulLoader` and
+:class:`StatefulDistributedSampler` are ordinary PyTorch objects with ``state_dict`` and ``load_state_dict``.
+
+Names are resolved when they are first used: importing the package imports neither lightning nor datasets.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_stateful.audit import AuditResult, check_resume
+    from lightning_stateful.loaders import StatefulLoader
+    from lightning_stateful.samplers import StatefulDistributedSampler
+    from lightning_stateful.trainer import StatefulDataCallback, StatefulDataModule
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AuditResult": "audit",
+    "StatefulDataCallback": "trainer",
+    "StatefulDataModule": "trainer",
+    "StatefulDistributedSampler": "samplers",
+    "StatefulLoader": "loaders",
+    "check_resume": "audit",
+}
+
+__all__ = [
+    "AuditResult",
+    "StatefulDataCallback",
+    "StatefulDataModule",
+    "StatefulDistributedSampler",
+    "StatefulLoader",
+    "check_resume",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,125 @@
+"""Several loaders that are served together, and where each stands at any step of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lightning_stateful import state as format_
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError
+from lightning_stateful.index.position import Position
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+
+MODES = ("min_size", "max_size", "max_size_cycle")
+
+
+class LoaderGroup:
+    """Loaders that give one batch each to every training step, as Lightning's ``CombinedLoader`` serves them.
+
+    Args:
+        loaders: The loaders by their path in the user's list or dict; a single loader has the path ``""``.
+        mode: When an epoch ends: with the shortest loader (``"min_size"``), with the longest, the others giving None
+            once they are done (``"max_size"``), or with the longest, the others starting over (``"max_size_cycle"``).
+
+    State:
+        One loader's envelope, or one envelope a loader. Where an epoch goes on is held as the positions of the loaders
+        at one step; every other step of that epoch, and all later epochs, are computed from it.
+
+    Raises:
+        ConfigurationError: The mode is none of the three.
+    """
+
+    def __init__(self, loaders: Mapping[str, StatefulLoader], mode: str = "max_size_cycle") -> None:
+        if mode not in MODES:
+            raise ConfigurationError(f"Training loaders can be combined in the modes {MODES}, got {mode!r}.")
+        self.loaders = dict(loaders)
+        self.mode = mode
+        self._cyclic = mode == "max_size_cycle" and len(self.loaders) > 1
+        self._anchor: dict[str, Position] = {}
+        self._anchor_batch = 0
+
+    def num_batches(self) -> int:
+        """Steps of a whole epoch."""
+        lengths = [len(loader) for loader in self.loaders.values()]
+        return min(lengths) if self.mode == "min_size" else max(lengths)
+
+    def position(self, path: str, epoch: int, batch: int) -> Position | None:
+        """Where the loader at ``path`` stands before step ``batch`` of ``epoch``; None when it is exhausted."""
+        loader = self.loaders[path]
+        plan, length = loader.plan, len(loader.order)
+        origin, steps = self._origin(path, epoch), batch
+        if path in self._anchor and origin is self._anchor[path]:
+            steps -= self._anchor_batch
+        if not plan.num_batches() or steps < 0:
+            return None
+        in_pass = plan.num_batches(origin) if self._cyclic or origin.consumed < length else 0
+        if steps < in_pass:
+            return plan.after(origin, steps)
+        if not self._cyclic:
+            return None
+        # On to the passes that follow within the epoch, all of them whole.
+        passes, steps = divmod(steps - in_pass, plan.num_batches())
+        start = (origin.consumed // length + 1 + passes) * length
+        return plan.after(Position(epoch=epoch, consumed=start, width=origin.width), steps)
+
+    def state_at(self, epoch: int, batch: int) -> dict[str, Any]:
+        """The state before step ``batch`` of ``epoch``: fresh plain data, equal on all ranks."""
+        states = {}
+        for path, loader in self.loaders.items():
+            position = self.position(path, epoch, batch)
+            if position is None:
+                width = self._origin(path, epoch).width
+                position = Position(epoch=epoch, consumed=len(loader.order), width=width)
+            states[path] = loader.state_at(position)
+        return states[""] if list(states) == [""] else format_.pack_combined(self.mode, states)
+
+    def load(self, state: Mapping[str, Any], *, accept: Collection[str] = (), where: str) -> tuple[int, int]:
+        """Go on where ``state`` was taken, perhaps on other ranks or with other batch sizes.
+
+        Returns:
+            The epoch, and the step of this group's whole epoch at which it goes on: what is left are
+            ``num_batches() - step`` steps.
+
+        Raises:
+            StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
+        """
+        format_.check(state, where=where)
+        accepted = (*accept, *(name for loader in self.loaders.values() for name in loader.accept))
+        format_.refuse_differences(state, self.state_at(0, 0), accept=accepted, where=where)
+        saved = dict(format_.walk(state))
+        positions = {
+            path: loader.read(saved[path], accept=accepted, cyclic=len(self.loaders) > 1, where=where)
+            for path, loader in self.loaders.items()
+            if path in saved
+        }
+        epochs = {position.epoch for position in positions.values()}
+        if len(epochs) != 1:
+            raise DamagedStateError(f"{where} has loaders in the epochs {sorted(epochs)}; all must be in the same.")
+        epoch = epochs.pop()
+        for path, position in positions.items():
+            if not self._cyclic and position.consumed > len(self.loaders[path].order):
+                raise PositionError(
+                    f"{where}, loader {path!r}, has consumed {position.consumed} samples of an epoch that has only "
+                    f"{len(self.loaders[path].order)}. Resume from a checkpoint of this dataset."
+                )
+        # A loader that the state does not know (its absence was accepted) begins with the epoch.
+        self._anchor = {path: positions.get(path, self._fresh(path, epoch)) for path in self.loaders}
+        self._anchor_batch = max(self.num_batches() - self._remaining(), 0)
+        return epoch, self._anchor_batch
+
+    def _remaining(self) -> int:
+        """Steps from the anchor to the end of its epoch."""
+        lefts = []
+        for path, position in self._anchor.items():
+            loader = self.loaders[path]
+            # A loader in a later pass within the epoch has already been seen once and holds nothing up.
+            whole = position.consumed < len(loader.order)
+            lefts.append(loader.plan.num_batches(position) if whole else 0)
+        return min(lefts) if self.mode == "min_size" else max(lefts)
+
+    def _origin(self, path: str, epoch: int) -> Position:
+        held = self._anchor.get(path)
+        return held if held is not None and held.epoch == epoch else self._fresh(path, epoch)
+
+    def _fresh(self, path: str, epoch: int) -> Position:
+        return Position(epoch=epoch, width=self.loaders[path].topology.num_replicas)

@@ -1,0 +1,131 @@
+"""The contract of everything with a state, for the tests of your own samplers and loaders.
+
+An object that resumes exactly has ``state_dict()``, ``load_state_dict(state)`` and ``__iter__``, and obeys eight laws
+(:data:`LAWS`). With pytest, subclass :class:`ResumeContract`; each law is also a function of its own that raises
+:class:`ContractError`. States are always loaded into fresh objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from lightning_stateful.audit.laws import (
+    LAWS,
+    ContractError,
+    check_echo,
+    check_fresh,
+    check_not_configuration,
+    check_plain,
+    check_rank_free,
+    check_snapshot,
+    check_steady,
+    check_suffix,
+    read_settings,
+)
+from lightning_stateful.audit.samples import identities
+from lightning_stateful.audit.stops import Stops
+
+__all__ = [
+    "LAWS",
+    "ContractError",
+    "ResumeContract",
+    "check_echo",
+    "check_fresh",
+    "check_not_configuration",
+    "check_plain",
+    "check_rank_free",
+    "check_snapshot",
+    "check_steady",
+    "check_suffix",
+    "read_settings",
+]
+
+
+class ResumeContract:
+    """One pytest test a law, for a sampler or loader of your own.
+
+    Attributes:
+        num_epochs: Passes over the object that are compared.
+        stops: When states are taken; ``"spread"`` or numbers where a run has many items or starts processes.
+        num_replicas: Ranks of the run that is stopped, for the law on ranks.
+        resize: Numbers of ranks to resume on, for the same law.
+        drop_last: Whether less than a step's samples may be left out on another number of ranks.
+
+    Example:
+        ::
+
+            from lightning_stateful.testing import ResumeContract
+
+            class TestMySampler(ResumeContract):
+                def make(self, num_replicas=1, rank=0):
+                    return MySampler(100, num_replicas=num_replicas, rank=rank, seed=0)
+
+                def make_other(self):
+                    return MySampler(100, num_replicas=1, rank=0, seed=1)
+    """
+
+    num_epochs: int = 2
+    stops: Stops = "every"
+    num_replicas: int = 2
+    resize: Sequence[int] = (1, 3)
+    drop_last: bool = False
+
+    def make(self, num_replicas: int = 1, rank: int = 0) -> Any:
+        """A fresh object for one rank, always of the same configuration."""
+        raise NotImplementedError(f"{type(self).__name__} must define make(self, num_replicas=1, rank=0).")
+
+    def make_other(self) -> Any:
+        """A fresh object of another configuration, or None if there is only one."""
+        return None
+
+    def key(self, item: Any) -> list[Hashable]:
+        """The identities of an item's samples; by default the integers in it."""
+        return identities(item)
+
+    def settings(self, source: Any) -> Any:
+        """An object's settings; by default its length and the constructor arguments it keeps under their names."""
+        return read_settings(source)
+
+    def test_fresh(self) -> None:
+        """A state loads into a new object, before ``iter()`` or after it."""
+        check_fresh(self.make, num_epochs=self.num_epochs, stops=self.stops)
+
+    def test_suffix(self) -> None:
+        """A fresh object with a state yields exactly the rest."""
+        check_suffix(self.make, num_epochs=self.num_epochs, stops=self.stops)
+
+    def test_echo(self) -> None:
+        """An object gives back the state it has loaded."""
+        check_echo(self.make, num_epochs=self.num_epochs, stops=self.stops)
+
+    def test_plain(self) -> None:
+        """A state survives a JSON round trip."""
+        check_plain(self.make, num_epochs=self.num_epochs, stops=self.stops)
+
+    def test_steady(self) -> None:
+        """A state has the same keys at every step."""
+        check_steady(self.make, num_epochs=self.num_epochs, stops=self.stops)
+
+    def test_snapshot(self) -> None:
+        """A state does not change after it was taken or loaded."""
+        check_snapshot(self.make, num_epochs=self.num_epochs, stops=self.stops)
+
+    def test_rank_free(self) -> None:
+        """States are equal on all ranks and serve any number of ranks."""
+        check_rank_free(
+            self.make,
+            num_epochs=self.num_epochs,
+            stops=self.stops,
+            num_replicas=self.num_replicas,
+            resize=self.resize,
+            key=self.key,
+            drop_last=self.drop_last,
+        )
+
+    def test_not_configuration(self) -> None:
+        """Loading a state never alters a setting."""
+        other = self.make_other if self.make_other() is not None else None
+        check_not_configuration(
+            self.make, make_other=other, settings=self.settings, num_epochs=self.num_epochs, stops=self.stops
+        )

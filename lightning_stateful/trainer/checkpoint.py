@@ -1,0 +1,63 @@
+"""What a Lightning checkpoint says about the data, wherever in it that stands."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lightning_stateful.errors import DamagedStateError, Difference, StateMismatchError, StateVersionError
+from lightning_stateful.state import VERSION
+from lightning_stateful.trainer.counters import Moment
+
+
+def read_callback_state(own: Any) -> Moment:
+    """The moment in the callback's part of a checkpoint.
+
+    Raises:
+        DamagedStateError: It is not what the callback writes.
+        StateVersionError: A version wrote it that this one cannot read.
+    """
+    if not isinstance(own, Mapping) or type(own.get("version")) is not int:
+        raise DamagedStateError(f"The callback's state has no version: {own!r}. Resume from another checkpoint.")
+    if own["version"] != VERSION:
+        raise StateVersionError(
+            f"The callback's state has version {own['version']}, this installation reads version {VERSION}. "
+            "Install the version of lightning-stateful that wrote it."
+        )
+    if not isinstance(own.get("moment"), Mapping):
+        raise DamagedStateError(f"The callback's state has no moment: {own!r}. Resume from another checkpoint.")
+    return Moment.from_dict(own["moment"])
+
+
+def find_data_state(
+    checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None, module: str | None, accept: Collection[str]
+) -> Mapping[str, Any] | None:
+    """The data's state: under the data module's name, or in the callback's part.
+
+    Args:
+        checkpoint: The whole checkpoint.
+        own: The callback's part of it, if it has one.
+        module: Name of the present data module, if it holds the data's state.
+        accept: With ``"module"`` in it, the state of a data module of another name is taken.
+
+    Raises:
+        StateMismatchError: The state stands under another data module's name.
+    """
+    saved_by = None if own is None else own.get("module")
+    if saved_by is not None and saved_by != module and saved_by in checkpoint:
+        if "module" not in accept:
+            remedy = (
+                "Give the data module its old name (Lightning keeps its state under that name), or accept the change "
+                "with accept=('module',)."
+            )
+            difference = Difference(path="module", saved=saved_by, present=module, remedy=remedy)
+            raise StateMismatchError([difference], where="The checkpoint's data state")
+        return _mapping(checkpoint[saved_by])
+    if module is not None and module in checkpoint:
+        return _mapping(checkpoint[module])
+    return None if own is None else own.get("data")
+
+
+def _mapping(state: Any) -> Mapping[str, Any] | None:
+    # A data module that was not stateful when it was saved may have left a state of its own.
+    return state if isinstance(state, Mapping) and ("position" in state or "loaders" in state) else None

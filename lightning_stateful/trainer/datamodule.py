@@ -1,0 +1,172 @@
+"""A LightningDataModule whose training data resumes exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.trainer.callback import StatefulDataCallback
+from lightning_stateful.trainer.training_data import Settings
+
+_SAMPLES = (str, bytes, list, tuple, dict)
+
+
+class _EvaluationSet:
+    """A dataset whose loader hook exists only while it is set: Lightning takes a hook for a promise of data."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._slot, self._hook = f"_{name}_set", f"{name}_dataloader"
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        return self if module is None else vars(module).get(self._slot)
+
+    def __set__(self, module: Any, dataset: Any) -> None:
+        vars(module)[self._slot] = dataset
+        if getattr(type(module), self._hook) is not getattr(pl.LightningDataModule, self._hook):
+            return  # The subclass says itself where its loaders come from.
+        vars(module).pop(self._hook, None)
+        if dataset is not None:
+            vars(module)[self._hook] = getattr(module, f"_{self._hook}")
+
+
+class StatefulDataModule(pl.LightningDataModule):
+    """Serves datasets so that ``Trainer.fit(ckpt_path=...)`` goes on at the very next batch.
+
+    Two ways to use it. Pass datasets. Or subclass it: call ``super().__init__()``, then set ``self.train`` (and
+    ``self.val`` and so on) in ``setup``, or override ``train_dataloader`` and its siblings and return any DataLoader
+    over a map-style dataset with one of torch's own samplers, or a list, dict or CombinedLoader of them.
+
+    The module brings a :class:`StatefulDataCallback` along into its trainer, unless there is one already.
+
+    Args:
+        train: A map-style dataset, or a list or dict of datasets of which each step gets one batch each.
+        val: The same for validation, each sample once over all ranks, in order.
+        test: The same for testing.
+        predict: The same for prediction.
+        batch_size: Samples in a batch of one rank.
+        shuffle: Whether training has an order of its own in each epoch.
+        drop_last: Leave out the last training step of an epoch if it is not full.
+        seed: Chooses the orders and the randomness.
+        num_workers: Worker processes of each loader.
+        collate_fn: Makes a batch of samples.
+        seed_samples: Make what torch, NumPy and ``random`` draw inside datasets a function of (seed, epoch, sample).
+        seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
+        accept: Names of differences between a checkpoint and the present data to let pass.
+        **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader.
+
+    State:
+        The position in the training data (see :mod:`lightning_stateful.state`), under 1 KB. A subclass that overrides
+        ``state_dict`` returns ``{**super().state_dict(), ...}``.
+    """
+
+    holds_data_state = True
+
+    val = _EvaluationSet()
+    test = _EvaluationSet()
+    predict = _EvaluationSet()
+
+    def __init__(
+        self,
+        train: Any = None,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        *,
+        batch_size: int = 1,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        seed_samples: bool = True,
+        seed_model: bool = True,
+        accept: Collection[str] = (),
+        **loader_options: Any,
+    ) -> None:
+        self._callback: StatefulDataCallback | None = None
+        self._settings = Settings(seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=tuple(accept))
+        super().__init__()
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = seed
+        self._options = {**loader_options, "num_workers": num_workers, "collate_fn": collate_fn}
+        self.train = train
+        self.val, self.test, self.predict = val, test, predict
+
+    @property
+    def trainer(self) -> pl.Trainer | None:
+        """The trainer that this module is attached to."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: pl.Trainer | None) -> None:
+        # Lightning attaches a data module before it calls any hook: early enough to bring a callback along.
+        self._trainer = trainer
+        if trainer is None:
+            return
+        present = [callback for callback in trainer.callbacks if isinstance(callback, StatefulDataCallback)]
+        if not present:
+            present = [StatefulDataCallback(brought_along=True)]
+            trainer.callbacks = _CallbackConnector._reorder_callbacks([*trainer.callbacks, *present])
+        self._callback = present[0]
+        if self._callback.brought_along:
+            self._callback.settings = self._settings
+
+    def train_dataloader(self) -> Any:
+        """The training loader, or a list or dict of them."""
+        return self._loaders(self.train, shuffle=self.shuffle, drop_last=self.drop_last)
+
+    def _val_dataloader(self) -> Any:
+        return self._loaders(self.val, exact=True)
+
+    def _test_dataloader(self) -> Any:
+        return self._loaders(self.test, exact=True)
+
+    def _predict_dataloader(self) -> Any:
+        return self._loaders(self.predict, exact=True)
+
+    def _loaders(self, data: Any, **how: Any) -> Any:
+        if data is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no dataset for this stage. Pass it to the constructor, set it in setup() "
+                "(self.train, self.val, self.test, self.predict), or override the dataloader hook."
+            )
+        if isinstance(data, Mapping):
+            return {name: self._loader(dataset, **how) for name, dataset in data.items()}
+        if isinstance(data, (list, tuple)) and data and all(map(_is_dataset, data)):
+            return [self._loader(dataset, **how) for dataset in data]
+        return self._loader(data, **how)
+
+    def _loader(self, dataset: Any, **how: Any) -> DataLoader[Any]:
+        if how.get("exact") and isinstance(dataset, IterableDataset):
+            return DataLoader(dataset, batch_size=self.batch_size, **self._options)
+        return StatefulLoader(
+            dataset,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            seed_samples=self._settings.seed_samples,
+            **how,
+            **self._options,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the training data; empty before there are loaders."""
+        return (None if self._callback is None else self._callback.data_state()) or {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: the callback reads the state where Lightning's loop counters can be set right with it."""
+
+
+def _is_dataset(data: Any) -> bool:
+    # A list of plain samples is a dataset itself.
+    sized = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return isinstance(data, Dataset) or (sized and not isinstance(data, (*_SAMPLES, torch.Tensor, np.ndarray)))

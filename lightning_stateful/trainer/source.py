@@ -1,0 +1,60 @@
+"""Puts the toolkit between Lightning's loops and the places where loaders come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+
+Request = Callable[[], Any]
+
+
+class InterceptedSource(_DataLoaderSource):
+    """A source of loaders whose answer passes through a function.
+
+    The loops ask their source whenever they (re)build loaders: from a data module, from hooks of a LightningModule, or
+    for loaders that were passed to ``fit``. What passes here is what the loops use.
+    """
+
+    def __init__(self, original: _DataLoaderSource, intercept: Callable[[Request], Any]) -> None:
+        super().__init__(original.instance, original.name)
+        self.intercept = intercept
+
+    def dataloader(self) -> Any:
+        """What the loop gets."""
+        return self.intercept(self.request)
+
+    def request(self) -> Any:
+        """What the user's hook returns, or what was passed to the trainer."""
+        return super().dataloader()
+
+
+def intercept(
+    trainer: pl.Trainer, training: Callable[[Request], Any], evaluation: Callable[[str, Request], Any]
+) -> None:
+    """Let all loader requests of a trainer's loops pass through two functions, once however often it is called.
+
+    Args:
+        trainer: The trainer, with its sources attached.
+        training: Gets the request for training loaders.
+        evaluation: Gets the stage (``"val"``, ``"test"`` or ``"predict"``) and its request.
+    """
+    _install(trainer.fit_loop, training)
+    evaluations = {
+        "val": (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop),
+        "test": (trainer.test_loop,),
+        "predict": (trainer.predict_loop,),
+    }
+    for stage, loops in evaluations.items():
+        for loop in loops:
+            _install(loop, lambda request, stage=stage: evaluation(stage, request))
+
+
+def _install(loop: Any, function: Callable[[Request], Any]) -> None:
+    source = loop._data_source
+    if isinstance(source, InterceptedSource):
+        source.intercept = function
+    else:
+        loop._data_source = InterceptedSource(source, function)

@@ -1,0 +1,197 @@
+"""The training loaders of one run: built from whatever the user returns, placed by Lightning's counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils import _pytree as pytree
+from torch.utils.data import SequentialSampler
+
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
+from lightning_stateful.index.orders import SequentialOrder
+from lightning_stateful.index.position import Position
+from lightning_stateful.index.topology import Topology
+from lightning_stateful.loaders.group import MODES, LoaderGroup
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loaders.takeover import take_over
+from lightning_stateful.trainer import counters
+from lightning_stateful.trainer.agreement import build_alike
+from lightning_stateful.trainer.counters import Moment
+from lightning_stateful.trainer.randomness import seed_model
+from lightning_stateful.trainer.view import LoaderView
+
+_UNSHUFFLED = (SequentialOrder, SequentialSampler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How loaders that are not yet stateful are taken over.
+
+    Attributes:
+        seed: Chooses orders and randomness.
+        seed_samples: Seed the samples' randomness.
+        seed_model: Seed the model's randomness.
+        accept: Names of differences to let pass on load.
+    """
+
+    seed: int = 0
+    seed_samples: bool = True
+    seed_model: bool = True
+    accept: Collection[str] = ()
+
+
+def topology_of(trainer: pl.Trainer) -> Topology:
+    """This process among the data-parallel replicas, which need not be all processes."""
+    kwargs = trainer.distributed_sampler_kwargs
+    if kwargs is None:
+        return Topology()
+    return Topology(num_replicas=int(kwargs["num_replicas"]), rank=int(kwargs["rank"]))
+
+
+class TrainingData:
+    """The loaders that a ``train_dataloader`` gave, taken over, and the views of them that Lightning gets.
+
+    Args:
+        trainer: The trainer.
+        raw: A loader, a list, tuple or dict of them, or a CombinedLoader.
+        settings: How to take them over.
+    """
+
+    def __init__(self, trainer: pl.Trainer, raw: Any, settings: Settings) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        combined = raw if isinstance(raw, CombinedLoader) else None
+        mode = "max_size_cycle" if combined is None else combined._mode
+        tree = raw if combined is None else combined.iterables
+        leaves, spec = pytree.tree_flatten_with_path(tree)
+        topology = topology_of(trainer)
+        # Lightning itself refuses "sequential" as soon as training starts, with its own words.
+        self.group = LoaderGroup(
+            {path_of(keys): self._take_over(leaf, path_of(keys), topology) for keys, leaf in leaves},
+            mode if mode in MODES else "max_size",
+        )
+        self._first_path = next(iter(self.group.loaders), "")
+        self._num_handed = self._first_step = 0
+        views = [self._view(path) for path in self.group.loaders]
+        self.structure: Any = pytree.tree_unflatten(views, spec)
+        if combined is not None:
+            self.structure = CombinedLoader(self.structure, mode)
+
+    @classmethod
+    def build(cls, trainer: pl.Trainer, request: Callable[[], Any], settings: Settings) -> TrainingData:
+        """Ask for the loaders and take them over, alike on all ranks.
+
+        Raises:
+            RankMismatchError: The ranks disagree.
+            UnsupportedLoaderError: A loader cannot be taken over.
+        """
+        return build_alike(lambda: cls(trainer, request(), settings), lambda data: data.describe(), "the training data")
+
+    def describe(self) -> dict[str, Any]:
+        """What has to be equal on all ranks."""
+        described: dict[str, Any] = {"mode": self.group.mode}
+        for path, loader in self.group.loaders.items():
+            state = loader.state_at(loader.position)
+            prefix = f"{path}." if path else ""
+            described |= {
+                f"{prefix}length": len(loader.order),
+                f"{prefix}batch_size": loader.batch_size,
+                f"{prefix}kind": state["kind"],
+                f"{prefix}config": state["config"],
+            }
+        return described
+
+    def num_batches(self) -> int:
+        """Steps of an epoch under the trainer's limit."""
+        limit, length = self._trainer.limit_train_batches, self.group.num_batches()
+        return min(length, limit) if isinstance(limit, int) else int(length * limit)
+
+    def load(self, state: Mapping[str, Any], moment: Moment) -> Moment:
+        """Go on where a checkpoint's data state says.
+
+        Returns:
+            The moment in steps of the present ranks and batch sizes.
+
+        Raises:
+            StateError: The state does not fit the data.
+        """
+        where = "The checkpoint's data state"
+        epoch, step = self.group.load(state, accept=self._settings.accept, where=where)
+        if epoch != moment.data[0]:
+            raise DamagedStateError(
+                f"{where} lies in epoch {epoch}, but the loops of the same checkpoint go on in epoch {moment.data[0]}. "
+                "Resume from another checkpoint."
+            )
+        if moment.running and not moment.ended:
+            # Under the present topology nothing may be left; Lightning then decides on the validation at the end.
+            ended = step >= self.num_batches()
+            moment = replace(moment, batch=step, ended=ended, validate=moment.validate or ended)
+        return replace(moment, batch=self.num_batches()) if moment.ended else moment
+
+    def check_one_batch_a_step(self) -> None:
+        """Refuse a training step that took several batches, or fetched ahead, through ``dataloader_iter``.
+
+        Raises:
+            ConfigurationError: Lightning's counters do not say what the model was trained on.
+        """
+        loop = self._trainer.fit_loop
+        if not isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
+            return
+        handed, counted = self._num_handed, counters.next_step(self._trainer)[1] - self._first_step
+        if handed != counted:
+            raise ConfigurationError(
+                f"training_step(dataloader_iter) has taken {handed} batches in {counted} steps. Lightning counts one "
+                "a step, so a checkpoint could not say what was trained on. Take one batch a step, or let "
+                "training_step receive the batch."
+            )
+
+    def _take_over(self, loader: Any, path: str, topology: Topology) -> StatefulLoader:
+        settings = self._settings
+        where = f"the training loader {path!r}" if path else "the training loader"
+        overfits = self._trainer.overfit_batches > 0
+        taken = take_over(
+            loader,
+            seed=settings.seed,
+            num_replicas=topology.num_replicas,
+            rank=topology.rank,
+            seed_samples=settings.seed_samples,
+            shuffle=False if overfits else None,
+            accept=settings.accept,
+            where=where,
+        )
+        if overfits and not isinstance(getattr(loader, "order", loader.batch_sampler.sampler), _UNSHUFFLED):
+            rank_zero_warn(
+                f"overfit_batches trains on the same batches in every epoch, so {where} is not shuffled.",
+                category=StatefulWarning,
+            )
+        return taken
+
+    def _view(self, path: str) -> LoaderView:
+        trainer, loader = self._trainer, self.group.loaders[path]
+        seeds_model, seed, rank = self._settings.seed_model, loader.seed, loader.topology.rank
+
+        def locate() -> Position | None:
+            epoch, step = counters.next_step(trainer)
+            if path == self._first_path and not self._num_handed:
+                self._first_step = step
+            # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
+            return None if counters.step_is_beyond_epoch(trainer, step) else self.group.position(path, epoch, step)
+
+        def before_batch() -> None:
+            if path == self._first_path:
+                self._num_handed += 1
+            if seeds_model:
+                seed_model(seed, rank, "batch", *counters.next_step(trainer))
+
+        return LoaderView(loader, locate, before_batch)
+
+
+def path_of(keys: Any) -> str:
+    """Where a loader stands in the user's list or dict, with dots."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)

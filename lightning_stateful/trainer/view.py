@@ -1,0 +1,75 @@
+"""What Lightning gets in place of a DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+
+from lightning_stateful.index.position import Position
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+
+
+class LoaderView:
+    """An iterable over a loader that asks where to begin at the first ``next()`` of every pass.
+
+    It is no DataLoader, so Lightning neither injects a sampler nor rebuilds it. Attributes are those of the loader,
+    save ``sampler``, by which Lightning would recognise something to replace.
+
+    Args:
+        loader: The loader.
+        locate: Where a pass that begins now should begin; None for nowhere, because the loader is exhausted.
+        before_batch: Called after a batch is read and before it is handed over.
+        keeps_indices: Also offer the indices of each batch, as Lightning's prediction writers want them.
+    """
+
+    def __init__(
+        self,
+        loader: StatefulLoader,
+        locate: Callable[[], Position | None],
+        before_batch: Callable[[], None] | None = None,
+        *,
+        keeps_indices: bool = False,
+    ) -> None:
+        self.loader = loader
+        self._locate = locate
+        self._before_batch = before_batch
+        if keeps_indices:
+            self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.
+        position = self._locate()
+        if position is None:
+            return
+        if "batch_sampler" in vars(self):
+            self.batch_sampler.seen_batch_indices = list(self.loader.plan.indices(position))
+        for batch in self.loader.batches(position):
+            if self._before_batch is not None:
+                self._before_batch()
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("sampler", "batch_sampler", "loader") or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.loader, name)
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """The loader's; ``seed_everything(workers=True)`` sets it here."""
+        return self.loader.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self.loader.worker_init_fn = function
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position travels in the state of the data module or callback, once."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Nothing: Lightning calls this too early, or not at all."""

@@ -1,0 +1,93 @@
+"""A model that keeps a ledger of everything a run does, and a logger that does the same for logged steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch.utils.data import Dataset
+
+
+class Numbers(Dataset[dict[str, torch.Tensor]]):
+    """Samples that know their index and draw one augmentation from torch."""
+
+    def __init__(self, length: int, *, first: int = 0, fail_at: int | None = None) -> None:
+        self.length = length
+        self.first = first
+        self.fail_at = fail_at
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == self.fail_at:
+            raise RuntimeError(f"sample {index} cannot be read")
+        return {"id": torch.tensor(index + self.first), "x": torch.rand(4) + index / 100}
+
+
+class LedgerModel(pl.LightningModule):
+    """A small network with dropout; ``ledger`` lists what it did, in order."""
+
+    def __init__(self, *, batch_norm: bool = False, lr: float = 0.05) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.3), torch.nn.Linear(6, 1))
+        self.lr = lr
+        self.ledger: list[tuple[Any, ...]] = []
+
+    def _ids(self, batch: Any) -> Any:
+        if batch is None:
+            return None
+        if isinstance(batch, dict) and "id" in batch:
+            return tuple(batch["id"].tolist())
+        if isinstance(batch, dict):
+            return tuple((name, self._ids(part)) for name, part in batch.items())
+        return tuple(self._ids(part) for part in batch)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        if isinstance(batch, dict) and "x" in batch:
+            return self.net(batch["x"]).square().mean()
+        parts = list(batch.values()) if isinstance(batch, dict) else list(batch)
+        return torch.stack([self._loss(part) for part in parts if part is not None]).sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss)
+        self.ledger.append(("train", self.current_epoch, batch_idx, self.global_step, self._ids(batch)))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if not self.trainer.sanity_checking:
+            self.ledger.append(("val", self.current_epoch, batch_idx, self.global_step, self._ids(batch)))
+        self.log("val_loss", self._loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.ledger.append(("test", batch_idx, self._ids(batch)))
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.ledger.append(("predict", batch_idx, self._ids(batch)))
+        return batch["id"]
+
+    def on_train_epoch_start(self) -> None:
+        self.ledger.append(("epoch start", self.current_epoch))
+
+    def on_train_epoch_end(self) -> None:
+        self.ledger.append(("epoch end", self.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class StepLogger(DummyLogger):
+    """Remembers the step of everything that is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[str, int]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        name = "val" if "val_loss" in metrics else "train"
+        self.steps.append((name, step))
