@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from lightning_stateful import StatefulDataModule
 from support.ledger import LedgerModel, Numbers, StepLogger
 
@@ -33,7 +34,7 @@ class Outcome:
     trainer: pl.Trainer = field(repr=False)
 
 
-class StopAt(pl.Callback):
+class StopAt(Checkpoint):
     """Saves a checkpoint in a hook and crashes.
 
     Args:
@@ -43,7 +44,9 @@ class StopAt(pl.Callback):
         batch: After how many calls of the hook in that epoch, from 0.
     """
 
-    def __init__(self, hook: str, path: Path | None, *, epoch: int = 0, batch: int = 0, saves_weights_only: bool = False):
+    def __init__(
+        self, hook: str, path: Path | None, *, epoch: int = 0, batch: int = 0, saves_weights_only: bool = False
+    ):
         self._epoch, self._batch, self._path = epoch, batch, path
         self._weights_only = saves_weights_only
         self._count = 0
@@ -70,6 +73,12 @@ def numbers_module(**options: Any) -> StatefulDataModule:
     return StatefulDataModule(**{**defaults, **options})
 
 
+def seeded(make_model: Callable[[], LedgerModel], seed: int = 1) -> LedgerModel:
+    """A model with the weights that :func:`train` begins with."""
+    torch.manual_seed(seed)
+    return make_model()
+
+
 def train(
     make_data: MakeData = numbers_module,
     *,
@@ -80,8 +89,7 @@ def train(
     **trainer_options: Any,
 ) -> Outcome:
     """Fit a fresh model in a fresh trainer; a crash by :class:`Stopped` ends it quietly."""
-    torch.manual_seed(seed)
-    model = LedgerModel() if model is None else model
+    model = seeded(LedgerModel, seed) if model is None else model
     logger = StepLogger()
     options: dict[str, Any] = {
         "max_epochs": 3,
@@ -89,7 +97,7 @@ def train(
         "devices": 1,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
         "log_every_n_steps": 1,
         "num_sanity_val_steps": 0,
     }
@@ -138,9 +146,7 @@ def assert_stitches(parts: list[list[Any]], whole: list[Any], served_again: int 
             default as many as fit.
     """
     for number, (part, following) in enumerate(zip(parts, parts[1:], strict=False)):
-        fitting = [
-            again for again in range(len(part) + 1) if whole_from(whole, part[: len(part) - again], following)
-        ]
+        fitting = [again for again in range(len(part) + 1) if whole_from(whole, part[: len(part) - again], following)]
         assert fitting, f"run {number + 1} does not continue run {number}:\n{part}\n{following}\n{whole}"
         if served_again is not None:
             assert fitting[0] == served_again, (number, fitting, part, following)

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# One thread a process: the tests run side by side, and sums come out in one order.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def quiet_lightning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lightning's messages on devices and checkpoints say nothing about a test."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+    yield
