@@ -77,7 +77,7 @@ class TrainingData:
             mode if mode in MODES else "max_size",
         )
         self._first_path = next(iter(self.group.loaders), "")
-        self._num_handed = self._first_step = 0
+        self._counted_epoch, self._first_step, self._num_handed = -1, 0, 0
         views = [self._view(path) for path in self.group.loaders]
         self.structure: Any = pytree.tree_unflatten(views, spec)
         if combined is not None:
@@ -178,8 +178,8 @@ class TrainingData:
 
         def locate() -> Position | None:
             epoch, step = counters.next_step(trainer)
-            if path == self._first_path and not self._num_handed:
-                self._first_step = step
+            if path == self._first_path and epoch != self._counted_epoch:
+                self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
             # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
             return None if counters.step_is_beyond_epoch(trainer, step) else self.group.position(path, epoch, step)
 

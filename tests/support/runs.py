@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
+
 from lightning_stateful import StatefulDataModule
 from support.ledger import LedgerModel, Numbers, StepLogger
 
@@ -104,10 +107,8 @@ def train(
     trainer = pl.Trainer(**{**options, **trainer_options}, callbacks=list(callbacks), logger=logger)
     data = make_data()
     keyword = "datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders"
-    try:
+    with contextlib.suppress(Stopped):
         trainer.fit(model, **{keyword: data}, ckpt_path=ckpt_path)
-    except Stopped:
-        pass
     return outcome_of(trainer, model, logger)
 
 
@@ -145,7 +146,7 @@ def assert_stitches(parts: list[list[Any]], whole: list[Any], served_again: int 
         served_again: Events at the end of each part that the next run repeats: what was in flight at the save. By
             default as many as fit.
     """
-    for number, (part, following) in enumerate(zip(parts, parts[1:], strict=False)):
+    for number, (part, following) in enumerate(itertools.pairwise(parts)):
         fitting = [again for again in range(len(part) + 1) if whole_from(whole, part[: len(part) - again], following)]
         assert fitting, f"run {number + 1} does not continue run {number}:\n{part}\n{following}\n{whole}"
         if served_again is not None:

@@ -132,7 +132,7 @@ def test_a_sample_that_cannot_be_read_stops_the_run_before_its_batch(tmp_path: P
     assert_same_end(resumed, whole)
 
 
-@pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called without a model")
+@pytest.mark.filterwarnings("ignore:.*ckpt_path=.*:UserWarning")
 def test_an_on_exception_checkpoint_resumes_exactly(tmp_path: Path) -> None:
     class Crash(LedgerModel):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

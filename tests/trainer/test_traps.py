@@ -1,0 +1,445 @@
+"""The traps of Lightning's mid-epoch resume that moments alone do not show; ``docs/traps.md`` numbers them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
+from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from support.ledger import LedgerModel, Numbers, StepLogger
+from support.runs import (
+    StopAt,
+    assert_same_end,
+    assert_stitches,
+    numbers_module,
+    outcome_of,
+    seeded,
+    train,
+)
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+
+
+def trained(ledger: list[Any]) -> list[Any]:
+    return [event for event in ledger if event[0] == "train"]
+
+
+def stop_and_resume(
+    tmp_path: Path, make: Any = numbers_module, *, at: Any = ("on_train_batch_end", 1, 4), **how: Any
+) -> Any:
+    """The ledger of a run stopped at ``at``, the resumed run, and the uninterrupted one."""
+    hook, epoch, batch = at
+    stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
+    train(make, callbacks=[stop], **how)
+    assert stop.ledger is not None
+    resumed = train(make, ckpt_path=tmp_path / "stop.ckpt", seed=99, **how)
+    return stop.ledger, resumed, train(make, **how)
+
+
+@pytest.mark.parametrize("at", [("on_train_batch_end", 1, 4), ("on_train_epoch_end", 1, 0)])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_1_loaders_with_workers_begin_at_the_right_epoch(tmp_path: Path, persistent: bool, at: Any) -> None:
+    def make() -> Any:
+        return numbers_module(num_workers=1, persistent_workers=persistent)
+
+    before, resumed, _ = stop_and_resume(tmp_path, make, at=at)
+    whole = train()
+    assert_stitches([before, resumed.ledger], whole.ledger, 0)
+    assert_same_end(resumed, whole)
+
+
+def test_2_asking_for_the_number_of_steps_in_configure_optimizers_changes_nothing(tmp_path: Path) -> None:
+    class Asks(LedgerModel):
+        def configure_optimizers(self) -> Any:
+            self.steps = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    asked = seeded(Asks)
+    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
+    train(callbacks=[stop], model=seeded(Asks))
+    resumed = train(ckpt_path=tmp_path / "stop.ckpt", model=asked)
+    whole = train()
+    assert asked.steps == 33
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+    assert_same_end(resumed, whole)
+
+
+def test_7_the_state_is_small_plain_and_the_same_in_both_places(tmp_path: Path) -> None:
+    run = train(max_steps=13)
+    run.trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    checkpoint = torch.load(tmp_path / "stop.ckpt", weights_only=True)
+    state = checkpoint["StatefulDataModule"]
+    assert state == json.loads(json.dumps(state))
+    assert state["position"] == {"epoch": 1, "consumed": 4, "width": 1}
+    assert len(json.dumps(state)) + len(json.dumps(checkpoint["callbacks"]["StatefulDataCallback"])) < 1024
+    assert checkpoint["callbacks"]["StatefulDataCallback"]["data"] is None
+
+
+def test_10_a_set_epoch_of_lightning_or_the_user_moves_nothing(tmp_path: Path) -> None:
+    class SetsEpoch(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+            trainer.train_dataloader.loader.sampler.set_epoch(17)
+
+    whole = train()
+    assert train(callbacks=[SetsEpoch()]).ledger == whole.ledger
+
+
+@pytest.mark.parametrize("at", ["on_train_epoch_end", "on_train_batch_end"])
+def test_12_max_steps_does_not_lengthen_a_run_resumed_between_epochs(tmp_path: Path, at: str) -> None:
+    before, resumed, whole = stop_and_resume(
+        tmp_path, at=(at, 0, 10 if at == "on_train_batch_end" else 0), max_steps=25, max_epochs=-1
+    )
+    assert len(trained(resumed.ledger)) == 14
+    assert_stitches([before, resumed.ledger], whole.ledger, 0)
+
+
+def test_12_a_run_that_reached_max_steps_trains_no_more(tmp_path: Path) -> None:
+    run = train(max_steps=15)
+    run.trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    again = train(ckpt_path=tmp_path / "stop.ckpt", max_steps=15)
+    assert again.ledger == []
+    assert again.global_step == 15
+
+
+def test_15_skipping_the_rest_of_an_epoch_does_not_shift_later_resumes(tmp_path: Path) -> None:
+    class Skips(LedgerModel):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch == 0 and batch_idx == 6 else None
+
+    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
+    train(callbacks=[stop], model=seeded(Skips))
+    resumed = train(ckpt_path=tmp_path / "stop.ckpt", model=seeded(Skips))
+    whole = train(model=seeded(Skips))
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+    assert_same_end(resumed, whole)
+
+
+@pytest.mark.filterwarnings("ignore:.*yielded None")
+def test_15_a_batch_of_none_does_not_shift_later_resumes(tmp_path: Path) -> None:
+    def make() -> Any:
+        def collate(samples: list[Any]) -> Any:
+            return None if samples[0]["id"] == 5 else torch.utils.data.default_collate(samples)
+
+        return numbers_module(train=Numbers(22), collate_fn=collate, shuffle=False, batch_size=1, val=None)
+
+    before, resumed, whole = stop_and_resume(tmp_path, make, at=("on_train_batch_end", 1, 9))
+    assert_stitches([before, resumed.ledger], whole.ledger, 0)
+
+
+def test_18_the_length_of_an_epoch_stays_the_whole_one_after_a_resume(tmp_path: Path) -> None:
+    _, resumed, _ = stop_and_resume(tmp_path)
+    assert resumed.trainer.num_training_batches == 11
+    assert len(resumed.trainer.train_dataloader) == 11
+
+
+def test_20_a_save_after_fit_returned_knows_the_position(tmp_path: Path) -> None:
+    run = train(max_epochs=2)
+    run.trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    resumed = train(ckpt_path=tmp_path / "stop.ckpt", seed=99)
+    whole = train()
+    assert_stitches([run.ledger, resumed.ledger], whole.ledger, 0)
+    assert_same_end(resumed, whole)
+
+
+def test_20_a_save_after_an_evaluation_that_followed_fit_knows_the_position(tmp_path: Path) -> None:
+    model = seeded(LedgerModel)
+    run = train(max_steps=16, model=model)
+    run.trainer.validate(model, datamodule=numbers_module(), verbose=False)
+    run.trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    checkpoint = torch.load(tmp_path / "stop.ckpt", weights_only=True)
+    assert checkpoint["callbacks"]["StatefulDataCallback"]["moment"]["batch"] == 5
+
+
+def reloading(sizes: dict[int, int]) -> Any:
+    class Reloads(StatefulDataModule):
+        """A training set of another size in each epoch."""
+
+        def __init__(self) -> None:
+            super().__init__(batch_size=2, seed=3)
+            self.asked: list[int] = []
+
+        def train_dataloader(self) -> Any:
+            epoch = self.trainer.current_epoch
+            self.asked.append(epoch)
+            return DataLoader(Numbers(sizes[epoch], first=1000 * epoch), batch_size=2, shuffle=True)
+
+    return Reloads
+
+
+@pytest.mark.parametrize(
+    "at", [("on_train_batch_end", 1, 2), ("on_train_batch_end", 2, 1), ("on_train_epoch_end", 1, 0)]
+)
+@pytest.mark.parametrize("every", [1, 2])
+def test_24_loaders_reload_on_schedule_after_a_resume(tmp_path: Path, every: int, at: Any) -> None:
+    make = reloading({0: 10, 1: 16, 2: 12, 3: 8})
+    how = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 4}
+    before, resumed, whole = stop_and_resume(tmp_path, make, at=at, **how)
+    assert_stitches([before, resumed.ledger], whole.ledger, 0)
+    assert_same_end(resumed, whole)
+
+
+def test_25_seed_everything_does_not_replay_the_first_epoch(tmp_path: Path) -> None:
+    make_plain = lambda: DataLoader(Numbers(22), batch_size=2, shuffle=True)  # noqa: E731
+    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
+    pl.seed_everything(5, verbose=False)
+    train(make_plain, callbacks=[stop, StatefulDataCallback(seed=2)])
+    pl.seed_everything(5, verbose=False)
+    resumed = train(make_plain, ckpt_path=tmp_path / "stop.ckpt", callbacks=[StatefulDataCallback(seed=2)])
+    whole = train(make_plain, callbacks=[StatefulDataCallback(seed=2)])
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_29_overfitting_trains_on_the_same_batches_in_every_epoch(tmp_path: Path, shuffle: bool) -> None:
+    def make() -> Any:
+        return numbers_module(shuffle=shuffle, val=None)
+
+    how = {"overfit_batches": 3, "max_epochs": 3}
+    if shuffle:
+        with pytest.warns(StatefulWarning, match="not shuffled"):
+            before, resumed, whole = stop_and_resume(tmp_path, make, at=("on_train_batch_end", 1, 1), **how)
+    else:
+        before, resumed, whole = stop_and_resume(tmp_path, make, at=("on_train_batch_end", 1, 1), **how)
+    assert_stitches([before, resumed.ledger], whole.ledger, 0)
+    assert {event[4] for event in trained(whole.ledger)} == {(0, 1), (2, 3), (4, 5)}
+
+
+class IterModel(LedgerModel):
+    """A step that fetches by itself."""
+
+    takes = 1
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        for _ in range(self.takes):
+            batch, batch_idx, _ = next(dataloader_iter)
+        loss = self._loss(batch)
+        self.ledger.append(("train", self.current_epoch, self.global_step, self._ids(batch)))
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")
+def test_30_steps_that_fetch_by_themselves_resume_exactly(tmp_path: Path) -> None:
+    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
+    train(lambda: numbers_module(val=None), callbacks=[stop], model=seeded(IterModel))
+    resumed = train(lambda: numbers_module(val=None), ckpt_path=tmp_path / "stop.ckpt", model=seeded(IterModel))
+    whole = train(lambda: numbers_module(val=None), model=seeded(IterModel))
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")
+def test_30_steps_that_take_several_batches_are_refused() -> None:
+    model = seeded(IterModel)
+    model.takes = 2
+    with pytest.raises(ConfigurationError, match="has taken 2 batches in 1 steps"):
+        train(lambda: numbers_module(val=None), model=model)
+
+
+def test_31_a_saved_state_does_not_change_when_training_goes_on(tmp_path: Path) -> None:
+    kept: list[dict[str, Any]] = []
+
+    class Keep(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 5:
+                kept.append(trainer.datamodule.state_dict())
+
+    train(callbacks=[Keep()])
+    assert kept[0]["position"]["consumed"] == 10
+
+
+def test_early_stopping_within_an_epoch_resumes_with_its_patience(tmp_path: Path) -> None:
+    def stopper() -> EarlyStopping:
+        return EarlyStopping("val_loss", patience=2, min_delta=100.0, check_on_train_epoch_end=False)
+
+    how = {"val_check_interval": 3, "max_epochs": 4}
+    whole = train(callbacks=[stopper()], **how)
+    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=0, batch=4)
+    train(callbacks=[stopper(), stop], **how)
+    resumed = train(callbacks=[stopper()], ckpt_path=tmp_path / "stop.ckpt", seed=99, **how)
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+    assert len(trained(whole.ledger)) < 11 * 4
+
+
+def test_a_plateau_scheduler_steps_in_the_resumed_epoch_too(tmp_path: Path) -> None:
+    class Plateau(LedgerModel):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=100.0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
+    train(callbacks=[stop], model=seeded(Plateau))
+    resumed = train(ckpt_path=tmp_path / "stop.ckpt", model=seeded(Plateau))
+    assert_same_end(resumed, train(model=seeded(Plateau)))
+
+
+def test_manual_optimization_resumes_exactly(tmp_path: Path) -> None:
+    class Manual(LedgerModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    for at in [("on_train_batch_end", 1, 4), ("on_before_backward", 1, 4)]:
+        stop = StopAt(at[0], tmp_path / "stop.ckpt", epoch=at[1], batch=at[2])
+        train(callbacks=[stop], model=seeded(Manual))
+        resumed = train(ckpt_path=tmp_path / "stop.ckpt", model=seeded(Manual))
+        whole = train(model=seeded(Manual))
+        assert stop.ledger is not None
+        assert_stitches([stop.ledger, resumed.ledger], whole.ledger)
+        assert_same_end(resumed, whole)
+
+
+def test_a_second_fit_on_the_same_trainer_goes_on_within_the_epoch() -> None:
+    model = seeded(LedgerModel)
+    run = train(model=model, max_steps=15)
+    run.trainer.fit_loop.epoch_loop.max_steps = -1
+    run.trainer.fit(model, datamodule=numbers_module())
+    whole = train()
+    assert trained(model.ledger) == trained(whole.ledger)
+    assert run.trainer.current_epoch == 3
+
+
+def test_a_second_fit_on_other_data_says_that_the_rest_of_the_epoch_is_dropped() -> None:
+    model = seeded(LedgerModel)
+    run = train(model=model, max_steps=15)
+    run.trainer.fit_loop.epoch_loop.max_steps = -1
+    with pytest.warns(StatefulWarning, match="stopped after batch 4 of epoch 1"):
+        run.trainer.fit(model, datamodule=numbers_module(train=Numbers(18)))
+
+
+def test_a_second_fit_after_finished_epochs_goes_on_with_the_next_epoch() -> None:
+    model = seeded(LedgerModel)
+    run = train(model=model, max_epochs=1)
+    run.trainer.fit_loop.max_epochs = 3
+    run.trainer.fit(model, datamodule=numbers_module())
+    assert [event[4] for event in trained(model.ledger)] == [event[4] for event in trained(train().ledger)]
+
+
+def test_finding_a_learning_rate_leaves_the_data_where_it_was(tmp_path: Path) -> None:
+    def fit(finds: bool, stop: StopAt | None = None, ckpt: Path | None = None) -> Any:
+        model, logger = seeded(LedgerModel), StepLogger()
+        trainer = pl.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=logger,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=stop is not None,
+            callbacks=[stop] if stop else [],
+            log_every_n_steps=1,
+            num_sanity_val_steps=0,
+            default_root_dir=tmp_path,
+        )
+        data = numbers_module()
+        if finds:
+            Tuner(trainer).lr_find(model, datamodule=data, num_training=7, update_attr=False)
+            model.ledger.clear()
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt)
+        return outcome_of(trainer, model, logger)
+
+    assert trained(fit(True).ledger) == trained(fit(False).ledger)
+
+
+def test_scaling_the_batch_size_trains_with_the_size_found(tmp_path: Path) -> None:
+    model = seeded(LedgerModel)
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    data = numbers_module()
+    Tuner(trainer).scale_batch_size(model, datamodule=data, mode="power", max_trials=2, steps_per_trial=2)
+    assert data.batch_size == 8
+    model.ledger.clear()
+    trainer.fit(model, datamodule=data)
+    assert sorted(index for event in trained(model.ledger) for index in event[4]) == list(range(22))
+
+
+def test_weights_only_checkpoints_are_refused_by_lightning_and_still_evaluate(tmp_path: Path) -> None:
+    run = train(max_steps=13)
+    run.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    checkpoint = torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    assert checkpoint["StatefulDataModule"]["position"] == {"epoch": 1, "consumed": 4, "width": 1}
+    with pytest.raises(KeyError, match="contains only the model"):
+        train(ckpt_path=tmp_path / "weights.ckpt")
+    assert len(evaluate(tmp_path / "weights.ckpt", "validate").ledger) == 3
+
+
+def evaluate(path: Path | None, how: str, make: Any = None) -> LedgerModel:
+    model = seeded(LedgerModel)
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    data = numbers_module(test=Numbers(7), predict=Numbers(3)) if make is None else make()
+    options = {} if how == "predict" else {"verbose": False}
+    getattr(trainer, how)(model, datamodule=data, ckpt_path=path, **options)
+    return model
+
+
+@pytest.mark.parametrize(("how", "count"), [("validate", 3), ("test", 4), ("predict", 2)])
+def test_evaluating_a_mid_epoch_checkpoint_gives_every_sample_once(tmp_path: Path, how: str, count: int) -> None:
+    train(max_steps=13).trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    model = evaluate(tmp_path / "stop.ckpt", how)
+    assert len(model.ledger) == count
+    ids = [index for event in model.ledger for index in event[-1]]
+    assert ids == sorted(set(ids))
+
+
+def test_the_loader_that_lightning_uses_is_the_one_taken_over() -> None:
+    run = train(lambda: DataLoader(Numbers(22), batch_size=2, shuffle=True), callbacks=[StatefulDataCallback()])
+    assert isinstance(run.trainer.train_dataloader.loader, StatefulLoader)
+
+
+def test_the_users_own_callback_is_not_added_twice() -> None:
+    mine = StatefulDataCallback(seed=11)
+    run = train(callbacks=[mine])
+    assert [c for c in run.trainer.callbacks if isinstance(c, StatefulDataCallback)] == [mine]
+
+
+@pytest.mark.parametrize(
+    "make_sampler",
+    [
+        lambda data: RandomSampler(data, replacement=True, num_samples=30),
+        lambda data: RandomSampler(data, num_samples=13),
+        lambda data: torch.utils.data.SubsetRandomSampler(range(3, 21)),
+        lambda data: torch.utils.data.WeightedRandomSampler([1.0] * 11 + [3.0] * 11, 22),
+        lambda data: DistributedSampler(data, num_replicas=1, rank=0),
+        lambda data: torch.utils.data.SequentialSampler(data),
+    ],
+)
+def test_9_torchs_own_samplers_are_taken_over_and_resume_exactly(tmp_path: Path, make_sampler: Any) -> None:
+    class Theirs(StatefulDataModule):
+        def train_dataloader(self) -> Any:
+            data = Numbers(22)
+            return DataLoader(data, batch_size=2, sampler=make_sampler(data))
+
+    before, resumed, whole = stop_and_resume(tmp_path, Theirs, at=("on_train_batch_end", 1, 3))
+    assert_stitches([before, resumed.ledger], whole.ledger, 0)
+    assert_same_end(resumed, whole)
+
+
+def test_model_checkpoint_callbacks_keep_their_best_over_a_resume(tmp_path: Path) -> None:
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_top_k=1, save_last=True)
+
+    first = train(callbacks=[saver()], max_epochs=2)
+    resumed = train(callbacks=[saver()], ckpt_path=tmp_path / "best" / "last.ckpt", seed=99)
+    whole = train()
+    assert trained(first.ledger) + trained(resumed.ledger) == trained(whole.ledger)
+    assert_same_end(resumed, whole)
