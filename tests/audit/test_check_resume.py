@@ -1,0 +1,376 @@
+"""check_resume finds what a resume gets wrong, says where, and never raises for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_stateful.audit import END, AuditResult, Divergence, check_resume
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.loaders import StatefulLoader
+from lightning_stateful.samplers import StatefulDistributedSampler
+
+
+class Counter:
+    """Yields what ``item(epoch, step)`` says; the position is a plain (epoch, step)."""
+
+    def __init__(self, length: int = 8, item: Any = lambda epoch, step: (epoch, step)) -> None:
+        self.length, self.item = length, item
+        self.epoch = self.step = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            here = self.epoch, self.step
+            self.step += 1
+            if self.step == self.length:
+                self.epoch, self.step = self.epoch + 1, 0
+            yield self.item(*here)
+            if not self.step:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.step = state["epoch"], state["step"]
+
+
+class LosesOneItem(Counter):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.step += self.step == 5
+
+
+def of(kind: type[Counter], *arguments: Any) -> Any:
+    return lambda num_replicas, rank: kind(*arguments)
+
+
+def a_sampler(length: int = 10, **options: Any) -> Any:
+    return lambda num_replicas, rank: StatefulDistributedSampler(length, num_replicas, rank, **options)
+
+
+def test_an_exact_sampler_passes_on_every_rank_and_on_other_numbers_of_ranks() -> None:
+    result = check_resume(a_sampler(23), num_replicas=3, resize=(1, 2, 5), stops="every")
+
+    assert result
+    assert result.ok
+    assert result.divergence is None
+    assert str(result).startswith("Resumes exactly: ")
+
+
+def test_the_result_counts_resumes_comparisons_and_the_bytes_of_a_state() -> None:
+    result = check_resume(of(Counter, 4), num_epochs=1, stops=[0, 2], chain=())
+
+    assert result.num_resumes == 2
+    assert result.num_comparisons == 4 + 4 + 2
+    assert result.state_bytes == len('{"epoch": 0, "step": 0}')
+
+
+def test_a_state_that_is_no_json_is_weighed_pickled() -> None:
+    class Heavy(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "buffer": torch.zeros(1000)}
+
+    assert check_resume(of(Heavy), stops=[1]).state_bytes > 4000
+
+
+def test_a_lost_item_is_reported_with_epoch_step_rank_and_stop() -> None:
+    result = check_resume(of(LosesOneItem), stops="every")
+
+    assert not result
+    assert result.divergence == Divergence(
+        law="suffix",
+        what="item[1]: expected 5, got 6",
+        epoch=0,
+        step=5,
+        rank=0,
+        stop=5,
+        expected=(0, 5),
+        got=(0, 6),
+    )
+    assert str(result).splitlines()[1:] == [
+        "suffix: epoch 0, step 5, rank 0, stopped after 5 items: item[1]: expected 5, got 6",
+        "  expected (0, 5)",
+        "  got      (0, 6)",
+    ]
+
+
+def test_a_second_resume_that_forgets_the_first_is_found_by_the_chain() -> None:
+    class ForgetsTheFirstOffset(Counter):
+        offset = 0
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self.offset = state["step"]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"epoch": self.epoch, "step": max(self.step - self.offset, 0)}
+
+    assert check_resume(of(ForgetsTheFirstOffset), chain=())
+    by_default = check_resume(of(ForgetsTheFirstOffset))
+    given = check_resume(of(ForgetsTheFirstOffset), chain=(3, 2))
+
+    assert by_default.divergence is not None
+    assert by_default.divergence.stop == 2
+    assert given.divergence is not None
+    assert (given.divergence.stop, given.divergence.step) == (5, 5)
+
+
+def test_a_chain_of_many_kills_runs_over_the_ends_of_epochs() -> None:
+    assert check_resume(a_sampler(10), num_replicas=2, num_epochs=4, chain=[1, 0, 3, 1, 2, 0, 5, 1])
+
+
+def test_an_epoch_that_begins_anew_after_the_last_item_is_found() -> None:
+    class StaysAtTheEnd(Counter):
+        def __iter__(self) -> Iterator[Any]:
+            while self.step < self.length:
+                self.step += 1
+                yield self.epoch, self.step - 1
+            self.epoch, self.step = self.epoch + 1, 0
+
+    divergence = check_resume(of(StaysAtTheEnd, 4)).divergence
+
+    assert divergence is not None
+    assert (divergence.stop, divergence.epoch, divergence.expected, divergence.got) == (4, 1, (1, 0), END)
+
+
+def test_a_pass_that_goes_on_too_long_is_found() -> None:
+    class NeverEnds(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self.length += 1
+
+    divergence = check_resume(of(NeverEnds), stops=[3]).divergence
+
+    assert divergence is not None
+    assert (divergence.expected, divergence.got) == (END, (0, 8))
+
+
+def test_a_factory_that_is_not_repeatable_is_found_before_anything_is_resumed() -> None:
+    generator = np.random.default_rng(0)
+
+    result = check_resume(of(Counter, 8, lambda epoch, step: generator.random()))
+
+    assert result.divergence is not None
+    assert result.divergence.law == "repeatable"
+    assert result.num_resumes == 0
+
+
+def test_a_state_that_changes_after_it_was_taken_is_found() -> None:
+    class Alias(Counter):
+        def __init__(self) -> None:
+            self.state = {"epoch": 0, "step": 0}
+            super().__init__()
+
+        def state_dict(self) -> dict[str, Any]:
+            self.state.update(super().state_dict())
+            return self.state
+
+    divergence = check_resume(of(Alias)).divergence
+
+    assert divergence is not None
+    assert divergence.law == "snapshot"
+    assert "state['epoch']: expected 0, got 2" in divergence.what
+
+
+def test_ranks_with_different_numbers_of_items_are_found() -> None:
+    divergence = check_resume(lambda num_replicas, rank: Counter(8 - rank), num_replicas=2).divergence
+
+    assert divergence is not None
+    assert (divergence.law, divergence.rank, divergence.expected, divergence.got) == ("even", 1, 8, 7)
+
+
+def test_rank_0s_state_is_restored_on_every_rank_unless_each_has_its_own() -> None:
+    def factory(num_replicas: int, rank: int) -> Counter:
+        class OwnOffset(Counter):
+            def state_dict(self) -> dict[str, Any]:
+                return {**super().state_dict(), "rank": rank}
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                super().load_state_dict(state)
+                self.item = lambda epoch, step: (state["rank"], epoch, step)
+
+        return OwnOffset(8, lambda epoch, step: (rank, epoch, step))
+
+    shared = check_resume(factory, num_replicas=2)
+
+    assert shared.divergence is not None
+    assert shared.divergence.rank == 1
+    assert check_resume(factory, num_replicas=2, shared_state=False)
+
+
+def test_a_sample_that_comes_twice_on_other_ranks_is_named() -> None:
+    class CountsSteps(StatefulDistributedSampler):
+        def state_dict(self, **options: Any) -> dict[str, Any]:
+            state = super().state_dict(**options)
+            state["position"]["consumed"] //= self.num_replicas
+            return state
+
+        def load_state_dict(self, state: Any) -> None:
+            consumed = state["position"]["consumed"] * self.num_replicas
+            super().load_state_dict({**state, "position": {**state["position"], "consumed": consumed}})
+
+    def factory(num_replicas: int, rank: int) -> CountsSteps:
+        return CountsSteps(8, num_replicas, rank, shuffle=False)
+
+    assert check_resume(factory, num_replicas=4)
+    fewer = check_resume(factory, num_replicas=4, resize=(2,)).divergence
+    more = check_resume(factory, num_replicas=2, resize=(4,), stops=[0, 1]).divergence
+
+    assert fewer is not None
+    assert (fewer.law, fewer.stop) == ("rank-free", 1)
+    assert fewer.what == "sample 2 was served once too often, in step 0 on 2 ranks"
+    assert more is not None
+    assert more.what.startswith("2 samples were never served on 4 ranks, for example 2 (if ")
+
+
+def test_a_dropped_tail_needs_to_be_allowed_on_another_number_of_ranks() -> None:
+    def factory(num_replicas: int, rank: int) -> StatefulLoader:
+        return StatefulLoader(range(16), batch_size=2, num_replicas=num_replicas, rank=rank, drop_last=True)
+
+    refused = check_resume(factory, resize=(4,))
+
+    assert refused.divergence is not None
+    assert refused.divergence.what.endswith("pass drop_last=True)")
+    assert check_resume(factory, resize=(4, 3), drop_last=True)
+
+
+def test_allowing_a_dropped_tail_does_not_allow_a_repeated_sample() -> None:
+    class StartsAnew(StatefulDistributedSampler):
+        def load_state_dict(self, state: Any) -> None:
+            super().load_state_dict({**state, "position": {**state["position"], "consumed": 0}})
+
+    divergence = check_resume(
+        lambda num_replicas, rank: StartsAnew(9, num_replicas, rank, drop_last=True),
+        stops=[0],
+        chain=(),
+        resize=(2, 3),
+        drop_last=True,
+    ).divergence
+
+    assert divergence is not None
+    assert divergence.what.startswith("sample ")
+    assert "served once too often" in divergence.what
+
+
+def test_a_key_says_which_samples_a_batch_holds() -> None:
+    class Dicts:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"index": index, "x": torch.full((2,), float(index))}
+
+    def factory(num_replicas: int, rank: int) -> StatefulLoader:
+        return StatefulLoader(Dicts(), batch_size=2, shuffle=True, num_replicas=num_replicas, rank=rank)
+
+    with pytest.raises(ConfigurationError, match="Cannot tell which samples a dict holds. Pass key="):
+        check_resume(factory, resize=(3,))
+    assert check_resume(factory, resize=(3,), key=lambda batch: batch["index"].tolist())
+
+
+def test_set_epoch_is_called_before_every_pass_on_demand() -> None:
+    class NeedsSetEpoch(Counter):
+        def set_epoch(self, epoch: int) -> None:
+            if epoch != self.epoch:
+                self.epoch, self.step = epoch, 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for step in range(self.step, self.length):
+                self.step = step + 1
+                yield self.epoch, step
+
+        def state_dict(self) -> dict[str, Any]:
+            done = self.step == self.length
+            return {"epoch": self.epoch + done, "step": 0 if done else self.step}
+
+    assert check_resume(of(NeedsSetEpoch), set_epoch=True, stops="every")
+    assert check_resume(a_sampler(), num_replicas=2, set_epoch=True, stops="every")
+    assert not check_resume(of(NeedsSetEpoch))
+
+
+def test_an_endless_iterable_is_compared_up_to_max_items() -> None:
+    class Endless(Counter):
+        def __init__(self) -> None:
+            super().__init__(10**9)
+
+    assert check_resume(of(Endless), max_items=20)
+    with pytest.raises(ConfigurationError, match="leave max_items out"):
+        check_resume(of(Endless), max_items=20, resize=(2,))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_torchdata_loader_passes_where_it_is_exact_and_not_at_the_end_of_an_epoch() -> None:
+    def factory(num_replicas: int, rank: int) -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(list(range(12)), batch_size=2)
+
+    assert check_resume(factory, stops=[0, 1, 3, 5, 8], chain=(2, 2))
+    assert not check_resume(factory, stops=[6])
+
+
+def test_items_of_none_are_items() -> None:
+    result = check_resume(of(Counter, 3, lambda epoch, step: None), stops="every")
+
+    assert result
+    assert result.num_comparisons > 6
+
+
+def test_an_error_in_the_users_code_propagates_with_a_note_that_says_where() -> None:
+    def fails(epoch: int, step: int) -> int:
+        if (epoch, step) == (1, 3):
+            raise OSError("disk on fire")
+        return step
+
+    with pytest.raises(OSError, match="disk on fire") as caught:
+        check_resume(of(Counter, 5, fails))
+
+    assert caught.value.__notes__ == ["Raised while iterating, rank 0 of 1, at epoch 1, step 3."]
+
+
+def test_a_state_that_cannot_be_loaded_is_the_users_error() -> None:
+    class Refuses(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("epoch")
+
+    with pytest.raises(KeyError) as caught:
+        check_resume(of(Refuses), stops=[2])
+
+    assert caught.value.__notes__ == ["Raised while loading a state, rank 0 of 1, at epoch 0, step 2."]
+
+
+def test_an_object_without_a_state_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"returned a list without state_dict\(\)"):
+        check_resume(lambda num_replicas, rank: [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_replicas": 0}, "num_replicas must be at least 1, got 0"),
+        ({"num_epochs": 0}, "num_epochs must be at least 1, got 0"),
+        ({"resize": (2, 0)}, "resize must be at least 1, got 0"),
+        ({"max_items": 0}, "max_items must be at least 1, got 0"),
+        ({"stops": [3, 99]}, r"numbers from 0 to 16 .* got \[99\]"),
+        ({"stops": [-1]}, r"got \[-1\]"),
+        ({"chain": [2, -1]}, r"chain must be numbers from 0, got \[-1\]"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_resume(of(Counter), **options)
+
+
+def test_results_are_frozen_values_with_keywords_only() -> None:
+    result = check_resume(of(Counter), stops=[1])
+
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        result.num_resumes = 0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        AuditResult(None, 1, 1, 1)  # type: ignore[misc]
+    assert not hasattr(result, "__dict__")

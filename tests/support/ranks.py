@@ -1,0 +1,90 @@
+"""Runs functions on real DDP ranks: processes of their own, joined by gloo."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+_TESTS = Path(__file__).parents[1]
+
+
+def run_on_ranks(
+    cases: list[tuple[str, str]], num_ranks: int, folder: Path, timeout: float = 240
+) -> list[dict[str, Any]]:
+    """Run cases one after the other on the same processes, which are costly to start.
+
+    Args:
+        cases: Pairs of a module below ``tests`` and the name of a function ``f(folder)`` in it.
+        num_ranks: Number of processes.
+        folder: A folder that all ranks share; each function gets a folder of its own in it.
+        timeout: Seconds after which the ranks count as hung.
+
+    Returns:
+        For every rank a dict from the function's name to what it returned, or to the text of its exception.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(_TESTS),
+    }
+    (folder / "cases.pkl").write_bytes(pickle.dumps(cases))
+    with ExitStack() as logs_open:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "support.ranks", str(folder)],
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=logs_open.enter_context((folder / f"rank{rank}.log").open("w")),
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(num_ranks)
+        ]
+        codes: list[int | None] = []
+        try:
+            codes = [process.wait(timeout) for process in processes]
+        except subprocess.TimeoutExpired:
+            codes = [None]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(num_ranks))
+    assert codes == [0] * num_ranks, f"ranks ended with {codes}:\n{logs}"
+    return [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(num_ranks)]
+
+
+def _main(folder: Path) -> None:
+    import warnings
+
+    rank = int(os.environ["RANK"])
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {}
+    for module, name in pickle.loads((folder / "cases.pkl").read_bytes()):
+        own = folder / name
+        own.mkdir(exist_ok=True)
+        try:
+            results[name] = getattr(importlib.import_module(module), name)(own)
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+    (folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

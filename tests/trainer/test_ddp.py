@@ -1,0 +1,156 @@
+"""Two real ranks: every rank's own ledger goes on exactly, and another number of ranks takes over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ddp_cases
+from support.ranks import run_on_ranks
+from support.runs import assert_stitches, train
+
+pytestmark = pytest.mark.xdist_group("ddp")
+
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ddp")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Ranks:
+    # What one process leaves behind is picked up by two, in `resumed_on_two_ranks`.
+    train(max_steps=5).trainer.save_checkpoint(folder / "one.ckpt")
+    return run_on_ranks([("support.ddp_cases", case.__name__) for case in ddp_cases.ALL], 2, folder)
+
+
+def of(ranks: Ranks, name: str) -> list[Any]:
+    results = [rank[name] for rank in ranks]
+    assert not any(isinstance(result, str) for result in results), results
+    return results
+
+
+def trained(ledger: list[Any]) -> list[Any]:
+    return [event for event in ledger if event[0] == "train"]
+
+
+def samples(ledger: list[Any], epoch: int) -> list[int]:
+    return [index for event in trained(ledger) if event[1] == epoch for index in event[4]]
+
+
+def test_an_epoch_gives_every_sample_once_over_the_ranks(ranks: Ranks) -> None:
+    ledgers = [run["ledger"] for run in of(ranks, "uninterrupted")]
+    for epoch in range(2):
+        assert sorted(samples(ledgers[0], epoch) + samples(ledgers[1], epoch)) == list(range(22))
+    assert len(trained(ledgers[0])) == len(trained(ledgers[1])) == 12
+
+
+def test_a_run_stopped_in_any_hook_goes_on_exactly_on_every_rank(ranks: Ranks) -> None:
+    for whole, pairs in zip(of(ranks, "uninterrupted"), of(ranks, "every_moment"), strict=True):
+        for moment, (first, resumed) in zip(ddp_cases.MOMENTS, pairs, strict=True):
+            assert_stitches([first["ledger"], resumed["ledger"]], whole["ledger"])
+            assert resumed["weights"] == whole["weights"], moment
+            assert resumed["end"] == whole["end"], moment
+
+
+def test_open_accumulation_windows_are_served_again_on_every_rank(ranks: Ranks) -> None:
+    for whole, pairs in zip(of(ranks, "uninterrupted_with_windows"), of(ranks, "every_moment_in_windows"), strict=True):
+        for first, resumed in pairs:
+            assert_stitches([first["ledger"], resumed["ledger"]], whole["ledger"])
+            assert resumed["weights"] == whole["weights"]
+
+
+def test_a_chain_of_stops_gives_the_uninterrupted_run_on_every_rank(ranks: Ranks) -> None:
+    for whole, parts in zip(of(ranks, "uninterrupted"), of(ranks, "chain"), strict=True):
+        assert_stitches([part["ledger"] for part in parts], whole["ledger"])
+        assert parts[-1]["weights"] == whole["weights"]
+        assert parts[-1]["end"] == whole["end"]
+
+
+def test_workers_change_nothing_on_any_rank(ranks: Ranks) -> None:
+    for whole, (first, resumed) in zip(of(ranks, "uninterrupted"), of(ranks, "with_workers"), strict=True):
+        assert_stitches([first["ledger"], resumed["ledger"]], whole["ledger"], 0)
+        assert resumed["weights"] == whole["weights"]
+
+
+def test_the_callback_alone_does_the_same_under_the_default_distributed_sampler(ranks: Ranks) -> None:
+    for whole, (first, resumed, reference) in zip(of(ranks, "uninterrupted"), of(ranks, "callback_alone"), strict=True):
+        assert_stitches([first["ledger"], resumed["ledger"]], reference["ledger"], 0)
+        assert resumed["weights"] == reference["weights"]
+        assert [event[4] for event in trained(reference["ledger"])] == [event[4] for event in trained(whole["ledger"])]
+
+
+def test_8_the_state_needs_no_other_rank(ranks: Ranks) -> None:
+    for _, asked in of(ranks, "exception_on_one_rank"):
+        assert asked["state"]["position"] == {"epoch": 1, "consumed": 8, "width": 2}
+
+
+def test_the_state_is_equal_on_all_ranks(ranks: Ranks) -> None:
+    first, second = of(ranks, "states_of_all_ranks")
+    assert first == second
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_two_ranks_hand_over_to_one_without_losing_a_sample(ranks: Ranks, folder: Path, batch_size: int) -> None:
+    before = [run["ledger"] for run in of(ranks, "saved_on_two_ranks")]
+    path = folder / "saved_on_two_ranks" / "two.ckpt"
+    resumed = train(lambda: ddp_cases.numbers_module(batch_size=batch_size), ckpt_path=path, max_epochs=2)
+    seen = samples(before[0], 1) + samples(before[1], 1) + samples(resumed.ledger, 1)
+    assert len(samples(before[0], 1)) == 4
+    assert sorted(seen) == list(range(22))
+    # The epoch goes on in the steps of the new topology, and ends where they end.
+    last = trained(resumed.ledger)[-1]
+    assert last[1:3] == (1, -(-22 // batch_size) - 1)
+
+
+def test_one_rank_hands_over_to_two_without_losing_a_sample(ranks: Ranks) -> None:
+    before = train(max_steps=5).ledger
+    after = [run["ledger"] for run in of(ranks, "resumed_on_two_ranks")]
+    assert sorted(samples(before, 0) + samples(after[0], 0) + samples(after[1], 0)) == list(range(22))
+    assert len(trained(after[0])) == len(trained(after[1]))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("other_lengths", ["length", "rank 0: 22, rank 1: 26"]),
+        ("other_seeds", ["seed", "rank 0", "rank 1"]),
+    ],
+)
+def test_16_ranks_that_disagree_are_refused_on_every_rank(ranks: Ranks, case: str, words: list[str]) -> None:
+    for rank in ranks:
+        assert rank[case].startswith("RankMismatchError: The ranks disagree about the training data")
+        assert all(word in rank[case] for word in words)
+
+
+def test_16_a_rank_that_cannot_build_its_data_stops_all_ranks(ranks: Ranks) -> None:
+    assert ranks[0]["fails_on_one_rank"].startswith("RankMismatchError: the training data could not be built")
+    assert "rank 1: OSError: disk not mounted" in ranks[0]["fails_on_one_rank"]
+    assert ranks[1]["fails_on_one_rank"] == "OSError: disk not mounted"
+
+
+def test_evaluation_gives_each_sample_once_with_equal_steps(ranks: Ranks) -> None:
+    first, second = of(ranks, "evaluation")
+    for case, batches in first.items():
+        length = int(case.split(",")[0])
+        assert len(batches) == len(second[case]), case
+        seen = [index for batch in batches + second[case] for index in batch]
+        # Only where there are fewer samples than ranks can a rank not be given one of its own.
+        assert sorted(seen) == (list(range(length)) if length > 1 else [0, 0]), case
+        steps = [index for mine, other in zip(batches, second[case], strict=True) for index in mine + other]
+        assert steps == sorted(steps), case
+
+
+@pytest.mark.parametrize("how", ["validate", "test", "predict"])
+def test_plain_evaluation_loaders_are_exact_too(ranks: Ranks, how: str) -> None:
+    first, second = (found[how] for found in of(ranks, "plain_evaluation_loaders"))
+    assert sorted(index for batch in first + second for index in batch) == list(range(7))
+    assert len(first) == len(second)
+
+
+def test_ranks_draw_other_dropout(ranks: Ranks) -> None:
+    first, second = of(ranks, "dropout_by_rank")
+    assert not set(first) & set(second)
