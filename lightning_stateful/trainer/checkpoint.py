@@ -60,4 +60,5 @@ def find_data_state(
 
 def _mapping(state: Any) -> Mapping[str, Any] | None:
     # A data module that was not stateful when it was saved may have left a state of its own.
-    return state if isinstance(state, Mapping) and ("position" in state or "loaders" in state) else None
+    ours = isinstance(state, Mapping) and not {"kind", "config", "position", "loaders"}.isdisjoint(state)
+    return state if ours else None

@@ -11,8 +11,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
-from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
-from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from support.ledger import LedgerModel, Numbers, StepLogger
 from support.runs import (
     StopAt,
@@ -24,6 +22,9 @@ from support.runs import (
     train,
 )
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+
+from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
 
 
 def trained(ledger: list[Any]) -> list[Any]:

@@ -1,0 +1,126 @@
+"""Augmentation and dropout are functions of where training is, and of nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from support.ledger import LedgerModel
+from support.runs import numbers_module, seeded, train
+from torch.utils.data import Dataset
+
+
+class Noisy(Dataset[Any]):
+    """Augments with torch, NumPy and `random`."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        import random
+
+        noise = torch.tensor([float(torch.rand(())), float(np.random.rand()), random.random()])
+        return {"id": torch.tensor(index), "x": torch.cat([noise, torch.ones(1)])}
+
+
+class Recorder(LedgerModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise: dict[tuple[int, int], list[float]] = {}
+        self.drawn: dict[tuple[int, int], float] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for index, x in zip(batch["id"].tolist(), batch["x"].tolist(), strict=True):
+            self.noise[self.current_epoch, index] = x
+        self.drawn[self.current_epoch, batch_idx] = float(torch.rand(()))
+        return super().training_step(batch, batch_idx)
+
+
+def record(ckpt_path: Path | None = None, steps: int = -1, model_seed: int = 1, **options: Any) -> tuple[Recorder, Any]:
+    model = seeded(Recorder, model_seed)
+    run = train(
+        lambda: numbers_module(train=Noisy(), val=None, **options),
+        model=model, ckpt_path=ckpt_path, max_steps=steps, max_epochs=2,
+    )  # fmt: skip
+    return model, run.trainer
+
+
+@pytest.mark.parametrize("other", [{"num_workers": 2}, {"num_workers": 1, "batch_size": 3}, {"shuffle": False}])
+def test_augmentation_depends_on_seed_epoch_and_sample_alone(other: dict[str, Any]) -> None:
+    assert record()[0].noise == record(**other)[0].noise
+
+
+def test_augmentation_differs_between_epochs_samples_and_seeds() -> None:
+    noise = {tuple(values) for values in record()[0].noise.values()}
+    other = {tuple(values) for values in record(seed=8)[0].noise.values()}
+    assert len(noise) == len(other) == 24
+    assert not noise & other
+
+
+def test_augmentation_and_dropout_go_on_exactly_after_a_resume(tmp_path: Path) -> None:
+    whole = record()[0]
+    first, trainer = record(steps=8)
+    trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    second = record(tmp_path / "stop.ckpt", model_seed=77)[0]
+    assert {**first.noise, **second.noise} == whole.noise
+    assert {**first.drawn, **second.drawn} == whole.drawn
+    assert not set(first.drawn) & set(second.drawn)
+
+
+def test_seeding_of_the_model_can_be_switched_off() -> None:
+    assert record(model_seed=1)[0].drawn == record(model_seed=2)[0].drawn
+    free = record(model_seed=1, seed_model=False)[0].drawn
+    assert free != record(model_seed=2, seed_model=False)[0].drawn
+    assert free != record(model_seed=1)[0].drawn
+
+
+def test_seeding_of_samples_can_be_switched_off() -> None:
+    noise = record(seed_model=False)[0].noise
+    assert record(model_seed=2, seed_model=False)[0].noise == noise
+    assert record(model_seed=2, seed_model=False, seed_samples=False)[0].noise != noise
+
+
+def test_reading_samples_in_the_main_process_leaves_the_models_randomness_alone() -> None:
+    in_main_process = record(seed_model=False)[0].drawn
+    assert record(seed_model=False, num_workers=1)[0].drawn == in_main_process
+
+
+def test_what_a_validation_draws_does_not_depend_on_where_the_run_was_stopped(tmp_path: Path) -> None:
+    class DrawsInValidation(LedgerModel):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.ledger.append(("val", float(torch.rand(())), float(np.random.rand())))
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 11:
+                trainer.save_checkpoint(tmp_path / "stop.ckpt")
+
+    whole = train(callbacks=[Save()], model=seeded(DrawsInValidation))
+    resumed = train(ckpt_path=tmp_path / "stop.ckpt", model=seeded(DrawsInValidation, 9))
+    assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
+    assert sum(event[0] == "val" for event in resumed.ledger) == 9
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_dropout_on_a_gpu_goes_on_exactly_after_a_resume(tmp_path: Path) -> None:
+    class OnGpu(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.drawn[self.current_epoch, batch_idx] = float(torch.rand((), device=self.device))
+            return loss
+
+    def run(model: Recorder, **how: Any) -> Any:
+        return train(
+            lambda: numbers_module(train=Noisy(), val=None), model=model, accelerator="gpu", max_epochs=2, **how
+        )
+
+    whole, first, second = seeded(OnGpu), seeded(OnGpu), seeded(OnGpu, 5)
+    run(whole)
+    run(first, max_steps=8).trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    run(second, ckpt_path=tmp_path / "stop.ckpt")
+    assert {**first.drawn, **second.drawn} == whole.drawn

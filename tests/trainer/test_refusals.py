@@ -1,0 +1,189 @@
+"""A checkpoint that does not fit is refused with everything that differs, and nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ledger import LedgerModel, Numbers
+from support.runs import numbers_module, train
+from torch.utils.data import DataLoader
+
+from lightning_stateful import StatefulDataCallback, StatefulDataModule
+from lightning_stateful.errors import (
+    DamagedStateError,
+    PositionError,
+    StatefulWarning,
+    StateMismatchError,
+    StateVersionError,
+)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after 4 batches of epoch 1."""
+    path = tmp_path_factory.mktemp("refusals") / "stop.ckpt"
+    train(max_steps=15).trainer.save_checkpoint(path)
+    return path
+
+
+def edited(path: Path, folder: Path, edit: Any) -> Path:
+    checkpoint = torch.load(path, weights_only=True)
+    edit(checkpoint)
+    torch.save(checkpoint, folder / "edited.ckpt")
+    return folder / "edited.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("now", "path", "values"),
+    [
+        ({"train": Numbers(24)}, "dataset.length", "saved 22, now 24"),
+        ({"seed": 8}, "seed", "saved 7, now 8"),
+        ({"shuffle": False}, "shuffle", "saved True, now False"),
+        ({"drop_last": True}, "drop_last", "saved False, now True"),
+        ({"train": [Numbers(22), Numbers(4)]}, "loaders", "saved 'one loader', now \\['0', '1'\\]"),
+    ],
+)
+def test_a_difference_is_refused_with_both_values_and_the_remedy(
+    stopped: Path, now: dict[str, Any], path: str, values: str
+) -> None:
+    with pytest.raises(StateMismatchError, match=f"{path}: {values}") as caught:
+        train(lambda: numbers_module(**now), ckpt_path=stopped)
+    assert "accept=(" in str(caught.value)
+    assert "nothing was loaded" in str(caught.value)
+
+
+def test_all_differences_are_reported_at_once(stopped: Path) -> None:
+    with pytest.raises(StateMismatchError) as caught:
+        train(lambda: numbers_module(train=Numbers(30), seed=1, drop_last=True), ckpt_path=stopped)
+    assert {difference.path for difference in caught.value.differences} == {"seed", "drop_last", "dataset.length"}
+
+
+def test_a_refused_checkpoint_trains_nothing(stopped: Path) -> None:
+    model = LedgerModel()
+    with pytest.raises(StateMismatchError):
+        train(lambda: numbers_module(seed=1), ckpt_path=stopped, model=model)
+    assert model.ledger == []
+
+
+def test_a_named_difference_is_accepted_and_the_position_kept(stopped: Path) -> None:
+    resumed = train(lambda: numbers_module(train=Numbers(26), accept=("dataset.length",)), ckpt_path=stopped)
+    trained = [event for event in resumed.ledger if event[0] == "train" and event[1] == 1]
+    assert len([index for event in trained for index in event[4]]) == 26 - 8
+
+
+def test_accepting_one_difference_does_not_accept_another(stopped: Path) -> None:
+    with pytest.raises(StateMismatchError) as caught:
+        train(lambda: numbers_module(train=Numbers(26), seed=1, accept=("dataset.length",)), ckpt_path=stopped)
+    assert [difference.path for difference in caught.value.differences] == ["seed"]
+
+
+def test_batch_size_and_workers_are_no_difference(stopped: Path) -> None:
+    resumed = train(lambda: numbers_module(batch_size=5, num_workers=1), ckpt_path=stopped, max_epochs=2)
+    assert len([index for event in resumed.ledger if event[0] == "train" for index in event[4]]) == 22 - 8
+
+
+def test_a_dataset_described_otherwise_is_another_dataset(tmp_path: Path) -> None:
+    class Described(Numbers):
+        def __init__(self, source: str) -> None:
+            super().__init__(22)
+            self.source = source
+
+        def describe(self) -> dict[str, Any]:
+            return {"source": self.source}
+
+    train(lambda: numbers_module(train=Described("v1")), max_steps=15).trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    with pytest.raises(StateMismatchError, match=r"dataset.source: saved 'v1', now 'v2'"):
+        train(lambda: numbers_module(train=Described("v2")), ckpt_path=tmp_path / "stop.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "words"),
+    [
+        (lambda state: state.pop("position"), DamagedStateError, "'position', got nothing"),
+        (lambda state: state.update(position={"epoch": 1}), DamagedStateError, "needs 'consumed'"),
+        (lambda state: state["position"].update(consumed="8"), DamagedStateError, "must be an int"),
+        (lambda state: state["position"].update(consumed=-1), PositionError, "consumed=-1"),
+        (lambda state: state["position"].update(consumed=23), PositionError, "consumed 23 samples"),
+        (lambda state: state["position"].update(epoch=4), DamagedStateError, "lies in epoch 4"),
+        (lambda state: state.update(version=2), StateVersionError, "version 2"),
+        (lambda state: state.update(order_version=2), StateMismatchError, "order_version: saved 2, now 1"),
+        (lambda state: state.update(kind="bucketed"), StateMismatchError, "kind: saved 'bucketed'"),
+    ],
+)
+def test_a_damaged_or_foreign_state_is_refused(
+    stopped: Path, tmp_path: Path, edit: Any, error: type[Exception], words: str
+) -> None:
+    path = edited(stopped, tmp_path, lambda checkpoint: edit(checkpoint["StatefulDataModule"]))
+    with pytest.raises(error, match=words):
+        train(ckpt_path=path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "words"),
+    [
+        (lambda own: own.update(version=9), StateVersionError, "version 9"),
+        (lambda own: own.pop("version"), DamagedStateError, "no version"),
+        (lambda own: own.pop("moment"), DamagedStateError, "no moment"),
+        (lambda own: own["moment"].pop("batch"), DamagedStateError, "'batch'"),
+    ],
+)
+def test_a_damaged_state_of_the_callback_is_refused(
+    stopped: Path, tmp_path: Path, edit: Any, error: type[Exception], words: str
+) -> None:
+    path = edited(stopped, tmp_path, lambda checkpoint: edit(checkpoint["callbacks"]["StatefulDataCallback"]))
+    with pytest.raises(error, match=words):
+        train(ckpt_path=path)
+
+
+class Renamed(StatefulDataModule):
+    pass
+
+
+def test_28_a_renamed_data_module_is_refused_and_not_ignored(stopped: Path) -> None:
+    def make() -> Any:
+        return Renamed(Numbers(22), Numbers(5, first=100), batch_size=2, seed=7)
+
+    with pytest.raises(StateMismatchError, match="module: saved 'StatefulDataModule', now 'Renamed'"):
+        train(make, ckpt_path=stopped)
+
+
+def test_28_a_renamed_data_module_goes_on_exactly_when_that_is_accepted(stopped: Path) -> None:
+    def make() -> Any:
+        return Renamed(Numbers(22), Numbers(5, first=100), batch_size=2, seed=7, accept=("module",))
+
+    resumed = train(make, ckpt_path=stopped)
+    whole = train()
+    assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
+
+
+def test_a_checkpoint_made_without_the_toolkit_warns_once_and_goes_on_where_the_loops_say(tmp_path: Path) -> None:
+    def make() -> Any:
+        return DataLoader(Numbers(22), batch_size=2)
+
+    train(make, max_steps=15).trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.warns(StatefulWarning, match="has no data state.*batch 4 of epoch 1") as caught:
+        resumed = train(lambda: numbers_module(val=None), ckpt_path=tmp_path / "plain.ckpt")
+    assert len([warning for warning in caught if issubclass(warning.category, StatefulWarning)]) == 1
+    whole = train(lambda: numbers_module(val=None))
+    assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
+
+
+def test_a_checkpoint_of_the_callback_alone_is_refused_for_other_data(tmp_path: Path) -> None:
+    def make(length: int) -> Any:
+        return DataLoader(Numbers(length), batch_size=2, shuffle=True)
+
+    run = train(lambda: make(22), callbacks=[StatefulDataCallback()], max_steps=15)
+    run.trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    with pytest.raises(StateMismatchError, match=r"dataset.length: saved 22, now 20"):
+        train(lambda: make(20), callbacks=[StatefulDataCallback()], ckpt_path=tmp_path / "stop.ckpt")
+
+
+def test_a_checkpoint_taken_before_the_first_batch_resumes_without_a_word(tmp_path: Path) -> None:
+    from support.runs import StopAt
+
+    stop = StopAt("on_fit_start", tmp_path / "start.ckpt")
+    train(callbacks=[stop])
+    assert train(ckpt_path=tmp_path / "start.ckpt").ledger == train().ledger

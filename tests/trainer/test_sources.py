@@ -1,0 +1,225 @@
+"""Loaders come from anywhere and in any structure: each resumes exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from support.ledger import LedgerModel, Numbers
+from support.runs import StopAt, assert_same_end, assert_stitches, numbers_module, seeded, train
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
+from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.index import BlockShuffledOrder
+
+
+def plain(length: int, first: int = 0, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(length, first=first), **{"batch_size": 2, "shuffle": True, **options})
+
+
+STRUCTURES: dict[str, Any] = {
+    "a list": lambda: [plain(10), plain(14, 100)],
+    "a tuple": lambda: (plain(10), plain(14, 100)),
+    "a dict": lambda: {"a": plain(10), "b": plain(14, 100)},
+    "nested": lambda: {"a": plain(10), "b": [plain(14, 100), plain(6, 200)]},
+    "min_size": lambda: CombinedLoader({"a": plain(10), "b": plain(14, 100)}, "min_size"),
+    "max_size": lambda: CombinedLoader({"a": plain(10), "b": plain(14, 100)}, "max_size"),
+    "max_size_cycle": lambda: CombinedLoader({"a": plain(5), "b": plain(14, 100)}, "max_size_cycle"),
+    "cycle with a tail dropped": lambda: CombinedLoader([plain(7, drop_last=True), plain(20, 100)], "max_size_cycle"),
+    "a CombinedLoader of one": lambda: CombinedLoader(plain(14), "max_size"),
+}
+
+
+class Returning(StatefulDataModule):
+    def __init__(self, make: Any) -> None:
+        super().__init__(seed=5)
+        self.make = make
+
+    def train_dataloader(self) -> Any:
+        return self.make()
+
+
+@pytest.mark.parametrize(
+    "at", [("on_train_batch_end", 0, 4), ("on_train_batch_end", 1, 1), ("on_before_backward", 1, 3)]
+)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_any_structure_of_loaders_resumes_exactly(tmp_path: Path, structure: str, at: Any) -> None:
+    def make() -> Any:
+        return Returning(STRUCTURES[structure])
+
+    hook, epoch, batch = at
+    stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
+    train(make, callbacks=[stop])
+    resumed = train(make, ckpt_path=tmp_path / "stop.ckpt", seed=99)
+    whole = train(make)
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 1 if "backward" in hook else 0)
+    assert_same_end(resumed, whole)
+
+
+def test_a_loader_that_starts_over_within_an_epoch_is_shuffled_anew() -> None:
+    whole = train(lambda: Returning(STRUCTURES["max_size_cycle"]), max_epochs=1)
+    parts = [dict(event[4])["a"] for event in whole.ledger if event[0] == "train"]
+    first, second = parts[:3], parts[3:6]
+    assert sorted(index for part in first for index in part) == list(range(5))
+    assert sorted(index for part in second for index in part) == list(range(5))
+    assert first != second
+
+
+def test_sequential_loaders_are_refused_by_lightning_in_its_own_words() -> None:
+    with pytest.raises(ValueError, match="does not support the `CombinedLoader.mode=.sequential"):
+        train(lambda: Returning(lambda: CombinedLoader([plain(10), plain(6)], "sequential")))
+
+
+@pytest.mark.parametrize("datasets", [[Numbers(10), Numbers(14, first=100)], {"a": Numbers(10), "b": Numbers(14)}])
+def test_lists_and_dicts_of_datasets_give_loaders_in_the_same_structure(datasets: Any) -> None:
+    module = StatefulDataModule(datasets, batch_size=2)
+    loaders = module.train_dataloader()
+    assert type(loaders) is type(datasets)
+    assert all(
+        isinstance(loader, StatefulLoader) for loader in (loaders.values() if isinstance(loaders, dict) else loaders)
+    )
+
+
+def test_a_list_of_plain_samples_is_one_dataset() -> None:
+    loader = StatefulDataModule([3, 4, 5], batch_size=3, shuffle=False).train_dataloader()
+    assert [batch.tolist() for batch in loader] == [[3, 4, 5]]
+
+
+class HookedModel(LedgerModel):
+    def train_dataloader(self) -> Any:
+        return plain(22)
+
+    def val_dataloader(self) -> Any:
+        return plain(5, 100, shuffle=False)
+
+
+class PlainModule(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return plain(22)
+
+    def val_dataloader(self) -> Any:
+        return plain(5, 100, shuffle=False)
+
+
+SOURCES: dict[str, Any] = {
+    "hooks of the model": (lambda: None, HookedModel),
+    "a plain data module": (PlainModule, LedgerModel),
+    "a loader passed to fit": (lambda: plain(22), LedgerModel),
+    "loaders passed to fit": (lambda: [plain(22), plain(30)], LedgerModel),
+    "a stateful loader passed to fit": (
+        lambda: StatefulLoader(Numbers(22), batch_size=2, sampler=BlockShuffledOrder(22, 4, 3, 2), seed=4),
+        LedgerModel,
+    ),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_callback_alone_resumes_loaders_from_anywhere_exactly(tmp_path: Path, source: str) -> None:
+    make, make_model = SOURCES[source]
+    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
+    train(make, callbacks=[StatefulDataCallback(seed=6), stop], model=seeded(make_model))
+    resumed = train(
+        make, callbacks=[StatefulDataCallback(seed=6)], ckpt_path=tmp_path / "stop.ckpt", model=seeded(make_model)
+    )
+    whole = train(make, callbacks=[StatefulDataCallback(seed=6)], model=seeded(make_model))
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+    assert_same_end(resumed, whole)
+
+
+def test_a_checkpoint_moves_from_the_callback_alone_to_a_data_module(tmp_path: Path) -> None:
+    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
+    train(lambda: plain(22), callbacks=[StatefulDataCallback(seed=7), stop])
+    resumed = train(lambda: numbers_module(val=None), ckpt_path=tmp_path / "stop.ckpt", seed=99)
+    whole = train(lambda: numbers_module(val=None))
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+
+
+def test_datasets_set_in_setup_are_served() -> None:
+    class InSetup(StatefulDataModule):
+        def setup(self, stage: str) -> None:
+            self.train, self.val = Numbers(8), Numbers(3, first=100)
+
+    run = train(lambda: InSetup(batch_size=2), max_epochs=1)
+    assert [event[0] for event in run.ledger].count("val") == 2
+
+
+def test_a_module_without_training_data_says_what_is_missing() -> None:
+    with pytest.raises(ConfigurationError, match="StatefulDataModule has no dataset for this stage"):
+        train(StatefulDataModule)
+
+
+class Descending(Sampler[int]):
+    def __iter__(self) -> Any:
+        return iter(range(9, -1, -1))
+
+    def __len__(self) -> int:
+        return 10
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+
+class OwnLoop(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: plain(10, shuffle=False, sampler=Descending()), "Descending is none of torch's own"),
+        (lambda: plain(10, shuffle=False, batch_size=1, batch_sampler=[[0, 1], [2]]), "batch sampler list"),
+        (lambda: DataLoader(Endless(), batch_size=2), "Endless is an IterableDataset"),
+        (lambda: plain(10, batch_size=None), "batch_size=None"),
+        (lambda: OwnLoop(Numbers(10)), "OwnLoop has its own __iter__"),
+        (lambda: [{"x": 1}, {"x": 2}], "not a torch.utils.data.DataLoader"),
+    ],
+)
+def test_training_loaders_that_cannot_be_taken_over_are_refused_by_name(make: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedLoaderError, match=reason):
+        train(lambda: Returning(make))
+
+
+def test_evaluation_loaders_that_cannot_be_taken_over_are_left_to_lightning() -> None:
+    class Streams(StatefulDataModule):
+        def val_dataloader(self) -> Any:
+            return plain(10, shuffle=False, sampler=Descending())
+
+    run = train(lambda: Streams(Numbers(8), batch_size=2), max_epochs=1)
+    assert [event[4] for event in run.ledger if event[0] == "val"][0] == (9, 8)
+
+
+def test_a_data_module_works_in_the_lightning_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train"])
+
+    class FromConfig(StatefulDataModule):
+        def __init__(self, length: int = 10, batch_size: int = 2) -> None:
+            super().__init__(Numbers(length), batch_size=batch_size)
+
+    cli = LightningCLI(
+        LedgerModel,
+        FromConfig,
+        save_config_callback=None,
+        args=[
+            "fit", "--data.length=6", "--trainer.max_epochs=1", "--trainer.logger=false", "--trainer.accelerator=cpu",
+            "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false",
+            "--trainer.enable_model_summary=false", f"--trainer.default_root_dir={tmp_path}",
+        ],
+    )  # fmt: skip
+    seen = [index for event in cli.model.ledger if event[0] == "train" for index in event[4]]
+    assert sorted(seen) == list(range(6))
+
+
+def test_a_shuffled_list_of_loaders_under_overfitting_warns_by_the_loaders_path() -> None:
+    with pytest.warns(StatefulWarning, match="the training loader '1' is not shuffled"):
+        train(lambda: Returning(lambda: [plain(10, shuffle=False), plain(14)]), overfit_batches=2, max_epochs=1)
