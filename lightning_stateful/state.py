@@ -103,8 +103,8 @@ def differences(
         path: Prefix of the reported paths.
     """
     if (saved["kind"] == COMBINED) != (present["kind"] == COMBINED):
-        names = [sorted(s["loaders"]) if s["kind"] == COMBINED else "one loader" for s in (saved, present)]
-        pairs: Iterator[tuple[str, str, Any, Any]] = iter([("", "loaders", *names)])
+        before, now = (sorted(s["loaders"]) if s["kind"] == COMBINED else "one loader" for s in (saved, present))
+        pairs: Iterator[tuple[str, str, Any, Any]] = iter([("", "loaders", before, now)])
     elif saved["kind"] == COMBINED:
         pairs = _combined_pairs(saved, present)
     else:

@@ -41,7 +41,8 @@ class ReplacementOrder:
     def take(self, slots: Indices, epoch: int) -> Indices:
         """Sample indices at ``slots``."""
         words = _words(slots, "replacement", self.seed, epoch)
-        return (words % np.uint64(max(self.length, 1))).astype(np.int64)
+        drawn: Indices = (words % np.uint64(max(self.length, 1))).astype(np.int64)
+        return drawn
 
     def describe(self) -> dict[str, Any]:
         """Configuration as plain data."""
@@ -99,7 +100,8 @@ class WeightedOrder:
             # side="right" skips samples of weight zero; the last one with weight closes the interval.
             drawn = np.searchsorted(self._cumulated, uniform * self._cumulated[-1], side="right")
             last = np.searchsorted(self._cumulated, self._cumulated[-1], side="left")
-            return np.minimum(drawn, last).astype(np.int64)
+            chosen: Indices = np.minimum(drawn, last).astype(np.int64)
+            return chosen
         passes, places = np.divmod(slots, max(self.num_samples, 1))
         result = np.empty_like(slots)
         for number in np.unique(passes):
@@ -165,7 +167,8 @@ def _words(slots: Indices, *labels: str | int) -> NDArray[np.uint64]:
 
 
 def _uniform(words: NDArray[np.uint64]) -> NDArray[np.float64]:
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    uniform: NDArray[np.float64] = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return uniform
 
 
 def _digest(array: NDArray[Any]) -> str:

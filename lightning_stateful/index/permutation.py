@@ -70,10 +70,11 @@ def keyed_permutation(length: int, key: int) -> KeyedPermutation:
 
 def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Hash each 64-bit word to another; a bijection, so distinct words never collide."""
-    x = values + np.uint64(0x9E3779B97F4A7C15)
+    x: NDArray[np.uint64] = values + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x ^= x >> np.uint64(31)
+    return x
 
 
 class _Table:

@@ -52,7 +52,7 @@ class BatchPlan:
         return plain * self.rule.batch_size + sum(share.size for share in self._shares(tail))
 
     def indices(self, position: Position) -> Iterator[list[int]]:
-        """This rank's batches from ``position`` to the end of the pass."""
+        """The rank's batches from ``position`` to the end of the pass."""
         rule, epoch, slot = self.rule, position.epoch, position.consumed
         remaining = self.remaining(position)
         size = rule.batch_size

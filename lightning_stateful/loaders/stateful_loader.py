@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
@@ -34,6 +34,14 @@ OPTIONS = (
     "persistent_workers",
     "pin_memory_device",
 )
+
+
+class _Engine(NamedTuple):
+    """torch's loader behind this one; kept, because persistent workers live in it."""
+
+    loader: DataLoader[Any]
+    batches: PositionedBatches
+    generator: torch.Generator
 
 
 class StatefulLoader(DataLoader[Any]):
@@ -102,7 +110,7 @@ class StatefulLoader(DataLoader[Any]):
         if batch_sampler is not None:
             if batch_size != 1 or shuffle or sampler is not None or drop_last:
                 raise ConfigurationError(
-                    "batch_sampler takes the place of batch_size, shuffle, sampler and drop_last; pass one or the other."
+                    "batch_sampler takes the place of batch_size, shuffle, sampler and drop_last; pass either."
                 )
             batch_size, drop_last, sampler = batch_sampler.batch_size, batch_sampler.drop_last, batch_sampler.sampler
         if sampler is not None and shuffle:
@@ -119,7 +127,7 @@ class StatefulLoader(DataLoader[Any]):
         self._handed = 0
         self._generation = 0
         self._running: _Pass | None = None
-        self._engine: DataLoader[Any] | None = None
+        self._engine: _Engine | None = None
         super().__init__(dataset, batch_size=batch_size, sampler=_Indices(self), drop_last=drop_last, **options)
 
     @property
@@ -201,14 +209,14 @@ class StatefulLoader(DataLoader[Any]):
         count = plan.num_batches(position)
         if not count:
             return
-        if self._engine is None or self._engine.batch_sampler.plan != plan:  # type: ignore[union-attr]  # ours
+        if self._engine is None or self._engine.batches.plan != plan:
             self._engine = self._build_engine(plan)
-        sampler: Any = self._engine.batch_sampler
-        sampler.start = position
+        engine = self._engine
+        engine.batches.start = position
         # torch draws a base seed for its workers here; not from the generator that the model uses.
         base = derive_seed("workers", self.seed, plan.rank, position.epoch, position.consumed)
-        self._engine.generator.manual_seed(base)  # type: ignore[attr-defined]  # set in _build_engine
-        iterator = iter(self._engine)
+        engine.generator.manual_seed(base)
+        iterator = iter(engine.loader)
         # Worker processes have generators of their own; here the model uses the same ones.
         guard = keep_randomness if self.seed_samples and self.num_workers == 0 else nullcontext
         for _ in range(count):
@@ -223,15 +231,17 @@ class StatefulLoader(DataLoader[Any]):
             return Position(epoch=position.epoch + 1, width=plan.rule.num_replicas)
         return position
 
-    def _build_engine(self, plan: BatchPlan) -> DataLoader[Any]:
+    def _build_engine(self, plan: BatchPlan) -> _Engine:
         options = {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None)}
-        seed = derive_seed("samples", self.seed) if self.seed_samples else None
-        return DataLoader(
+        batches = PositionedBatches(plan, derive_seed("samples", self.seed) if self.seed_samples else None)
+        generator = torch.Generator()
+        loader = DataLoader(
             SeededDataset(self.dataset) if self.seed_samples else self.dataset,
-            batch_sampler=PositionedBatches(plan, seed),
-            generator=torch.Generator(),
+            batch_sampler=batches,
+            generator=generator,
             **options,
         )
+        return _Engine(loader, batches, generator)
 
 
 class _Pass:

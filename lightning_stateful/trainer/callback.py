@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
 from lightning_stateful.state import VERSION
@@ -16,7 +16,7 @@ from lightning_stateful.trainer.checkpoint import find_data_state, read_callback
 from lightning_stateful.trainer.counters import Moment
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
 from lightning_stateful.trainer.randomness import seed_model
-from lightning_stateful.trainer.source import Request, intercept
+from lightning_stateful.trainer.source import Request, intercept, request_training_loaders
 from lightning_stateful.trainer.training_data import Settings, TrainingData, topology_of
 
 
@@ -162,7 +162,7 @@ class StatefulDataCallback(pl.Callback):
         """Build the loaders under the epoch at which an uninterrupted run would have built them."""
         trainer = self._attached()
         with counters.epoch_set_to(trainer, max(moment.train_reload_epoch, 0)):
-            return self._build(trainer.fit_loop._data_source.request)
+            return self._build(lambda: request_training_loaders(trainer))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the first epoch after a resume run as it would have without the stop."""

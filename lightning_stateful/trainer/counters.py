@@ -147,8 +147,9 @@ def next_step(trainer: pl.Trainer) -> tuple[int, int]:
 
     ``processed`` it is, not ``ready``: a step that fetches by itself (``dataloader_iter``) is already counted ready.
     """
-    fit_loop = trainer.fit_loop
-    return fit_loop.epoch_progress.current.processed, fit_loop.epoch_loop.batch_progress.current.processed
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return epoch.processed, batch.processed
 
 
 def step_is_beyond_epoch(trainer: pl.Trainer, step: int) -> bool:
@@ -224,7 +225,7 @@ def _restart_in_reset_only(epoch_loop: Any) -> None:
 
 
 def _validation_is_due(trainer: pl.Trainer) -> bool:
-    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
     if _validates_within_fit(trainer):
         progress = epoch_loop.val_loop.batch_progress
         return not (progress.is_last_batch and progress.current.completed == progress.current.ready)
@@ -241,8 +242,8 @@ def _validates_within_fit(trainer: pl.Trainer) -> bool:
 
 
 def _in_batch_end(trainer: pl.Trainer) -> bool:
-    current = trainer.fit_loop.epoch_loop.batch_progress.current
-    return current.processed > current.completed
+    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(current.processed > current.completed)
 
 
 def _epoch_or_none(epoch: float) -> int:

@@ -113,10 +113,12 @@ class StatefulDataModule(pl.LightningDataModule):
         self._trainer = trainer
         if trainer is None:
             return
-        present = [callback for callback in trainer.callbacks if isinstance(callback, StatefulDataCallback)]
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        present = [callback for callback in callbacks if isinstance(callback, StatefulDataCallback)]
         if not present:
             present = [StatefulDataCallback(brought_along=True)]
-            trainer.callbacks = _CallbackConnector._reorder_callbacks([*trainer.callbacks, *present])
+            reordered = _CallbackConnector._reorder_callbacks([*callbacks, *present])
+            trainer.callbacks = reordered  # type: ignore[attr-defined]
         self._callback = present[0]
         if self._callback.brought_along:
             self._callback.settings = self._settings

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils import _pytree as pytree
 
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,7 +50,13 @@ def intercept(
     }
     for stage, loops in evaluations.items():
         for loop in loops:
-            _install(loop, lambda request, stage=stage: evaluation(stage, request))
+            _install(loop, partial(evaluation, stage))
+
+
+def request_training_loaders(trainer: pl.Trainer) -> Any:
+    """Ask the user's side for the training loaders, as the fit loop would."""
+    source = trainer.fit_loop._data_source
+    return source.request() if isinstance(source, InterceptedSource) else source.dataloader()
 
 
 def _install(loop: Any, function: Callable[[Request], Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils import _pytree as pytree
 from torch.utils.data import SequentialSampler
 
@@ -47,7 +47,7 @@ class Settings:
 
 
 def topology_of(trainer: pl.Trainer) -> Topology:
-    """This process among the data-parallel replicas, which need not be all processes."""
+    """Where this process stands among the data-parallel replicas, which need not be all processes."""
     kwargs = trainer.distributed_sampler_kwargs
     if kwargs is None:
         return Topology()
@@ -154,7 +154,7 @@ class TrainingData:
     def _take_over(self, loader: Any, path: str, topology: Topology) -> StatefulLoader:
         settings = self._settings
         where = f"the training loader {path!r}" if path else "the training loader"
-        overfits = self._trainer.overfit_batches > 0
+        overfits = _overfit_batches(self._trainer) > 0
         taken = take_over(
             loader,
             seed=settings.seed,
@@ -195,3 +195,8 @@ class TrainingData:
 def path_of(keys: Any) -> str:
     """Where a loader stands in the user's list or dict, with dots."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
+
+
+def _overfit_batches(trainer: Any) -> float:
+    # Set by Lightning's data connector, unknown to its types.
+    return float(trainer.overfit_batches)

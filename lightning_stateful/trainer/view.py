@@ -36,7 +36,7 @@ class LoaderView:
         self._locate = locate
         self._before_batch = before_batch
         if keeps_indices:
-            self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)
+            self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)  # type: ignore[arg-type]  # never None here
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.

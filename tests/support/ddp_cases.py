@@ -8,10 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed
+from torch.utils.data import DataLoader
+
 from lightning_stateful import StatefulDataCallback, StatefulDataModule
 from support.ledger import LedgerModel, Numbers
 from support.runs import Outcome, StopAt, numbers_module, train
-from torch.utils.data import DataLoader
 
 DDP: dict[str, Any] = {"strategy": "ddp", "devices": 2, "max_epochs": 2}
 

@@ -20,7 +20,7 @@ from support.ledger import LedgerModel, Numbers, StepLogger
 MakeData = Callable[[], Any]
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """Ends a run as a crash would: nothing is saved after it."""
 
 
@@ -67,7 +67,7 @@ class StopAt(Checkpoint):
             trainer.save_checkpoint(self._path, weights_only=self._weights_only)
         self.ledger = copy.deepcopy(module.ledger)
         self.logged = list(trainer.logger.steps)
-        raise Stopped
+        raise StoppedError
 
 
 def numbers_module(**options: Any) -> StatefulDataModule:
@@ -91,7 +91,7 @@ def train(
     seed: int = 1,
     **trainer_options: Any,
 ) -> Outcome:
-    """Fit a fresh model in a fresh trainer; a crash by :class:`Stopped` ends it quietly."""
+    """Fit a fresh model in a fresh trainer; a crash by :class:`StoppedError` ends it quietly."""
     model = seeded(LedgerModel, seed) if model is None else model
     logger = StepLogger()
     options: dict[str, Any] = {
@@ -107,7 +107,7 @@ def train(
     trainer = pl.Trainer(**{**options, **trainer_options}, callbacks=list(callbacks), logger=logger)
     data = make_data()
     keyword = "datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders"
-    with contextlib.suppress(Stopped):
+    with contextlib.suppress(StoppedError):
         trainer.fit(model, **{keyword: data}, ckpt_path=ckpt_path)
     return outcome_of(trainer, model, logger)
 

@@ -14,7 +14,7 @@ from support.ledger import LedgerModel, Numbers
 from support.runs import (
     Outcome,
     StopAt,
-    Stopped,
+    StoppedError,
     assert_same_end,
     assert_stitches,
     numbers_module,
@@ -295,4 +295,4 @@ def test_stopped_is_what_ends_these_runs() -> None:
     stop = StopAt("on_train_batch_end", None, epoch=0, batch=99)
     train(callbacks=[stop], max_epochs=1)
     assert stop.ledger is None
-    assert issubclass(Stopped, Exception)
+    assert issubclass(StoppedError, Exception)

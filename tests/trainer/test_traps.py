@@ -221,7 +221,7 @@ class IterModel(LedgerModel):
 
     def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
         for _ in range(self.takes):
-            batch, batch_idx, _ = next(dataloader_iter)
+            batch, _, _ = next(dataloader_iter)
         loss = self._loss(batch)
         self.ledger.append(("train", self.current_epoch, self.global_step, self._ids(batch)))
         return loss
