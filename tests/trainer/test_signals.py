@@ -1,0 +1,75 @@
+"""Runs ended from outside: SIGTERM, and SIGKILL at a moment that nobody chose."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from support.ledger import LedgerModel
+from support.runs import assert_same_end, assert_stitches, seeded, train
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_22_a_run_ended_by_sigterm_goes_on_exactly(tmp_path: Path) -> None:
+    class Preempted(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 14:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
+            trainer.save_checkpoint(tmp_path / "stop.ckpt")
+
+    model = seeded(LedgerModel)
+    with pytest.raises(SIGTERMException):
+        train(callbacks=[Preempted()], model=model)
+    resumed = train(ckpt_path=tmp_path / "stop.ckpt", seed=99)
+    whole = train()
+    assert_stitches([model.ledger, resumed.ledger], whole.ledger, 0)
+    assert_same_end(resumed, whole)
+
+
+def start(folder: Path, workers: int) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "support.killed", str(folder), str(workers)]
+    return subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+def lines(folder: Path) -> list[Any]:
+    path = folder / "ledger.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.xdist_group("killed")
+def test_a_run_killed_three_times_trains_on_exactly_the_uninterrupted_batches(tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed.mkdir()
+    whole.mkdir()
+    reference = start(whole, workers=0)
+    for count in (15, 60, 130):
+        process = start(killed, workers=2)
+        deadline = time.monotonic() + 120
+        while len(lines(killed)) < count and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert process.poll() is None, "the run was over before it was killed"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert start(killed, workers=2).wait(timeout=120) == 0
+    assert reference.wait(timeout=120) == 0
+    # A kill between the step and its checkpoint repeats that step, to the same weights.
+    ours = lines(killed)
+    once = [line for i, line in enumerate(ours) if line not in ours[max(i - 3, 0) : i]]
+    assert once == lines(whole)
+    assert len(ours) - len(once) <= 3
+    assert json.loads((killed / "weights.json").read_text()) == json.loads((whole / "weights.json").read_text())
