@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,10 +10,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
-def quiet_lightning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quiet_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's messages on devices and checkpoints say nothing about a test."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
-    yield

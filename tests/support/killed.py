@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+
 from support.ledger import LedgerModel
 from support.runs import numbers_module, train
 

@@ -212,7 +212,8 @@ def test_a_data_module_works_in_the_lightning_cli(tmp_path: Path, monkeypatch: p
         FromConfig,
         save_config_callback=None,
         args=[
-            "fit", "--seed_everything=3", "--data.length=6", "--trainer.max_epochs=1", "--trainer.logger=false", "--trainer.accelerator=cpu",
+            "fit", "--seed_everything=3", "--data.length=6",
+            "--trainer.max_epochs=1", "--trainer.logger=false", "--trainer.accelerator=cpu",
             "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false",
             "--trainer.enable_model_summary=false", f"--trainer.default_root_dir={tmp_path}",
         ],

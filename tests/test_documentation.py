@@ -1,0 +1,54 @@
+"""Everything in the documentation runs, and says what is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_from_top_to_bottom(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_the_error_that_the_readme_shows_is_the_one_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_stateful import StatefulLoader
+    from lightning_stateful.errors import StateMismatchError
+
+    state = StatefulLoader(list(range(640)), shuffle=True).state_dict()
+    with pytest.raises(StateMismatchError) as caught:
+        StatefulLoader(list(range(500)), shuffle=True, seed=1).load_state_dict(state)
+    assert str(caught.value) in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_the_readme_shows_the_commands_that_the_makefile_has() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for name in re.findall(r"make (\w+)", (ROOT / "README.md").read_text()):
+        assert re.search(rf"^{name}:", makefile, flags=re.M) or name == "is", name
+
+
+def test_every_numbered_trap_is_answered() -> None:
+    numbers = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "traps.md").read_text(), flags=re.M)
+    assert [int(number) for number in numbers] == list(range(1, 33))

@@ -1,0 +1,76 @@
+"""Imports go down: the table in docs/architecture.md is the law."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_stateful"
+
+
+def table() -> dict[str, tuple[set[str], set[str]]]:
+    """For every floor, the floors and the packages that it may import."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|(.*?)\|(.*?)\|$", text, flags=re.M)
+    return {name: (set(re.findall(r"`(\w+)`", own)), set(re.findall(r"`(\w+)`", others))) for name, own, others in rows}
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names that a file imports, those for type checking only among them."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            module = node.module or ""
+            names |= {f"{module}.{alias.name}" for alias in node.names} if module == "lightning_stateful" else {module}
+    return names
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_only_what_its_floor_may(path: Path) -> None:
+    floor = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    floors, packages = table()[floor]
+    for name in imported(path):
+        top = name.split(".")[0]
+        if top == "lightning_stateful":
+            assert name.split(".")[1] in floors | {floor}, f"{path.name} imports {name}"
+        else:
+            assert top in packages or top in sys.stdlib_module_names, f"{path.name} imports {name}"
+
+
+def test_the_table_names_every_floor_and_no_other() -> None:
+    floors = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert set(table()) == floors
+
+
+def test_no_file_is_longer_than_a_room_should_be() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in FILES}
+    assert {name: length for name, length in lengths.items() if length > 330} == {}
+
+
+def test_the_library_raises_errors_and_asserts_nothing() -> None:
+    for path in FILES:
+        asserts = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+        assert asserts == [], path
+
+
+def test_only_one_file_touches_the_loop_counters() -> None:
+    touching = {
+        path.name for path in FILES if re.search(r"(batch|epoch)_progress|_batches_that_stepped", path.read_text())
+    }
+    assert touching == {"counters.py"}
+
+
+def test_only_one_function_asks_torch_for_the_rank() -> None:
+    touching = {path.name for path in FILES if re.search(r"distributed\.get_rank\(", path.read_text())}
+    assert touching == {"world.py"}
