@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +19,8 @@ def difference(expected: Any, got: Any, path: str = "item") -> str:
     """The first place where two items differ.
 
     Items are compared by structure: mappings, lists, tuples, tensors and arrays (type, shape, dtype and every
-    element), objects without an ``__eq__`` of their own by their attributes, everything else by ``==``. NaN equals
-    NaN, and 1 differs from 1.0 and True.
+    element), dataclasses and objects without an ``__eq__`` of their own by their attributes, everything else by
+    ``==``. NaN equals NaN, and 1 differs from 1.0 and True.
 
     Args:
         expected: What should be there.
@@ -61,19 +62,30 @@ def _of_containers(expected: Any, got: Any, path: str, above: frozenset[tuple[in
         if len(expected) != len(got):
             return f"{path} has {len(got)} elements, expected {len(expected)}: {shorten(got)}, not {shorten(expected)}"
         pairs = ((f"{path}[{i}]", one, other) for i, (one, other) in enumerate(zip(expected, got, strict=True)))
-    elif _compares_by_identity(expected):
-        if vars(expected).keys() != vars(got).keys():
-            return f"{path} has the attributes {shorten(list(vars(got)))}, expected {shorten(list(vars(expected)))}"
-        pairs = ((f"{path}.{name}", value, vars(got)[name]) for name, value in vars(expected).items())
+    elif (ours := _attributes(expected)) is not None:
+        theirs = _attributes(got) or {}
+        if ours.keys() != theirs.keys():
+            return f"{path} has the attributes {shorten(list(theirs))}, expected {shorten(list(ours))}"
+        pairs = ((f"{path}.{name}", value, theirs[name]) for name, value in ours.items())
     else:
-        same = bool(expected == got) or (expected != expected and got != got)
-        return "" if same else _unequal(path, expected, got)
+        return _of_scalars(expected, got, path, above)
     return next((found for name, one, other in pairs if (found := _difference(one, other, name, above))), "")
 
 
-def _compares_by_identity(value: Any) -> bool:
-    plain = all("__eq__" not in vars(kind) for kind in type(value).__mro__ if kind is not object)
-    return plain and hasattr(value, "__dict__")
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """What an object consists of, unless it says itself what it equals."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    decides = any("__eq__" in vars(kind) for kind in type(value).__mro__ if kind is not object)
+    return None if decides or not hasattr(value, "__dict__") else vars(value)
+
+
+def _of_scalars(expected: Any, got: Any, path: str, above: frozenset[tuple[int, int]]) -> str:
+    verdict = expected == got
+    if not isinstance(verdict, (bool, np.bool_)):
+        # Tables and arrays of other libraries answer element by element.
+        return _difference(np.asarray(expected), np.asarray(got), path, above)
+    return "" if verdict or (expected != expected and got != got) else _unequal(path, expected, got)
 
 
 def _of_arrays(expected: Any, got: Any, path: str, above: frozenset[tuple[int, int]]) -> str:

@@ -248,10 +248,12 @@ def _demand_same(stop: Stop, law: str, complaint: str, got: Any, rank: int = 0) 
 
 def _demand_refusal(stop: Stop, make: Factory, read: Callable[[Any], Any]) -> None:
     untouched, run = Run(make, 1, 0), Run(make, 1, 0)
+    settings = read(run.source)
     try:
         run.source.load_state_dict(copy.deepcopy(stop.state))
     except Exception:
-        before, after = [[read(one.source), one.state(), one.next()] for one in (untouched, run)]
+        before = [settings, untouched.state(), untouched.next()]
+        after = [read(run.source), run.state(), run.next()]
     else:
         what = "an object of another configuration took the state instead of refusing it"
         raise ContractError(_at(stop, "not configuration", what, "an error", run.state()))

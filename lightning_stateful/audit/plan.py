@@ -20,6 +20,7 @@ class Plan:
     factory: Factory
     num_replicas: int = 1
     num_epochs: int = 2
+    chain: tuple[int, ...] | None = None
     resize: tuple[int, ...] = ()
     key: Key = identities
     drop_last: bool = False
@@ -36,6 +37,8 @@ class Plan:
         for name, value in {**limits, "max_items": 1 if self.max_items is None else self.max_items}.items():
             if value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}.")
+        if min(self.chain or (), default=0) < 0:
+            raise ConfigurationError(f"chain must be numbers from 0, got {[n for n in self.chain or () if n < 0]}.")
         if self.resize and self.max_items is not None:
             raise ConfigurationError("resize compares whole epochs; leave max_items out, or resize=().")
 

@@ -55,7 +55,7 @@ def check_resume(
 
     Raises:
         ConfigurationError: An argument is out of range, or the factory's object is not stateful.
-        Exception: Whatever the factory and its objects raise, with a note that says where.
+        Exception: Whatever the factory and its objects raise, with a note that says where (from Python 3.11 on).
 
     Example:
         >>> from lightning_stateful import StatefulDistributedSampler, check_resume
@@ -67,6 +67,7 @@ def check_resume(
         factory=factory,
         num_replicas=num_replicas,
         num_epochs=num_epochs,
+        chain=None if chain is None else tuple(chain),
         resize=tuple(resize),
         key=key,
         drop_last=drop_last,
@@ -75,7 +76,7 @@ def check_resume(
         max_items=max_items,
     )
     tally = Tally()
-    divergence = next(_checks(plan, stops, chain, tally), None)
+    divergence = next(_checks(plan, stops, tally), None)
     return AuditResult(
         divergence=divergence,
         num_comparisons=tally.num_comparisons,
@@ -84,7 +85,7 @@ def check_resume(
     )
 
 
-def _checks(plan: Plan, stops: Stops, chain: Sequence[int] | None, tally: Tally) -> Iterator[Divergence]:
+def _checks(plan: Plan, stops: Stops, tally: Tally) -> Iterator[Divergence]:
     references = plan.observe(plan.num_replicas)
     yield from check_even(references)
     taken = []
@@ -95,7 +96,7 @@ def _checks(plan: Plan, stops: Stops, chain: Sequence[int] | None, tally: Tally)
         yield from check_held(found, run.rank)
         taken.append(found)
     yield from _suffixes(plan, references, taken, tally)
-    yield from _chains(plan, references, chain, tally)
+    yield from _chains(plan, references, tally)
     yield from check_resize(plan, references, taken[0], tally)
 
 
@@ -109,9 +110,9 @@ def _suffixes(plan: Plan, references: list[Reference], taken: list[list[Stop]], 
                 yield divergence
 
 
-def _chains(plan: Plan, references: list[Reference], chain: Sequence[int] | None, tally: Tally) -> Iterator[Divergence]:
+def _chains(plan: Plan, references: list[Reference], tally: Tally) -> Iterator[Divergence]:
     quarter = max(references[0].lengths[0] // 4, 1)
-    legs = (quarter, 0, quarter, quarter) if chain is None else tuple(chain)
+    legs = (quarter, 0, quarter, quarter) if plan.chain is None else plan.chain
     states: list[Any] = []
     place, done = (0, 0), 0
     for leg in (*legs, None) if legs else ():

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.orders import check_length
+from lightning_stateful.index.checks import check_length
 from lightning_stateful.index.permutation import Indices, keyed_permutation
 from lightning_stateful.index.seeding import derive_seed
 

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.orders import ShuffledOrder, check_num_samples
+from lightning_stateful.index.checks import check_num_samples
+from lightning_stateful.index.orders import ShuffledOrder
 from lightning_stateful.index.permutation import Indices, splitmix64
 from lightning_stateful.index.seeding import derive_words
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.permutation import MAX_LENGTH, Indices, keyed_permutation
+from lightning_stateful.index.checks import check_length, check_num_samples
+from lightning_stateful.index.permutation import Indices, keyed_permutation
 from lightning_stateful.index.seeding import derive_seed
 
 
@@ -38,20 +38,6 @@ class Order(Protocol):
     def describe(self) -> dict[str, Any]:
         """The configuration that determines the sequence, as plain data to be compared."""
         ...
-
-
-def check_length(length: int) -> None:
-    """Refuse a dataset length outside ``0..2**40``."""
-    if not 0 <= length <= MAX_LENGTH:
-        raise ConfigurationError(f"A dataset has 0 to 2**40 samples, got {length}.")
-
-
-def check_num_samples(length: int, num_samples: int) -> None:
-    """Refuse an epoch that draws from nothing or has a negative length."""
-    check_length(length)
-    check_length(num_samples)
-    if num_samples and not length:
-        raise ConfigurationError(f"Cannot draw num_samples={num_samples} from an empty dataset.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +81,7 @@ class ShuffledOrder:
     order_version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
+        check_length(self.length)
         check_num_samples(self.length, len(self))
 
     def __len__(self) -> int:

@@ -13,6 +13,8 @@ from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.steps import StepRule
+from lightning_stateful.index.topology import Topology
+from lightning_stateful.samplers.world import detect_topology
 
 _BLOCK = 8192
 
@@ -78,6 +80,42 @@ class BatchPlan:
         while self.rule.num_steps(remaining - done):
             yield done + self.rule.share(remaining - done, self.rank)
             done += self.rule.step_size(remaining - done)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How an order is cut into batches, on however many ranks there turn out to be.
+
+    Attributes:
+        order: The canonical sequence.
+        batch_size: Samples in a full batch of one rank.
+        drop_last: Leave out an incomplete last step.
+        exact: Never repeat a sample for evaluation.
+        num_replicas: Number of ranks; None for those of the process group.
+        rank: This rank; None for that of the process group.
+    """
+
+    order: Order
+    batch_size: int
+    drop_last: bool = False
+    exact: bool = False
+    num_replicas: int | None = None
+    rank: int | None = None
+
+    def topology(self) -> Topology:
+        """The ranks that batches are dealt out to."""
+        return detect_topology(self.num_replicas, self.rank)
+
+    def plan(self) -> BatchPlan:
+        """The batches of this rank."""
+        topology = self.topology()
+        rule = StepRule(
+            batch_size=self.batch_size,
+            num_replicas=topology.num_replicas,
+            drop_last=self.drop_last,
+            exact=self.exact,
+        )
+        return BatchPlan(order=self.order, rule=rule, rank=topology.rank)
 
 
 class PositionedBatches:

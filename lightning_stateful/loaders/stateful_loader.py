@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import nullcontext
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.orders import Order
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.topology import Topology
-from lightning_stateful.loaders.batches import BatchPlan, PositionedBatches
+from lightning_stateful.loaders.batches import BatchPlan, Cut, PositionedBatches
 from lightning_stateful.loaders.seeded import SeededDataset, keep_randomness
-from lightning_stateful.loaders.torch_samplers import order_of
+from lightning_stateful.loaders.torch_samplers import order_of, reason_against_batch_sampler
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.identity import describe_dataset
-from lightning_stateful.samplers.world import detect_topology
 
 # What the inner DataLoader takes over from this one, where this version of torch has it.
 OPTIONS = (
@@ -112,46 +112,48 @@ class StatefulLoader(DataLoader[Any]):
                 raise ConfigurationError(
                     "batch_sampler takes the place of batch_size, shuffle, sampler and drop_last; pass either."
                 )
+            if reason := reason_against_batch_sampler(batch_sampler):
+                raise UnsupportedLoaderError(f"StatefulLoader cannot use this batch_sampler: {reason}")
             batch_size, drop_last, sampler = batch_sampler.batch_size, batch_sampler.drop_last, batch_sampler.sampler
         if sampler is not None and shuffle:
             raise ConfigurationError("sampler takes the place of shuffle; pass one or the other.")
-        StepRule(batch_size=batch_size)
-        self.seed = seed
+        self.seed = seed = as_int("seed", seed)
         self.seed_samples = seed_samples
-        self.exact = exact
-        self.order = order_of(dataset, sampler=sampler, shuffle=shuffle, seed=seed)
         self.accept = tuple(accept)
-        self.given = (num_replicas, rank)
+        self.order = order_of(dataset, sampler=sampler, shuffle=shuffle, seed=seed)
+        self.cut = Cut(
+            order=self.order,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            exact=exact,
+            num_replicas=num_replicas,
+            rank=rank,
+        )
+        StepRule(batch_size=batch_size)
         # A state is compared with what decides the sequence of samples; batch size, workers and ranks do not.
         self._cursor = Cursor(self.order, {"drop_last": drop_last, "dataset": describe_dataset(dataset)})
-        self._handed = 0
         self._generation = 0
-        self._running: _Pass | None = None
+        self._running: _Count | None = None
         self._engine: _Engine | None = None
-        super().__init__(dataset, batch_size=batch_size, sampler=_Indices(self), drop_last=drop_last, **options)
+        indices = _Indices(self.cut, self._cursor)
+        super().__init__(dataset, batch_size=batch_size, sampler=indices, drop_last=drop_last, **options)
 
     @property
     def topology(self) -> Topology:
         """The ranks that batches are dealt out to."""
-        return detect_topology(*self.given)
+        return self.cut.topology()
 
     @property
     def plan(self) -> BatchPlan:
         """The batches of this rank, as a function of a position."""
-        topology = self.topology
-        rule = StepRule(
-            batch_size=self.batch_size or 1,
-            num_replicas=topology.num_replicas,
-            drop_last=self.drop_last,
-            exact=self.exact,
-        )
-        return BatchPlan(order=self.order, rule=rule, rank=topology.rank)
+        return self.cut.plan()
 
     @property
     def position(self) -> Position:
         """Where the model stands that was trained on all batches handed over."""
         origin = self._cursor.position
-        return self._normal(self.plan.after(origin, self._handed) if self._handed else origin)
+        handed = 0 if self._running is None else self._running.handed
+        return self._normal(self.plan.after(origin, handed) if handed else origin)
 
     @property
     def epoch(self) -> int:
@@ -167,13 +169,14 @@ class StatefulLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Stand at the beginning of ``epoch``; a position within that same epoch is kept."""
+        epoch = as_int("epoch", epoch)
         if epoch != self._cursor.position.epoch:
             self.seek(Position(epoch=epoch, width=self.topology.num_replicas))
 
     def seek(self, position: Position) -> None:
         """Stand at ``position``; a pass that is running goes on from there."""
         self._cursor.position = position
-        self._handed = 0
+        self._running = None
         self._generation += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,10 +220,12 @@ class StatefulLoader(DataLoader[Any]):
         base = derive_seed("workers", self.seed, plan.rank, position.epoch, position.consumed)
         engine.generator.manual_seed(base)
         iterator = iter(engine.loader)
-        # Worker processes have generators of their own; here the model uses the same ones.
-        guard = keep_randomness if self.seed_samples and self.num_workers == 0 else nullcontext
+        if self.num_workers or not self.seed_samples:
+            yield from islice(iterator, count)
+            return
         for _ in range(count):
-            with guard():
+            # Worker processes have generators of their own; here the model uses the same ones.
+            with keep_randomness():
                 batch = next(iterator)
             yield batch
 
@@ -244,11 +249,25 @@ class StatefulLoader(DataLoader[Any]):
         return _Engine(loader, batches, generator)
 
 
+class _Count:
+    """Batches that a pass has handed over.
+
+    Loader and pass share it in place of knowing each other: a cycle would keep worker processes alive until the
+    garbage collector finds it.
+    """
+
+    __slots__ = ("handed",)
+
+    def __init__(self) -> None:
+        self.handed = 0
+
+
 class _Pass:
     """One pass over a loader; it looks up where to begin at the first ``next()``."""
 
     def __init__(self, loader: StatefulLoader) -> None:
         self._loader = loader
+        self._count = _Count()
         self._generation = -1
         self._left = 0
         self._batches: Iterator[Any] = iter(())
@@ -257,42 +276,55 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
-        loader = self._loader
-        if self._generation != loader._generation:
+        if self._generation != self._loader._generation:
             self._begin()
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise
+        except Exception:
+            # A sample could not be read: its batch is tried again at the next call.
+            self._generation = -1
+            raise
+        self._count.handed += 1
         self._left -= 1
-        if loader._running is self:
-            loader._handed += 1
-            if not self._left:
-                loader._cursor.position, loader._handed, loader._running = loader.position, 0, None
+        if not self._left:
+            self._end()
         return batch
 
     def _begin(self) -> None:
         loader = self._loader
-        loader._running, loader._handed = self, 0
-        loader._cursor.position = origin = loader.position
+        # A new pass begins where the last one began, unless it is this one, which goes on.
+        origin = loader.position if loader._running is self._count else loader._normal(loader._cursor.position)
+        loader._cursor.position, loader._running = origin, self._count
+        self._count.handed = 0
         self._generation = loader._generation
         self._left = loader.plan.num_batches(origin)
         self._batches = loader.batches(origin)
 
+    def _end(self) -> None:
+        loader = self._loader
+        if loader._running is self._count:
+            loader._cursor.position, loader._running = loader.position, None
+
 
 class _Indices(DistributedSampler[int]):
-    """The loader's indices, for those who look at ``loader.sampler``.
+    """The loader's indices from the beginning of its pass, for those who look at ``loader.sampler``.
 
     It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of; the epoch
     that they set here is a count of their ``iter()`` calls and says nothing about where the loader stands.
     """
 
-    def __init__(self, loader: StatefulLoader) -> None:
-        self._loader = loader
+    def __init__(self, cut: Cut, cursor: Cursor) -> None:
+        self._cut = cut
+        self._cursor = cursor
 
     def __iter__(self) -> Iterator[int]:
-        for batch in self._loader.plan.indices(self._loader.position):
+        for batch in self._cut.plan().indices(self._cursor.position):
             yield from batch
 
     def __len__(self) -> int:
-        return self._loader.plan.num_samples()
+        return self._cut.plan().num_samples()
 
     def set_epoch(self, epoch: int) -> None:
         """Nothing: see :meth:`StatefulLoader.set_epoch`."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.loaders.stateful_loader import OPTIONS, StatefulLoader
-from lightning_stateful.loaders.torch_samplers import order_of
+from lightning_stateful.loaders.torch_samplers import order_of, reason_against_batch_sampler
 
 
 def take_over(
@@ -43,8 +43,9 @@ def take_over(
     if isinstance(loader, StatefulLoader):
         seed, seed_samples, accept = loader.seed, loader.seed_samples, (*loader.accept, *accept)
         order: Any = loader.order
-        if loader.given != (None, None):
-            num_replicas, rank = loader.given
+        exact = exact or loader.cut.exact
+        if (loader.cut.num_replicas, loader.cut.rank) != (None, None):
+            num_replicas, rank = loader.cut.num_replicas, loader.cut.rank
     else:
         reason = _reason_against(loader)
         if reason:
@@ -64,7 +65,7 @@ def take_over(
         num_replicas=num_replicas,
         rank=rank,
         seed_samples=seed_samples,
-        exact=exact or getattr(loader, "exact", False),
+        exact=exact,
         accept=accept,
         **{name: getattr(loader, name) for name in OPTIONS if getattr(loader, name, None)},
     )
@@ -81,12 +82,8 @@ def _reason_against(loader: Any) -> str:
         return f"{name} has its own __iter__; return a plain DataLoader, or do its work in the dataset or collate_fn."
     if loader.batch_sampler is None:
         return "batch_size=None leaves batching to the dataset; pass a batch_size."
-    own_batches = type(loader.batch_sampler) is not BatchSampler
-    if own_batches and not type(loader.batch_sampler).__module__.startswith("torchdata."):
-        return (
-            f"the batch sampler {type(loader.batch_sampler).__qualname__} decides on whole batches, which cannot be "
-            "computed from a position. Use batch_size= and one of torch's own samplers."
-        )
+    if reason := reason_against_batch_sampler(loader.batch_sampler):
+        return reason
     if not getattr(loader, "in_order", True):
         return "in_order=False hands batches over in no fixed order."
     return ""

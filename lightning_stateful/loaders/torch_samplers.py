@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import (
+    BatchSampler,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -61,7 +62,17 @@ def order_of(dataset: Any, *, sampler: Any = None, shuffle: bool = False, seed: 
     )
 
 
+def reason_against_batch_sampler(batch_sampler: Any) -> str:
+    """Why a batch sampler cannot be taken apart into a sampler and a batch size; empty if it can."""
+    if _is(batch_sampler, BatchSampler):
+        return ""
+    return (
+        f"the batch sampler {type(batch_sampler).__qualname__} decides on whole batches, which cannot be computed from "
+        "a position. Use batch_size= and one of torch's own samplers."
+    )
+
+
 def _is(sampler: Any, *kinds: type) -> bool:
-    # A subclass may yield anything; torchdata's subclasses only add a state to the same sequence.
-    own = type(sampler).__module__.startswith("torchdata.") and isinstance(sampler, kinds)
-    return own or type(sampler) in kinds
+    # A subclass may yield anything; torchdata's samplers of the same names only add a state to the same sequence.
+    theirs = type(sampler).__module__.startswith("torchdata.")
+    return type(sampler) in kinds or (theirs and type(sampler).__name__ in {kind.__name__ for kind in kinds})

@@ -59,6 +59,6 @@ class Cursor:
                 f"{where} has consumed {position.consumed} samples of epoch {position.epoch}, but an epoch has only "
                 f"{length}. Train on the dataset that it was made with, or resume from a checkpoint of this one."
             )
-        if position.consumed == length and not cyclic:
+        if length and position.consumed == length and not cyclic:
             return Position(epoch=position.epoch + 1, consumed=0, width=position.width)
         return position

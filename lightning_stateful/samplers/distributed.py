@@ -10,6 +10,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.orders import Order, SequentialOrder, ShuffledOrder
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.steps import StepRule
@@ -59,8 +60,12 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         accept: Collection[str] = (),
     ) -> None:
         topology = detect_topology(num_replicas, rank)
-        described = {"length": dataset} if isinstance(dataset, int) else describe_dataset(dataset)
-        length = int(described["length"]) if isinstance(dataset, int) else len(dataset)
+        seed = as_int("seed", seed)
+        if isinstance(dataset, Sized):
+            length, described = len(dataset), describe_dataset(dataset)
+        else:
+            length = as_int("dataset", dataset)
+            described = {"length": length}
         order: Order = ShuffledOrder(length, seed) if shuffle else SequentialOrder(length)
         # Not torch's constructor: it demands a dataset, and computes counts that the step rule computes here.
         self.dataset = dataset  # type: ignore[assignment]  # torch wants a Dataset, we also take a length
@@ -72,7 +77,8 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         self.total_size = self.num_samples * self.num_replicas
         self._cursor = Cursor(order, {"drop_last": drop_last, "dataset": described})
         self._cursor.position = Position(width=self.num_replicas)
-        self._began = self._cursor.position
+        # Where the counted pass began, and where the latest one did that was iterated, which workers may have drained.
+        self._began = self._pass = self._cursor.position
         self._yielded = 0
         self._latest: object = None
 
@@ -87,10 +93,13 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[int]:
         # A generator: nothing here runs before the first next(), so a state may be loaded after iter().
-        began = self._began = self._cursor.position
+        began = self._began = self._pass = self._cursor.position
         latest = self._latest = object()
         self._yielded = 0
         rounds = self._rounds(began)
+        if not rounds and began.consumed:
+            # With drop_last nothing may be left on another number of ranks.
+            self._cursor.position = self._next_epoch(began)
         for start in range(0, rounds, _BLOCK):
             for done, index in enumerate(self._indices(began, start, min(start + _BLOCK, rounds)), start + 1):
                 if self._latest is latest:
@@ -116,8 +125,12 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``; a position within that same epoch is kept."""
+        epoch = as_int("epoch", epoch)
         if epoch != self._cursor.position.epoch:
+            iterated = self._pass
             self._move(Position(epoch=epoch, width=self.num_replicas))
+            if iterated.epoch == epoch:
+                self._pass = iterated
 
     def state_dict(self, *, num_samples: int | None = None) -> dict[str, Any]:
         """The state after what the latest iterator has yielded.
@@ -128,7 +141,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         Raises:
             ConfigurationError: ``num_samples`` is more than the pass has.
         """
-        began = self._began
+        began = self._began if num_samples is None else self._pass
         rounds = self._rounds(began)
         done = self._yielded if num_samples is None else num_samples
         if not 0 <= done <= rounds:
@@ -147,6 +160,6 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         self._move(self._cursor.read(state_dict, accept=self._accept, where="The sampler's state"))
 
     def _move(self, position: Position) -> None:
-        self._cursor.position = self._began = position
+        self._cursor.position = self._began = self._pass = position
         self._yielded = 0
         self._latest = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,17 @@ def describe_dataset(dataset: Any) -> dict[str, Any]:
     if isinstance(dataset, ConcatDataset):
         sizes = np.asarray(dataset.cumulative_sizes, dtype=np.int64)
         described["parts"] = hashlib.blake2b(sizes.tobytes(), digest_size=8).hexdigest()
-    own = getattr(dataset, "describe", None)
-    if callable(own) and isinstance(said := own(), Mapping):
-        described.update(copy_plain(said, "dataset.describe()"))
+    described.update(_own_words(dataset))
     return described
+
+
+def _own_words(dataset: Any) -> dict[str, Any]:
+    own = getattr(dataset, "describe", None)
+    # Another library's method of that name may want arguments, or tell about something else in other types.
+    if not callable(own) or inspect.signature(own).parameters:
+        return {}
+    said = own()
+    return dict(copy_plain(said, "dataset.describe()")) if isinstance(said, Mapping) else {}
 
 
 def _digest_files(files: list[Any] | tuple[Any, ...]) -> str:

@@ -1,0 +1,35 @@
+"""Legal ranges of what orders and samplers are made from."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.permutation import MAX_LENGTH
+
+
+def as_int(name: str, value: Any) -> int:
+    """A Python int from any integer (NumPy's among them): states hold no other kind.
+
+    Raises:
+        ConfigurationError: ``value`` is no integer.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigurationError(f"{name} must be an integer, got {value!r}.") from None
+
+
+def check_length(length: int) -> None:
+    """Refuse a dataset length outside ``0..2**40``."""
+    if not 0 <= length <= MAX_LENGTH:
+        raise ConfigurationError(f"A dataset has 0 to 2**40 samples, got {length}.")
+
+
+def check_num_samples(length: int, num_samples: int) -> None:
+    """Refuse an epoch that draws from nothing or has a negative length."""
+    check_length(length)
+    check_length(num_samples)
+    if num_samples and not length:
+        raise ConfigurationError(f"Cannot draw num_samples={num_samples} from an empty dataset.")

@@ -1,0 +1,686 @@
+"""A StatefulLoader goes on from any position, with everything that a DataLoader can do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import multiprocessing
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    get_worker_info,
+)
+
+from lightning_stateful.errors import (
+    ConfigurationError,
+    DamagedStateError,
+    PositionError,
+    StateError,
+    StateMismatchError,
+    StateVersionError,
+    UnsupportedLoaderError,
+)
+from lightning_stateful.index import Position
+from lightning_stateful.loaders import StatefulLoader
+
+
+class Numbers(Dataset[int]):
+    """Samples are their indices; at module level, so that spawned workers find it."""
+
+    def __init__(self, length: int = 12, fails_at: int | None = None) -> None:
+        self.length, self.fails_at = length, fails_at
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.fails_at:
+            raise OSError(f"sample {index} cannot be read")
+        return index
+
+
+class Batched(Numbers):
+    """A dataset that is asked for several samples at a time."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [index + 100 for index in indices]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class OwnSampler(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([0, 1])
+
+    def __len__(self) -> int:
+        return 2
+
+
+class Backwards(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(list(super().__iter__())[::-1])
+
+
+def to_tuple(samples: list[int]) -> tuple[int, ...]:
+    return tuple(samples)
+
+
+def shift_by_the_workers_number(worker_id: int) -> None:
+    get_worker_info().dataset.length += 1000 * (worker_id + 1)
+
+
+class ReportsItsLength(Numbers):
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, self.length
+
+
+def a_loader(length: int = 12, **options: Any) -> StatefulLoader:
+    return StatefulLoader(Numbers(length), **{"batch_size": 2, "shuffle": True, **options})
+
+
+def read(batches: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def take(loader: StatefulLoader, count: int) -> list[list[int]]:
+    """The first ``count`` batches of a pass that is then broken off."""
+    iterator = iter(loader)
+    return read(next(iterator) for _ in range(count))
+
+
+def resumed(state: dict[str, Any], **options: Any) -> StatefulLoader:
+    loader = a_loader(**options)
+    loader.load_state_dict(state)
+    return loader
+
+
+def moved(state: dict[str, Any], **position: Any) -> dict[str, Any]:
+    return {**state, "position": {**state["position"], **position}}
+
+
+EPOCHS = [read(batches) for loader in [a_loader()] for batches in (list(loader), list(loader))]
+
+
+class TestPasses:
+    def test_an_epoch_serves_every_sample_once(self) -> None:
+        loader = a_loader(11)
+
+        assert sorted(index for batch in read(loader) for index in batch) == list(range(11))
+
+    def test_every_epoch_has_an_order_of_its_own(self) -> None:
+        assert EPOCHS[0] != EPOCHS[1]
+
+    def test_without_shuffling_it_serves_what_a_data_loader_serves(self) -> None:
+        for options in ({"batch_size": 5}, {"batch_size": 5, "drop_last": True}, {"batch_size": 4}):
+            ours, theirs = a_loader(shuffle=False, **options), DataLoader(Numbers(), **options)
+            assert read(ours) == read(theirs)
+            assert len(ours) == len(theirs)
+
+    def test_an_epoch_of_many_blocks_serves_every_sample_once(self) -> None:
+        loader = a_loader(20_000, batch_size=3, seed_samples=False)
+
+        assert sorted(index for batch in loader.plan.indices(Position()) for index in batch) == list(range(20_000))
+
+    def test_an_epoch_of_2_to_the_40_samples_begins_and_resumes_anywhere(self) -> None:
+        loader = a_loader(2**40)
+        loader.load_state_dict(moved(loader.state_dict(), consumed=2**40 - 3))
+
+        assert [len(batch) for batch in read(loader)] == [2, 1]
+        assert len(take(loader, 2)) == 2
+
+    def test_any_number_of_iter_calls_changes_nothing(self) -> None:
+        loader = a_loader()
+        unused = [iter(loader) for _ in range(4)]
+
+        assert loader.state_dict() == a_loader().state_dict()
+        assert [read(loader), read(loader)] == EPOCHS
+        assert len(unused) == 4
+
+    def test_a_pass_that_is_broken_off_leaves_its_beginning(self) -> None:
+        loader = a_loader()
+        take(loader, 3)
+        take(loader, 1)
+
+        assert [read(loader), read(loader)] == EPOCHS
+
+    def test_a_resumed_pass_that_is_broken_off_leaves_the_place_of_resuming(self) -> None:
+        loader = a_loader()
+        take(loader, 2)
+        fresh = resumed(loader.state_dict())
+        take(fresh, 3)
+
+        assert read(fresh) == EPOCHS[0][2:]
+
+    def test_a_broken_off_pass_still_counts_in_the_state(self) -> None:
+        loader = a_loader()
+        take(loader, 4)
+
+        assert loader.state_dict()["position"] == {"epoch": 0, "consumed": 8, "width": 1}
+        assert read(resumed(loader.state_dict())) == EPOCHS[0][4:]
+
+    def test_an_exhausted_pass_stays_exhausted(self) -> None:
+        loader = a_loader()
+        iterator = iter(loader)
+        list(iterator)
+
+        assert list(iterator) == []
+        assert loader.epoch == 1
+
+    def test_a_second_pass_beside_the_first_takes_over_the_count(self) -> None:
+        loader = a_loader()
+        first = iter(loader)
+        next(first)
+        second = iter(loader)
+        head = read([next(second), next(second)])
+        rest = read(first)
+
+        assert head == EPOCHS[0][:2]
+        assert rest == EPOCHS[0][1:]
+        assert loader.state_dict()["position"]["consumed"] == 4
+
+    def test_the_length_is_that_of_a_whole_epoch_wherever_it_stands(self) -> None:
+        loader = a_loader(11)
+        lengths = [len(loader)]
+        for _ in loader:
+            lengths.append(len(loader))
+        loader.load_state_dict(moved(loader.state_dict(), consumed=7))
+
+        assert {*lengths, len(loader)} == {6}
+
+    def test_an_empty_dataset_has_no_batches(self) -> None:
+        assert [read(a_loader(0)), len(a_loader(0))] == [[], 0]
+
+    def test_an_error_in_the_dataset_leaves_the_position_at_what_was_handed_over(self) -> None:
+        loader = StatefulLoader(Numbers(12, fails_at=5), batch_size=2)
+        iterator = iter(loader)
+        read([next(iterator), next(iterator)])
+
+        with pytest.raises(OSError, match="sample 5 cannot be read"):
+            next(iterator)
+        assert loader.state_dict()["position"]["consumed"] == 4
+
+    def test_a_pass_neither_ends_nor_starts_over_behind_an_error(self) -> None:
+        iterator = iter(StatefulLoader(Numbers(12, fails_at=5), batch_size=2))
+        read([next(iterator), next(iterator)])
+
+        with pytest.raises(OSError, match="sample 5 cannot be read"):
+            next(iterator)
+        try:
+            following = next(iterator).tolist()
+        except OSError:
+            following = "the same error"
+        assert following in ("the same error", [6, 7])
+
+
+class TestLoadingLate:
+    def test_a_state_may_be_loaded_after_iter(self) -> None:
+        loader = a_loader()
+        take(loader, 2)
+        fresh = a_loader()
+        iterator = iter(fresh)
+        fresh.load_state_dict(loader.state_dict())
+
+        assert read(iterator) == EPOCHS[0][2:]
+
+    def test_a_state_may_be_loaded_in_the_middle_of_a_pass(self) -> None:
+        loader = a_loader()
+        take(loader, 4)
+        fresh = a_loader()
+        iterator = iter(fresh)
+        next(iterator)
+        fresh.load_state_dict(loader.state_dict())
+
+        assert read(iterator) == EPOCHS[0][4:]
+        assert read(fresh) == EPOCHS[1]
+
+    def test_a_state_of_an_earlier_place_rewinds_a_running_pass(self) -> None:
+        loader = a_loader()
+        start = loader.state_dict()
+        iterator = iter(loader)
+        head = read([next(iterator), next(iterator)])
+        loader.load_state_dict(start)
+
+        assert read(iterator) == EPOCHS[0]
+        assert head == EPOCHS[0][:2]
+
+    def test_a_state_loaded_twice_counts_once(self) -> None:
+        loader = a_loader()
+        take(loader, 2)
+        state = loader.state_dict()
+        fresh = resumed(state)
+        fresh.load_state_dict(state)
+
+        assert read(fresh) == EPOCHS[0][2:]
+
+    def test_a_chain_of_resumes_at_every_batch_serves_two_epochs(self) -> None:
+        served, state = [], a_loader().state_dict()
+        for _ in range(12):
+            loader = resumed(state)
+            served += take(loader, 1)
+            state = loader.state_dict()
+
+        assert served == EPOCHS[0] + EPOCHS[1]
+
+
+class TestEpochs:
+    def test_the_last_batch_moves_on_to_the_next_epoch(self) -> None:
+        loader = a_loader()
+        iterator = iter(loader)
+        epochs = [loader.epoch for _ in iterator]
+
+        assert epochs == [0, 0, 0, 0, 0, 1]
+        assert loader.state_dict()["position"] == {"epoch": 1, "consumed": 0, "width": 1}
+
+    def test_set_epoch_begins_an_epoch_and_keeps_a_position_within_it(self) -> None:
+        loader = a_loader()
+        loader.set_epoch(1)
+        assert read(loader) == EPOCHS[1]
+
+        loader.set_epoch(0)
+        take(loader, 2)
+        fresh = resumed(loader.state_dict())
+        fresh.set_epoch(0)
+        assert read(fresh) == EPOCHS[0][2:]
+
+    def test_the_sampler_that_lightning_looks_at_is_distributed_and_ignores_its_epochs(self) -> None:
+        loader = a_loader()
+        loader.sampler.set_epoch(5)
+
+        assert isinstance(loader.sampler, DistributedSampler)
+        assert list(loader.sampler) == [index for batch in EPOCHS[0] for index in batch]
+        assert len(loader.sampler) == 12
+        assert read(loader) == EPOCHS[0]
+
+    def test_the_samplers_length_is_the_number_of_its_indices_on_every_rank(self) -> None:
+        for length in range(12):
+            for rank in range(3):
+                loader = a_loader(length, num_replicas=3, rank=rank)
+                assert len(loader.sampler) == len(list(loader.sampler))
+
+    def test_seeking_moves_to_any_position(self) -> None:
+        loader = a_loader()
+        loader.seek(Position(epoch=1, consumed=6))
+
+        assert read(loader) == EPOCHS[1][3:]
+
+    def test_reading_batches_from_a_position_does_not_move_the_loader(self) -> None:
+        loader = a_loader()
+
+        assert read(loader.batches(Position(epoch=1, consumed=2))) == EPOCHS[1][1:]
+        assert loader.position == Position()
+
+
+class TestOptionsOfADataLoader:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"num_workers": 2},
+            {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
+            {"num_workers": 1, "pin_memory": True},
+            {"pin_memory": True},
+        ],
+    )
+    def test_workers_change_neither_batches_nor_states(self, options: dict[str, Any]) -> None:
+        loader = a_loader(**options)
+        iterator = iter(loader)
+        head = read([next(iterator), next(iterator)])
+        state = loader.state_dict()
+        del iterator
+        fresh = resumed(state, **options)
+
+        assert head == EPOCHS[0][:2]
+        assert state["position"]["consumed"] == 4
+        assert [read(fresh), read(fresh)] == [EPOCHS[0][2:], EPOCHS[1]]
+
+    def test_spawned_workers_serve_the_same(self) -> None:
+        loader = resumed(moved(a_loader().state_dict(), consumed=8), num_workers=1, multiprocessing_context="spawn")
+
+        assert read(loader) == EPOCHS[0][4:]
+
+    def test_persistent_workers_begin_anywhere_and_again(self) -> None:
+        loader = a_loader(num_workers=1, persistent_workers=True)
+        take(loader, 2)
+        loader.load_state_dict(moved(loader.state_dict(), consumed=8))
+        rest = read(loader)
+        loader.set_epoch(0)
+
+        assert rest == EPOCHS[0][4:]
+        assert read(loader) == EPOCHS[0]
+
+    def test_the_workers_of_an_abandoned_pass_end_with_it(self) -> None:
+        others = set(multiprocessing.active_children())
+        loader = a_loader(num_workers=2)
+        iterator = iter(loader)
+        next(iterator)
+        del iterator
+
+        assert set(multiprocessing.active_children()) <= others
+        assert loader.state_dict()["position"]["consumed"] == 2
+
+    @pytest.mark.parametrize("persistent", [False, True])
+    def test_the_workers_of_a_dropped_loader_end_without_the_garbage_collector(self, persistent: bool) -> None:
+        gc.collect()
+        others = set(multiprocessing.active_children())
+        gc.disable()
+        try:
+            loader = a_loader(num_workers=1, persistent_workers=persistent)
+            iterator = iter(loader)
+            next(iterator)
+            del iterator, loader
+
+            assert set(multiprocessing.active_children()) <= others
+        finally:
+            gc.enable()
+
+    @pytest.mark.parametrize("seed_samples", [False, True])
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    def test_a_dataset_with_getitems_is_asked_through_it(self, num_workers: int, seed_samples: bool) -> None:
+        loader = StatefulLoader(
+            Batched(), batch_size=2, shuffle=True, num_workers=num_workers, seed_samples=seed_samples
+        )
+
+        assert read(loader) == [[index + 100 for index in batch] for batch in EPOCHS[0]]
+
+    def test_a_collate_function_of_ones_own_is_used(self) -> None:
+        assert list(a_loader(collate_fn=to_tuple)) == [tuple(batch) for batch in EPOCHS[0]]
+
+    @pytest.mark.parametrize("seed_samples", [False, True])
+    def test_a_worker_init_function_reaches_the_dataset_of_its_worker(self, seed_samples: bool) -> None:
+        loader = StatefulLoader(
+            ReportsItsLength(4),
+            num_workers=1,
+            worker_init_fn=shift_by_the_workers_number,
+            seed_samples=seed_samples,
+            collate_fn=to_tuple,
+        )
+
+        assert list(loader) == [((index, 1004),) for index in range(4)]
+
+    def test_an_unknown_option_is_refused_as_by_a_data_loader(self) -> None:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'num_wokers'"):
+            a_loader(num_wokers=2)
+
+    def test_numbers_of_numpy_are_numbers(self) -> None:
+        loader = a_loader(seed=np.int64(3))
+        loader.set_epoch(np.int64(1))
+
+        assert json.loads(json.dumps(loader.state_dict())) == loader.state_dict()
+
+    def test_a_batch_sampler_gives_its_sampler_batch_size_and_drop_last(self) -> None:
+        batches = BatchSampler(SequentialSampler(range(12)), batch_size=5, drop_last=True)
+
+        assert read(StatefulLoader(Numbers(), batch_sampler=batches)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"batch_size": None}, ConfigurationError, "batch_size must be an int of at least 1, got None"),
+            ({"batch_size": 0}, ConfigurationError, "batch_size must be an int of at least 1, got 0"),
+            ({"batch_size": 2.0}, ConfigurationError, r"batch_size must be an int of at least 1, got 2\.0"),
+            ({"in_order": False}, ConfigurationError, "in_order=False hands batches over in no fixed order"),
+            ({"sampler": OwnSampler()}, ConfigurationError, "sampler takes the place of shuffle"),
+            ({"sampler": OwnSampler(), "shuffle": False}, UnsupportedLoaderError, "OwnSampler is none of torch's own"),
+            ({"batch_sampler": [[0, 1]], "batch_size": 3}, ConfigurationError, "batch_sampler takes the place of"),
+            ({"num_replicas": 2, "rank": 2}, ConfigurationError, r"rank must be in range\(2\), got 2"),
+        ],
+    )
+    def test_arguments_that_cannot_be_resumed_are_refused(
+        self, options: dict[str, Any], error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=message):
+            len(a_loader(**options))
+
+    @pytest.mark.parametrize(
+        "batch_sampler",
+        [Backwards(RandomSampler(range(12)), batch_size=2, drop_last=False), [[0, 1], [2, 3]]],
+        ids=["a subclass with an order of its own", "a list of batches"],
+    )
+    def test_a_batch_sampler_that_is_not_torchs_own_is_refused(self, batch_sampler: Any) -> None:
+        with pytest.raises(UnsupportedLoaderError):
+            StatefulLoader(Numbers(), batch_sampler=batch_sampler)
+
+    def test_a_dataset_without_random_access_is_refused(self) -> None:
+        with pytest.raises(UnsupportedLoaderError, match="Stream has no random access by index"):
+            StatefulLoader(Stream())
+        with pytest.raises(UnsupportedLoaderError, match="list_iterator has no random access by index"):
+            StatefulLoader(iter([1]))
+
+    @pytest.mark.parametrize(
+        ("options", "path"),
+        [
+            ({"length": 13}, "dataset.length"),
+            ({"seed": 1}, "seed"),
+            ({"shuffle": False}, "shuffle"),
+            ({"drop_last": True}, "drop_last"),
+        ],
+    )
+    def test_a_state_of_another_configuration_is_refused(self, options: dict[str, Any], path: str) -> None:
+        state = a_loader().state_dict()
+        loader = a_loader(**options)
+        before = loader.state_dict()
+
+        with pytest.raises(StateMismatchError) as caught:
+            loader.load_state_dict(state)
+
+        assert path in {difference.path for difference in caught.value.differences}
+        assert loader.state_dict() == before
+
+    def test_another_fingerprint_of_the_dataset_is_refused(self) -> None:
+        loaders = []
+        for fingerprint in ("one", "other"):
+            dataset = Numbers()
+            dataset._fingerprint = fingerprint
+            loaders.append(StatefulLoader(dataset))
+
+        with pytest.raises(StateMismatchError, match=r"dataset\.fingerprint: saved 'one', now 'other'"):
+            loaders[1].load_state_dict(loaders[0].state_dict())
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"version": 2}, StateVersionError, "has version 2, this installation reads version 1"),
+            ({"version": None}, DamagedStateError, "has no version"),
+            ({"order_version": 2}, StateMismatchError, "order_version: saved 2, now 1"),
+            ({"kind": "bucketed"}, StateMismatchError, "kind: saved 'bucketed', now 'shuffled'"),
+            ({"config": None}, DamagedStateError, "must hold a dict under 'config', got None"),
+            ({"position": {"epoch": 0}}, DamagedStateError, "a position needs 'consumed'"),
+            ({"position": {"epoch": -1, "consumed": 0, "width": 1}}, PositionError, "epoch=-1"),
+            ({"position": {"epoch": 0, "consumed": 13, "width": 1}}, PositionError, "has consumed 13 samples"),
+        ],
+    )
+    def test_a_state_that_is_of_no_use_is_refused(
+        self, change: dict[str, Any], error: type[StateError], message: str
+    ) -> None:
+        with pytest.raises(error, match=message) as caught:
+            resumed({**a_loader().state_dict(), **change})
+        assert str(caught.value).startswith("The loader's state")
+
+    def test_an_accepted_difference_passes(self) -> None:
+        loader = a_loader()
+        take(loader, 2)
+        state = loader.state_dict()
+
+        longer = resumed(state, length=14, accept=("dataset.length",))
+        assert sum(map(len, read(longer))) == 10
+        with pytest.raises(StateMismatchError, match="seed: saved 0, now 1"):
+            resumed(state, length=14, seed=1, accept=("dataset.length",))
+        assert sum(map(len, read(resumed(state, length=14, seed=1, accept=("dataset", "seed"))))) == 10
+
+    def test_a_shorter_dataset_that_was_accepted_must_still_hold_the_position(self) -> None:
+        state = moved(a_loader().state_dict(), consumed=10)
+
+        with pytest.raises(PositionError, match="has consumed 10 samples of epoch 0, but an epoch has only 8"):
+            resumed(state, length=8, accept=("dataset.length",))
+
+
+class TestRandomness:
+    @staticmethod
+    def generators() -> list[Any]:
+        return [torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()]
+
+    @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"seed_samples": False}])
+    def test_iterating_leaves_the_generators_of_the_main_process_untouched(self, options: dict[str, Any]) -> None:
+        loader = a_loader(**options)
+        before = self.generators()
+        seen = []
+        for _ in loader:
+            seen.append(self.generators() == before)
+        take(loader, 2)
+        loader.load_state_dict(loader.state_dict())
+
+        assert seen == [True] * 6
+        assert self.generators() == before
+
+    def test_what_the_model_draws_between_batches_does_not_depend_on_the_loader(self) -> None:
+        torch.manual_seed(0)
+        drawn = [torch.rand(1).item() for _ in a_loader()]
+        torch.manual_seed(0)
+
+        assert drawn == [torch.rand(1).item() for _ in range(6)]
+
+
+class TestOtherTopologies:
+    @staticmethod
+    def ranks(num_replicas: int, state: dict[str, Any] | None, **options: Any) -> list[StatefulLoader]:
+        loaders = [a_loader(num_replicas=num_replicas, rank=rank, **options) for rank in range(num_replicas)]
+        for loader in loaders if state else ():
+            loader.load_state_dict(state)
+        return loaders
+
+    def replay(self, length: int, history: list[tuple[int, int, int]], last: tuple[int, int]) -> list[list[list[int]]]:
+        """Steps over a history of (ranks, batch size, steps), and the rest on ``last``."""
+        state = None
+        steps: list[list[list[int]]] = []
+        for num_replicas, batch_size, count in [*history, (*last, length + 1)]:
+            loaders = self.ranks(num_replicas, state, length=length, batch_size=batch_size)
+            passes = zip(*loaders, strict=True)
+            steps += [read(batches) for _, batches in zip(range(count), passes, strict=False)]
+            states = [loader.state_dict() for loader in loaders]
+            assert states == [states[0]] * num_replicas
+            state = states[0]
+            if state["position"]["epoch"]:
+                break
+        return steps
+
+    @given(
+        length=st.integers(1, 50),
+        history=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7), st.integers(0, 4)), max_size=5),
+        last=st.tuples(st.integers(1, 5), st.integers(1, 7)),
+    )
+    @settings(max_examples=50, deadline=None)
+    def test_every_sample_comes_once_over_any_history(
+        self, length: int, history: list[tuple[int, int, int]], last: tuple[int, int]
+    ) -> None:
+        *steps, tail = self.replay(length, history, last)
+
+        before = [index for step in steps for batch in step for index in batch]
+        at_last = [index for batch in tail for index in batch]
+        assert sorted(before + list(set(at_last))) == list(range(length))
+        assert len(at_last) == len(set(at_last)) or len(set(at_last)) < len(tail)
+
+    def test_more_ranks_and_another_batch_size_go_on_in_the_same_sequence(self) -> None:
+        loader = a_loader()
+        take(loader, 2)
+        four = self.ranks(4, loader.state_dict(), batch_size=1)
+
+        assert [[index for batch in read(step) for index in batch] for step in zip(*four, strict=True)] == [
+            EPOCHS[0][2] + EPOCHS[0][3],
+            EPOCHS[0][4] + EPOCHS[0][5],
+        ]
+
+    def test_all_ranks_have_the_same_number_of_batches(self) -> None:
+        for length in range(20):
+            for num_replicas in (2, 3, 5):
+                loaders = self.ranks(num_replicas, None, length=length, batch_size=3)
+                assert len({len(loader) for loader in loaders} | {len(list(loader)) for loader in loaders}) == 1
+
+    def test_evaluation_on_several_ranks_repeats_no_sample(self) -> None:
+        for length in range(3, 20):
+            loaders = self.ranks(3, None, length=length, batch_size=1, shuffle=False, exact=True)
+            served = Counter(index for loader in loaders for batch in read(loader) for index in batch)
+            assert served == Counter(range(length))
+
+    def test_another_number_of_workers_goes_on_alike(self) -> None:
+        loader = a_loader()
+        take(loader, 3)
+
+        assert read(resumed(loader.state_dict(), num_workers=2, prefetch_factor=4)) == EPOCHS[0][3:]
+
+
+class TestWithoutLightning:
+    def test_a_state_is_small_plain_and_survives_a_file(self, tmp_path: Path) -> None:
+        loader = a_loader()
+        take(loader, 3)
+        state = loader.state_dict()
+        torch.save({"loader": state}, tmp_path / "checkpoint.pt")
+
+        assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["loader"] == state
+        assert json.loads(json.dumps(state)) == state
+        assert len(json.dumps(state)) < 1000
+
+    def test_a_plain_loop_resumes_from_a_file(self, tmp_path: Path) -> None:
+        def train(loader: StatefulLoader, stop: int = -1) -> list[tuple[int, list[int]]]:
+            seen: list[tuple[int, list[int]]] = []
+            for epoch in range(loader.epoch, 3):
+                for batch in loader:
+                    seen.append((epoch, batch.tolist()))
+                    if len(seen) == stop:
+                        torch.save({"loader": loader.state_dict()}, tmp_path / "checkpoint.pt")
+                        return seen
+            return seen
+
+        whole = train(a_loader())
+        for stop in range(1, 18):
+            head = train(a_loader(), stop)
+            fresh = resumed(torch.load(tmp_path / "checkpoint.pt", weights_only=True)["loader"])
+            assert head + train(fresh) == whole
+
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    def test_fabric_saves_and_loads_it(self, tmp_path: Path, num_workers: int) -> None:
+        from lightning.fabric import Fabric
+
+        def setup() -> tuple[Fabric, Any]:
+            fabric = Fabric(accelerator="cpu", devices=1)
+            return fabric, fabric.setup_dataloaders(a_loader(num_workers=num_workers))
+
+        fabric, loader = setup()
+        iterator = iter(loader)
+        head = read([next(iterator), next(iterator)])
+        fabric.save(tmp_path / "fabric.ckpt", {"loader": loader})
+        del iterator
+        fabric, fresh = setup()
+        fabric.load(tmp_path / "fabric.ckpt", {"loader": fresh})
+
+        assert head == EPOCHS[0][:2]
+        assert [read(fresh), read(fresh)] == [EPOCHS[0][2:], EPOCHS[1]]
+
+    def test_a_copy_has_a_position_of_its_own(self) -> None:
+        loader = a_loader()
+        other = copy.deepcopy(loader)
+        list(other)
+
+        assert read(loader) == EPOCHS[0]
+        assert other.epoch == 1

@@ -1,0 +1,142 @@
+"""A dataset is described by what is cheap to read and equal for equal data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
+
+from lightning_stateful.errors import StateError
+from lightning_stateful.samplers import describe_dataset
+
+
+class Files:
+    def __init__(self, files: list[Any]) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+class Described:
+    def __init__(self, said: Any) -> None:
+        self.said = said
+
+    def __len__(self) -> int:
+        return 5
+
+    def describe(self) -> Any:
+        return self.said
+
+
+def some_files(folder: Path, *contents: str) -> Files:
+    folder.mkdir()
+    paths = [folder / f"{number}.txt" for number, _ in enumerate(contents)]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_text(content)
+    return Files(list(paths))
+
+
+def test_a_plain_dataset_is_its_length() -> None:
+    assert describe_dataset([1, 2, 3]) == {"length": 3}
+    assert describe_dataset(TensorDataset(torch.zeros(4, 2))) == {"length": 4}
+
+
+def test_a_fingerprint_is_taken_over() -> None:
+    dataset = Described(None)
+    dataset._fingerprint = "abc"
+
+    assert describe_dataset(dataset) == {"length": 5, "fingerprint": "abc"}
+
+
+def test_the_same_files_in_another_folder_are_the_same_data(tmp_path: Path) -> None:
+    here, there = some_files(tmp_path / "a", "xx", "y"), some_files(tmp_path / "b", "xx", "y")
+
+    assert describe_dataset(here) == describe_dataset(there)
+    assert describe_dataset(here) == describe_dataset(Files([str(path) for path in there.files]))
+    assert describe_dataset(here)["files"].startswith("2 files, ")
+
+
+def test_files_of_another_name_size_order_or_number_are_other_data(tmp_path: Path) -> None:
+    files = some_files(tmp_path / "a", "xx", "y").files
+    others = [
+        some_files(tmp_path / "b", "xx", "yy").files,
+        [files[0], tmp_path / "c.txt"],
+        files[::-1],
+        [*files, files[0]],
+        [files[0], tmp_path / "missing" / "1.txt"],
+    ]
+
+    assert all(describe_dataset(Files(files)) != describe_dataset(Files(other)) for other in others)
+
+
+def test_an_attribute_files_of_something_else_is_left_alone() -> None:
+    assert describe_dataset(Files([1, 2])) == {"length": 2}
+    assert describe_dataset(Files([])) == {"length": 0}
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_a_subset_is_the_chosen_indices_of_something(kind: Any) -> None:
+    data = list(range(10))
+    described = describe_dataset(Subset(data, kind([1, 3, 5])))
+
+    assert described["length"] == 3
+    assert described["of"] == {"length": 10}
+    assert described == describe_dataset(Subset(data, [1, 3, 5]))
+    assert described != describe_dataset(Subset(data, [1, 3, 6]))
+    assert described != describe_dataset(Subset(data, [3, 1, 5]))
+
+
+def test_a_subset_of_a_range_an_empty_and_a_nested_subset_are_described() -> None:
+    data = list(range(10))
+
+    assert describe_dataset(Subset(data, range(3))) == describe_dataset(Subset(data, [0, 1, 2]))
+    assert describe_dataset(Subset(data, []))["length"] == 0
+    assert describe_dataset(Subset(Subset(data, [1, 2, 3]), [0]))["of"]["of"] == {"length": 10}
+
+
+def test_splits_with_another_seed_are_other_data() -> None:
+    def split(seed: int) -> Any:
+        return random_split(range(100), [80, 20], torch.Generator().manual_seed(seed))[0]
+
+    assert describe_dataset(split(1)) == describe_dataset(split(1))
+    assert describe_dataset(split(1)) != describe_dataset(split(2))
+
+
+def test_a_large_subset_is_described_by_a_part_of_its_indices() -> None:
+    indices = np.arange(2**18)
+
+    assert describe_dataset(Subset(range(2**18), indices))["length"] == 2**18
+
+
+def test_a_concatenation_is_the_lengths_of_its_parts() -> None:
+    parts = [[0] * 3, [0] * 7], [[0] * 7, [0] * 3]
+    one, other = (describe_dataset(ConcatDataset(some)) for some in parts)
+
+    assert one["length"] == other["length"] == 10
+    assert one != other
+
+
+def test_a_dataset_may_describe_itself() -> None:
+    assert describe_dataset(Described({"version": 3, "files": ["a"]})) == {"length": 5, "version": 3, "files": ["a"]}
+
+
+def test_a_describe_method_that_returns_something_else_is_left_alone() -> None:
+    assert describe_dataset(Described("summary statistics")) == {"length": 5}
+
+
+def test_a_describe_method_with_arguments_of_its_own_is_left_alone() -> None:
+    class Table(Described):
+        def describe(self, column: str) -> Any:
+            return {column: 1}
+
+    assert describe_dataset(Table(None)) == {"length": 5}
+
+
+def test_a_description_that_is_no_plain_data_is_refused_with_its_path() -> None:
+    with pytest.raises(StateError, match=r"dataset.describe\(\).root is a PosixPath"):
+        describe_dataset(Described({"root": Path("data")}))
