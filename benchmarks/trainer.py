@@ -41,6 +41,7 @@ class Plain(pl.LightningDataModule):
     """What people have."""
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        """A loader without a state."""
         return DataLoader(Rows(), batch_size=4)
 
 

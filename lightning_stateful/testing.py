@@ -25,6 +25,7 @@ from lightning_stateful.audit.laws import (
 )
 from lightning_stateful.audit.samples import identities
 from lightning_stateful.audit.stops import Stops
+from lightning_stateful.errors import ConfigurationError
 
 __all__ = [
     "LAWS",
@@ -73,7 +74,7 @@ class ResumeContract:
 
     def make(self, num_replicas: int = 1, rank: int = 0) -> Any:
         """A fresh object for one rank, always of the same configuration."""
-        raise NotImplementedError(f"{type(self).__name__} must define make(self, num_replicas=1, rank=0).")
+        raise ConfigurationError(f"{type(self).__name__} must define make(self, num_replicas=1, rank=0).")
 
     def make_other(self) -> Any:
         """A fresh object of another configuration, or None if there is only one."""

@@ -270,5 +270,5 @@ def test_a_torchdata_loader_breaks_the_laws_that_it_does_not_promise(law: str) -
 
 
 def test_a_contract_without_make_says_what_to_define() -> None:
-    with pytest.raises(NotImplementedError, match=r"Unfinished must define make\(self, num_replicas=1, rank=0\)"):
+    with pytest.raises(ConfigurationError, match=r"Unfinished must define make\(self, num_replicas=1, rank=0\)"):
         type("Unfinished", (ResumeContract,), {})().test_fresh()
