@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.testing import LAWS, ContractError, ResumeContract
 
 
