@@ -167,6 +167,16 @@ class StatefulLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
         return _Pass(self)
 
+    @property
+    def _iterator(self) -> Any:
+        # Where torch keeps persistent workers, and Lightning looks to end them after training.
+        return None if self._engine is None else self._engine.loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        if self._engine is not None:
+            self._engine.loader._iterator = iterator
+
     def set_epoch(self, epoch: int) -> None:
         """Stand at the beginning of ``epoch``; a position within that same epoch is kept."""
         epoch = as_int("epoch", epoch)

@@ -15,6 +15,7 @@ from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.checkpoint import find_data_state, read_callback_state
 from lightning_stateful.trainer.counters import Moment
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
+from lightning_stateful.trainer.metrics import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.randomness import seed_model
 from lightning_stateful.trainer.source import Request, intercept, request_training_loaders
 from lightning_stateful.trainer.training_data import Settings, TrainingData, topology_of
@@ -61,6 +62,7 @@ class StatefulDataCallback(pl.Callback):
         self._prepared: TrainingData | None = None
         self._previous: TrainingData | None = None
         self._resumed: Moment | None = None
+        self._metrics: dict[str, float] = {}
         self._in_resumed_epoch = False
         self._trainer: pl.Trainer | None = None
 
@@ -100,6 +102,7 @@ class StatefulDataCallback(pl.Callback):
             "version": VERSION,
             "module": module,
             "moment": self._moment().to_dict(),
+            "monitored": self._monitored(),
             "data": self.data_state() if module is None else None,
         }
 
@@ -107,6 +110,11 @@ class StatefulDataCallback(pl.Callback):
         """The state of the training data at this moment; None before there are loaders."""
         data = self._data or self._prepared
         return None if data is None else data.group.state_at(*self._moment().data)
+
+    def _monitored(self) -> dict[str, float]:
+        if self._resumed is not None:
+            return dict(self._metrics)
+        return {} if self._trainer is None else monitored_metrics(self._trainer)
 
     def _moment(self) -> Moment:
         if self._resumed is not None:
@@ -127,7 +135,7 @@ class StatefulDataCallback(pl.Callback):
             return
         loops = checkpoint["loops"]
         own = checkpoint["callbacks"].get(self.state_key)
-        moment = counters.locate(loops["fit_loop"]) if own is None else read_callback_state(own)
+        moment, metrics = (counters.locate(loops["fit_loop"]), {}) if own is None else read_callback_state(own)
         state = find_data_state(checkpoint, own, self._module_name(trainer), self.settings.accept)
         data = self._build_as_of(moment)
         if state is not None:
@@ -135,7 +143,7 @@ class StatefulDataCallback(pl.Callback):
         elif moment.data != (0, 0):
             _warn_of_missing_state(moment)
         loops["fit_loop"] = counters.rewritten(loops["fit_loop"], moment)
-        self._prepared, self._resumed = data, moment
+        self._prepared, self._resumed, self._metrics = data, moment, metrics
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Where a trainer is fitted again after it was stopped within an epoch, go on at the next batch."""
@@ -156,7 +164,7 @@ class StatefulDataCallback(pl.Callback):
             )
             return
         counters.continue_from(trainer, moment)
-        self._prepared, self._resumed = data, moment
+        self._prepared, self._resumed, self._metrics = data, moment, {}
 
     def _build_as_of(self, moment: Moment) -> TrainingData:
         """Build the loaders under the epoch at which an uninterrupted run would have built them."""
@@ -168,6 +176,8 @@ class StatefulDataCallback(pl.Callback):
         """Make the first epoch after a resume run as it would have without the stop."""
         self._previous = None
         if self._resumed is not None:
+            restore_metrics(trainer, self._metrics)
+            counters.step_plateau_schedulers(trainer, self._resumed)
             counters.prepare_first_epoch(trainer, self._resumed)
         self._in_resumed_epoch = self._resumed is not None
         self._resumed = None

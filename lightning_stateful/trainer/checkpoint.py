@@ -10,8 +10,8 @@ from lightning_stateful.state import VERSION
 from lightning_stateful.trainer.counters import Moment
 
 
-def read_callback_state(own: Any) -> Moment:
-    """The moment in the callback's part of a checkpoint.
+def read_callback_state(own: Any) -> tuple[Moment, dict[str, float]]:
+    """The moment and the monitored metrics in the callback's part of a checkpoint.
 
     Raises:
         DamagedStateError: It is not what the callback writes.
@@ -26,7 +26,10 @@ def read_callback_state(own: Any) -> Moment:
         )
     if not isinstance(own.get("moment"), Mapping):
         raise DamagedStateError(f"The callback's state has no moment: {own!r}. Resume from another checkpoint.")
-    return Moment.from_dict(own["moment"])
+    metrics = own.get("monitored")
+    if not isinstance(metrics, Mapping) or not all(type(value) is float for value in metrics.values()):
+        raise DamagedStateError(f"The callback's state has no metrics: {own!r}. Resume from another checkpoint.")
+    return Moment.from_dict(own["moment"]), dict(metrics)
 
 
 def find_data_state(

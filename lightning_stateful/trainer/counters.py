@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_stateful.errors import DamagedStateError
 
+_AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")
 _TRACKED = ("ready", "started", "processed", "completed")
 
 
@@ -30,6 +31,7 @@ class Moment:
         running: An epoch has begun and its end hooks have not run.
         ended: All batches of the running epoch are done, its end hooks are not.
         validate: A validation is due before the next batch.
+        plateau: ``"step"`` or ``"epoch"`` if schedulers that monitor a metric have yet to take that step, or empty.
         stepped: Lightning's count of batches (of windows, under accumulation) for its loggers.
         train_reload_epoch: Epoch at which the training loaders were built last; -1 for none.
         val_reload_epoch: The same for validation loaders.
@@ -40,6 +42,7 @@ class Moment:
     running: bool = False
     ended: bool = False
     validate: bool = False
+    plateau: str = ""
     stepped: int = 0
     train_reload_epoch: int = -1
     val_reload_epoch: int = -1
@@ -82,7 +85,9 @@ def read_moment(trainer: pl.Trainer) -> Moment:
         moment = replace(moment, batch=moment.batch - in_window)
         validate = False
     elif moment.running and not validate and _counts_batch_later(trainer):
-        moment = replace(moment, stepped=moment.stepped + 1)
+        moment = replace(moment, stepped=moment.stepped + 1, plateau="step")
+    elif not moment.running and _in_epoch_end(trainer):
+        moment = replace(moment, plateau="epoch")
     return replace(
         moment,
         validate=validate,
@@ -200,14 +205,20 @@ def prepare_first_epoch(trainer: pl.Trainer, moment: Moment) -> None:
         _restart_in_reset_only(epoch_loop)
 
 
+def step_plateau_schedulers(trainer: pl.Trainer, moment: Moment) -> None:
+    """Let ReduceLROnPlateau take the step that was due when the checkpoint was written, if its metric is known."""
+    if not moment.plateau or not _plateau_metrics_known(trainer):
+        return
+    with epoch_set_to(trainer, moment.epoch - (moment.plateau == "epoch")):
+        trainer.fit_loop.epoch_loop.update_lr_schedulers(moment.plateau, update_plateau_schedulers=True)
+
+
 def allow_plateau_schedulers(trainer: pl.Trainer) -> None:
     """Let ReduceLROnPlateau step at the end of a resumed epoch if what it monitors is known.
 
-    Lightning leaves these schedulers out there, because it does not save metrics; but those of this epoch's
-    validation are there all the same.
+    Lightning leaves these schedulers out there, because it does not save metrics.
     """
-    monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    if all(monitor in trainer.callback_metrics for monitor in monitors):
+    if _plateau_metrics_known(trainer):
         trainer.fit_loop._restarting = False
 
 
@@ -227,8 +238,8 @@ def _restart_in_reset_only(epoch_loop: Any) -> None:
 def _validation_is_due(trainer: pl.Trainer) -> bool:
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     if _validates_within_fit(trainer):
-        progress = epoch_loop.val_loop.batch_progress
-        return not (progress.is_last_batch and progress.current.completed == progress.current.ready)
+        # Until Lightning has logged its metrics, a validation has not been.
+        return trainer.lightning_module._current_fx_name not in _AFTER_VALIDATION
     return _in_batch_end(trainer) and bool(epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
 
 
@@ -244,6 +255,16 @@ def _validates_within_fit(trainer: pl.Trainer) -> bool:
 def _in_batch_end(trainer: pl.Trainer) -> bool:
     current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(current.processed > current.completed)
+
+
+def _in_epoch_end(trainer: pl.Trainer) -> bool:
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    return bool(epoch.processed > epoch.completed)
+
+
+def _plateau_metrics_known(trainer: pl.Trainer) -> bool:
+    monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    return all(monitor in trainer.callback_metrics for monitor in monitors)
 
 
 def _epoch_or_none(epoch: float) -> int:

@@ -59,6 +59,15 @@ class LoaderView:
         return getattr(self.loader, name)
 
     @property
+    def _iterator(self) -> Any:
+        """Persistent workers, which Lightning ends here after training."""
+        return self.loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self.loader._iterator = iterator
+
+    @property
     def worker_init_fn(self) -> Any:
         """The loader's; ``seed_everything(workers=True)`` sets it here."""
         return self.loader.worker_init_fn

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index import draws
 from lightning_stateful.index.draws import ReplacementOrder, SubsetOrder, WeightedOrder
 from lightning_stateful.index.orders import ShuffledOrder
 from lightning_stateful.index.seeding import derive_words
@@ -129,8 +130,9 @@ def test_a_thousand_uneven_weights_are_all_kept():
 
 
 def test_scaled_weights_give_the_same_draws():
-    draws = [WeightedOrder(WEIGHTS * scale, 500, seed=1).take(np.arange(500), 0).tolist() for scale in (1, 8, 2**-20)]
-    assert draws[0] == draws[1] == draws[2]
+    orders = [WeightedOrder(WEIGHTS * scale, 500, seed=1) for scale in (1, 8, 2**-20)]
+    plain, larger, smaller = (order.take(np.arange(500), 0).tolist() for order in orders)
+    assert plain == larger == smaller
 
 
 @pytest.mark.parametrize("replacement", [True, False])
@@ -155,6 +157,17 @@ def test_weighted_draws_always_have_weight(weights, seed):
     weights = np.array(weights)
     taken = WeightedOrder(weights, 50, seed=seed).take(np.arange(50), 0)
     assert (weights[taken] > 0).all()
+
+
+def test_a_draw_on_the_edge_of_a_sample_without_weight_falls_to_the_next(monkeypatch):
+    monkeypatch.setattr(draws, "_uniform", lambda words: np.array([0.0, 0.25, 0.5, 1 - 2**-53]))
+    order = WeightedOrder(np.array([0.0, 1.0, 0.0, 1.0, 2.0, 0.0]), 4)
+    assert order.take(np.arange(4), 0).tolist() == [1, 3, 4, 4]
+
+
+def test_a_draw_that_rounding_puts_past_the_end_falls_to_the_last_sample_with_weight():
+    order = WeightedOrder(np.array([0.0, 5e-324, 0.0]), 50)
+    assert order.take(np.arange(50), 0).tolist() == [1] * 50
 
 
 def test_the_only_sample_with_weight_is_drawn_every_time():

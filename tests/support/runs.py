@@ -144,14 +144,25 @@ def assert_stitches(parts: list[list[Any]], whole: list[Any], served_again: int 
         parts: What each run did, up to its save.
         whole: What the uninterrupted run did.
         served_again: Events at the end of each part that the next run repeats: what was in flight at the save. By
-            default as many as fit.
+            default up to eight: a window of accumulation and the validations in it.
     """
     for number, (part, following) in enumerate(itertools.pairwise(parts)):
-        fitting = [again for again in range(len(part) + 1) if whole_from(whole, part[: len(part) - again], following)]
+        fitting = [
+            again for again in range(min(len(part), 8) + 1) if whole_from(whole, part[: len(part) - again], following)
+        ]
         assert fitting, f"run {number + 1} does not continue run {number}:\n{part}\n{following}\n{whole}"
         if served_again is not None:
             assert fitting[0] == served_again, (number, fitting, part, following)
     assert parts[-1] == whole[len(whole) - len(parts[-1]) :]
+
+
+def assert_log_goes_on(before: list[Any], after: list[Any], whole: list[Any]) -> None:
+    """Two runs log what one does, at the same steps, save perhaps the training step that the first had not yet logged."""
+    assert after == whole[len(whole) - len(after) :]
+    assert before == whole[: len(before)]
+    missing = whole[len(before) : len(whole) - len(after)]
+    assert len(missing) <= 1, missing
+    assert all(name == "train" for name, _ in missing), missing
 
 
 def whole_from(whole: list[Any], before: list[Any], after: list[Any]) -> bool:

@@ -128,6 +128,7 @@ def test_a_damaged_or_foreign_state_is_refused(
         (lambda own: own.pop("version"), DamagedStateError, "no version"),
         (lambda own: own.pop("moment"), DamagedStateError, "no moment"),
         (lambda own: own["moment"].pop("batch"), DamagedStateError, "'batch'"),
+        (lambda own: own.update(monitored={"loss": "low"}), DamagedStateError, "no metrics"),
     ],
 )
 def test_a_damaged_state_of_the_callback_is_refused(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -271,17 +272,63 @@ def test_early_stopping_within_an_epoch_resumes_with_its_patience(tmp_path: Path
     assert len(trained(whole.ledger)) < 11 * 4
 
 
-def test_a_plateau_scheduler_steps_in_the_resumed_epoch_too(tmp_path: Path) -> None:
-    class Plateau(LedgerModel):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
-            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=100.0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+class Plateau(LedgerModel):
+    """Its learning rate falls whenever the validation loss does not halve."""
 
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
-    train(callbacks=[stop], model=seeded(Plateau))
-    resumed = train(ckpt_path=tmp_path / "stop.ckpt", model=seeded(Plateau))
-    assert_same_end(resumed, train(model=seeded(Plateau)))
+    monitor, interval = "val_loss", "epoch"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        config = {"scheduler": schedule, "monitor": self.monitor, "interval": self.interval}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+class PlateauByStep(Plateau):
+    monitor, interval = "loss", "step"
+
+
+@pytest.mark.parametrize("make_model", [Plateau, PlateauByStep])
+@pytest.mark.parametrize(
+    "at",
+    [
+        ("on_train_batch_end", 1, 4),
+        ("on_train_batch_end", 1, 10),
+        ("on_before_backward", 1, 4),
+        ("on_validation_end", 1, 0),
+        ("on_train_epoch_end", 1, 0),
+        ("on_train_epoch_start", 1, 0),
+    ],
+)
+def test_schedulers_that_monitor_a_metric_step_as_in_an_uninterrupted_run(
+    tmp_path: Path, at: Any, make_model: Any
+) -> None:
+    hook, epoch, batch = at
+    stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
+    train(callbacks=[stop], model=seeded(make_model), max_epochs=4)
+    resumed = train(ckpt_path=tmp_path / "stop.ckpt", model=seeded(make_model), max_epochs=4)
+    whole = train(model=seeded(make_model), max_epochs=4)
+    assert_same_end(resumed, whole)
+    assert resumed.trainer.optimizers[0].param_groups[0]["lr"] == whole.trainer.optimizers[0].param_groups[0]["lr"]
+
+
+@pytest.mark.filterwarnings("ignore:Early stopping conditioned on metric")  # in epoch 0, before any validation
+def test_a_metric_logged_before_the_stop_is_monitored_after_it(tmp_path: Path) -> None:
+    def fit(ckpt: Path | None = None, *others: Any) -> int:
+        stopper = EarlyStopping("val_loss", patience=9, min_delta=100.0, check_on_train_epoch_end=True, strict=False)
+        train(callbacks=[stopper, *others], ckpt_path=ckpt, check_val_every_n_epoch=2, max_epochs=4)
+        return stopper.wait_count
+
+    fit(None, StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=2, batch=4))
+    assert fit(tmp_path / "stop.ckpt") == fit() == 2
+
+
+def test_persistent_workers_end_with_the_training(tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    run = train(lambda: numbers_module(num_workers=1, persistent_workers=True), max_epochs=1)
+    left = [child for child in set(psutil.Process().children(recursive=True)) - before if child.status() != "zombie"]
+    assert run.current_epoch == 1
+    assert left == []
 
 
 def test_manual_optimization_resumes_exactly(tmp_path: Path) -> None:
