@@ -82,9 +82,18 @@ class StateMismatchError(StateError):
 
     def __init__(self, differences: list[Difference], *, where: str = "the state") -> None:
         self.differences = list(differences)
+        self.where = where
         lines = "\n".join(f"  - {difference}" for difference in self.differences)
         count = "1 difference" if len(self.differences) == 1 else f"{len(self.differences)} differences"
         super().__init__(f"{where} does not fit the present configuration ({count}); nothing was loaded:\n{lines}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _mismatch, (self.differences, self.where)
+
+
+def _mismatch(differences: list[Difference], where: str) -> StateMismatchError:
+    # Exceptions are pickled by their arguments, which are not this one's message.
+    return StateMismatchError(differences, where=where)
 
 
 class StatefulWarning(UserWarning):

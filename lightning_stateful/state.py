@@ -14,6 +14,7 @@ and several loaders' one envelope a loader, by the path of the loader in the use
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ def pack(kind: str, order_version: int, config: Mapping[str, Any], position: Map
         "kind": kind,
         "order_version": order_version,
         "config": copy_plain(config),
-        "position": dict(position),
+        "position": copy_plain(position, "position"),
     }
 
 
@@ -83,8 +84,14 @@ def check(state: Any, *, where: str = "the state") -> None:
         if type(state.get(key)) is not kind:
             found = repr(state[key]) if key in state else "nothing"
             raise DamagedStateError(f"{where} must hold a {kind.__name__} under {key!r}, got {found}.{_DAMAGED}")
+    try:
+        copy_plain(state, where)
+    except StateError as error:
+        raise DamagedStateError(f"{error}{_DAMAGED}") from None
     for path, part in state["loaders"].items() if state["kind"] == COMBINED else ():
         check(part, where=f"{where}, loader {path!r},")
+        if part["kind"] == COMBINED:
+            raise DamagedStateError(f"{where} holds several loaders under {path!r}, where one belongs.{_DAMAGED}")
 
 
 _DAMAGED = " Resume from another checkpoint; this one's data state is damaged."
@@ -102,18 +109,22 @@ def differences(
             (``"dataset.length"``), or by a name above it (``"dataset"``).
         path: Prefix of the reported paths.
     """
+    accept = accepted_names(accept)
     if (saved["kind"] == COMBINED) != (present["kind"] == COMBINED):
+        # Nothing to accept: which of several loaders would the one be?
         before, now = (sorted(s["loaders"]) if s["kind"] == COMBINED else "one loader" for s in (saved, present))
-        pairs: Iterator[tuple[str, str, Any, Any]] = iter([("", "loaders", before, now)])
-    elif saved["kind"] == COMBINED:
-        pairs = _combined_pairs(saved, present)
-    else:
-        pairs = _pairs("", _identity(saved), _identity(present))
+        full = ".".join(part for part in (path, "loaders") if part)
+        return [Difference(path=full, saved=before, present=now, remedy=f"{_REMEDIES['loaders']}.")]
+    pairs = (
+        _combined_pairs(saved, present)
+        if saved["kind"] == COMBINED
+        else _pairs("", _identity(saved), _identity(present))
+    )
     found = []
     for loader, name, before, now in pairs:
         full = ".".join(part for part in (path, loader, name) if part)
         if not _accepted((full, name), accept):
-            found.append(Difference(path=full, saved=before, present=now, remedy=_remedy(name, full)))
+            found.append(Difference(path=full, saved=before, present=now, remedy=_remedy(name)))
     return found
 
 
@@ -130,6 +141,11 @@ def refuse_differences(
         raise StateMismatchError(found, where=where)
 
 
+def accepted_names(accept: Collection[str]) -> tuple[str, ...]:
+    """Names of differences to let pass; a single one may come without a tuple around it."""
+    return (accept,) if isinstance(accept, str) else tuple(accept)
+
+
 def walk(state: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The envelopes in a checked state, each with its loader's path (``""`` for a single loader)."""
     if state["kind"] == COMBINED:
@@ -144,7 +160,7 @@ def copy_plain(value: Any, path: str = "state") -> Any:
     Raises:
         StateError: Something in it would not survive JSON or ``torch.load(weights_only=True)``.
     """
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, Mapping):
         if any(type(key) is not str for key in value):
@@ -152,11 +168,12 @@ def copy_plain(value: Any, path: str = "state") -> Any:
         return {key: copy_plain(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [copy_plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
-    raise StateError(f"{path} is a {type(value).__name__}; a state holds dict, list, str, int, float, bool and None.")
+    found = f"the {value}" if type(value) is float else f"a {type(value).__name__}"
+    raise StateError(f"{path} is {found}; a state holds dict, list, str, int, finite float, bool and None.")
 
 
 def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {"kind": state["kind"], "order_version": state["order_version"], **state["config"]}
+    return {**state["config"], "kind": state["kind"], "order_version": state["order_version"]}
 
 
 def _combined_pairs(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
@@ -176,7 +193,7 @@ def _pairs(prefix: str, saved: Mapping[str, Any], present: Mapping[str, Any]) ->
         before, now = saved.get(key, _MISSING), present.get(key, _MISSING)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             yield from _pairs(name, before, now)
-        elif before != now:
+        elif before != now or isinstance(before, bool) != isinstance(now, bool):
             yield "", name, before, now
 
 
@@ -184,6 +201,6 @@ def _accepted(names: tuple[str, ...], accept: Collection[str]) -> bool:
     return any(name == wanted or name.startswith(f"{wanted}.") for name in names for wanted in accept)
 
 
-def _remedy(name: str, full: str) -> str:
+def _remedy(name: str) -> str:
     top = name.split(".")[0]
     return f"{_REMEDIES.get(top, 'Restore the saved value')}, or accept the change with accept=({name!r},)."

@@ -115,3 +115,10 @@ def test_a_mismatch_does_not_hold_on_to_the_list_it_was_given():
 
 def test_a_difference_survives_pickling():
     assert pickle.loads(pickle.dumps(LENGTH)) == LENGTH
+
+
+def test_a_mismatch_survives_pickling() -> None:
+    error = StateMismatchError([Difference(path="seed", saved=1, present=2, remedy="r")], where="w")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert again.differences == error.differences

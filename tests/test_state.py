@@ -2,6 +2,7 @@ import contextlib
 import copy
 import io
 import json
+import math
 from collections import OrderedDict
 from types import MappingProxyType
 
@@ -525,3 +526,36 @@ def test_a_value_that_is_no_plain_data_is_refused_with_its_type_and_path(value):
 def test_a_key_that_is_no_string_is_refused_with_its_path(key):
     with pytest.raises(StateError, match=r"config\.a has keys that are not strings"):
         copy_plain({"a": {key: 1}}, "config")
+
+
+def test_one_loader_against_several_cannot_be_accepted() -> None:
+    one = pack("sequential", 1, {}, {})
+    found = differences(pack_combined("max_size", {"0": one}), one, accept=("loaders",))
+    assert [difference.path for difference in found] == ["loaders"]
+    assert "accept" not in found[0].remedy
+
+
+def test_several_loaders_within_several_are_damaged() -> None:
+    with pytest.raises(DamagedStateError, match="where one belongs"):
+        check(pack_combined("a", {"0": pack_combined("b", {})}))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_floats_that_json_has_no_word_for_are_refused(value: float) -> None:
+    with pytest.raises(StateError, match="finite"):
+        copy_plain({"a": value})
+
+
+def test_a_config_with_keys_that_are_no_strings_is_damaged() -> None:
+    with pytest.raises(DamagedStateError, match="not strings"):
+        check({**pack("a", 1, {}, {}), "config": {1: 2}})
+
+
+def test_a_single_name_is_accepted_without_a_tuple_around_it() -> None:
+    one, two = (pack("a", 1, {"seed": seed}, {}) for seed in (1, 2))
+    assert differences(one, two, accept="seed") == []
+
+
+def test_true_and_one_are_a_difference() -> None:
+    one, two = (pack("a", 1, {"shuffle": value}, {}) for value in (True, 1))
+    assert [difference.path for difference in differences(one, two)] == ["shuffle"]

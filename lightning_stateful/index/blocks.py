@@ -60,12 +60,13 @@ class BlockShuffledOrder:
 
     def _pass(self, key: int, places: Indices) -> Indices:
         num_blocks = -(-self.length // self.block_size)
+        window = min(self.window, num_blocks)
         blocks = keyed_permutation(num_blocks, derive_seed("blocks", key))
         # The one short block stands somewhere among the permuted blocks; everything after it comes `missing` earlier.
         missing = num_blocks * self.block_size - self.length
         short_place = int(blocks.positions_of(np.array([num_blocks - 1]))[0])
-        short_window = short_place // self.window
-        span = self.window * self.block_size
+        short_window = short_place // window
+        span = window * self.block_size
 
         windows = np.where(places < (short_window + 1) * span - missing, places, places + missing) // span
         starts = windows * span - missing * (windows > short_window)

@@ -74,7 +74,9 @@ class WeightedOrder:
     num_samples: int
     replacement: bool = True
     seed: int = 0
+    _scaled: NDArray[np.float64] = field(init=False, repr=False)
     _cumulated: NDArray[np.float64] = field(init=False, repr=False)
+    _digest: str = field(init=False, repr=False)
     kind: ClassVar[str] = "weighted"
     order_version: ClassVar[int] = 1
 
@@ -89,13 +91,21 @@ class WeightedOrder:
             raise ConfigurationError(
                 f"Without replacement num_samples={self.num_samples} needs as many weights above zero, got {positive}."
             )
-        object.__setattr__(self, "_cumulated", np.cumsum(self.weights, dtype=np.float64))
+        # A copy, scaled by a power of two: exact, and sums can neither overflow nor vanish.
+        scale = -int(np.frexp(self.weights.max())[1]) if self.weights.size else 0
+        own = np.ldexp(self.weights.astype(np.float64), scale)
+        own.flags.writeable = False
+        object.__setattr__(self, "_scaled", own)
+        object.__setattr__(self, "_digest", _digest(self.weights))
+        object.__setattr__(self, "_cumulated", np.cumsum(own))
 
     def __len__(self) -> int:
         return self.num_samples
 
     def take(self, slots: Indices, epoch: int) -> Indices:
         """Sample indices at ``slots``."""
+        if not slots.size:
+            return slots
         if self.replacement:
             uniform = _uniform(_words(slots, "weighted", self.seed, epoch))
             # side="right" skips samples of weight zero; the last one with weight closes the interval.
@@ -117,7 +127,7 @@ class WeightedOrder:
             "replacement": self.replacement,
             "seed": self.seed,
             "num_samples": self.num_samples,
-            "weights": _digest(self.weights),
+            "weights": self._digest,
         }
 
 
@@ -137,7 +147,10 @@ class SubsetOrder:
     order_version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_inner", ShuffledOrder(self.indices.size, self.seed))
+        own = np.array(self.indices, dtype=np.int64)
+        own.flags.writeable = False
+        object.__setattr__(self, "indices", own)
+        object.__setattr__(self, "_inner", ShuffledOrder(own.size, self.seed))
 
     def __len__(self) -> int:
         return int(self.indices.size)
@@ -153,12 +166,11 @@ class SubsetOrder:
 
 @lru_cache(maxsize=4)
 def _race(order: WeightedOrder, epoch: int, number: int) -> Indices:
-    everyone = np.arange(order.weights.size, dtype=np.int64)
-    uniform = _uniform(_words(everyone, "weighted race", order.seed, epoch, number))
-    with np.errstate(divide="ignore"):
-        arrival = -np.log1p(-uniform) / order.weights
-    arrival[order.weights == 0] = np.inf
-    winners: Indices = np.argsort(arrival, kind="stable")[: order.num_samples].astype(np.int64)
+    runners = np.flatnonzero(order._scaled)
+    uniform = _uniform(_words(runners, "weighted race", order.seed, epoch, number))
+    with np.errstate(over="ignore"):
+        arrival = -np.log1p(-uniform) / order._scaled[runners]
+    winners: Indices = runners[np.argsort(arrival, kind="stable")[: order.num_samples]]
     return winners
 
 

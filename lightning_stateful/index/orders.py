@@ -81,8 +81,7 @@ class ShuffledOrder:
     order_version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_length(self.length)
-        check_num_samples(self.length, len(self))
+        check_num_samples(self.length, self.length if self.num_samples is None else self.num_samples)
 
     def __len__(self) -> int:
         return self.length if self.num_samples is None else self.num_samples

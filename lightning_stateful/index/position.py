@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_stateful.errors import DamagedStateError, PositionError
+from lightning_stateful.index.checks import as_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,8 @@ class Position:
     width: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("epoch", "consumed", "width"):
+            object.__setattr__(self, name, as_int(name, getattr(self, name)))
         if self.epoch < 0 or self.consumed < 0 or self.width < 1:
             raise PositionError(
                 "A position has epoch >= 0, consumed >= 0 and width >= 1, "

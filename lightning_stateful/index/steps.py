@@ -81,7 +81,7 @@ class StepRule:
         """Slots that are served a second time in the rest of the epoch: fewer than ``num_replicas``."""
         rest = remaining - self.served(remaining, self.num_steps(remaining) - 1) if remaining else 0
         short = 0 < rest < self.num_replicas and self.num_steps(remaining) > 0
-        return self.num_replicas - rest if short and not self.drop_last else 0
+        return self.num_replicas - rest if short else 0
 
     def num_dropped(self, remaining: int) -> int:
         """Slots that ``drop_last`` leaves out."""

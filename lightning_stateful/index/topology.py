@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.checks import as_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,10 @@ class Topology:
     rank: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("num_replicas", "rank"):
+            if isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name} must be an integer, got {getattr(self, name)}.")
+            object.__setattr__(self, name, as_int(name, getattr(self, name)))
         if self.num_replicas < 1:
             raise ConfigurationError(f"num_replicas must be at least 1, got {self.num_replicas}.")
         if not 0 <= self.rank < self.num_replicas:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch.utils.data import DistributedSampler
 
 from lightning_stateful.index.orders import Order
 from lightning_stateful.index.permutation import Indices
@@ -14,6 +15,7 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.topology import Topology
+from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.world import detect_topology
 
 _BLOCK = 8192
@@ -143,3 +145,25 @@ class PositionedBatches:
 
     def __len__(self) -> int:
         return self.plan.num_batches()
+
+
+class PassIndices(DistributedSampler[int]):
+    """The loader's indices from the beginning of its pass, for those who look at ``loader.sampler``.
+
+    It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of; the epoch
+    that they set here is a count of their ``iter()`` calls and says nothing about where the loader stands.
+    """
+
+    def __init__(self, cut: Cut, cursor: Cursor) -> None:
+        self._cut = cut
+        self._cursor = cursor
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in self._cut.plan().indices(self._cursor.position):
+            yield from batch
+
+    def __len__(self) -> int:
+        return self._cut.plan().num_samples()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: see :meth:`StatefulLoader.set_epoch`."""

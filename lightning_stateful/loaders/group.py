@@ -49,8 +49,9 @@ class LoaderGroup:
         plan, length = loader.plan, len(loader.order)
         origin, steps = self._origin(path, epoch), batch
         if path in self._anchor and origin is self._anchor[path]:
-            steps -= self._anchor_batch
-        if not plan.num_batches() or steps < 0:
+            # An accumulation window may have begun, on other ranks, before the place of resuming: stay there.
+            steps = max(steps - self._anchor_batch, 0)
+        if not plan.num_batches():
             return None
         in_pass = plan.num_batches(origin) if self._cyclic or origin.consumed < length else 0
         if steps < in_pass:
@@ -92,7 +93,9 @@ class LoaderGroup:
             for path, loader in self.loaders.items()
             if path in saved
         }
-        epochs = {position.epoch for position in positions.values()}
+        # Where all loaders are new, and accepted as such, they begin with the epoch of the old ones.
+        known = positions.values() or [Position.from_dict(part["position"]) for part in saved.values()]
+        epochs = {position.epoch for position in known}
         if len(epochs) != 1:
             raise DamagedStateError(f"{where} has loaders in the epochs {sorted(epochs)}; all must be in the same.")
         epoch = epochs.pop()

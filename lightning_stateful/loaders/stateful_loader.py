@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.index.checks import as_int
@@ -16,11 +16,12 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.topology import Topology
-from lightning_stateful.loaders.batches import BatchPlan, Cut, PositionedBatches
+from lightning_stateful.loaders.batches import BatchPlan, Cut, PassIndices, PositionedBatches
 from lightning_stateful.loaders.seeded import SeededDataset, keep_randomness
 from lightning_stateful.loaders.torch_samplers import order_of, reason_against_batch_sampler
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.identity import describe_dataset
+from lightning_stateful.state import accepted_names
 
 # What the inner DataLoader takes over from this one, where this version of torch has it.
 OPTIONS = (
@@ -119,7 +120,7 @@ class StatefulLoader(DataLoader[Any]):
             raise ConfigurationError("sampler takes the place of shuffle; pass one or the other.")
         self.seed = seed = as_int("seed", seed)
         self.seed_samples = seed_samples
-        self.accept = tuple(accept)
+        self.accept = accepted_names(accept)
         self.order = order_of(dataset, sampler=sampler, shuffle=shuffle, seed=seed)
         self.cut = Cut(
             order=self.order,
@@ -135,7 +136,7 @@ class StatefulLoader(DataLoader[Any]):
         self._generation = 0
         self._running: _Count | None = None
         self._engine: _Engine | None = None
-        indices = _Indices(self.cut, self._cursor)
+        indices = PassIndices(self.cut, self._cursor)
         super().__init__(dataset, batch_size=batch_size, sampler=indices, drop_last=drop_last, **options)
 
     @property
@@ -316,25 +317,3 @@ class _Pass:
         loader = self._loader
         if loader._running is self._count:
             loader._cursor.position, loader._running = loader.position, None
-
-
-class _Indices(DistributedSampler[int]):
-    """The loader's indices from the beginning of its pass, for those who look at ``loader.sampler``.
-
-    It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of; the epoch
-    that they set here is a count of their ``iter()`` calls and says nothing about where the loader stands.
-    """
-
-    def __init__(self, cut: Cut, cursor: Cursor) -> None:
-        self._cut = cut
-        self._cursor = cursor
-
-    def __iter__(self) -> Iterator[int]:
-        for batch in self._cut.plan().indices(self._cursor.position):
-            yield from batch
-
-    def __len__(self) -> int:
-        return self._cut.plan().num_samples()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Nothing: see :meth:`StatefulLoader.set_epoch`."""

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.loaders.stateful_loader import OPTIONS, StatefulLoader
 from lightning_stateful.loaders.torch_samplers import order_of, reason_against_batch_sampler
+from lightning_stateful.state import accepted_names
 
 
 def take_over(
@@ -41,7 +42,7 @@ def take_over(
         UnsupportedLoaderError: With the reason, for a loader whose batches cannot be computed from a position.
     """
     if isinstance(loader, StatefulLoader):
-        seed, seed_samples, accept = loader.seed, loader.seed_samples, (*loader.accept, *accept)
+        seed, seed_samples, accept = loader.seed, loader.seed_samples, (*loader.accept, *accepted_names(accept))
         order: Any = loader.order
         exact = exact or loader.cut.exact
         if (loader.cut.num_replicas, loader.cut.rank) != (None, None):

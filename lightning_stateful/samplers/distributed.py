@@ -17,6 +17,7 @@ from lightning_stateful.index.steps import StepRule
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.identity import describe_dataset
 from lightning_stateful.samplers.world import detect_topology
+from lightning_stateful.state import accepted_names
 
 _BLOCK = 4096
 
@@ -71,7 +72,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         self.dataset = dataset  # type: ignore[assignment]  # torch wants a Dataset, we also take a length
         self.num_replicas, self.rank = topology.num_replicas, topology.rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self._accept = tuple(accept)
+        self._accept = accepted_names(accept)
         self._rule = StepRule(batch_size=1, num_replicas=self.num_replicas, drop_last=drop_last)
         self.num_samples = self._rule.num_steps(length)
         self.total_size = self.num_samples * self.num_replicas

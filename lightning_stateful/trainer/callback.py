@@ -57,7 +57,7 @@ class StatefulDataCallback(pl.Callback):
         brought_along: bool = False,
     ) -> None:
         self.brought_along = brought_along
-        self.settings = Settings(seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=tuple(accept))
+        self.settings = Settings(seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept)
         self._data: TrainingData | None = None
         self._prepared: TrainingData | None = None
         self._previous: TrainingData | None = None

@@ -92,7 +92,7 @@ class StatefulDataModule(pl.LightningDataModule):
         **loader_options: Any,
     ) -> None:
         self._callback: StatefulDataCallback | None = None
-        self._settings = Settings(seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=tuple(accept))
+        self._settings = Settings(seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept)
         super().__init__()
         self.batch_size = batch_size
         self.shuffle = shuffle

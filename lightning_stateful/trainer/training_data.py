@@ -20,6 +20,7 @@ from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.group import MODES, LoaderGroup
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.takeover import take_over
+from lightning_stateful.state import accepted_names
 from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.agreement import build_alike
 from lightning_stateful.trainer.counters import Moment
@@ -44,6 +45,9 @@ class Settings:
     seed_samples: bool = True
     seed_model: bool = True
     accept: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "accept", accepted_names(self.accept))
 
 
 def topology_of(trainer: pl.Trainer) -> Topology:
