@@ -173,7 +173,8 @@ def copy_plain(value: Any, path: str = "state") -> Any:
 
 
 def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {**state["config"], "kind": state["kind"], "order_version": state["order_version"]}
+    envelope = {"kind": state["kind"], "order_version": state["order_version"]}
+    return {**envelope, **state["config"], **envelope}
 
 
 def _combined_pairs(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:

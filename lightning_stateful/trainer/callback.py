@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -62,6 +62,7 @@ class StatefulDataCallback(pl.Callback):
         self._prepared: TrainingData | None = None
         self._previous: TrainingData | None = None
         self._resumed: Moment | None = None
+        self._state: Mapping[str, Any] | None = None
         self._metrics: dict[str, float] = {}
         self._in_resumed_epoch = False
         self._trainer: pl.Trainer | None = None
@@ -82,10 +83,10 @@ class StatefulDataCallback(pl.Callback):
 
     def _training_loaders(self, request: Request) -> Any:
         data, self._prepared = self._prepared, None
-        if data is None:
-            data = self._build(request)
-        self._data = data
-        return data.structure
+        if data is None and self._resumed is not None:
+            data = self._build_again(self._resumed)
+        self._data = data or self._build(request)
+        return self._data.structure
 
     def _build(self, request: Request) -> TrainingData:
         return TrainingData.build(self._attached(), request, self.settings)
@@ -143,7 +144,7 @@ class StatefulDataCallback(pl.Callback):
         elif moment.data != (0, 0):
             _warn_of_missing_state(moment)
         loops["fit_loop"] = counters.rewritten(loops["fit_loop"], moment)
-        self._prepared, self._resumed, self._metrics = data, moment, metrics
+        self._resume(data, moment, state, metrics)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Where a trainer is fitted again after it was stopped within an epoch, go on at the next batch."""
@@ -164,13 +165,28 @@ class StatefulDataCallback(pl.Callback):
             )
             return
         counters.continue_from(trainer, moment)
-        self._prepared, self._resumed, self._metrics = data, moment, {}
+        self._resume(data, moment, state, {})
+
+    def _resume(
+        self, data: TrainingData, moment: Moment, state: Mapping[str, Any] | None, metrics: dict[str, float]
+    ) -> None:
+        self._prepared, self._resumed, self._state, self._metrics = data, moment, state, metrics
 
     def _build_as_of(self, moment: Moment) -> TrainingData:
         """Build the loaders under the epoch at which an uninterrupted run would have built them."""
         trainer = self._attached()
         with counters.epoch_set_to(trainer, max(moment.train_reload_epoch, 0)):
             return self._build(lambda: request_training_loaders(trainer))
+
+    def _build_again(self, moment: Moment) -> TrainingData:
+        """Build loaders that Lightning asks for once more before the first batch, at the same place."""
+        data = self._build_as_of(moment)
+        if self._state is not None and (again := data.load(self._state, moment)) != moment:
+            raise ConfigurationError(
+                f"The data would now go on at batch {again.batch} of epoch {moment.epoch}, and not at batch "
+                f"{moment.batch} as when the checkpoint was loaded: the batch size has changed since. Set it before."
+            )
+        return data
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the first epoch after a resume run as it would have without the stop."""

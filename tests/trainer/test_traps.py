@@ -188,6 +188,20 @@ def test_24_loaders_reload_on_schedule_after_a_resume(tmp_path: Path, every: int
     assert_same_end(resumed, whole)
 
 
+def test_24_loaders_built_once_more_before_training_keep_the_place_on_another_batch_size(tmp_path: Path) -> None:
+    class Asks(LedgerModel):
+        def configure_optimizers(self) -> Any:
+            self.steps = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    how = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}
+    first = train(model=seeded(Asks), **{**how, "max_steps": 15})
+    first.trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    resumed = train(lambda: numbers_module(batch_size=5), ckpt_path=tmp_path / "stop.ckpt", model=seeded(Asks), **how)
+    seen = [index for event in trained(first.ledger + resumed.ledger) if event[1] == 1 for index in event[4]]
+    assert sorted(seen) == list(range(22))
+
+
 def test_25_seed_everything_does_not_replay_the_first_epoch(tmp_path: Path) -> None:
     make_plain = lambda: DataLoader(Numbers(22), batch_size=2, shuffle=True)  # noqa: E731
     stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
