@@ -157,7 +157,7 @@ def assert_stitches(parts: list[list[Any]], whole: list[Any], served_again: int 
 
 
 def assert_log_goes_on(before: list[Any], after: list[Any], whole: list[Any]) -> None:
-    """Two runs log what one does, at the same steps, save perhaps the training step that the first had not yet logged."""
+    """Two runs log what one does, at the same steps, save perhaps a training step that the first had yet to log."""
     assert after == whole[len(whole) - len(after) :]
     assert before == whole[: len(before)]
     missing = whole[len(before) : len(whole) - len(after)]
