@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,10 +12,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import counters
-from lightning_stateful.trainer.checkpoint import find_data_state, read_callback_state
-from lightning_stateful.trainer.counters import Moment
+from lightning_stateful.trainer.checkpoint import data_state_in, find_data_state, read_callback_state
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
+from lightning_stateful.trainer.finders import refuse_finders
 from lightning_stateful.trainer.metrics import monitored_metrics, restore_metrics
+from lightning_stateful.trainer.moment import Moment, Resume
 from lightning_stateful.trainer.randomness import seed_model
 from lightning_stateful.trainer.source import Request, intercept, request_training_loaders
 from lightning_stateful.trainer.training_data import Settings, TrainingData, topology_of
@@ -58,14 +59,18 @@ class StatefulDataCallback(pl.Callback):
     ) -> None:
         self.brought_along = brought_along
         self.settings = Settings(seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept)
+        self._trainer: pl.Trainer | None = None
         self._data: TrainingData | None = None
+        # Loaders built before Lightning asked for them, and those of the fit before.
         self._prepared: TrainingData | None = None
         self._previous: TrainingData | None = None
-        self._resumed: Moment | None = None
-        self._state: Mapping[str, Any] | None = None
-        self._metrics: dict[str, float] = {}
+        # What the run goes on with, up to its first batch or validation; whether Lightning has yet to restore its part.
+        self._resume: Resume | None = None
+        self._awaits_start = False
         self._in_resumed_epoch = False
-        self._trainer: pl.Trainer | None = None
+        self._validation_epoch = -1
+        self._batch: counters.BatchBegun | None = None
+        self._interrupted: Moment | None = None
 
     @property
     def state_key(self) -> str:
@@ -78,13 +83,18 @@ class StatefulDataCallback(pl.Callback):
         """Step between the trainer's loops and their loaders."""
         self._trainer = trainer
         if stage == "fit":
-            self._previous, self._data, self._prepared, self._resumed = self._data, None, None, None
+            self._previous, self._data, self._prepared, self._resume = self._data, None, None, None
+            self._awaits_start = False
         intercept(trainer, self._training_loaders, self._evaluation_loaders)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave the trainer's limits as they were."""
+        counters.restore_max_steps(trainer)
 
     def _training_loaders(self, request: Request) -> Any:
         data, self._prepared = self._prepared, None
-        if data is None and self._resumed is not None:
-            data = self._build_again(self._resumed)
+        if data is None and self._resume is not None and self._awaits_start:
+            data = self._build_again(self._resume)
         self._data = data or self._build(request)
         return self._data.structure
 
@@ -92,18 +102,30 @@ class StatefulDataCallback(pl.Callback):
         return TrainingData.build(self._attached(), request, self.settings)
 
     def _evaluation_loaders(self, stage: str, request: Request) -> Any:
-        return exact_evaluation(self._attached(), request(), self.settings, stage)
+        trainer = self._attached()
+        with counters.validation_loaders_as_of(trainer, self._first_validation_epoch(stage)):
+            return exact_evaluation(trainer, request, self.settings, stage)
+
+    def _first_validation_epoch(self, stage: str) -> int:
+        """The epoch under which the first validation loaders after a resume are to be built, or -1."""
+        epoch, fitting = self._validation_epoch, self._attached().state.fn == TrainerFn.FITTING
+        if stage == "val" and fitting:
+            self._validation_epoch = -1
+            return epoch
+        return -1
 
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
         """The moment of training, and the data's state where no data module holds it; fresh plain data."""
         module = self._module_name(self._trainer)
+        moment = self._moment()
         return {
             "version": VERSION,
+            "restored": not self._awaits_start,
             "module": module,
-            "moment": self._moment().to_dict(),
-            "monitored": self._monitored(),
+            "moment": moment.to_dict(),
+            "monitored": self._monitored(moment),
             "data": self.data_state() if module is None else None,
         }
 
@@ -112,15 +134,30 @@ class StatefulDataCallback(pl.Callback):
         data = self._data or self._prepared
         return None if data is None else data.group.state_at(*self._moment().data)
 
-    def _monitored(self) -> dict[str, float]:
-        if self._resumed is not None:
-            return dict(self._metrics)
-        return {} if self._trainer is None else monitored_metrics(self._trainer)
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the data's state where the data module has left it out of its own."""
+        name = self._module_name(trainer)
+        if name is not None and data_state_in(checkpoint.get(name)) is None:
+            checkpoint["callbacks"][self.state_key]["data"] = self.data_state()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Remember the moment: Lightning soon forgets whether it was validating."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._interrupted = self._moment()
 
     def _moment(self) -> Moment:
-        if self._resumed is not None:
-            return self._resumed  # Lightning has not restored its counters yet.
-        return Moment() if self._trainer is None else counters.read_moment(self._trainer)
+        if self._resume is not None:
+            return self._resume.moment
+        if self._interrupted is not None:
+            return self._interrupted
+        return Moment() if self._trainer is None else counters.read_moment(self._trainer, self._batch)
+
+    def _monitored(self, moment: Moment) -> dict[str, float]:
+        if self._resume is not None:
+            return dict(self._resume.metrics)
+        return {} if self._trainer is None else monitored_metrics(self._trainer, epoch_ended=moment.ended)
 
     # Resuming
 
@@ -134,6 +171,7 @@ class StatefulDataCallback(pl.Callback):
         """
         if trainer.state.fn != TrainerFn.FITTING or trainer.limit_train_batches == 0:
             return
+        refuse_finders(trainer)
         loops = checkpoint["loops"]
         own = checkpoint["callbacks"].get(self.state_key)
         moment, metrics = (counters.locate(loops["fit_loop"]), {}) if own is None else read_callback_state(own)
@@ -144,16 +182,22 @@ class StatefulDataCallback(pl.Callback):
         elif moment.data != (0, 0):
             _warn_of_missing_state(moment)
         loops["fit_loop"] = counters.rewritten(loops["fit_loop"], moment)
-        self._resume(data, moment, state, metrics)
+        resume = Resume(moment=moment, global_step=checkpoint["global_step"], state=state, metrics=metrics)
+        self._go_on(data, resume)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Where a trainer is fitted again after it was stopped within an epoch, go on at the next batch."""
-        if trainer.ckpt_path is not None or self._resumed is not None or self._previous is None:
-            return
-        moment = counters.read_moment(trainer)
+        if self._resume is None and trainer.ckpt_path is None and self._previous is not None:
+            self._fit_again(trainer, self._previous)
+        self._interrupted = self._batch = None
+        if self._resume is not None:
+            counters.lift_max_steps(trainer, self._resume.moment, self._resume.global_step)
+
+    def _fit_again(self, trainer: pl.Trainer, previous: TrainingData) -> None:
+        moment = self._moment()
         if not moment.running:
             return
-        state = self._previous.group.state_at(*moment.data)
+        state = previous.group.state_at(*moment.data)
         data = self._build_as_of(moment)
         try:
             moment = data.load(state, moment)
@@ -165,12 +209,11 @@ class StatefulDataCallback(pl.Callback):
             )
             return
         counters.continue_from(trainer, moment)
-        self._resume(data, moment, state, {})
+        self._go_on(data, Resume(moment=moment, global_step=trainer.global_step, state=state))
 
-    def _resume(
-        self, data: TrainingData, moment: Moment, state: Mapping[str, Any] | None, metrics: dict[str, float]
-    ) -> None:
-        self._prepared, self._resumed, self._state, self._metrics = data, moment, state, metrics
+    def _go_on(self, data: TrainingData, resume: Resume) -> None:
+        self._prepared, self._resume, self._awaits_start = data, resume, True
+        self._validation_epoch = resume.moment.val_reload_epoch
 
     def _build_as_of(self, moment: Moment) -> TrainingData:
         """Build the loaders under the epoch at which an uninterrupted run would have built them."""
@@ -178,51 +221,60 @@ class StatefulDataCallback(pl.Callback):
         with counters.epoch_set_to(trainer, max(moment.train_reload_epoch, 0)):
             return self._build(lambda: request_training_loaders(trainer))
 
-    def _build_again(self, moment: Moment) -> TrainingData:
+    def _build_again(self, resume: Resume) -> TrainingData:
         """Build loaders that Lightning asks for once more before the first batch, at the same place."""
+        moment = resume.moment
         data = self._build_as_of(moment)
-        if self._state is not None and (again := data.load(self._state, moment)) != moment:
+        if resume.state is not None and (again := data.load(resume.state, moment)) != moment:
             raise ConfigurationError(
                 f"The data would now go on at batch {again.batch} of epoch {moment.epoch}, and not at batch "
                 f"{moment.batch} as when the checkpoint was loaded: the batch size has changed since. Set it before."
             )
         return data
 
+    # Training
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the first epoch after a resume run as it would have without the stop."""
-        self._previous = None
-        if self._resumed is not None:
-            restore_metrics(trainer, self._metrics)
-            counters.step_plateau_schedulers(trainer, self._resumed)
-            counters.prepare_first_epoch(trainer, self._resumed)
-        self._in_resumed_epoch = self._resumed is not None
-        self._resumed = None
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let learning rate schedulers that monitor a metric step in a resumed epoch too."""
-        if self._in_resumed_epoch:
-            counters.allow_plateau_schedulers(trainer)
-        self._in_resumed_epoch = False
-
-    # Randomness and checks while training
+        self._previous, self._awaits_start = None, False
+        self._in_resumed_epoch = self._resume is not None
+        if self._resume is not None:
+            restore_metrics(trainer, self._resume.metrics)
+            counters.step_plateau_schedulers(trainer, self._resume.moment)
+            counters.prepare_first_epoch(trainer, self._resume.moment)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed what the model draws before the first batch of an epoch."""
+        self._resume = None
         self._seed_model(trainer, "epoch start")
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Seed what the model draws during a validation within training."""
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._seed_model(trainer, "validation")
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        """From here on the loop's counters say where training is."""
+        self._resume = None
+        self._batch = counters.note_batch(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Refuse steps that take another number of batches than Lightning counts.
+        """Refuse a step that took several batches through ``dataloader_iter``.
 
         Raises:
             ConfigurationError: A step with ``dataloader_iter`` took more or fewer than one batch.
         """
         if self._data is not None:
             self._data.check_one_batch_a_step()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Seed what the model draws during a validation within training."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._resume = None
+            self._seed_model(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let learning rate schedulers that monitor a metric step in a resumed epoch too."""
+        self._resume = None
+        if self._in_resumed_epoch:
+            counters.allow_plateau_schedulers(trainer)
+        self._in_resumed_epoch = False
+        self._seed_model(trainer, "epoch end")
 
     def _seed_model(self, trainer: pl.Trainer, stage: str) -> None:
         if self.settings.seed_model:

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lightning_stateful.errors import DamagedStateError, Difference, StateMismatchError, StateVersionError
+from lightning_stateful.errors import (
+    DamagedStateError,
+    Difference,
+    StateError,
+    StateMismatchError,
+    StateVersionError,
+)
 from lightning_stateful.state import VERSION
-from lightning_stateful.trainer.counters import Moment
+from lightning_stateful.trainer.moment import Moment
+
+# Under this key a data module's state holds that of its data, apart from what a subclass adds.
+STATE_KEY = "lightning_stateful"
 
 
 def read_callback_state(own: Any) -> tuple[Moment, dict[str, float]]:
@@ -16,6 +25,7 @@ def read_callback_state(own: Any) -> tuple[Moment, dict[str, float]]:
     Raises:
         DamagedStateError: It is not what the callback writes.
         StateVersionError: A version wrote it that this one cannot read.
+        StateError: The run that wrote it had not restored itself.
     """
     if not isinstance(own, Mapping) or type(own.get("version")) is not int:
         raise DamagedStateError(f"The callback's state has no version: {own!r}. Resume from another checkpoint.")
@@ -23,6 +33,11 @@ def read_callback_state(own: Any) -> tuple[Moment, dict[str, float]]:
         raise StateVersionError(
             f"The callback's state has version {own['version']}, this installation reads version {VERSION}. "
             "Install the version of lightning-stateful that wrote it."
+        )
+    if own.get("restored") is not True:
+        raise StateError(
+            "This checkpoint was written by a run that was itself being resumed and had not yet restored its "
+            "optimizers and loops. Resume from the checkpoint that that run was resumed from."
         )
     if not isinstance(own.get("moment"), Mapping):
         raise DamagedStateError(f"The callback's state has no moment: {own!r}. Resume from another checkpoint.")
@@ -47,7 +62,7 @@ def find_data_state(
         StateMismatchError: The state stands under another data module's name.
     """
     saved_by = None if own is None else own.get("module")
-    if saved_by is not None and saved_by != module and saved_by in checkpoint:
+    if saved_by is not None and saved_by != module:
         if "module" not in accept:
             remedy = (
                 "Give the data module its old name (Lightning keeps its state under that name), or accept the change "
@@ -55,13 +70,11 @@ def find_data_state(
             )
             difference = Difference(path="module", saved=saved_by, present=module, remedy=remedy)
             raise StateMismatchError([difference], where="The checkpoint's data state")
-        return _mapping(checkpoint[saved_by])
-    if module is not None and module in checkpoint:
-        return _mapping(checkpoint[module])
-    return None if own is None else own.get("data")
+        module = saved_by
+    held = None if module is None else data_state_in(checkpoint.get(module))
+    return own.get("data") if held is None and own is not None else held
 
 
-def _mapping(state: Any) -> Mapping[str, Any] | None:
-    # A data module that was not stateful when it was saved may have left a state of its own.
-    ours = isinstance(state, Mapping) and not {"kind", "config", "position", "loaders"}.isdisjoint(state)
-    return state if ours else None
+def data_state_in(module_state: Any) -> Mapping[str, Any] | None:
+    """The data's state within a data module's state, which may hold more of the user's own."""
+    return module_state.get(STATE_KEY) if isinstance(module_state, Mapping) else None

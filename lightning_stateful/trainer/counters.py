@@ -8,83 +8,56 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_stateful.errors import DamagedStateError
+from lightning_stateful.trainer.moment import Moment
 
 _AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")
 _TRACKED = ("ready", "started", "processed", "completed")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """How far a training run has got.
+@dataclass(frozen=True, slots=True)
+class BatchBegun:
+    """Counters when a batch began, by which its end is known to be unfinished.
 
     Attributes:
-        epoch: Epochs that are over.
-        batch: Batches of the running epoch that the model has been trained on; 0 between epochs.
-        running: An epoch has begun and its end hooks have not run.
-        ended: All batches of the running epoch are done, its end hooks are not.
-        validate: A validation is due before the next batch.
-        plateau: ``"step"`` or ``"epoch"`` if schedulers that monitor a metric have yet to take that step, or empty.
-        stepped: Lightning's count of batches (of windows, under accumulation) for its loggers.
-        train_reload_epoch: Epoch at which the training loaders were built last; -1 for none.
-        val_reload_epoch: The same for validation loaders.
+        processed: Batches of the epoch that were processed.
+        stepped: Lightning's count for its loggers.
     """
 
-    epoch: int = 0
-    batch: int = 0
-    running: bool = False
-    ended: bool = False
-    validate: bool = False
-    plateau: str = ""
-    stepped: int = 0
-    train_reload_epoch: int = -1
-    val_reload_epoch: int = -1
-
-    @property
-    def data(self) -> tuple[int, int]:
-        """Epoch and step that the data goes on from: after the last batch of an epoch, the next epoch."""
-        return (self.epoch + 1, 0) if self.ended else (self.epoch, self.batch)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a state."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Moment:
-        """Read what :meth:`to_dict` wrote.
-
-        Raises:
-            DamagedStateError: A key is missing or has the wrong type.
-        """
-        fresh = asdict(cls())
-        for key, default in fresh.items():
-            if type(data.get(key)) is not type(default):
-                raise DamagedStateError(
-                    f"The callback's state must hold a {type(default).__name__} under {key!r}, got {data.get(key)!r}. "
-                    "Resume from another checkpoint; this one's state is damaged."
-                )
-        return cls(**{key: data[key] for key in fresh})
+    processed: int
+    stepped: int
 
 
-def read_moment(trainer: pl.Trainer) -> Moment:
-    """The moment that a checkpoint written now belongs to."""
+def note_batch(trainer: pl.Trainer) -> BatchBegun:
+    """Counters as a batch begins."""
+    return BatchBegun(next_step(trainer)[1], trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def read_moment(trainer: pl.Trainer, begun: BatchBegun | None = None) -> Moment:
+    """The moment that a checkpoint written now belongs to.
+
+    Args:
+        trainer: The trainer.
+        begun: What :func:`note_batch` said of the latest batch.
+    """
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
     moment = locate(fit_loop.state_dict(), max_batches=fit_loop.max_batches)
-    validate = moment.running and _validation_is_due(trainer)
+    in_batch_end = _in_batch_end(trainer, begun)
+    validate = moment.running and _validation_is_due(trainer, in_batch_end)
     in_window = moment.batch % trainer.accumulate_grad_batches
     if moment.running and not moment.ended and in_window:
         # Gradients are not saved: the open window is served again from its first batch.
         moment = replace(moment, batch=moment.batch - in_window)
         validate = False
-    elif moment.running and not validate and _counts_batch_later(trainer):
+    elif moment.running and not validate and (in_batch_end or _validates_within_fit(trainer)):
         moment = replace(moment, stepped=moment.stepped + 1, plateau="step")
     elif not moment.running and _in_epoch_end(trainer):
         moment = replace(moment, plateau="epoch")
@@ -194,6 +167,7 @@ def prepare_first_epoch(trainer: pl.Trainer, moment: Moment) -> None:
         fit_loop._last_train_dl_reload_epoch = moment.train_reload_epoch
     if moment.val_reload_epoch >= 0:
         epoch_loop.val_loop._last_val_dl_reload_epoch = moment.val_reload_epoch
+    _around_reset(trainer, moment)
     if not moment.running:
         # With max_steps, Lightning restarts even a finished epoch: one batch, or a whole epoch, too many.
         fit_loop._restarting = False
@@ -201,8 +175,6 @@ def prepare_first_epoch(trainer: pl.Trainer, moment: Moment) -> None:
     elif moment.validate:
         # Sends Lightning through the rest of its on_advance_end first: validate, then count the batch.
         epoch_loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
-    else:
-        _restart_in_reset_only(epoch_loop)
 
 
 def step_plateau_schedulers(trainer: pl.Trainer, moment: Moment) -> None:
@@ -222,39 +194,75 @@ def allow_plateau_schedulers(trainer: pl.Trainer) -> None:
         trainer.fit_loop._restarting = False
 
 
-def _restart_in_reset_only(epoch_loop: Any) -> None:
-    # A loop that still calls itself restarting after its reset skips or repeats a validation, steps schedulers and
-    # counts a batch twice. There is no hook between reset and the first batch.
+@contextmanager
+def validation_loaders_as_of(trainer: pl.Trainer, epoch: int) -> Iterator[None]:
+    """Build validation loaders as an uninterrupted run built them in ``epoch``, unless they are due for a reload."""
+    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
+    if epoch < 0 or (every and trainer.current_epoch - epoch >= every):
+        yield
+        return
+    with epoch_set_to(trainer, epoch):
+        yield
+    trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epoch
+
+
+def lift_max_steps(trainer: pl.Trainer, moment: Moment, global_step: int) -> None:
+    """Let Lightning enter an epoch whose last step is done but whose validation or end hooks are not.
+
+    :func:`prepare_first_epoch` puts the limit back.
+    """
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    if moment.running and (moment.validate or moment.ended) and -1 < epoch_loop.max_steps <= global_step:
+        epoch_loop._lifted_max_steps, epoch_loop.max_steps = epoch_loop.max_steps, -1
+
+
+def restore_max_steps(trainer: pl.Trainer) -> None:
+    """Put a lifted limit back."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    epoch_loop.max_steps = vars(epoch_loop).pop("_lifted_max_steps", epoch_loop.max_steps)
+
+
+def _around_reset(trainer: pl.Trainer, moment: Moment) -> None:
+    # There is no hook between the epoch loop's reset and its first batch, hence this wrapper for one call.
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    vars(epoch_loop).pop("reset", None)
     original = epoch_loop.reset
 
     def reset_once() -> None:
-        del epoch_loop.reset
+        vars(epoch_loop).pop("reset", None)
+        restore_max_steps(trainer)
+        if moment.running:
+            # It sets its factor when an epoch starts, which in a resumed one is not announced.
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+                if isinstance(callback, GradientAccumulationScheduler):
+                    callback.on_train_epoch_start(trainer)
         original()
-        epoch_loop._restarting = False
+        if not moment.validate:
+            # A loop that still calls itself restarting skips or repeats a validation, steps schedulers and counts a
+            # batch twice. With a validation due, that is what leads to it.
+            epoch_loop._restarting = False
 
     epoch_loop.reset = reset_once
 
 
-def _validation_is_due(trainer: pl.Trainer) -> bool:
+def _validation_is_due(trainer: pl.Trainer, in_batch_end: bool) -> bool:
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     if _validates_within_fit(trainer):
         # Until Lightning has logged its metrics, a validation has not been.
         return trainer.lightning_module._current_fx_name not in _AFTER_VALIDATION
-    return _in_batch_end(trainer) and bool(epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
-
-
-def _counts_batch_later(trainer: pl.Trainer) -> bool:
-    """Whether Lightning has yet to count the last processed batch for its loggers."""
-    return _validates_within_fit(trainer) or _in_batch_end(trainer)
+    return in_batch_end and bool(epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
 
 
 def _validates_within_fit(trainer: pl.Trainer) -> bool:
     return bool(trainer.state.fn == TrainerFn.FITTING and trainer.validating)
 
 
-def _in_batch_end(trainer: pl.Trainer) -> bool:
+def _in_batch_end(trainer: pl.Trainer, begun: BatchBegun | None) -> bool:
+    """Whether the latest batch is processed, and Lightning has yet to validate after it and to count it."""
     current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    return bool(current.processed > current.completed)
+    now = note_batch(trainer)
+    uncounted = begun is not None and (now.processed, now.stepped) == (begun.processed + 1, begun.stepped)
+    return uncounted or bool(current.processed > current.completed)
 
 
 def _in_epoch_end(trainer: pl.Trainer) -> bool:

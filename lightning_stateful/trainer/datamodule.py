@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.trainer.callback import StatefulDataCallback
+from lightning_stateful.trainer.checkpoint import STATE_KEY
 from lightning_stateful.trainer.training_data import Settings
 
 _SAMPLES = (str, bytes, list, tuple, dict)
@@ -110,6 +111,11 @@ class StatefulDataModule(pl.LightningDataModule):
     @trainer.setter
     def trainer(self, trainer: pl.Trainer | None) -> None:
         # Lightning attaches a data module before it calls any hook: early enough to bring a callback along.
+        if "_settings" not in vars(self):
+            raise ConfigurationError(
+                f"{type(self).__name__}.__init__ must call super().__init__(), with the arguments of "
+                "StatefulDataModule that it wants to set."
+            )
         self._trainer = trainer
         if trainer is None:
             return
@@ -161,8 +167,9 @@ class StatefulDataModule(pl.LightningDataModule):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the training data; empty before there are loaders."""
-        return (None if self._callback is None else self._callback.data_state()) or {}
+        """The position in the training data, under a key of its own; empty before there are loaders."""
+        state = None if self._callback is None else self._callback.data_state()
+        return {} if state is None else {STATE_KEY: state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing: the callback reads the state where Lightning's loop counters can be set right with it."""

@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.utils import _pytree as pytree
 
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.takeover import take_over
-from lightning_stateful.trainer.training_data import Settings, path_of, topology_of
+from lightning_stateful.trainer.agreement import build_alike
+from lightning_stateful.trainer.structure import Structure
+from lightning_stateful.trainer.training_data import Settings, topology_of
 from lightning_stateful.trainer.view import LoaderView
 
 
-def exact_evaluation(trainer: pl.Trainer, raw: Any, settings: Settings, stage: str) -> Any:
-    """Take over the loaders of an evaluation hook, in the structure they came in.
+def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: Settings, stage: str) -> Any:
+    """Ask for the loaders of an evaluation hook and take them over, in the structure they come in.
 
     A loader that cannot be taken over stays as it is, which on one replica is exact all the same; on several, a
     warning says that Lightning's own sampler deals it out.
 
     Args:
         trainer: The trainer.
-        raw: What the hook returned.
+        request: Gets what the hook returns.
         settings: How to take loaders over.
         stage: ``"val"``, ``"test"`` or ``"predict"``.
+
+    Raises:
+        RankMismatchError: The ranks' loaders differ in length.
     """
-    combined = raw if isinstance(raw, CombinedLoader) else None
-    leaves, spec = pytree.tree_flatten_with_path(raw if combined is None else combined.iterables)
     topology = topology_of(trainer)
-    views = [_view(trainer, leaf, f"the {stage} loader {path_of(keys)!r}", settings, topology) for keys, leaf in leaves]
-    structure: Any = pytree.tree_unflatten(views, spec)
-    return structure if combined is None else CombinedLoader(structure, combined._mode)
+
+    def build() -> Structure:
+        structure = Structure.of(request())
+        views = {
+            path: _view(trainer, loader, f"the {stage} loader {path!r}", settings, topology)
+            for path, loader in structure.loaders.items()
+        }
+        return replace(structure, loaders=views)
+
+    structure = build_alike(build, _lengths, f"the {stage} data")
+    return structure.rebuilt(lambda path, loader: loader)
+
+
+def _lengths(structure: Structure) -> dict[str, Any]:
+    views = {path: view for path, view in structure.loaders.items() if isinstance(view, LoaderView)}
+    return {f"{path}.length" if path else "length": len(view.order) for path, view in views.items()}
 
 
 def _view(trainer: pl.Trainer, loader: Any, where: str, settings: Settings, topology: Topology) -> Any:

@@ -8,9 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.utils import _pytree as pytree
 from torch.utils.data import SequentialSampler
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
@@ -23,8 +21,9 @@ from lightning_stateful.loaders.takeover import take_over
 from lightning_stateful.state import accepted_names
 from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.agreement import build_alike
-from lightning_stateful.trainer.counters import Moment
+from lightning_stateful.trainer.moment import Moment
 from lightning_stateful.trainer.randomness import seed_model
+from lightning_stateful.trainer.structure import Structure
 from lightning_stateful.trainer.view import LoaderView
 
 _UNSHUFFLED = (SequentialOrder, SequentialSampler)
@@ -70,22 +69,17 @@ class TrainingData:
     def __init__(self, trainer: pl.Trainer, raw: Any, settings: Settings) -> None:
         self._trainer = trainer
         self._settings = settings
-        combined = raw if isinstance(raw, CombinedLoader) else None
-        mode = "max_size_cycle" if combined is None else combined._mode
-        tree = raw if combined is None else combined.iterables
-        leaves, spec = pytree.tree_flatten_with_path(tree)
         topology = topology_of(trainer)
+        structure = Structure.of(raw)
         # Lightning itself refuses "sequential" as soon as training starts, with its own words.
+        mode = "max_size_cycle" if structure.mode is None else structure.mode
         self.group = LoaderGroup(
-            {path_of(keys): self._take_over(leaf, path_of(keys), topology) for keys, leaf in leaves},
+            {path: self._take_over(loader, path, topology) for path, loader in structure.loaders.items()},
             mode if mode in MODES else "max_size",
         )
         self._first_path = next(iter(self.group.loaders), "")
         self._counted_epoch, self._first_step, self._num_handed = -1, 0, 0
-        views = [self._view(path) for path in self.group.loaders]
-        self.structure: Any = pytree.tree_unflatten(views, spec)
-        if combined is not None:
-            self.structure = CombinedLoader(self.structure, mode)
+        self.structure: Any = structure.rebuilt(lambda path, loader: self._view(path))
 
     @classmethod
     def build(cls, trainer: pl.Trainer, request: Callable[[], Any], settings: Settings) -> TrainingData:
@@ -133,9 +127,7 @@ class TrainingData:
                 "Resume from another checkpoint."
             )
         if moment.running and not moment.ended:
-            # Under the present topology nothing may be left; Lightning then decides on the validation at the end.
-            ended = step >= self.num_batches()
-            moment = replace(moment, batch=step, ended=ended, validate=moment.validate or ended)
+            moment = _in_present_steps(moment, step, ended=step >= self.num_batches())
         return replace(moment, batch=self.num_batches()) if moment.ended else moment
 
     def check_one_batch_a_step(self) -> None:
@@ -196,9 +188,14 @@ class TrainingData:
         return LoaderView(loader, locate, before_batch)
 
 
-def path_of(keys: Any) -> str:
-    """Where a loader stands in the user's list or dict, with dots."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
+def _in_present_steps(moment: Moment, step: int, *, ended: bool) -> Moment:
+    if ended and not moment.validate:
+        # Nothing is left on the present ranks. Lightning then decides on a validation, and counts the batch once more.
+        return replace(moment, batch=step, ended=True, validate=True, stepped=moment.stepped - 1)
+    if moment.validate and step != moment.batch:
+        # Validations fall after certain steps, of which this is no longer one.
+        return replace(moment, batch=step, ended=ended, validate=ended, stepped=moment.stepped + (not ended))
+    return replace(moment, batch=step, ended=ended)
 
 
 def _overfit_batches(trainer: Any) -> float:

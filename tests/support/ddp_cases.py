@@ -111,7 +111,7 @@ def exception_on_one_rank(folder: Path) -> list[dict[str, Any]]:
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
             if trainer.global_step == 8:
                 trainer.should_stop = True
-                state = trainer.datamodule.state_dict() if trainer.is_global_zero else None
+                state = trainer.datamodule.state_dict()["lightning_stateful"] if trainer.is_global_zero else None
                 self.state = state
 
     save = Save()

@@ -116,7 +116,7 @@ def test_a_dataset_described_otherwise_is_another_dataset(tmp_path: Path) -> Non
 def test_a_damaged_or_foreign_state_is_refused(
     stopped: Path, tmp_path: Path, edit: Any, error: type[Exception], words: str
 ) -> None:
-    path = edited(stopped, tmp_path, lambda checkpoint: edit(checkpoint["StatefulDataModule"]))
+    path = edited(stopped, tmp_path, lambda checkpoint: edit(checkpoint["StatefulDataModule"]["lightning_stateful"]))
     with pytest.raises(error, match=words):
         train(ckpt_path=path)
 

@@ -77,7 +77,7 @@ def test_7_the_state_is_small_plain_and_the_same_in_both_places(tmp_path: Path) 
     run = train(max_steps=13)
     run.trainer.save_checkpoint(tmp_path / "stop.ckpt")
     checkpoint = torch.load(tmp_path / "stop.ckpt", weights_only=True)
-    state = checkpoint["StatefulDataModule"]
+    state = checkpoint["StatefulDataModule"]["lightning_stateful"]
     assert state == json.loads(json.dumps(state))
     assert state["position"] == {"epoch": 1, "consumed": 4, "width": 1}
     assert len(json.dumps(state)) + len(json.dumps(checkpoint["callbacks"]["StatefulDataCallback"])) < 1024
@@ -266,7 +266,7 @@ def test_31_a_saved_state_does_not_change_when_training_goes_on(tmp_path: Path) 
     class Keep(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
             if trainer.global_step == 5:
-                kept.append(trainer.datamodule.state_dict())
+                kept.append(trainer.datamodule.state_dict()["lightning_stateful"])
 
     train(callbacks=[Keep()])
     assert kept[0]["position"]["consumed"] == 10
@@ -436,7 +436,7 @@ def test_weights_only_checkpoints_are_refused_by_lightning_and_still_evaluate(tm
     run = train(max_steps=13)
     run.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     checkpoint = torch.load(tmp_path / "weights.ckpt", weights_only=True)
-    assert checkpoint["StatefulDataModule"]["position"] == {"epoch": 1, "consumed": 4, "width": 1}
+    assert checkpoint["StatefulDataModule"]["lightning_stateful"]["position"] == {"epoch": 1, "consumed": 4, "width": 1}
     with pytest.raises(KeyError, match="contains only the model"):
         train(ckpt_path=tmp_path / "weights.ckpt")
     assert len(evaluate(tmp_path / "weights.ckpt", "validate").ledger) == 3

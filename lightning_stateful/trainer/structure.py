@@ -1,0 +1,42 @@
+"""The lists, dicts and CombinedLoaders in which people hand over their loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Loaders by their path, and the way back to the structure that they came in.
+
+    Attributes:
+        loaders: The loaders by path, with dots; a single loader has the path ``""``.
+        spec: What torch needs to build the structure again.
+        mode: Mode of the CombinedLoader that they came in; None if there was none.
+    """
+
+    loaders: dict[str, Any]
+    spec: Any
+    mode: str | None
+
+    @classmethod
+    def of(cls, raw: Any) -> Structure:
+        """Take apart what a hook returned."""
+        combined = raw if isinstance(raw, CombinedLoader) else None
+        leaves, spec = pytree.tree_flatten_with_path(raw if combined is None else combined.iterables)
+        mode = None if combined is None else combined._mode
+        return cls({_path(keys): leaf for keys, leaf in leaves}, spec, mode)
+
+    def rebuilt(self, replace: Callable[[str, Any], Any]) -> Any:
+        """The same structure of what ``replace(path, loader)`` returns."""
+        tree = pytree.tree_unflatten([replace(path, loader) for path, loader in self.loaders.items()], self.spec)
+        return tree if self.mode is None else CombinedLoader(tree, self.mode)  # type: ignore[arg-type]  # its own mode
+
+
+def _path(keys: Any) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)

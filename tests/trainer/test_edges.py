@@ -1,0 +1,228 @@
+"""Rare moments and settings of a resume, each found by trying to break it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+)
+from support.ledger import LedgerModel, Numbers
+from support.runs import (
+    StopAt,
+    StoppedError,
+    assert_log_goes_on,
+    assert_same_end,
+    assert_stitches,
+    numbers_module,
+    seeded,
+    train,
+)
+from torch.utils.data import DataLoader
+
+from lightning_stateful import StatefulDataModule
+from lightning_stateful.errors import ConfigurationError, StateError
+
+
+def trained(ledger: list[Any]) -> list[Any]:
+    return [event for event in ledger if event[0] == "train"]
+
+
+class TwoLoaders(StatefulDataModule):
+    def train_dataloader(self) -> Any:
+        return [DataLoader(Numbers(22), batch_size=2), DataLoader(Numbers(8), batch_size=2)]
+
+
+@pytest.mark.parametrize("make", [numbers_module, TwoLoaders])
+def test_a_window_that_a_resume_broke_into_loses_nothing_at_the_next_stop(tmp_path: Path, make: Any) -> None:
+    first = StopAt("on_train_batch_end", tmp_path / "a.ckpt", epoch=0, batch=4)
+    train(make, callbacks=[first])
+    second = StopAt("on_train_batch_end", tmp_path / "b.ckpt", epoch=0, batch=0)
+    train(make, callbacks=[second], ckpt_path=tmp_path / "a.ckpt", accumulate_grad_batches=4)
+    last = train(make, ckpt_path=tmp_path / "b.ckpt", accumulate_grad_batches=4)
+    assert trained(last.ledger)[0][1:3] == (0, 5)
+
+
+@pytest.mark.parametrize("finder", [LearningRateFinder, BatchSizeFinder])
+def test_a_finder_is_refused_on_a_resume_and_would_start_over(tmp_path: Path, finder: Any) -> None:
+    train(max_steps=15).trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    with pytest.raises(ConfigurationError, match=f"{finder.__name__} would restart the run"):
+        train(ckpt_path=tmp_path / "stop.ckpt", callbacks=[finder()])
+
+
+def test_a_checkpoint_of_a_run_that_had_not_restored_itself_is_refused(tmp_path: Path) -> None:
+    train(max_steps=15).trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    stop = StopAt("on_fit_start", tmp_path / "hollow.ckpt")
+    train(ckpt_path=tmp_path / "stop.ckpt", callbacks=[stop])
+    with pytest.raises(StateError, match="had not yet restored its optimizers"):
+        train(ckpt_path=tmp_path / "hollow.ckpt")
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_start"])
+def test_a_checkpoint_taken_as_a_resumed_run_begins_resumes_exactly(tmp_path: Path, hook: str) -> None:
+    train(callbacks=[StopAt("on_train_batch_end", tmp_path / "a.ckpt", epoch=1, batch=10)])
+    stop = StopAt(hook, tmp_path / "b.ckpt", epoch=1 if hook == "on_train_start" else 2)
+    train(ckpt_path=tmp_path / "a.ckpt", callbacks=[stop], seed=9)
+    resumed = train(ckpt_path=tmp_path / "b.ckpt", seed=99)
+    whole = train()
+    assert stop.ledger is not None
+    assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
+    assert_same_end(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    "at", [("on_train_batch_end", 1, 3), ("on_before_backward", 1, 2), ("on_train_batch_end", 2, 4)]
+)
+def test_a_schedule_of_accumulation_goes_on_with_its_factor(tmp_path: Path, at: Any) -> None:
+    def schedule() -> GradientAccumulationScheduler:
+        return GradientAccumulationScheduler({0: 1, 1: 4, 2: 2})
+
+    hook, epoch, batch = at
+    train(callbacks=[schedule(), StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)])
+    resumed = train(callbacks=[schedule()], ckpt_path=tmp_path / "stop.ckpt", seed=99)
+    assert_same_end(resumed, train(callbacks=[schedule()]))
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start"])
+def test_a_validation_due_at_max_steps_is_made_up_for(tmp_path: Path, hook: str) -> None:
+    stop = StopAt(hook, tmp_path / "stop.ckpt", batch=10 if hook == "on_train_batch_end" else 0)
+    train(callbacks=[stop], max_steps=11)
+    resumed = train(ckpt_path=tmp_path / "stop.ckpt", max_steps=11)
+    whole = train(max_steps=11)
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+    assert resumed.trainer.max_steps == 11
+    assert resumed.global_step == 11
+
+
+class CrashesInValidation(LedgerModel):
+    armed = True
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if self.armed and self.current_epoch == 1 and batch_idx == 1:
+            raise StoppedError
+        super().validation_step(batch, batch_idx, dataloader_idx)
+
+
+def test_a_save_after_a_crash_in_a_validation_makes_up_for_the_validation(tmp_path: Path) -> None:
+    model = seeded(CrashesInValidation)
+    first = train(model=model)
+    first.trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    resumed = train(ckpt_path=tmp_path / "stop.ckpt", seed=99)
+    whole = train()
+    assert_stitches([first.ledger, resumed.ledger], whole.ledger, 1)
+    assert_log_goes_on(first.logged, resumed.logged, whole.logged)
+    assert_same_end(resumed, whole)
+
+
+def test_a_second_fit_after_a_crash_in_a_validation_makes_up_for_the_validation() -> None:
+    model = seeded(CrashesInValidation)
+    trainer = train(model=model).trainer
+    count, model.armed = len(model.ledger), False
+    trainer.fit(model, datamodule=numbers_module())
+    assert [event[:2] for event in model.ledger[count : count + 3]] == [("val", 1)] * 3
+
+
+def test_a_logger_that_fails_on_a_step_does_not_lose_the_validation_after_it(tmp_path: Path) -> None:
+    class LosesConnection(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 17:
+
+                def fails(*args: Any, **kwargs: Any) -> None:
+                    raise StoppedError
+
+                trainer.logger.log_metrics = fails
+
+        def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
+            trainer.save_checkpoint(tmp_path / "stop.ckpt")
+
+    how = {"val_check_interval": 3}
+    model = seeded(LedgerModel)
+    train(callbacks=[LosesConnection()], model=model, **how)
+    resumed = train(ckpt_path=tmp_path / "stop.ckpt", seed=99, **how)
+    whole = train(**how)
+    assert_stitches([model.ledger, resumed.ledger], whole.ledger, 0)
+    assert resumed.logged == whole.logged[len(whole.logged) - len(resumed.logged) :]
+    assert_same_end(resumed, whole)
+
+
+class Averages(LedgerModel):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("average", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "at", [("on_train_batch_end", 0, 10), ("on_validation_end", 1, 0), ("on_train_batch_end", 1, 10)]
+)
+def test_an_average_of_the_epoch_is_monitored_after_a_stop_at_its_end(tmp_path: Path, at: Any) -> None:
+    def fit(ckpt: Path | None = None, *others: Any) -> tuple[Any, ...]:
+        stopper = EarlyStopping("average", patience=9, check_on_train_epoch_end=True)
+        train(callbacks=[stopper, *others], ckpt_path=ckpt, model=seeded(Averages), max_epochs=2)
+        return stopper.wait_count, float(stopper.best_score)
+
+    hook, epoch, batch = at
+    fit(None, StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch))
+    assert fit(tmp_path / "stop.ckpt") == fit()
+
+
+class ValidationByEpoch(StatefulDataModule):
+    def __init__(self) -> None:
+        super().__init__(Numbers(10), batch_size=2, seed=3)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Numbers(4, first=1000 * self.trainer.current_epoch), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    "at", [("on_train_batch_end", 1, 1), ("on_train_epoch_end", 2, 0), ("on_validation_end", 3, 0)]
+)
+@pytest.mark.parametrize("every", [0, 2, 3])
+def test_validation_loaders_are_those_of_the_uninterrupted_run(tmp_path: Path, every: int, at: Any) -> None:
+    how = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 5}
+    hook, epoch, batch = at
+    stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
+    train(ValidationByEpoch, callbacks=[stop], **how)
+    resumed = train(ValidationByEpoch, ckpt_path=tmp_path / "stop.ckpt", seed=99, **how)
+    whole = train(ValidationByEpoch, **how)
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+
+
+class WithVersion(StatefulDataModule):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "version": 3, "config": "mine"}
+
+
+class WithoutSuper(StatefulDataModule):
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": 3}
+
+
+@pytest.mark.parametrize("kind", [WithVersion, WithoutSuper])
+def test_a_state_of_the_users_own_is_kept_beside_that_of_the_data(tmp_path: Path, kind: Any) -> None:
+    def make() -> Any:
+        return kind(Numbers(22), batch_size=2, seed=7)
+
+    train(make, callbacks=[StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)])
+    resumed, whole = train(make, ckpt_path=tmp_path / "stop.ckpt", seed=99), train(make)
+    assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
+    assert torch.load(tmp_path / "stop.ckpt", weights_only=True)[kind.__qualname__]["version"] == 3
+
+
+class Uninitialised(StatefulDataModule):
+    def __init__(self) -> None:
+        self.own = 1
+
+
+def test_a_module_that_does_not_initialise_itself_says_so() -> None:
+    with pytest.raises(ConfigurationError, match=r"Uninitialised.__init__ must call super\(\).__init__\(\)"):
+        train(Uninitialised)

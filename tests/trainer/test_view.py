@@ -1,0 +1,508 @@
+"""What Lightning iterates asks for its place as late as can be, and nothing of Lightning's gets hold of the loader."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed
+from lightning.pytorch.core.hooks import DataHooks
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from support.ledger import LedgerModel, Numbers
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_stateful import StatefulLoader
+from lightning_stateful.index import Position
+from lightning_stateful.trainer.agreement import build_alike
+from lightning_stateful.trainer.source import InterceptedSource, intercept, request_training_loaders
+from lightning_stateful.trainer.view import LoaderView
+
+
+class Guide:
+    """Says where to begin, and how often it was asked."""
+
+    def __init__(self, *places: Position | None) -> None:
+        self.places = list(places) or [Position()]
+        self.num_asked = 0
+
+    def __call__(self) -> Position | None:
+        self.num_asked += 1
+        return self.places[min(self.num_asked, len(self.places)) - 1]
+
+
+class Told(Dataset[int]):
+    """A dataset that tells when a sample is read."""
+
+    def __init__(self, events: list[str], length: int = 6) -> None:
+        self.events, self.length = events, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.events.append(f"read {index}")
+        return index
+
+
+def the_beginning() -> Position:
+    return Position()
+
+
+def worker_init(worker_id: int) -> None:
+    raise AssertionError("no worker is ever started")
+
+
+def a_loader(length: int = 12, **options: Any) -> StatefulLoader:
+    return StatefulLoader(list(range(length)), **{"batch_size": 2, "shuffle": True, **options})
+
+
+def a_view(locate: Callable[[], Position | None] = the_beginning, **options: Any) -> LoaderView:
+    return LoaderView(a_loader(), locate, **options)
+
+
+def read(batches: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def batches_from(position: Position) -> list[list[int]]:
+    return list(a_loader().plan.indices(position))
+
+
+class TestIterating:
+    def test_nobody_asks_for_a_place_at_iter(self) -> None:
+        guide = Guide()
+        iterators = [iter(a_view(guide)) for _ in range(4)]
+
+        assert (guide.num_asked, len(iterators)) == (0, 4)
+
+    def test_the_place_is_asked_for_at_the_first_next_and_at_no_other(self) -> None:
+        guide = Guide()
+        iterator = iter(a_view(guide))
+        next(iterator)
+        assert guide.num_asked == 1
+
+        list(iterator)
+        assert guide.num_asked == 1
+
+    def test_the_place_that_holds_at_the_first_next_is_what_counts(self) -> None:
+        guide = Guide(Position())
+        iterator = iter(a_view(guide))
+        guide.places = [Position(epoch=3, consumed=4)]
+
+        assert read(iterator) == batches_from(Position(epoch=3, consumed=4))
+
+    def test_every_pass_asks_anew(self) -> None:
+        guide = Guide(Position(), Position(epoch=1), Position(epoch=1, consumed=8))
+        view = a_view(guide)
+
+        assert [read(view) for _ in range(3)] == [batches_from(position) for position in guide.places]
+        assert guide.num_asked == 3
+
+    def test_any_number_of_unused_iterators_changes_nothing(self) -> None:
+        view = a_view()
+        unused = [iter(view) for _ in range(4)]
+        first = read(view)
+        unused += [iter(view) for _ in range(4)]
+
+        assert first == read(view) == batches_from(Position())
+        assert len(unused) == 8
+
+    def test_a_pass_may_lie_beyond_the_first_within_an_epoch(self) -> None:
+        place = Position(epoch=1, consumed=12)
+
+        assert read(a_view(Guide(place))) == batches_from(place)
+
+    def test_where_there_is_no_place_there_are_no_batches(self) -> None:
+        guide = Guide(None, Position())
+        view = a_view(guide)
+
+        assert read(view) == []
+        assert len(read(view)) == 6
+
+    def test_a_pass_that_is_over_stays_over(self) -> None:
+        iterator = iter(a_view())
+        list(iterator)
+
+        assert list(iterator) == []
+
+    def test_iterating_does_not_move_the_loader(self) -> None:
+        view = a_view(Guide(Position(epoch=2, consumed=6)))
+        read(view)
+
+        assert view.loader.position == Position()
+
+    def test_the_hook_runs_after_a_batch_is_read_and_before_it_is_handed_over(self) -> None:
+        events: list[str] = []
+        view = LoaderView(
+            StatefulLoader(Told(events), batch_size=2), the_beginning, lambda: events.append("before batch")
+        )
+        for batch in view:
+            events.append(f"got {batch.tolist()}")
+
+        assert events[:4] == ["read 0", "read 1", "before batch", "got [0, 1]"]
+        assert events.count("before batch") == 3
+
+    def test_the_hook_does_not_run_where_there_is_no_batch(self) -> None:
+        calls: list[int] = []
+        read(a_view(Guide(None), before_batch=lambda: calls.append(1)))
+
+        assert calls == []
+
+    def test_an_error_of_the_dataset_reaches_the_caller(self) -> None:
+        view = LoaderView(StatefulLoader(Numbers(4, fail_at=2), batch_size=1), the_beginning)
+        iterator = iter(view)
+        next(iterator)
+        next(iterator)
+        with pytest.raises(RuntimeError, match="sample 2 cannot be read"):
+            next(iterator)
+
+
+class TestLookingLikeALoader:
+    @pytest.mark.parametrize("place", [Position(), Position(consumed=6), None])
+    def test_its_length_is_that_of_a_whole_epoch_wherever_it_begins(self, place: Position | None) -> None:
+        view = a_view(Guide(place))
+        read(view)
+
+        assert len(view) == 6
+
+    def test_it_is_no_data_loader(self) -> None:
+        assert not isinstance(a_view(), DataLoader)
+
+    @pytest.mark.parametrize("name", ["dataset", "batch_size", "num_workers", "collate_fn", "seed", "order", "plan"])
+    def test_its_attributes_are_those_of_the_loader(self, name: str) -> None:
+        view = a_view()
+
+        assert getattr(view, name) == getattr(view.loader, name)
+
+    @pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+    def test_what_lightning_would_replace_is_hidden(self, name: str) -> None:
+        view = a_view()
+
+        assert hasattr(view.loader, name)
+        assert not hasattr(view, name)
+
+    def test_a_missing_attribute_is_reported_as_usual(self) -> None:
+        with pytest.raises(AttributeError, match="no_such_thing"):
+            _ = a_view().no_such_thing
+
+    def test_a_worker_init_fn_is_set_through(self) -> None:
+        view = a_view()
+        assert view.worker_init_fn is None
+
+        view.worker_init_fn = worker_init
+        assert view.loader.worker_init_fn is view.worker_init_fn is worker_init
+
+    def test_seeding_everything_for_workers_reaches_the_loader(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+
+        monkeypatch.setenv("PL_SEED_WORKERS", "1")
+        view = a_view()
+        _auto_add_worker_init_fn(view, 0)
+
+        assert view.loader.worker_init_fn is not None
+
+    def test_its_state_is_empty_wherever_it_stands(self) -> None:
+        view = a_view(Guide(Position(consumed=4)))
+        next(iter(view))
+
+        assert view.state_dict() == {}
+
+    def test_every_state_is_a_fresh_one(self) -> None:
+        view = a_view()
+        view.state_dict()["position"] = 3
+
+        assert view.state_dict() == {}
+
+    def test_loading_a_state_moves_nothing(self) -> None:
+        view = a_view()
+        view.load_state_dict(a_loader().state_at(Position(epoch=1, consumed=4)))
+
+        assert view.loader.position == Position()
+        assert read(view) == batches_from(Position())
+
+    def test_persistent_workers_are_found_and_ended_where_lightning_looks(self) -> None:
+        view = LoaderView(a_loader(num_workers=1, persistent_workers=True), the_beginning)
+        assert view._iterator is None
+        read(view)
+        workers = view._iterator
+        assert workers is view.loader._iterator is not None
+
+        workers._shutdown_workers()
+        view._iterator = None
+        assert view.loader._iterator is None
+
+
+class TestCopying:
+    @pytest.mark.parametrize("keeps_indices", [False, True])
+    @pytest.mark.parametrize(
+        "duplicate",
+        [copy.copy, copy.deepcopy, lambda view: pickle.loads(pickle.dumps(view))],
+        ids=["copy", "deep", "pickle"],
+    )
+    def test_a_duplicate_serves_the_same(self, duplicate: Any, keeps_indices: bool) -> None:
+        twin = duplicate(a_view(keeps_indices=keeps_indices))
+
+        assert type(twin) is LoaderView
+        assert read(twin) == batches_from(Position())
+        assert hasattr(twin, "batch_sampler") is keeps_indices
+
+    def test_a_view_that_is_not_yet_filled_has_no_attributes(self) -> None:
+        empty = LoaderView.__new__(LoaderView)
+        for name in ("loader", "sampler", "dataset", "_locate", "__setstate__", "__getstate_manages_dict__"):
+            with pytest.raises(AttributeError):
+                getattr(empty, name)
+
+    def test_a_shallow_copy_shares_the_loader(self) -> None:
+        view = a_view()
+
+        assert copy.copy(view).loader is view.loader
+
+
+class TestKeepingIndices:
+    def test_lightning_finds_the_indices_of_every_batch(self) -> None:
+        place = Position(epoch=1, consumed=4)
+        view = a_view(Guide(place), keeps_indices=True)
+        batches = read(view)
+
+        assert isinstance(view.batch_sampler, _IndexBatchSamplerWrapper)
+        assert view.batch_sampler.seen_batch_indices == batches == batches_from(place)
+
+    def test_they_are_there_when_the_first_batch_is(self) -> None:
+        view = a_view(keeps_indices=True)
+        first = next(iter(view))
+
+        assert view.batch_sampler.seen_batch_indices[0] == first.tolist()
+
+    def test_every_pass_has_its_own(self) -> None:
+        view = a_view(Guide(Position(), Position(epoch=1)), keeps_indices=True)
+        read(view)
+        read(view)
+
+        assert view.batch_sampler.seen_batch_indices == batches_from(Position(epoch=1))
+
+    def test_the_sampler_stays_hidden(self) -> None:
+        assert not hasattr(a_view(keeps_indices=True), "sampler")
+
+    def test_its_length_is_that_of_the_epoch(self) -> None:
+        view = a_view(keeps_indices=True)
+
+        assert len(view.batch_sampler) == len(view) == 6
+
+
+def a_trainer() -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def attached(module: pl.LightningDataModule) -> pl.LightningDataModule:
+    """The module in a trainer, as a ``fit`` or ``test`` leaves it."""
+    connector: Any = a_trainer()._data_connector
+    connector.attach_data(LedgerModel(), datamodule=module)
+    return module
+
+
+def loops_of(trainer: pl.Trainer) -> dict[str, Any]:
+    return {
+        "train": trainer.fit_loop,
+        "val within fit": trainer.fit_loop.epoch_loop.val_loop,
+        "val": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
+
+
+class Intercepted:
+    """A trainer whose loops ask through functions that note who asked and pass on what the user's side returns."""
+
+    def __init__(self) -> None:
+        self.trainer = a_trainer()
+        self.asked: list[str] = []
+        self.install()
+
+    def install(self) -> None:
+        intercept(self.trainer, self.training, self.evaluation)
+
+    def training(self, request: Any) -> Any:
+        self.asked.append("train")
+        return request()
+
+    def evaluation(self, stage: str, request: Any) -> Any:
+        self.asked.append(stage)
+        return request()
+
+
+class TestInterceptedSource:
+    def test_what_it_gives_has_passed_through_the_function(self) -> None:
+        source = InterceptedSource(_DataLoaderSource([1, 2], "train_dataloader"), lambda request: ["seen", *request()])
+
+        assert source.dataloader() == ["seen", 1, 2]
+
+    def test_the_function_decides_whether_the_user_is_asked(self) -> None:
+        source = InterceptedSource(_DataLoaderSource(None, "train_dataloader"), lambda request: "mine")
+
+        assert source.dataloader() == "mine"
+
+    def test_the_request_is_what_the_original_would_give(self) -> None:
+        class Module(pl.LightningDataModule):
+            def val_dataloader(self) -> Any:
+                return "from the hook"
+
+        source = InterceptedSource(_DataLoaderSource(attached(Module()), "val_dataloader"), lambda request: request())
+
+        assert source.dataloader() == source.request() == "from the hook"
+
+    def test_a_hook_is_asked_anew_each_time(self) -> None:
+        class Module(pl.LightningDataModule):
+            count = 0
+
+            def train_dataloader(self) -> Any:
+                self.count += 1
+                return self.count
+
+        source = InterceptedSource(_DataLoaderSource(attached(Module()), "train_dataloader"), lambda request: request())
+
+        assert [source.dataloader(), source.dataloader()] == [1, 2]
+
+    def test_it_survives_a_new_instance(self) -> None:
+        source = InterceptedSource(_DataLoaderSource([1], "train_dataloader"), lambda request: ["seen", *request()])
+        source.instance = [2]
+
+        assert source.dataloader() == ["seen", 2]
+
+    def test_lightning_sees_whether_the_hook_is_defined(self) -> None:
+        class Validates(LedgerModel):
+            def val_dataloader(self) -> Any:
+                return []
+
+        defined = [
+            InterceptedSource(_DataLoaderSource(model, "val_dataloader"), lambda request: request()).is_defined()
+            for model in (Validates(), LedgerModel(), Numbers(3))
+        ]
+
+        assert defined == [True, False, True]
+
+
+class TestIntercept:
+    def test_every_loop_asks_through_the_functions(self) -> None:
+        intercepted = Intercepted()
+        for name, loop in loops_of(intercepted.trainer).items():
+            loop._data_source.instance = name
+
+        given = [loop._data_source.dataloader() for loop in loops_of(intercepted.trainer).values()]
+        assert given == ["train", "val within fit", "val", "test", "predict"]
+        assert intercepted.asked == ["train", "val", "val", "test", "predict"]
+
+    def test_installing_again_asks_once(self) -> None:
+        intercepted = Intercepted()
+        intercepted.install()
+        intercepted.install()
+        for loop in loops_of(intercepted.trainer).values():
+            loop._data_source.instance = "data"
+            loop._data_source.dataloader()
+
+        assert intercepted.asked == ["train", "val", "val", "test", "predict"]
+
+    def test_installing_again_keeps_the_sources(self) -> None:
+        intercepted = Intercepted()
+        before = [loop._data_source for loop in loops_of(intercepted.trainer).values()]
+        intercepted.install()
+
+        after = [loop._data_source for loop in loops_of(intercepted.trainer).values()]
+        assert all(one is other for one, other in zip(before, after, strict=True))
+
+    def test_installing_again_replaces_the_functions(self) -> None:
+        first = Intercepted()
+        second = Intercepted()
+        intercept(first.trainer, second.training, second.evaluation)
+        for loop in loops_of(first.trainer).values():
+            loop._data_source.instance = "data"
+            loop._data_source.dataloader()
+
+        assert first.asked == []
+        assert second.asked == ["train", "val", "val", "test", "predict"]
+
+    def test_it_stays_when_lightning_attaches_other_data(self) -> None:
+        intercepted = Intercepted()
+        trainer, model = intercepted.trainer, LedgerModel()
+        connector: Any = trainer._data_connector
+        connector.attach_data(model, train_dataloaders="first", val_dataloaders="second")
+        connector.attach_data(model, train_dataloaders="third")
+
+        assert trainer.fit_loop._data_source.dataloader() == "third"
+        assert trainer.fit_loop.epoch_loop.val_loop._data_source.instance is model
+        assert intercepted.asked == ["train"]
+
+    def test_it_stays_when_lightning_attaches_a_data_module(self) -> None:
+        class Module(pl.LightningDataModule):
+            def test_dataloader(self) -> Any:
+                return "from the module"
+
+        intercepted = Intercepted()
+        connector: Any = intercepted.trainer._data_connector
+        connector.attach_data(LedgerModel(), datamodule=Module())
+
+        assert intercepted.trainer.test_loop._data_source.dataloader() == "from the module"
+        assert intercepted.asked == ["test"]
+
+    def test_the_users_training_loaders_can_be_asked_for_past_the_function(self) -> None:
+        intercepted = Intercepted()
+        intercepted.trainer.fit_loop._data_source.instance = "data"
+
+        assert request_training_loaders(intercepted.trainer) == "data"
+        assert intercepted.asked == []
+
+    def test_without_an_intercepted_source_the_users_loaders_are_asked_for_all_the_same(self) -> None:
+        trainer = a_trainer()
+        trainer.fit_loop._data_source.instance = "data"
+
+        assert request_training_loaders(trainer) == "data"
+
+    def test_the_stages_are_those_of_lightnings_hooks(self) -> None:
+        intercepted = Intercepted()
+        for loop in loops_of(intercepted.trainer).values():
+            assert hasattr(DataHooks, loop._data_source.name)
+            loop._data_source.instance = "data"
+            loop._data_source.dataloader()
+
+        names = [loop._data_source.name for loop in loops_of(intercepted.trainer).values()]
+        assert [f"{stage}_dataloader" for stage in intercepted.asked] == names
+
+
+class TestBuildAlike:
+    def test_without_a_process_group_it_builds_once_and_asks_for_no_description(self) -> None:
+        built: list[str] = []
+
+        def build() -> str:
+            built.append("data")
+            return "data"
+
+        def describe(data: str) -> dict[str, Any]:
+            raise AssertionError("there is nobody to agree with")
+
+        assert not torch.distributed.is_initialized()
+        assert build_alike(build, describe, "the training data") == "data"
+        assert built == ["data"]
+
+    def test_an_error_of_the_only_rank_is_its_own(self) -> None:
+        def build() -> str:
+            raise OSError("disk not mounted")
+
+        with pytest.raises(OSError, match=r"^disk not mounted$"):
+            build_alike(build, lambda data: {}, "the training data")
+
+    def test_an_interrupt_is_not_held_back(self) -> None:
+        def build() -> str:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            build_alike(build, lambda data: {}, "the training data")
