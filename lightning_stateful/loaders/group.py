@@ -9,6 +9,7 @@ from lightning_stateful import state as format_
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError
 from lightning_stateful.index.position import Position
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.samplers.cursor import read_position
 
 MODES = ("min_size", "max_size", "max_size_cycle")
 
@@ -85,7 +86,10 @@ class LoaderGroup:
             StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
         """
         format_.check(state, where=where)
-        accepted = (*accept, *(name for loader in self.loaders.values() for name in loader.accept))
+        accepted = (
+            *format_.accepted_names(accept),
+            *(name for loader in self.loaders.values() for name in loader.accept),
+        )
         format_.refuse_differences(state, self.state_at(0, 0), accept=accepted, where=where)
         saved = dict(format_.walk(state))
         positions = {
@@ -94,7 +98,7 @@ class LoaderGroup:
             if path in saved
         }
         # Where all loaders are new, and accepted as such, they begin with the epoch of the old ones.
-        known = positions.values() or [Position.from_dict(part["position"]) for part in saved.values()]
+        known = positions.values() or [read_position(part, where=where) for part in saved.values()]
         epochs = {position.epoch for position in known}
         if len(epochs) != 1:
             raise DamagedStateError(f"{where} has loaders in the epochs {sorted(epochs)}; all must be in the same.")

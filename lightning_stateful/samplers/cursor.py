@@ -49,10 +49,7 @@ class Cursor:
         """
         format_.check(state, where=where)
         format_.refuse_differences(state, self.state_dict(), accept=accept, where=where)
-        try:
-            position = Position.from_dict(state["position"])
-        except (DamagedStateError, PositionError) as error:
-            raise type(error)(f"{where}: {error}. Resume from another checkpoint.") from None
+        position = read_position(state, where=where)
         length = len(self.order)
         if position.consumed > length and not cyclic:
             raise PositionError(
@@ -62,3 +59,15 @@ class Cursor:
         if length and position.consumed == length and not cyclic:
             return Position(epoch=position.epoch + 1, consumed=0, width=position.width)
         return position
+
+
+def read_position(state: Mapping[str, Any], *, where: str) -> Position:
+    """The position in a checked envelope.
+
+    Raises:
+        DamagedStateError, PositionError: With ``where`` in the message.
+    """
+    try:
+        return Position.from_dict(state["position"])
+    except (DamagedStateError, PositionError) as error:
+        raise type(error)(f"{where}: {error}. Resume from another checkpoint.") from None

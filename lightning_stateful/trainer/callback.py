@@ -272,7 +272,7 @@ class StatefulDataCallback(pl.Callback):
         """Let learning rate schedulers that monitor a metric step in a resumed epoch too."""
         self._resume = None
         if self._in_resumed_epoch:
-            counters.allow_plateau_schedulers(trainer)
+            counters.end_resumed_epoch(trainer)
         self._in_resumed_epoch = False
         self._seed_model(trainer, "epoch end")
 

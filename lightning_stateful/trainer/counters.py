@@ -175,6 +175,7 @@ def prepare_first_epoch(trainer: pl.Trainer, moment: Moment) -> None:
     elif moment.validate:
         # Sends Lightning through the rest of its on_advance_end first: validate, then count the batch.
         epoch_loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+        epoch_loop.val_loop._has_run = False  # in an earlier fit of this trainer, perhaps
 
 
 def step_plateau_schedulers(trainer: pl.Trainer, moment: Moment) -> None:
@@ -185,11 +186,13 @@ def step_plateau_schedulers(trainer: pl.Trainer, moment: Moment) -> None:
         trainer.fit_loop.epoch_loop.update_lr_schedulers(moment.plateau, update_plateau_schedulers=True)
 
 
-def allow_plateau_schedulers(trainer: pl.Trainer) -> None:
-    """Let ReduceLROnPlateau step at the end of a resumed epoch if what it monitors is known.
+def end_resumed_epoch(trainer: pl.Trainer) -> None:
+    """Let the end of a resumed epoch be that of any other.
 
-    Lightning leaves these schedulers out there, because it does not save metrics.
+    Lightning still calls itself restarting there if no batch was left, and leaves ReduceLROnPlateau out, because it
+    does not save metrics: if what the scheduler monitors is known, it steps.
     """
+    trainer.fit_loop.epoch_loop.restarting = False
     if _plateau_metrics_known(trainer):
         trainer.fit_loop._restarting = False
 

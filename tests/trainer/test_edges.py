@@ -126,6 +126,7 @@ def test_a_second_fit_after_a_crash_in_a_validation_makes_up_for_the_validation(
     model = seeded(CrashesInValidation)
     trainer = train(model=model).trainer
     count, model.armed = len(model.ledger), False
+    model.train()  # the crash has left it in evaluation mode
     trainer.fit(model, datamodule=numbers_module())
     assert [event[:2] for event in model.ledger[count : count + 3]] == [("val", 1)] * 3
 
