@@ -20,7 +20,6 @@ from support.runs import StopAt, assert_same_end, assert_stitches, numbers_modul
 
 from lightning_stateful.errors import DamagedStateError
 from lightning_stateful.trainer.counters import (
-    Moment,
     continue_from,
     epoch_set_to,
     locate,
@@ -28,6 +27,7 @@ from lightning_stateful.trainer.counters import (
     rewritten,
     step_is_beyond_epoch,
 )
+from lightning_stateful.trainer.moment import Moment
 
 TRACKED = ("ready", "started", "processed", "completed")
 Counts = tuple[int, int, int, int]
