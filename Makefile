@@ -20,7 +20,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/kill_and_resume.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -10,8 +10,6 @@ from support import ddp_cases
 from support.ranks import run_on_ranks
 from support.runs import assert_stitches, train
 
-pytestmark = pytest.mark.xdist_group("ddp")
-
 Ranks = list[dict[str, Any]]
 
 

@@ -51,7 +51,6 @@ def lines(folder: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.xdist_group("killed")
 def test_a_run_killed_three_times_trains_on_exactly_the_uninterrupted_batches(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
