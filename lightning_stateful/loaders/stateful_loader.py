@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -219,10 +218,16 @@ class StatefulLoader(DataLoader[Any]):
 
     def batches(self, position: Position) -> Iterator[Any]:
         """The batches from ``position`` to the end of its pass, without moving the loader."""
+        count, fetch = self._fetcher(position)
+        for _ in range(count):
+            yield fetch()
+
+    def _fetcher(self, position: Position) -> tuple[int, Callable[[], Any]]:
+        """How many batches there are from ``position`` on, and what gets the next of them."""
         plan = self.plan
         count = plan.num_batches(position)
         if not count:
-            return
+            return 0, tuple
         if self._engine is None or self._engine.batches.plan != plan:
             self._engine = self._build_engine(plan)
         engine = self._engine
@@ -230,15 +235,16 @@ class StatefulLoader(DataLoader[Any]):
         # torch draws a base seed for its workers here; not from the generator that the model uses.
         base = derive_seed("workers", self.seed, plan.rank, position.epoch, position.consumed)
         engine.generator.manual_seed(base)
-        iterator = iter(engine.loader)
+        fetch = iter(engine.loader).__next__
         if self.num_workers or not self.seed_samples:
-            yield from islice(iterator, count)
-            return
-        for _ in range(count):
+            return count, fetch
+
+        def fetch_aside() -> Any:
             # Worker processes have generators of their own; here the model uses the same ones.
             with keep_randomness():
-                batch = next(iterator)
-            yield batch
+                return fetch()
+
+        return count, fetch_aside
 
     def _normal(self, position: Position) -> Position:
         """The beginning of the next epoch in place of the end of one."""
@@ -280,8 +286,8 @@ class _Pass:
         self._loader = loader
         self._count = _Count()
         self._generation = -1
-        self._left = 0
-        self._batches: Iterator[Any] = iter(())
+        self._total = 0
+        self._fetch: Callable[[], Any] = tuple
 
     def __iter__(self) -> _Pass:
         return self
@@ -289,17 +295,17 @@ class _Pass:
     def __next__(self) -> Any:
         if self._generation != self._loader._generation:
             self._begin()
+        count = self._count
+        if count.handed == self._total:
+            raise StopIteration
         try:
-            batch = next(self._batches)
-        except StopIteration:
-            raise
+            batch = self._fetch()
         except Exception:
             # A sample could not be read: its batch is tried again at the next call.
             self._generation = -1
             raise
-        self._count.handed += 1
-        self._left -= 1
-        if not self._left:
+        count.handed += 1
+        if count.handed == self._total:
             self._end()
         return batch
 
@@ -310,8 +316,7 @@ class _Pass:
         loader._cursor.position, loader._running = origin, self._count
         self._count.handed = 0
         self._generation = loader._generation
-        self._left = loader.plan.num_batches(origin)
-        self._batches = loader.batches(origin)
+        self._total, self._fetch = loader._fetcher(origin)
 
     def _end(self) -> None:
         loader = self._loader
