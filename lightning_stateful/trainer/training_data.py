@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import SequentialSampler
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
@@ -80,6 +80,7 @@ class TrainingData:
         self._first_path = next(iter(self.group.loaders), "")
         self._counted_epoch, self._first_step, self._num_handed = -1, 0, 0
         self.structure: Any = structure.rebuilt(lambda path, loader: self._view(path))
+        self._report_repeats()
 
     @classmethod
     def build(cls, trainer: pl.Trainer, request: Callable[[], Any], settings: Settings) -> TrainingData:
@@ -167,6 +168,16 @@ class TrainingData:
                 category=StatefulWarning,
             )
         return taken
+
+    def _report_repeats(self) -> None:
+        for path, loader in self.group.loaders.items():
+            plan = loader.plan
+            if repeated := plan.rule.num_repeated(len(loader.order)):
+                rank_zero_info(
+                    f"Training data{f' {path!r}' if path else ''}: {repeated} of {len(loader.order)} samples are "
+                    f"served twice in every epoch, because {plan.rule.num_replicas} ranks take equal steps with batch_size="
+                    f"{plan.rule.batch_size}. drop_last=True leaves the incomplete last step out instead."
+                )
 
     def _view(self, path: str) -> LoaderView:
         trainer, loader = self._trainer, self.group.loaders[path]

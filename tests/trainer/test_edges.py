@@ -27,7 +27,7 @@ from support.runs import (
 )
 from torch.utils.data import DataLoader
 
-from lightning_stateful import StatefulDataModule
+from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
 from lightning_stateful.errors import ConfigurationError, StateError
 
 
@@ -227,3 +227,10 @@ class Uninitialised(StatefulDataModule):
 def test_a_module_that_does_not_initialise_itself_says_so() -> None:
     with pytest.raises(ConfigurationError, match=r"Uninitialised.__init__ must call super\(\).__init__\(\)"):
         train(Uninitialised)
+
+
+def test_samples_that_equal_steps_serve_twice_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    loader = StatefulLoader(Numbers(5), batch_size=1, num_replicas=2, rank=0)
+    train(lambda: loader, callbacks=[StatefulDataCallback()], max_epochs=1)
+    assert "1 of 5 samples are served twice in every epoch, because 2 ranks" in caplog.text
