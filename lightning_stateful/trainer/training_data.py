@@ -173,10 +173,11 @@ class TrainingData:
         for path, loader in self.group.loaders.items():
             plan = loader.plan
             if repeated := plan.rule.num_repeated(len(loader.order)):
+                where = f"Training data {path!r}" if path else "Training data"
                 rank_zero_info(
-                    f"Training data{f' {path!r}' if path else ''}: {repeated} of {len(loader.order)} samples are "
-                    f"served twice in every epoch, because {plan.rule.num_replicas} ranks take equal steps with batch_size="
-                    f"{plan.rule.batch_size}. drop_last=True leaves the incomplete last step out instead."
+                    f"{where}: {repeated} of {len(loader.order)} samples are served twice in every epoch, because "
+                    f"{plan.rule.num_replicas} ranks take equal steps with batch_size={plan.rule.batch_size}. "
+                    "drop_last=True leaves the incomplete last step out instead."
                 )
 
     def _view(self, path: str) -> LoaderView:
