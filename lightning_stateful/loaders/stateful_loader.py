@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -16,6 +16,7 @@ from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.batches import BatchPlan, Cut, PassIndices, PositionedBatches
+from lightning_stateful.loaders.engine import Engine
 from lightning_stateful.loaders.seeded import SeededDataset, keep_randomness
 from lightning_stateful.loaders.torch_samplers import order_of, reason_against_batch_sampler
 from lightning_stateful.samplers.cursor import Cursor
@@ -34,14 +35,6 @@ OPTIONS = (
     "persistent_workers",
     "pin_memory_device",
 )
-
-
-class _Engine(NamedTuple):
-    """torch's loader behind this one; kept, because persistent workers live in it."""
-
-    loader: DataLoader[Any]
-    batches: PositionedBatches
-    generator: torch.Generator
 
 
 class StatefulLoader(DataLoader[Any]):
@@ -134,7 +127,7 @@ class StatefulLoader(DataLoader[Any]):
         self._cursor = Cursor(self.order, {"drop_last": drop_last, "dataset": describe_dataset(dataset)})
         self._generation = 0
         self._running: _Count | None = None
-        self._engine: _Engine | None = None
+        self._engine: Engine | None = None
         indices = PassIndices(self.cut, self._cursor)
         super().__init__(dataset, batch_size=batch_size, sampler=indices, drop_last=drop_last, **options)
 
@@ -235,7 +228,8 @@ class StatefulLoader(DataLoader[Any]):
         # torch draws a base seed for its workers here; not from the generator that the model uses.
         base = derive_seed("workers", self.seed, plan.rank, position.epoch, position.consumed)
         engine.generator.manual_seed(base)
-        fetch = iter(engine.loader).__next__
+        in_process = not self.num_workers and not self.pin_memory
+        fetch = engine.fetch_in_process() if in_process else iter(engine.loader).__next__
         if self.num_workers or not self.seed_samples:
             return count, fetch
 
@@ -253,7 +247,7 @@ class StatefulLoader(DataLoader[Any]):
             return Position(epoch=position.epoch + 1, width=plan.rule.num_replicas)
         return position
 
-    def _build_engine(self, plan: BatchPlan) -> _Engine:
+    def _build_engine(self, plan: BatchPlan) -> Engine:
         options = {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None)}
         batches = PositionedBatches(plan, derive_seed("samples", self.seed) if self.seed_samples else None)
         generator = torch.Generator()
@@ -263,7 +257,7 @@ class StatefulLoader(DataLoader[Any]):
             generator=generator,
             **options,
         )
-        return _Engine(loader, batches, generator)
+        return Engine(loader, batches, generator)
 
 
 class _Count:
