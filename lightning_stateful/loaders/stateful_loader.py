@@ -225,11 +225,13 @@ class StatefulLoader(DataLoader[Any]):
             self._engine = self._build_engine(plan)
         engine = self._engine
         engine.batches.start = position
-        # torch draws a base seed for its workers here; not from the generator that the model uses.
-        base = derive_seed("workers", self.seed, plan.rank, position.epoch, position.consumed)
-        engine.generator.manual_seed(base)
-        in_process = not self.num_workers and not self.pin_memory
-        fetch = engine.fetch_in_process() if in_process else iter(engine.loader).__next__
+        if not self.num_workers and not self.pin_memory:
+            fetch = engine.fetch_in_process()
+        else:
+            # torch draws a base seed for its workers here; not from the generator that the model uses.
+            base = derive_seed("workers", self.seed, plan.rank, position.epoch, position.consumed)
+            engine.generator.manual_seed(base)
+            fetch = iter(engine.loader).__next__
         if self.num_workers or not self.seed_samples:
             return count, fetch
 

@@ -159,20 +159,26 @@ def fails_on_one_rank(folder: Path) -> Any:
     return train(lambda: Breaks(Numbers(22)), **DDP)
 
 
+def evaluating_trainer(**options: Any) -> pl.Trainer:
+    """A quiet trainer on two ranks."""
+    return pl.Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **options,
+    )
+
+
 def evaluation(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for length in (1, 2, 3, 5, 8, 9):
         for batch_size in (1, 2, 3):
             model = LedgerModel()
-            trainer = pl.Trainer(
-                accelerator="cpu",
-                strategy="ddp",
-                devices=2,
-                logger=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                enable_checkpointing=False,
-            )
+            trainer = evaluating_trainer()
             data = StatefulDataModule(val=Numbers(length), batch_size=batch_size)
             trainer.validate(model, datamodule=data, verbose=False)
             found[f"{length},{batch_size}"] = [event[4] for event in model.ledger]
@@ -181,16 +187,7 @@ def evaluation(folder: Path) -> dict[str, Any]:
 
 def plain_evaluation_loaders(folder: Path) -> dict[str, Any]:
     model = LedgerModel()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy="ddp",
-        devices=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=[StatefulDataCallback()],
-    )
+    trainer = evaluating_trainer(callbacks=[StatefulDataCallback()])
     found = {}
     for how in ("validate", "test", "predict"):
         model.ledger.clear()
