@@ -19,6 +19,8 @@ class Position:
         consumed: Slots of that epoch already trained on. It exceeds the epoch's length only where a shorter loader
             starts over within an epoch (``max_size_cycle``).
         width: Number of replicas that the epoch was begun with.
+        since: Slots consumed when the rest of the epoch was planned (batch orders; 0 if it was when the epoch began).
+        origin: Samples of every source that had been served then (orders of several sources; empty for none).
 
     Raises:
         PositionError: A value is negative, or the width is zero.
@@ -27,6 +29,8 @@ class Position:
     epoch: int = 0
     consumed: int = 0
     width: int = 1
+    since: int = 0
+    origin: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("epoch", "consumed", "width"):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_stateful.index.orders import Order
 from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.slots import BatchOrder, SlotPlan
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.samplers.cursor import Cursor
@@ -35,6 +36,41 @@ class BatchPlan:
     rule: StepRule
     rank: int
 
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel ranks."""
+        return self.rule.num_replicas
+
+    def num_slots(self) -> int:
+        """Slots of a whole epoch."""
+        return len(self.order)
+
+    def repeats(self) -> list[str]:
+        """What is served twice, in words; empty if nothing is."""
+        repeated, length = self.rule.num_repeated(len(self.order)), len(self.order)
+        return [f"{repeated} of {length} samples are served twice in every epoch"] if repeated else []
+
+    def begin(self, epoch: int, held: Position | None = None) -> Position:
+        """The beginning of ``epoch``, whatever the run held before."""
+        return Position(epoch=epoch, width=self.num_replicas)
+
+    def end(self, position: Position) -> Position:
+        """The end of the position's epoch."""
+        return replace(position, consumed=len(self.order))
+
+    def is_over(self, position: Position) -> bool:
+        """Whether nothing is left of the position's epoch."""
+        return not self.in_first_pass(position) or not self.num_batches(position)
+
+    def in_first_pass(self, position: Position) -> bool:
+        """Whether a position lies before the end of the epoch, and in no later pass within it."""
+        return position.consumed < len(self.order)
+
+    def pass_after(self, position: Position, passes: int) -> Position:
+        """The beginning of a later pass within the epoch, ``passes`` after the one that ``position`` lies in."""
+        length = len(self.order)
+        return replace(position, consumed=(position.consumed // length + passes) * length)
+
     def remaining(self, position: Position) -> int:
         """Slots left in the epoch, or in the pass within the epoch that a cyclic position lies in."""
         length = len(self.order)
@@ -47,13 +83,20 @@ class BatchPlan:
     def after(self, position: Position, steps: int) -> Position:
         """The position within the same epoch after ``steps`` more steps of this pass."""
         served = self.rule.served(self.remaining(position), steps)
-        return Position(epoch=position.epoch, consumed=position.consumed + served, width=position.width)
+        return replace(position, consumed=position.consumed + served)
 
     def num_samples(self) -> int:
         """Samples of this rank in a whole epoch."""
         plain = self._num_plain(len(self.order))
         tail = len(self.order) - plain * self.rule.full
         return plain * self.rule.batch_size + sum(share.size for share in self._shares(tail))
+
+    def keyed(self, position: Position, seed: int) -> Iterator[tuple[int, list[int]]]:
+        """:meth:`indices`, each batch with a key to seed its samples by."""
+        # A second pass over the same samples within an epoch (max_size_cycle) draws anew.
+        number = position.consumed // max(len(self.order), 1)
+        key = derive_seed("samples", seed, position.epoch, number)
+        return ((key, indices) for indices in self.indices(position))
 
     def indices(self, position: Position) -> Iterator[list[int]]:
         """The rank's batches from ``position`` to the end of the pass."""
@@ -120,6 +163,29 @@ class Cut:
         return BatchPlan(order=self.order, rule=rule, rank=topology.rank)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotCut:
+    """Whole batches, dealt out to however many ranks there turn out to be.
+
+    Attributes:
+        order: The canonical sequence of batches.
+        num_replicas: Number of ranks; None for those of the process group.
+        rank: This rank; None for that of the process group.
+    """
+
+    order: BatchOrder
+    num_replicas: int | None = None
+    rank: int | None = None
+
+    def topology(self) -> Topology:
+        """The ranks that batches are dealt out to."""
+        return detect_topology(self.num_replicas, self.rank)
+
+    def plan(self) -> SlotPlan:
+        """The batches of this rank."""
+        return SlotPlan(self.order, self.topology())
+
+
 class PositionedBatches:
     """A batch sampler that begins wherever :attr:`start` says when it is iterated.
 
@@ -129,19 +195,13 @@ class PositionedBatches:
             :class:`~lightning_stateful.loaders.seeded.SeededDataset` wants them.
     """
 
-    def __init__(self, plan: BatchPlan, seed: int | None) -> None:
+    def __init__(self, plan: BatchPlan | SlotPlan, seed: int | None) -> None:
         self.plan = plan
         self.seed = seed
         self.start = Position()
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self.plan.indices(self.start)
-        if self.seed is None:
-            return batches
-        # A second pass over the same samples within an epoch (max_size_cycle) draws anew.
-        number = self.start.consumed // max(len(self.plan.order), 1)
-        key = derive_seed("samples", self.seed, self.start.epoch, number)
-        return ((key, indices) for indices in batches)
+        return self.plan.indices(self.start) if self.seed is None else self.plan.keyed(self.start, self.seed)
 
     def __len__(self) -> int:
         return self.plan.num_batches()
@@ -154,7 +214,7 @@ class PassIndices(DistributedSampler[int]):
     that they set here is a count of their ``iter()`` calls and says nothing about where the loader stands.
     """
 
-    def __init__(self, cut: Cut, cursor: Cursor) -> None:
+    def __init__(self, cut: Cut | SlotCut, cursor: Cursor) -> None:
         self._cut = cut
         self._cursor = cursor
 
@@ -167,3 +227,17 @@ class PassIndices(DistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Nothing: see :meth:`StatefulLoader.set_epoch`."""
+
+
+class PassBatches(Sampler[list[int]]):
+    """The loader's batches from the beginning of its pass, for those who look at ``loader.batch_sampler``."""
+
+    def __init__(self, cut: SlotCut, cursor: Cursor) -> None:
+        self._cut = cut
+        self._cursor = cursor
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._cut.plan().indices(self._cursor.position)
+
+    def __len__(self) -> int:
+        return self._cut.plan().num_batches()

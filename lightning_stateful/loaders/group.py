@@ -8,6 +8,8 @@ from typing import Any
 from lightning_stateful import state as format_
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError
 from lightning_stateful.index.position import Position
+from lightning_stateful.index.slots import SlotPlan
+from lightning_stateful.loaders.batches import BatchPlan
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.cursor import read_position
 
@@ -47,22 +49,27 @@ class LoaderGroup:
     def position(self, path: str, epoch: int, batch: int) -> Position | None:
         """Where the loader at ``path`` stands before step ``batch`` of ``epoch``; None when it is exhausted."""
         loader = self.loaders[path]
-        plan, length = loader.plan, len(loader.order)
+        plan = loader.plan
         origin, steps = self._origin(path, epoch), batch
         if path in self._anchor and origin is self._anchor[path]:
             # An accumulation window may have begun, on other ranks, before the place of resuming: stay there.
             steps = max(steps - self._anchor_batch, 0)
         if not plan.num_batches():
             return None
-        in_pass = plan.num_batches(origin) if self._cyclic or origin.consumed < length else 0
+        in_pass = plan.num_batches(origin) if self._cyclic or plan.in_first_pass(origin) else 0
         if steps < in_pass:
             return plan.after(origin, steps)
         if not self._cyclic:
             return None
+        if isinstance(plan, SlotPlan):
+            raise ConfigurationError(
+                f"Loader {path!r} of several sources has {plan.num_batches()} batches an epoch, and the longest loader "
+                f"beside it {self.num_batches()}; it cannot start over within an epoch. Give it "
+                f"num_steps={self.num_batches()}, or combine the loaders in the mode 'min_size' or 'max_size'."
+            )
         # On to the passes that follow within the epoch, all of them whole.
         passes, steps = divmod(steps - in_pass, plan.num_batches())
-        start = (origin.consumed // length + 1 + passes) * length
-        return plan.after(Position(epoch=epoch, consumed=start, width=origin.width), steps)
+        return plan.after(plan.pass_after(origin, 1 + passes), steps)
 
     def state_at(self, epoch: int, batch: int) -> dict[str, Any]:
         """The state before step ``batch`` of ``epoch``: fresh plain data, equal on all ranks."""
@@ -70,8 +77,7 @@ class LoaderGroup:
         for path, loader in self.loaders.items():
             position = self.position(path, epoch, batch)
             if position is None:
-                width = self._origin(path, epoch).width
-                position = Position(epoch=epoch, consumed=len(loader.order), width=width)
+                position = loader.plan.end(self._origin(path, epoch))
             states[path] = loader.state_at(position)
         return states[""] if list(states) == [""] else format_.pack_combined(self.mode, states)
 
@@ -104,10 +110,11 @@ class LoaderGroup:
             raise DamagedStateError(f"{where} has loaders in the epochs {sorted(epochs)}; all must be in the same.")
         epoch = epochs.pop()
         for path, position in positions.items():
-            if not self._cyclic and position.consumed > len(self.loaders[path].order):
+            plan = self.loaders[path].plan
+            if not self._cyclic and isinstance(plan, BatchPlan) and position.consumed > plan.num_slots():
                 raise PositionError(
                     f"{where}, loader {path!r}, has consumed {position.consumed} samples of an epoch that has only "
-                    f"{len(self.loaders[path].order)}. Resume from a checkpoint of this dataset."
+                    f"{plan.num_slots()}. Resume from a checkpoint of this dataset."
                 )
         # A loader that the state does not know (its absence was accepted) begins with the epoch.
         self._anchor = {path: positions.get(path, self._fresh(path, epoch)) for path in self.loaders}
@@ -118,10 +125,9 @@ class LoaderGroup:
         """Steps from the anchor to the end of its epoch."""
         lefts = []
         for path, position in self._anchor.items():
-            loader = self.loaders[path]
+            plan = self.loaders[path].plan
             # A loader in a later pass within the epoch has already been seen once and holds nothing up.
-            whole = position.consumed < len(loader.order)
-            lefts.append(loader.plan.num_batches(position) if whole else 0)
+            lefts.append(plan.num_batches(position) if plan.in_first_pass(position) else 0)
         return min(lefts) if self.mode == "min_size" else max(lefts)
 
     def _origin(self, path: str, epoch: int) -> Position:
@@ -129,4 +135,4 @@ class LoaderGroup:
         return held if held is not None and held.epoch == epoch else self._fresh(path, epoch)
 
     def _fresh(self, path: str, epoch: int) -> Position:
-        return Position(epoch=epoch, width=self.loaders[path].topology.num_replicas)
+        return self.loaders[path].plan.begin(epoch, self._anchor.get(path))

@@ -69,17 +69,18 @@ class SeededDataset(Dataset[Any]):
         """A sample by its bare index, unseeded: for a ``worker_init_fn`` that looks into its dataset."""
         return self.__dict__["dataset"][index]
 
-    def __getitems__(self, keyed: tuple[int, list[int]]) -> Any:
-        """Read ``indices`` of ``(key, indices)``, each under its own seed."""
+    def __getitems__(self, keyed: tuple[int | list[int], list[int]]) -> Any:
+        """Read ``indices`` of ``(key, indices)``, each under its own seed; there may be a key for each of them."""
         key, indices = keyed
+        keys = key if isinstance(key, list) else [key] * len(indices)
         dataset = self.__dict__["dataset"]
         if _runs_no_user_code(dataset):
-            seed_randomness(derive_seed(key, indices[-1]))
+            seed_randomness(derive_seed(keys[-1], indices[-1]))
             return dataset.__getitems__(indices)
         if _fetches_batches(dataset):
-            return [_fetch_one(dataset, key, index) for index in indices]
+            return [_fetch_one(dataset, key, index) for key, index in zip(keys, indices, strict=True)]
         samples = []
-        for index in indices:
+        for key, index in zip(keys, indices, strict=True):
             seed_randomness(derive_seed(key, index))
             samples.append(dataset[index])
         return samples

@@ -13,14 +13,12 @@ from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.orders import Order
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.seeding import derive_seed
-from lightning_stateful.index.steps import StepRule
+from lightning_stateful.index.slots import BatchOrder, SlotPlan
 from lightning_stateful.index.topology import Topology
-from lightning_stateful.loaders.batches import BatchPlan, Cut, PassIndices, PositionedBatches
+from lightning_stateful.loaders.batches import BatchPlan, Cut, PassBatches, PassIndices, PositionedBatches
+from lightning_stateful.loaders.cutting import cutting_of
 from lightning_stateful.loaders.engine import Engine
 from lightning_stateful.loaders.seeded import SeededDataset, keep_randomness
-from lightning_stateful.loaders.torch_samplers import order_of, reason_against_batch_sampler
-from lightning_stateful.samplers.cursor import Cursor
-from lightning_stateful.samplers.identity import describe_dataset
 from lightning_stateful.state import accepted_names
 
 # What the inner DataLoader takes over from this one, where this version of torch has it.
@@ -55,7 +53,8 @@ class StatefulLoader(DataLoader[Any]):
         sampler: In place of ``shuffle``: one of torch's own samplers, of which the kind and the parameters are
             taken, or an :class:`~lightning_stateful.index.orders.Order`.
         batch_sampler: In place of ``batch_size``, ``sampler`` and ``drop_last``: a ``torch.utils.data.BatchSampler``
-            around one of torch's own samplers.
+            around one of torch's own samplers, a batch sampler of this package, or a
+            :class:`~lightning_stateful.index.slots.BatchOrder`. Batch sizes are part of its configuration then.
         drop_last: Leave out the last step of an epoch if it is not full.
         seed: Chooses the orders and the randomness of samples.
         num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
@@ -100,36 +99,37 @@ class StatefulLoader(DataLoader[Any]):
             )
         if not options.pop("in_order", True):
             raise ConfigurationError("in_order=False hands batches over in no fixed order and cannot be resumed.")
-        if batch_sampler is not None:
-            if batch_size != 1 or shuffle or sampler is not None or drop_last:
-                raise ConfigurationError(
-                    "batch_sampler takes the place of batch_size, shuffle, sampler and drop_last; pass either."
-                )
-            if reason := reason_against_batch_sampler(batch_sampler):
-                raise UnsupportedLoaderError(f"StatefulLoader cannot use this batch_sampler: {reason}")
-            batch_size, drop_last, sampler = batch_sampler.batch_size, batch_sampler.drop_last, batch_sampler.sampler
-        if sampler is not None and shuffle:
-            raise ConfigurationError("sampler takes the place of shuffle; pass one or the other.")
         self.seed = seed = as_int("seed", seed)
         self.seed_samples = seed_samples
-        self.accept = accepted_names(accept)
-        self.order = order_of(dataset, sampler=sampler, shuffle=shuffle, seed=seed)
-        self.cut = Cut(
-            order=self.order,
+        self.cut, self._cursor, accepted = cutting_of(
+            dataset,
             batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
             drop_last=drop_last,
+            seed=seed,
             exact=exact,
             num_replicas=num_replicas,
             rank=rank,
         )
-        StepRule(batch_size=batch_size)
-        # A state is compared with what decides the sequence of samples; batch size, workers and ranks do not.
-        self._cursor = Cursor(self.order, {"drop_last": drop_last, "dataset": describe_dataset(dataset)})
+        self.order = self.cut.order
+        self.accept = (*accepted, *accepted_names(accept))
         self._generation = 0
         self._running: _Count | None = None
         self._engine: Engine | None = None
         indices = PassIndices(self.cut, self._cursor)
-        super().__init__(dataset, batch_size=batch_size, sampler=indices, drop_last=drop_last, **options)
+        if isinstance(self.cut, Cut):
+            how: dict[str, Any] = {
+                "batch_size": self.cut.batch_size,
+                "sampler": indices,
+                "drop_last": self.cut.drop_last,
+            }
+            super().__init__(dataset, **how, **options)
+        else:
+            super().__init__(dataset, batch_sampler=PassBatches(self.cut, self._cursor), **options)
+            # torch puts a sampler of its own beside a batch sampler, in which Fabric would see something to replace.
+            object.__setattr__(self, "sampler", indices)
 
     @property
     def topology(self) -> Topology:
@@ -137,7 +137,7 @@ class StatefulLoader(DataLoader[Any]):
         return self.cut.topology()
 
     @property
-    def plan(self) -> BatchPlan:
+    def plan(self) -> BatchPlan | SlotPlan:
         """The batches of this rank, as a function of a position."""
         return self.cut.plan()
 
@@ -174,7 +174,7 @@ class StatefulLoader(DataLoader[Any]):
         """Stand at the beginning of ``epoch``; a position within that same epoch is kept."""
         epoch = as_int("epoch", epoch)
         if epoch != self._cursor.position.epoch:
-            self.seek(Position(epoch=epoch, width=self.topology.num_replicas))
+            self.seek(self.plan.begin(epoch, self._cursor.position))
 
     def seek(self, position: Position) -> None:
         """Stand at ``position``; a pass that is running goes on from there."""
@@ -193,6 +193,16 @@ class StatefulLoader(DataLoader[Any]):
             StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
         """
         self.seek(self.read(state_dict))
+
+    def position_report(self) -> dict[str, Any]:
+        """Where the loader stands: epoch, and slots consumed or what has been served of every source."""
+        return self.report_at(self.position)
+
+    def report_at(self, position: Position) -> dict[str, Any]:
+        """:meth:`position_report` at another position."""
+        if isinstance(self.order, BatchOrder):
+            return {"epoch": position.epoch, "sources": self.order.report(position)}
+        return {"epoch": position.epoch, "samples": position.consumed}
 
     def state_at(self, position: Position) -> dict[str, Any]:
         """The state of this loader at another position."""
@@ -229,7 +239,7 @@ class StatefulLoader(DataLoader[Any]):
             fetch = engine.fetch_in_process()
         else:
             # torch draws a base seed for its workers here; not from the generator that the model uses.
-            base = derive_seed("workers", self.seed, plan.rank, position.epoch, position.consumed)
+            base = derive_seed("workers", self.seed, self.topology.rank, position.epoch, position.consumed)
             engine.generator.manual_seed(base)
             fetch = iter(engine.loader).__next__
         if self.num_workers or not self.seed_samples:
@@ -245,11 +255,9 @@ class StatefulLoader(DataLoader[Any]):
     def _normal(self, position: Position) -> Position:
         """The beginning of the next epoch in place of the end of one."""
         plan = self.plan
-        if position.consumed and (position.consumed >= len(self.order) or not plan.num_batches(position)):
-            return Position(epoch=position.epoch + 1, width=plan.rule.num_replicas)
-        return position
+        return plan.begin(position.epoch + 1, position) if position.consumed and plan.is_over(position) else position
 
-    def _build_engine(self, plan: BatchPlan) -> Engine:
+    def _build_engine(self, plan: BatchPlan | SlotPlan) -> Engine:
         options = {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None)}
         batches = PositionedBatches(plan, derive_seed("samples", self.seed) if self.seed_samples else None)
         generator = torch.Generator()

@@ -8,8 +8,11 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from lightning_stateful.errors import UnsupportedLoaderError
+from lightning_stateful.index.slots import BatchOrder
+from lightning_stateful.loaders.batches import Cut
 from lightning_stateful.loaders.stateful_loader import OPTIONS, StatefulLoader
 from lightning_stateful.loaders.torch_samplers import order_of, reason_against_batch_sampler
+from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.state import accepted_names
 
 
@@ -43,33 +46,46 @@ def take_over(
     """
     if isinstance(loader, StatefulLoader):
         seed, seed_samples, accept = loader.seed, loader.seed_samples, (*loader.accept, *accepted_names(accept))
-        order: Any = loader.order
-        exact = exact or loader.cut.exact
         if (loader.cut.num_replicas, loader.cut.rank) != (None, None):
             num_replicas, rank = loader.cut.num_replicas, loader.cut.rank
-    else:
-        reason = _reason_against(loader)
-        if reason:
-            raise UnsupportedLoaderError(f"Cannot take over {where}: {reason}")
-        try:
-            order = order_of(loader.dataset, sampler=loader.batch_sampler.sampler, seed=seed)
-        except UnsupportedLoaderError as error:
-            raise UnsupportedLoaderError(f"Cannot take over {where}: {error}") from None
-    if shuffle is False:
-        order = order_of(loader.dataset, sampler=SequentialSampler(loader.dataset))
+    elif reason := _reason_against(loader):
+        raise UnsupportedLoaderError(f"Cannot take over {where}: {reason}")
+    try:
+        cutting = _batches_of(loader, shuffle) or _samples_of(loader, seed, shuffle, exact)
+    except UnsupportedLoaderError as error:
+        raise UnsupportedLoaderError(f"Cannot take over {where}: {error}") from None
     return StatefulLoader(
         loader.dataset,
-        batch_size=loader.batch_sampler.batch_size,
-        sampler=order,
-        drop_last=loader.batch_sampler.drop_last,
+        **cutting,
         seed=seed,
         num_replicas=num_replicas,
         rank=rank,
         seed_samples=seed_samples,
-        exact=exact,
         accept=accept,
         **{name: getattr(loader, name) for name in OPTIONS if getattr(loader, name, None)},
     )
+
+
+def _batches_of(loader: Any, shuffle: bool | None) -> dict[str, Any]:
+    """The arguments that say how whole batches are chosen; empty where samples are."""
+    batches = loader.order if isinstance(loader, StatefulLoader) else loader.batch_sampler
+    if not isinstance(batches, (StatefulBatchSampler, BatchOrder)):
+        return {}
+    return {"batch_sampler": batches.unshuffled() if shuffle is False else batches}
+
+
+def _samples_of(loader: Any, seed: int, shuffle: bool | None, exact: bool) -> dict[str, Any]:
+    """The arguments that say how samples are chosen and cut into batches."""
+    sampler: Any = loader.order if isinstance(loader, StatefulLoader) else loader.batch_sampler.sampler
+    if shuffle is False:
+        sampler = SequentialSampler(loader.dataset)
+    exact = exact or (isinstance(loader, StatefulLoader) and isinstance(loader.cut, Cut) and loader.cut.exact)
+    return {
+        "sampler": order_of(loader.dataset, sampler=sampler, seed=seed),
+        "batch_size": loader.batch_sampler.batch_size,
+        "drop_last": loader.batch_sampler.drop_last,
+        "exact": exact,
+    }
 
 
 def _reason_against(loader: Any) -> str:

@@ -17,6 +17,7 @@ from torch.utils.data import (
 from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.index.draws import ReplacementOrder, SubsetOrder, WeightedOrder
 from lightning_stateful.index.orders import Order, SequentialOrder, ShuffledOrder
+from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 
 _DISTRIBUTED = (DistributedSampler, StatefulDistributedSampler)
@@ -63,12 +64,12 @@ def order_of(dataset: Any, *, sampler: Any = None, shuffle: bool = False, seed: 
 
 
 def reason_against_batch_sampler(batch_sampler: Any) -> str:
-    """Why a batch sampler cannot be taken apart into a sampler and a batch size; empty if it can."""
-    if _is(batch_sampler, BatchSampler):
+    """Why a batch sampler's batches cannot be computed from a position; empty if they can."""
+    if isinstance(batch_sampler, StatefulBatchSampler) or _is(batch_sampler, BatchSampler):
         return ""
     return (
         f"the batch sampler {type(batch_sampler).__qualname__} decides on whole batches, which cannot be computed from "
-        "a position. Use batch_size= and one of torch's own samplers."
+        "a position. Use batch_size= and one of torch's own samplers, or a batch sampler of lightning_stateful."
     )
 
 

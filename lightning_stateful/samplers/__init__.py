@@ -1,8 +1,18 @@
 """Floor 1: orders with a position, as torch samplers. torch only."""
 
+from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.identity import describe_dataset
+from lightning_stateful.samplers.sources import MixtureBatchSampler, RoundRobinBatchSampler
 from lightning_stateful.samplers.world import detect_topology
 
-__all__ = ["Cursor", "StatefulDistributedSampler", "describe_dataset", "detect_topology"]
+__all__ = [
+    "Cursor",
+    "MixtureBatchSampler",
+    "RoundRobinBatchSampler",
+    "StatefulBatchSampler",
+    "StatefulDistributedSampler",
+    "describe_dataset",
+    "detect_topology",
+]

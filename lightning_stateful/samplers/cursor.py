@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning_stateful import state as format_
-from lightning_stateful.errors import DamagedStateError, PositionError
+from lightning_stateful.errors import DamagedStateError, Difference, PositionError, StateMismatchError
 from lightning_stateful.index.orders import Order
 from lightning_stateful.index.position import Position
+from lightning_stateful.index.slots import BatchOrder
 
 
 class Cursor:
@@ -22,15 +23,18 @@ class Cursor:
         An envelope of the order's kind (see :mod:`lightning_stateful.state`).
     """
 
-    def __init__(self, order: Order, config: Mapping[str, Any]) -> None:
+    def __init__(self, order: Order | BatchOrder, config: Mapping[str, Any]) -> None:
         self.order = order
         self.config = {**order.describe(), **config}
         self.position = Position()
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
         """The state at ``position``, or at the one held; a fresh plain dict."""
-        held = (self.position if position is None else position).to_dict()
-        return format_.pack(self.order.kind, self.order.order_version, self.config, held)
+        held = self.position if position is None else position
+        return self._envelope(self.order.save(held) if isinstance(self.order, BatchOrder) else held.to_dict())
+
+    def _envelope(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        return format_.pack(self.order.kind, self.order.order_version, self.config, position)
 
     def read(
         self, state: Mapping[str, Any], *, accept: Collection[str] = (), cyclic: bool = False, where: str = "The state"
@@ -48,7 +52,13 @@ class Cursor:
             DamagedStateError, StateVersionError, PositionError: The state is of no use.
         """
         format_.check(state, where=where)
-        format_.refuse_differences(state, self.state_dict(), accept=accept, where=where)
+        present = self._envelope(Position().to_dict())
+        format_.refuse_differences(state, present, accept=accept, where=where)
+        if isinstance(self.order, BatchOrder):
+            changed = bool(format_.differences(state, present))
+            return _read_in_batches(self.order, state, changed=changed, where=where)
+        if "places" in state["position"]:
+            raise _other_slots(state, self.order.kind, where)
         position = read_position(state, where=where)
         length = len(self.order)
         if position.consumed > length and not cyclic:
@@ -59,6 +69,30 @@ class Cursor:
         if length and position.consumed == length and not cyclic:
             return Position(epoch=position.epoch + 1, consumed=0, width=position.width)
         return position
+
+
+def _read_in_batches(order: BatchOrder, state: Mapping[str, Any], *, changed: bool, where: str) -> Position:
+    if "places" not in state["position"]:
+        raise _other_slots(state, order.kind, where)
+    try:
+        position = order.restore(state["position"], state["config"], changed=changed)
+    except (DamagedStateError, PositionError) as error:
+        raise type(error)(f"{where}: {error}. Resume from another checkpoint.") from None
+    end = order.steps(position) * position.width
+    if position.consumed > end:
+        raise PositionError(
+            f"{where} has consumed {position.consumed} batches of epoch {position.epoch}, but an epoch has only {end}. "
+            "Train on the data that it was made with, or resume from a checkpoint of this one."
+        )
+    if position.consumed == end:
+        return order.begin(position.epoch + 1, position.width, position)
+    return position
+
+
+def _other_slots(state: Mapping[str, Any], kind: str, where: str) -> StateMismatchError:
+    # Not to be accepted: a number of batches of several sources is no number of samples.
+    remedy = "Use the order or sampler that the checkpoint was made with."
+    return StateMismatchError([Difference(path="kind", saved=state["kind"], present=kind, remedy=remedy)], where=where)
 
 
 def read_position(state: Mapping[str, Any], *, where: str) -> Position:

@@ -76,6 +76,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         self._rule = StepRule(batch_size=1, num_replicas=self.num_replicas, drop_last=drop_last)
         self.num_samples = self._rule.num_steps(length)
         self.total_size = self.num_samples * self.num_replicas
+        self._order = order
         self._cursor = Cursor(order, {"drop_last": drop_last, "dataset": described})
         self._cursor.position = Position(width=self.num_replicas)
         # Where the counted pass began, and where the latest one did that was iterated, which workers may have drained.
@@ -110,13 +111,13 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
                 yield index
 
     def _rounds(self, began: Position) -> int:
-        return self._rule.num_steps(len(self._cursor.order) - began.consumed)
+        return self._rule.num_steps(len(self._order) - began.consumed)
 
     def _next_epoch(self, began: Position) -> Position:
         return Position(epoch=began.epoch + 1, width=self.num_replicas)
 
     def _indices(self, began: Position, start: int, stop: int) -> list[int]:
-        order = self._cursor.order
+        order = self._order
         slots = began.consumed + np.arange(start, stop, dtype=np.int64) * self.num_replicas
         last = int(self._rule.share(len(order) - int(slots[-1]), self.rank)[0])
         slots += self.rank
@@ -149,7 +150,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
             raise ConfigurationError(f"num_samples must be from 0 to {rounds}, the length of this pass, got {done}.")
         if done and done == rounds:
             return self._cursor.state_dict(self._next_epoch(began))
-        served = self._rule.served(len(self._cursor.order) - began.consumed, done)
+        served = self._rule.served(len(self._order) - began.consumed, done)
         return self._cursor.state_dict(replace(began, consumed=began.consumed + served))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

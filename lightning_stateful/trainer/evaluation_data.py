@@ -50,7 +50,7 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
 
 def _lengths(structure: Structure) -> dict[str, Any]:
     views = {path: view for path, view in structure.loaders.items() if isinstance(view, LoaderView)}
-    return {f"{path}.length" if path else "length": len(view.order) for path, view in views.items()}
+    return {f"{path}.length" if path else "length": view.plan.num_slots() for path, view in views.items()}
 
 
 def _view(trainer: pl.Trainer, loader: Any, where: str, settings: Settings, topology: Topology) -> Any:

@@ -99,7 +99,7 @@ class TrainingData:
             state = loader.state_at(loader.position)
             prefix = f"{path}." if path else ""
             described |= {
-                f"{prefix}length": len(loader.order),
+                f"{prefix}length": loader.plan.num_slots(),
                 f"{prefix}batch_size": loader.batch_size,
                 f"{prefix}kind": state["kind"],
                 f"{prefix}config": state["config"],
@@ -172,12 +172,11 @@ class TrainingData:
     def _report_repeats(self) -> None:
         for path, loader in self.group.loaders.items():
             plan = loader.plan
-            if repeated := plan.rule.num_repeated(len(loader.order)):
-                where = f"Training data {path!r}" if path else "Training data"
+            where = f"Training data {path!r}" if path else "Training data"
+            for repeats in plan.repeats():
                 rank_zero_info(
-                    f"{where}: {repeated} of {len(loader.order)} samples are served twice in every epoch, because "
-                    f"{plan.rule.num_replicas} ranks take equal steps with batch_size={plan.rule.batch_size}. "
-                    "drop_last=True leaves the incomplete last step out instead."
+                    f"{where}: {repeats}, because {plan.num_replicas} ranks take equal steps. drop_last=True leaves "
+                    "incomplete steps out instead."
                 )
 
     def _view(self, path: str) -> LoaderView:

@@ -1,0 +1,202 @@
+"""Batches from several sources, in turn or in proportion, as a function of position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from lightning_stateful.errors import DamagedStateError
+from lightning_stateful.index.course import Course
+from lightning_stateful.index.mixture import Mixture
+from lightning_stateful.index.position import Position
+from lightning_stateful.index.slots import Batches
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOrder:
+    """A canonical sequence of batches, each from one source or, by sample, from several in proportion.
+
+    A step gives every rank one batch, all of the same source. The rest of an epoch that is resumed on another number
+    of ranks, or with other sources or shares, is planned anew from where every source stands.
+
+    Attributes:
+        mixture: How the sources are mixed.
+    """
+
+    mixture: Mixture
+    order_version: ClassVar[int] = 1
+
+    @property
+    def kind(self) -> str:
+        """The name under which a state knows this order."""
+        return self.mixture.kind
+
+    # Positions
+
+    def begin(self, epoch: int, width: int, held: Position | None = None) -> Position:
+        """The beginning of ``epoch``, after whatever a position held in an earlier epoch of the run leaves behind."""
+        if self.mixture.num_steps is None:
+            return Position(epoch=epoch, width=width)
+        if held is None or held.epoch > epoch:
+            held = Position(width=width)
+        while held.epoch < epoch:
+            held = self.reopen(held, width)
+            # Only progress in samples or tokens has to be looked at epoch by epoch.
+            steps = self._own_steps(held)
+            skipped = 0 if self._is_measured else epoch - held.epoch - 1
+            places = self._course(held, steps + skipped * self.mixture.num_steps).places(
+                steps + skipped * self.mixture.num_steps
+            )
+            held = Position(epoch=held.epoch + 1 + skipped, width=width, origin=places)
+        return self.reopen(replace(held, consumed=held.since), width)
+
+    def reopen(self, position: Position, width: int, places: tuple[int, ...] | None = None) -> Position:
+        """The same position, from which the rest of the epoch is planned for ``width`` ranks.
+
+        Args:
+            position: A position.
+            width: Number of ranks; if it is the position's, and no places are given, nothing changes.
+            places: Samples served of each source, where they are not those of the position.
+        """
+        if width == position.width and places is None:
+            return position
+        if places is None:
+            places = self.places(position)
+        slots = -(-position.consumed // position.width) * width
+        origin = places if any(places) else ()
+        return Position(epoch=position.epoch, consumed=slots, width=width, since=slots, origin=origin)
+
+    def steps(self, position: Position) -> int:
+        """Steps of the position's epoch, counted from its beginning, on as many ranks as the position is wide."""
+        return position.since // position.width + self._course(position).num_steps
+
+    def places(self, position: Position) -> tuple[int, ...]:
+        """Samples served of every source: in this epoch, or since training began where places carry over."""
+        return self._course(position).places((position.consumed - position.since) // position.width)
+
+    def batches(self, position: Position, first: int, last: int, rank: int) -> Batches:
+        """The batches of ``rank`` in the steps ``first <= step < last`` of the position's epoch."""
+        begun = position.since // position.width
+        return self._course(position).batches(first - begun, last - begun, rank)
+
+    def _own_steps(self, position: Position) -> int:
+        return (self.mixture.num_steps or 0) - position.since // position.width
+
+    @property
+    def _is_measured(self) -> bool:
+        return self.mixture.schedule is not None and self.mixture.schedule.unit != "steps"
+
+    def _course(self, position: Position, num_steps: int | None = None) -> Course:
+        if self.mixture.num_steps is not None and num_steps is None:
+            num_steps = self._own_steps(position)
+        begun = position.since // position.width
+        return _course(self.mixture, position.epoch, begun, position.width, position.origin, num_steps)
+
+    def repeats(self, width: int) -> list[str]:
+        """What is served twice because ranks take equal steps, in words."""
+        return [
+            f"{repeated} of {length} samples of source {name!r} are served twice in every pass"
+            for name, (repeated, length) in self.mixture.num_repeated(width).items()
+        ]
+
+    def unshuffled(self) -> MixtureOrder:
+        """The same batches in the same order in every epoch."""
+        return MixtureOrder(replace(self.mixture, shuffle=False))
+
+    # State
+
+    def describe(self) -> dict[str, Any]:
+        """Configuration as plain data."""
+        return self.mixture.describe()
+
+    def save(self, position: Position) -> dict[str, Any]:
+        """A position as plain data, with the place of every source."""
+        places = self.places(position)
+        since, origin = position.since, position.origin
+        if self.mixture.num_steps is not None and not self._is_measured:
+            # The sequence goes on alike from every step: keep the places once.
+            since, origin = position.consumed, places
+        stored = [] if since == position.consumed else list(origin)
+        return {**position.to_dict(), "since": since, "origin": stored, "places": list(places)}
+
+    def restore(self, data: Mapping[str, Any], saved: Mapping[str, Any], *, changed: bool) -> Position:
+        """The position that :meth:`save` wrote.
+
+        Args:
+            data: What it wrote.
+            saved: The configuration that wrote it.
+            changed: Whether that differs from this one. Each source goes on at its own place then.
+
+        Raises:
+            DamagedStateError: Keys are missing, or the places are not those of the position.
+            PositionError: A value is out of range.
+        """
+        position = Position.from_dict(data)
+        lengths = {name: _length(value) for name, value in saved["sources"].items()}
+        since, places = data.get("since"), _read_places(data, "places", len(lengths))
+        origin = _read_places(data, "origin", len(lengths))
+        if type(since) is not int or not 0 <= since <= position.consumed or not places:
+            raise DamagedStateError(f"a position needs places and a number since of at most consumed, got {dict(data)}")
+        if position.consumed % position.width or since % position.width:
+            raise DamagedStateError(f"slots come in groups of width={position.width}, got {dict(data)}")
+        if since == position.consumed:
+            origin = places
+        if not any(origin):
+            origin = ()
+        if changed:
+            by_name = dict(zip(lengths, places, strict=True))
+            kept = tuple(
+                _kept(by_name.get(name, 0), lengths.get(name, length), length)
+                for name, length in zip(self.mixture.sources.names, self.mixture.sources.lengths, strict=True)
+            )
+            return self.reopen(replace(position, since=0, origin=()), position.width, kept)
+        position = replace(position, since=since, origin=origin)
+        if position.consumed <= self.steps(position) * position.width and self.places(position) != places:
+            raise DamagedStateError(f"the places {list(places)} are not those of the position {position}")
+        return position
+
+    def report(self, position: Position) -> dict[str, dict[str, float]]:
+        """Of each source: samples, passes ("epochs"), share of all samples and, if lengths are known, tokens.
+
+        Counted in the running epoch, or since training began where places carry over. Tokens of a pass that is not
+        complete are its samples times their mean length.
+        """
+        places = self.places(position)
+        total = sum(places)
+        result: dict[str, dict[str, float]] = {}
+        for number, (name, length) in enumerate(
+            zip(self.mixture.sources.names, self.mixture.sources.lengths, strict=True)
+        ):
+            place = places[number]
+            result[name] = {"samples": place, "epochs": place / length, "share": place / total if total else 0.0}
+            if self.mixture.tokens is not None:
+                result[name]["tokens"] = round(Fraction(place * self.mixture.tokens[number], length))
+        return result
+
+
+@lru_cache(maxsize=32)
+def _course(
+    mixture: Mixture, epoch: int, begun: int, width: int, origin: tuple[int, ...], num_steps: int | None
+) -> Course:
+    return Course(mixture, epoch=epoch, begun=begun, width=width, origin=origin, num_steps=num_steps)
+
+
+def _read_places(data: Mapping[str, Any], key: str, count: int) -> tuple[int, ...]:
+    places = data.get(key)
+    good = isinstance(places, list) and all(type(place) is int and place >= 0 for place in places)
+    if not good or len(places or ()) not in (0, count):
+        raise DamagedStateError(f"position.{key} must list a place for each of {count} sources, got {places!r}")
+    return tuple(places or ())
+
+
+def _length(described: Any) -> int:
+    # A loader adds a fingerprint after the length.
+    return int(str(described).split()[0])
+
+
+def _kept(place: int, before: int, now: int) -> int:
+    passes, offset = divmod(place, before)
+    return passes * now + min(offset, now)

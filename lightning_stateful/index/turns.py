@@ -1,0 +1,117 @@
+"""Whose turn it is: the sequence in which sources are served, cut into blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_stateful.index.permutation import Indices, splitmix64
+from lightning_stateful.index.proportions import Proportions
+from lightning_stateful.index.seeding import derive_words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """A sequence of turns ``start <= turn < stop`` in blocks of exact proportions.
+
+    Within a block the turns stand evenly spread, or in an order of their own if there is a key. Of the first and last
+    block only what lies between ``start`` and ``stop`` is served: the evenly spread sequence decides which turns these
+    are, so that their number for each source does not depend on the key.
+
+    Attributes:
+        proportions: Turns of each source in a block.
+        start: First turn.
+        stop: Turn after the last one; None for no end.
+        key: Chooses the order within blocks; None for the evenly spread one.
+    """
+
+    proportions: Proportions
+    start: int = 0
+    stop: int | None = None
+    key: int | None = None
+
+    def sources(self, first: int, last: int) -> Indices:
+        """The source of each of the turns ``first <= turn < last``; int64 of shape ``(last - first,)``."""
+        if last <= first:
+            return np.empty(0, dtype=np.int64)
+        begin, end = self._block(first), self._block(last - 1) + 1
+        table = self._table(begin, end)
+        skipped = first - self._turn(begin)
+        return table.ravel()[skipped : skipped + last - first]
+
+    def counts(self, first: int, last: int) -> Indices:
+        """Turns of every source among ``first <= turn < last``; shape ``(sources,)``."""
+        begin, end = self._block(first), self._block(last)
+        num_sources = self.proportions.num_sources
+        if begin == end:
+            return np.bincount(self.sources(first, last), minlength=num_sources)
+        head = np.bincount(self.sources(first, self._turn(begin + 1)), minlength=num_sources)
+        tail = np.bincount(self.sources(self._turn(end), last), minlength=num_sources)
+        return head + self.proportions.totals(begin + 1, end) + tail
+
+    def turn_after(self, source: int, count: int) -> int:
+        """The turn after the one that gives ``source`` its ``count``-th turn, in the evenly spread sequence."""
+        begin = self._block(self.start)
+        head = self._spread(begin)[self.start - self._turn(begin) :]
+        in_head = int(np.count_nonzero(head == source))
+        if count <= in_head:
+            return self.start + int(np.flatnonzero(head == source)[count - 1]) + 1
+        count -= in_head
+        low, high = begin + 1, begin + 2
+        while self.proportions.total(begin + 1, high, source) < count:
+            low, high = high, begin + 1 + 2 * (high - begin - 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.proportions.total(begin + 1, middle, source) < count:
+                low = middle
+            else:
+                high = middle
+        count -= self.proportions.total(begin + 1, low, source)
+        return self._turn(low) + int(np.flatnonzero(self._spread(low) == source)[count - 1]) + 1
+
+    def _block(self, turn: int) -> int:
+        return turn // self.proportions.block
+
+    def _turn(self, block: int) -> int:
+        return block * self.proportions.block
+
+    def _spread(self, block: int) -> Indices:
+        """A block's sources, evenly spread; ties in the order of the sources."""
+        counts = self.proportions.counts(block, block + 1)[0]
+        members = np.repeat(np.arange(counts.size), counts)
+        number = np.arange(members.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        # Whole numbers in place of (number + 0.5) / count: equal fractions must tie.
+        scale = int(np.lcm.reduce(counts[counts > 0])) if counts.size <= 16 else 0
+        if scale and scale < 2**40:
+            place = (2 * number + 1) * (scale // counts[members])
+        else:
+            place = (2 * number + 1) / counts[members]
+        return members[np.argsort(place, kind="stable")]
+
+    def _table(self, begin: int, end: int) -> Indices:
+        """The sources of whole blocks, as they are served; shape ``(end - begin, block)``."""
+        size = self.proportions.block
+        fixed = self.proportions.fixed
+        if self.key is None:
+            if fixed is not None:
+                return np.broadcast_to(self._spread(begin), (end - begin, size))
+            return np.stack([self._spread(block) for block in range(begin, end)])
+        counts = self.proportions.counts(begin, end)
+        members = np.repeat(np.tile(np.arange(counts.shape[1]), end - begin), counts.ravel()).reshape(-1, size)
+        words = self._words(begin, end)
+        table = np.take_along_axis(members, np.argsort(words, axis=1), axis=1)
+        for block in (begin, end - 1):
+            low = max(self.start - self._turn(block), 0)
+            high = size if self.stop is None else min(self.stop - self._turn(block), size)
+            if low > 0 or high < size:
+                served = np.argsort(words[block - begin, low:high])
+                table[block - begin, low:high] = self._spread(block)[low:high][served]
+        return table
+
+    def _words(self, begin: int, end: int) -> Indices:
+        size = self.proportions.block
+        first, second = derive_words(2, "turns", self.key or 0)
+        places = np.arange(begin * size, end * size, dtype=np.int64).astype(np.uint64)
+        words = splitmix64(splitmix64(places ^ np.uint64(first)) ^ np.uint64(second))
+        return words.reshape(-1, size)  # type: ignore[return-value]

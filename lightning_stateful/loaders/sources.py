@@ -1,0 +1,136 @@
+"""Several datasets behind one loader: what a state says about each, and batches that know where they come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch.utils.data import ConcatDataset, default_collate
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.weights import by_name
+from lightning_stateful.samplers.identity import describe_dataset
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Sample(NamedTuple):
+    """A sample and the number of the source that it comes from."""
+
+    source: int
+    value: Any
+
+
+class SourceDataset(ConcatDataset[Any]):
+    """Named datasets one after the other.
+
+    Args:
+        datasets: Map-style datasets by name.
+        tells_source: Whether samples come as :class:`Sample`, for a :class:`SourceCollate`.
+    """
+
+    def __init__(self, datasets: Mapping[str, Any], *, tells_source: bool = False) -> None:
+        super().__init__(list(datasets.values()))
+        self.names = tuple(datasets)
+        self.tells_source = tells_source
+
+    def __getitem__(self, index: int) -> Any:
+        """The sample at ``index``, counted over all datasets."""
+        if not self.tells_source:
+            return super().__getitem__(index)  # type: ignore[no-untyped-call]  # torch's own
+        source = bisect_right(self.cumulative_sizes, index)
+        start = self.cumulative_sizes[source - 1] if source else 0
+        return Sample(source, self.datasets[source][index - start])
+
+
+class SourceCollate:
+    """Collates a batch with its source's own function, and writes into it where it comes from.
+
+    Args:
+        names: The sources.
+        collate_fn: One function for all, one for each by name, or None for torch's own.
+        tag: Key under which a batch that is a dict gets the name of its source.
+        mixes: Whether a batch holds several sources; it gets a list of names then, one a sample.
+
+    Raises:
+        ConfigurationError: A source has no function; with its name.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        collate_fn: Collate | Mapping[str, Collate] | None,
+        *,
+        tag: str | None = None,
+        mixes: bool = False,
+    ) -> None:
+        self.names = names
+        self.tag = tag
+        self.mixes = mixes
+        if isinstance(collate_fn, Mapping):
+            if mixes:
+                raise ConfigurationError(
+                    'With by="sample" a batch holds several sources, so that they cannot each have a collate_fn.'
+                )
+            self._functions = list(by_name(names, collate_fn, "collate_fn").values())
+        else:
+            self._functions = [collate_fn] * len(names)
+
+    def __call__(self, samples: list[Sample]) -> Any:
+        """Make a batch of samples."""
+        sources = [sample.source for sample in samples]
+        name = self.names[sources[0]]
+        batch = (self._functions[sources[0]] or default_collate)([sample.value for sample in samples])
+        if self.tag is None:
+            return batch
+        if not isinstance(batch, dict):
+            raise ConfigurationError(
+                f"tag={self.tag!r} needs batches that are dicts, and a batch of source {name!r} is a "
+                f"{type(batch).__name__}. Let the collate function return a dict, or leave tag out."
+            )
+        if self.tag in batch:
+            raise ConfigurationError(
+                f"A batch of source {name!r} already has the key {self.tag!r}; choose another tag than that."
+            )
+        return {**batch, self.tag: [self.names[source] for source in sources] if self.mixes else name}
+
+
+def describe_sources(dataset: Any, described: dict[str, Any]) -> dict[str, Any]:
+    """An order's description, with what can be read cheaply about each source's data.
+
+    Args:
+        dataset: A ``ConcatDataset`` of the sources, or any dataset of as many samples.
+        described: What the order says about itself; its ``sources`` are lengths by name.
+
+    Raises:
+        ConfigurationError: The dataset's lengths are not those of the sources; with the source's name.
+    """
+    lengths = described["sources"]
+    if len(dataset) != sum(lengths.values()):
+        raise ConfigurationError(
+            f"The sources have {sum(lengths.values())} samples together, {dict(lengths)}, and the dataset has "
+            f"{len(dataset)}. Pass a ConcatDataset of the datasets that the batch sampler was made for, in that order."
+        )
+    if not isinstance(dataset, ConcatDataset) or len(dataset.datasets) != len(lengths):
+        return {**described, "dataset": describe_dataset(dataset)}
+    sources = {}
+    for (name, length), part in zip(lengths.items(), dataset.datasets, strict=True):
+        if len(part) != length:  # type: ignore[arg-type]  # ConcatDataset has asked for their lengths
+            raise ConfigurationError(
+                f"Source {name!r} has {length} samples, and the dataset in its place {len(part)}. "  # type: ignore[arg-type]  # as above
+                "Concatenate the datasets in the order of the sources."
+            )
+        sources[name] = _fingerprint(part, length)
+    return {**described, "sources": sources}
+
+
+def _fingerprint(dataset: Any, length: int) -> int | str:
+    """A length, followed by a digest of whatever else is known: short, because a state lists every source."""
+    more = {key: value for key, value in describe_dataset(dataset).items() if key != "length"}
+    if not more:
+        return length
+    digest = hashlib.blake2b(json.dumps(more, sort_keys=True).encode(), digest_size=3).hexdigest()
+    return f"{length} {digest}"

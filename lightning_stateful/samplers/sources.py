@@ -1,0 +1,268 @@
+"""Batch samplers over several datasets: round robin and mixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence, Sized
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, Literal, get_args
+
+import numpy as np
+from torch.utils.data import ConcatDataset
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.checks import as_int
+from lightning_stateful.index.mixture import Mixture, Stop
+from lightning_stateful.index.mixture_order import MixtureOrder
+from lightning_stateful.index.schedule import Schedule, WeightSchedule
+from lightning_stateful.index.sources import Sources
+from lightning_stateful.index.weights import by_name, exact_block, shares_of, tempered
+from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
+
+Lengths = Mapping[str, Any] | Sequence[Any] | ConcatDataset[Any]
+By = Literal["batch", "sample", "token"]
+
+
+class RoundRobinBatchSampler(StatefulBatchSampler):
+    """Whole batches from one dataset in turn, for a DataLoader over a ``ConcatDataset`` of them.
+
+    All ranks of a step serve the same dataset, and take the same number of steps. Each dataset is shuffled as a whole,
+    over all ranks, in every epoch.
+
+    Args:
+        lengths: The datasets or their lengths: by name, in a list (their names are then ``"0"``, ``"1"`` ...), or as a
+            ``ConcatDataset``. Indices count over all of them in this order.
+        batch_size: Samples in a batch of one rank: one for all, or one for each by name or in order.
+        stop: When an epoch ends: ``"all_exhausted"`` (the default), when every sample has been served once, and a
+            dataset that is finished leaves the turn; ``"first_exhausted"``, when a dataset has no batch left for its
+            turn; or ``"cycle"``, when the longest has been served once, while the shorter ones start over, shuffled
+            anew.
+        num_steps: In place of ``stop``: steps of an epoch. Every dataset goes on in the next where it stands.
+        shuffle: Whether samples have an order of their own in each pass.
+        drop_last: Leave out the last group of batches of a pass if it is not full.
+        seed: Chooses the orders.
+        num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
+        rank: This rank; by default that of the process group, or 0.
+        accept: Names of differences between a state and this configuration to let pass on load, for example
+            ``("sources",)`` for datasets added or removed.
+
+    State:
+        See :class:`StatefulBatchSampler`. It has the place of every dataset, and is good for any number of ranks.
+
+    Raises:
+        ConfigurationError: A dataset is empty, or an argument is out of range; with the dataset's name.
+    """
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        batch_size: int | Mapping[str, int] | Sequence[int],
+        *,
+        stop: Stop | None = None,
+        num_steps: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        accept: Collection[str] = (),
+    ) -> None:
+        sources = sources_of(lengths, batch_size)
+        count = len(sources)
+        mixture = Mixture(
+            sources=sources,
+            shares=(Fraction(1, count),) * count,
+            block=count,
+            in_turn=True,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=as_int("seed", seed),
+            **_ending(stop, num_steps),
+        )
+        super().__init__(MixtureOrder(mixture), num_replicas=num_replicas, rank=rank, accept=accept)
+
+
+class MixtureBatchSampler(StatefulBatchSampler):
+    """Batches from several datasets in proportion, for a DataLoader over a ``ConcatDataset`` of them.
+
+    Proportions are exact in every block of turns and not only on average: each dataset has its share of them, rounded
+    down or up, in an order of its own. All ranks of a step serve the same dataset (unless ``by="sample"``), and take
+    the same number of steps.
+
+    Args:
+        lengths: As in :class:`RoundRobinBatchSampler`.
+        batch_size: As in :class:`RoundRobinBatchSampler`; with ``by="sample"`` one for all.
+        weights: A positive number for every dataset, by name or in order; by default its size in samples (in tokens
+            with ``by="token"``).
+        by: What the weights are shares of: ``"batch"``, each batch from one dataset; ``"sample"``, each batch from
+            several in proportion; or ``"token"``, as ``"batch"``, with batches as often as makes the shares of tokens
+            right over whole passes.
+        temperature: Raise the weights to the power ``1 / temperature``: above 1, small datasets are served more often.
+        schedule: Weights that change as training goes on, in place of ``weights``: a :class:`WeightSchedule`, or
+            weights by step. Needs ``num_steps``.
+        token_lengths: Tokens of every sample, an array for each dataset by name or in order; needed for
+            ``by="token"``, and for tokens in reports.
+        block: Turns in which the proportions are exact; by default the fewest in which all are whole, or 64 if that
+            takes over 256. With ``by="sample"`` it is the batch.
+        stop: As in :class:`RoundRobinBatchSampler`.
+        num_steps: As in :class:`RoundRobinBatchSampler`.
+        shuffle: Whether samples, and the turns within a block, have an order of their own.
+        drop_last: Leave out the last group of batches of a pass if it is not full.
+        seed: Chooses the orders.
+        num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
+        rank: This rank; by default that of the process group, or 0.
+        accept: Names of differences between a state and this configuration to let pass on load, for example
+            ``("weights",)``, or ``("sources", "weights")`` for datasets added or removed.
+
+    State:
+        See :class:`StatefulBatchSampler`. It has the place of every dataset, and is good for any number of ranks.
+
+    Raises:
+        ConfigurationError: A weight is not positive, a dataset is empty, or an argument is out of range; with the
+            dataset's name.
+    """
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        batch_size: int | Mapping[str, int] | Sequence[int],
+        *,
+        weights: Mapping[str, float] | Sequence[float] | None = None,
+        by: By = "batch",
+        temperature: float | None = None,
+        schedule: WeightSchedule | Mapping[int, Any] | None = None,
+        token_lengths: Mapping[str, Any] | Sequence[Any] | None = None,
+        block: int | None = None,
+        stop: Stop | None = None,
+        num_steps: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        accept: Collection[str] = (),
+    ) -> None:
+        sources = sources_of(lengths, batch_size)
+        tokens = None if token_lengths is None else _count_tokens(sources, token_lengths)
+        costs = _costs(by, sources, tokens)
+        if schedule is not None and (weights is not None or temperature is not None):
+            raise ConfigurationError("schedule takes the place of weights and temperature; pass one or the other.")
+        if weights is None:
+            weights = tokens if tokens is not None and by == "token" else sources.lengths
+        asked = tempered(shares_of(sources.names, weights), 1 if temperature is None else temperature)
+        shares = _per_turn(asked, costs)
+        resolved = None if schedule is None else _resolve(schedule, sources, tokens, costs)
+        mixture = Mixture(
+            sources=sources,
+            shares=shares,
+            block=_block(block, by, sources, [shares] if resolved is None else resolved.shares),
+            by_sample=by == "sample",
+            by_token=by == "token",
+            weights=tuple(float(f"{float(share):.9g}") for share in asked),
+            tokens=tokens,
+            schedule=resolved,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=as_int("seed", seed),
+            **_ending(stop, num_steps),
+        )
+        super().__init__(MixtureOrder(mixture), num_replicas=num_replicas, rank=rank, accept=accept)
+
+
+def sources_of(lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[int]) -> Sources:
+    """Names, lengths and batch sizes of datasets or of their lengths.
+
+    Raises:
+        ConfigurationError: A dataset is empty, or has no batch size or no legal one; with its name.
+    """
+    if isinstance(lengths, ConcatDataset):
+        lengths = list(lengths.datasets)
+    if isinstance(lengths, Mapping):
+        names, parts = tuple(map(str, lengths)), list(lengths.values())
+    else:
+        names, parts = tuple(map(str, range(len(lengths)))), list(lengths)
+    found = [
+        len(part) if isinstance(part, Sized) else as_int(f"The length of source {name!r}", part)
+        for name, part in zip(names, parts, strict=True)
+    ]
+    if isinstance(batch_size, (Mapping, list, tuple)):
+        sizes = list(by_name(names, batch_size, "batch_size").values())
+    else:
+        sizes = [batch_size] * len(names)
+    checked = [as_int(f"The batch size of source {name!r}", size) for name, size in zip(names, sizes, strict=True)]
+    return Sources(names, tuple(found), tuple(checked))
+
+
+def _ending(stop: Stop | None, num_steps: int | None) -> dict[str, Any]:
+    if num_steps is None:
+        return {"stop": "all_exhausted" if stop is None else stop}
+    if stop is not None:
+        raise ConfigurationError(f"num_steps takes the place of stop; got num_steps={num_steps} and stop={stop!r}.")
+    return {"num_steps": as_int("num_steps", num_steps)}
+
+
+def _count_tokens(sources: Sources, token_lengths: Mapping[str, Any] | Sequence[Any]) -> tuple[int, ...]:
+    totals = []
+    for (name, given), length in zip(
+        by_name(sources.names, token_lengths, "array of token lengths").items(), sources.lengths, strict=True
+    ):
+        lengths = np.asarray(given)
+        if lengths.shape != (length,) or lengths.dtype.kind not in "iu" or lengths.min() < 0 or not lengths.any():
+            raise ConfigurationError(
+                f"The token lengths of source {name!r} must be {length} integers, one a sample, from 0 and not all 0; "
+                f"got an array of {lengths.dtype} of shape {lengths.shape}."
+            )
+        totals.append(int(lengths.sum(dtype=np.int64)))
+    return tuple(totals)
+
+
+def _costs(by: By, sources: Sources, tokens: tuple[int, ...] | None) -> list[Fraction]:
+    """What a turn of each source adds to what the weights are shares of."""
+    if by == "sample":
+        if len(set(sources.batch_sizes)) > 1:
+            sizes = dict(zip(sources.names, sources.batch_sizes, strict=True))
+            raise ConfigurationError(f'With by="sample" a batch holds several sources and has one size; got {sizes}.')
+    elif by == "token":
+        if tokens is None:
+            raise ConfigurationError(
+                'by="token" needs the lengths of the samples in tokens; pass them for each source.'
+            )
+        return [
+            Fraction(total * size, length)
+            for total, size, length in zip(tokens, sources.batch_sizes, sources.lengths, strict=True)
+        ]
+    elif by != "batch":
+        raise ConfigurationError(f"by must be one of {get_args(By)}, got {by!r}.")
+    return [Fraction(1)] * len(sources)
+
+
+def _per_turn(shares: Sequence[Fraction], costs: Sequence[Fraction]) -> tuple[Fraction, ...]:
+    turns = [share / cost for share, cost in zip(shares, costs, strict=True)]
+    total = sum(turns)
+    return tuple(turn / total for turn in turns)
+
+
+def _resolve(
+    schedule: WeightSchedule | Mapping[int, Any],
+    sources: Sources,
+    tokens: tuple[int, ...] | None,
+    costs: Sequence[Fraction],
+) -> Schedule:
+    if not isinstance(schedule, WeightSchedule):
+        schedule = WeightSchedule(schedule)
+    if schedule.unit == "tokens" and tokens is None:
+        raise ConfigurationError("A schedule over tokens needs the lengths of the samples in tokens; pass them.")
+    resolved = schedule.resolved(sources.names)
+    return replace(resolved, shares=tuple(_per_turn(point, costs) for point in resolved.shares))
+
+
+def _block(block: int | None, by: By, sources: Sources, points: Sequence[Sequence[Fraction]]) -> int:
+    if by == "sample":
+        if block is not None:
+            raise ConfigurationError('With by="sample" the proportions are exact in every batch; leave block out.')
+        return sources.batch_sizes[0]
+    if block is None:
+        return max(map(exact_block, points))
+    if as_int("block", block) < 1:
+        raise ConfigurationError(f"block must be at least 1, got {block}.")
+    return as_int("block", block)
