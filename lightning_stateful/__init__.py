@@ -14,27 +14,43 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_stateful.audit import AuditResult, check_resume
+    from lightning_stateful.index import WeightSchedule
     from lightning_stateful.loaders import StatefulLoader
-    from lightning_stateful.samplers import StatefulDistributedSampler
-    from lightning_stateful.trainer import StatefulDataCallback, StatefulDataModule
+    from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler, StatefulDistributedSampler
+    from lightning_stateful.trainer import (
+        MixtureDataModule,
+        RoundRobinDataModule,
+        StatefulDataCallback,
+        StatefulDataModule,
+    )
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AuditResult": "audit",
+    "MixtureBatchSampler": "samplers",
+    "MixtureDataModule": "trainer",
+    "RoundRobinBatchSampler": "samplers",
+    "RoundRobinDataModule": "trainer",
     "StatefulDataCallback": "trainer",
     "StatefulDataModule": "trainer",
     "StatefulDistributedSampler": "samplers",
     "StatefulLoader": "loaders",
+    "WeightSchedule": "index",
     "check_resume": "audit",
 }
 
 __all__ = [
     "AuditResult",
+    "MixtureBatchSampler",
+    "MixtureDataModule",
+    "RoundRobinBatchSampler",
+    "RoundRobinDataModule",
     "StatefulDataCallback",
     "StatefulDataModule",
     "StatefulDistributedSampler",
     "StatefulLoader",
+    "WeightSchedule",
     "check_resume",
 ]
 

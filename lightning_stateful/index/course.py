@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.leftovers import deal_out
 from lightning_stateful.index.mixture import Mixture
 from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.proportions import Proportions
 from lightning_stateful.index.schedule import Stretch
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.slots import Batches
-from lightning_stateful.index.sources import SourceCut
+from lightning_stateful.index.sources import PassCut, StreamCut, deal_out_steps
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.turns import Turns
 
@@ -59,83 +61,110 @@ class Course:
         origin: tuple[int, ...],
         num_steps: int | None,
     ) -> None:
-        sources = mixture.sources
         self._mixture, self._width, self._begun, self._epoch = mixture, width, begun, epoch
+        sources = mixture.sources
         self._origin = origin or (0,) * len(sources)
-        if mixture.drop_last and not mixture.by_sample:
-            sources.refuse_large_batches(width)
-        rules = [
-            StepRule(batch_size=1) if mixture.by_sample else mixture.rule(size, width) for size in sources.batch_sizes
-        ]
-        self._cuts = [
-            SourceCut(length, place, rule)
-            for length, place, rule in zip(sources.lengths, self._origin, rules, strict=True)
-        ]
+        self._cuts = self._cut_sources()
         # A pass over a source, and the order of turns, belong to an epoch unless places carry over.
         self._labels = (mixture.seed, epoch) if num_steps is None else (mixture.seed,)
         self._step = mixture.rule(sources.batch_sizes[0], width) if mixture.by_sample else None
         if num_steps is None:
             self._phases = list(self._until_stop())
         else:
-            turns = num_steps if self._step is None else num_steps * self._step.full
-            self._phases = list(self._for_turns(turns))
+            self._phases = list(self._for_turns(num_steps if self._step is None else num_steps * self._step.full))
         self._num_turns = self._phases[-1].end if self._phases else 0
-        self.num_steps = self._num_turns if self._step is None else self._step.num_steps(self._num_turns)
+        left = [cut.leftovers if isinstance(cut, PassCut) else 0 for cut in self._cuts]
+        if mixture.stop != "all_exhausted":
+            left = [0] * len(left)
+        self._leftovers = deal_out(left, list(sources.batch_sizes), width, drop_last=mixture.drop_last)
+        if self._step is None:
+            self.num_steps = self._num_turns + self._leftovers.num_steps
+            self.num_repeated = self._leftovers.num_repeated
+        else:
+            self.num_steps = self._step.num_steps(self._num_turns)
+            self.num_repeated = self._step.num_repeated(self._num_turns)
+        if not self.num_steps and not origin:
+            sizes = dict(zip(sources.names, sources.lengths, strict=True))
+            raise ConfigurationError(
+                f"With stop={mixture.stop!r}, drop_last={mixture.drop_last} and {width} ranks, an epoch of the sources "
+                f"{sizes} would have no step. Train on fewer ranks, or with smaller batches or another stop."
+            )
+
+    def _cut_sources(self) -> list[PassCut | StreamCut]:
+        mixture = self._mixture
+        if mixture.by_sample:
+            return [
+                StreamCut(length, place, StepRule(batch_size=1))
+                for length, place in zip(mixture.sources.lengths, self._origin, strict=True)
+            ]
+        kind = StreamCut if mixture.serves_again else PassCut
+        return [
+            kind(length, place, mixture.rule(batch_size, self._width))
+            for length, place, batch_size in zip(
+                mixture.sources.lengths, self._origin, mixture.sources.batch_sizes, strict=True
+            )
+        ]
 
     def places(self, steps: int) -> tuple[int, ...]:
         """Samples served of every source after ``steps`` steps."""
-        counts = self._counts(self._turns_after(steps)).tolist()
-        return tuple(cut.place_after(count) for cut, count in zip(self._cuts, counts, strict=True))
+        turns = steps if self._step is None else self._step.served(self._num_turns, steps)
+        counts = self._counts(turns).tolist()
+        places = [cut.place_after(count) for cut, count in zip(self._cuts, counts, strict=True)]
+        if self._step is None and steps > self._num_turns:
+            served = self._leftovers.served(steps - self._num_turns, len(places)).tolist()
+            places = [place + more for place, more in zip(places, served, strict=True)]
+        return tuple(places)
 
     def batches(self, first: int, last: int, rank: int) -> Batches:
         """The batches of ``rank`` in the steps ``first <= step < last``."""
-        passes, starts, sizes = self._shares(first, last, rank)
-        sources, numbers, places = (
-            self._of_samples(starts, sizes) if self._step else self._of_batches(first, last, passes, starts, sizes)
-        )
+        if self._step is None:
+            sources, starts, sizes = self._shares(first, last, rank)
+            sources, places = np.repeat(sources, sizes), _spell_out(starts, sizes)
+        else:
+            steps = np.arange(first, last, dtype=np.int64)
+            starts, sizes = deal_out_steps(self._num_turns, self._step, steps, rank)
+            sources, places = self._of_turns(_spell_out(starts, sizes))
         labels = ("mixture", *self._labels) if self._mixture.shuffle else None
-        return Batches(self._mixture.sources.indices(sources, numbers, places, labels), sizes, numbers)
+        indices = self._mixture.sources.indices(sources, places, labels)
+        return Batches(indices, sizes, places // np.array(self._mixture.sources.lengths, dtype=np.int64)[sources])
 
     # Turns and batches
 
-    def _turns_after(self, steps: int) -> int:
-        return steps if self._step is None else self._step.served(self._num_turns, steps)
-
     def _shares(self, first: int, last: int, rank: int) -> tuple[Indices, Indices, Indices]:
-        """Of every step: the pass, the first place (or turn) and the number of them that ``rank`` serves."""
-        steps = np.arange(first, last, dtype=np.int64)
-        if self._step is not None:
-            return SourceCut(max(self._num_turns, 1), 0, self._step).shares(steps, rank)
-        sources, occurrences = self._occurrences(first, last)
-        passes, starts, sizes = (np.empty_like(steps) for _ in range(3))
+        """Of every step: the source, the first place and the number of places that ``rank`` serves."""
+        end = min(last, self._num_turns)
+        sources, occurrences = self._occurrences(first, max(first, end))
+        starts, sizes = np.empty_like(sources), np.empty_like(sources)
         for source in np.unique(sources).tolist():
             chosen = sources == source
-            found = self._cuts[source].shares(occurrences[chosen], rank)
-            passes[chosen], starts[chosen], sizes[chosen] = found
-        return passes, starts, sizes
+            starts[chosen], sizes[chosen] = self._cuts[source].shares(occurrences[chosen], rank)
+        if last <= self._num_turns:
+            return sources, starts, sizes
+        left = self._leftovers
+        chosen = np.arange(max(first - self._num_turns, 0), last - self._num_turns)
+        of = left.sources[chosen, rank]
+        begun = np.array(self.places(self._num_turns), dtype=np.int64)[of]
+        return (
+            np.concatenate([sources, of]),
+            np.concatenate([starts, begun + left.starts[chosen, rank]]),
+            np.concatenate([sizes, left.sizes[chosen, rank]]),
+        )
 
-    def _of_batches(
-        self, first: int, last: int, passes: Indices, starts: Indices, sizes: Indices
-    ) -> tuple[Indices, Indices, Indices]:
-        sources = self._sources(first, last)
-        return np.repeat(sources, sizes), np.repeat(passes, sizes), _spell_out(starts, sizes)
-
-    def _of_samples(self, starts: Indices, sizes: Indices) -> tuple[Indices, Indices, Indices]:
-        turns = _spell_out(starts, sizes)
+    def _of_turns(self, turns: Indices) -> tuple[Indices, Indices]:
+        """The source and the place in it of each turn, where a turn is a sample."""
         if not turns.size:
-            return turns, turns, turns
-        begin = int(turns[0])
+            return turns, turns
+        begin = int(turns.min())
         sources, occurrences = self._occurrences(begin, int(turns.max()) + 1)
         sources, occurrences = sources[turns - begin], occurrences[turns - begin]
-        lengths = np.array(self._mixture.sources.lengths, dtype=np.int64)[sources]
-        passes, places = np.divmod(np.array(self._origin, dtype=np.int64)[sources] + occurrences, lengths)
-        return sources, passes, places
+        return sources, np.array(self._origin, dtype=np.int64)[sources] + occurrences
 
     def _occurrences(self, first: int, last: int) -> tuple[Indices, Indices]:
         """The source of every turn, and how often it had its turn before."""
         sources = self._sources(first, last)
-        before = self._counts(first)
         occurrences = np.empty_like(sources)
+        if sources.size:
+            before = self._counts(first)
         for source in np.unique(sources).tolist():
             chosen = np.flatnonzero(sources == source)
             occurrences[chosen] = before[source] + np.arange(chosen.size)
@@ -163,22 +192,26 @@ class Course:
         return derive_seed("turns", *self._labels, *labels) if mixture.shuffle and not mixture.in_turn else None
 
     def _until_stop(self) -> Iterator[Phase]:
-        mixture, unseen = self._mixture, [cut.num_unseen for cut in self._cuts]
-        # The turn goes on after a resume where it was, if all sources still have one.
-        start = self._begun if self._step is None else sum(self._origin)
+        mixture, unseen = self._mixture, [cut.num_groups for cut in self._cuts]
         everyone = np.arange(len(unseen), dtype=np.int64)
         if mixture.stop == "all_exhausted":
-            yield from self._until_exhausted(unseen, start)
+            # In round robin the turn goes on after a resume where it was, if all sources still have one.
+            yield from self._until_exhausted(unseen, self._begun if mixture.in_turn else 0)
             return
-        turns = Turns(proportions=Proportions(mixture.block, mixture.shares), start=start)
+        # Elsewhere it begins anew: what is left must never take more steps than a whole epoch.
+        turns = Turns(proportions=Proportions(mixture.block, mixture.shares))
         if mixture.stop == "cycle":
             ends = [turns.turn_after(source, count) for source, count in enumerate(unseen) if count]
-            end = max(ends, default=start)
+            end = max(ends, default=0)
+            for source, count in enumerate(unseen):
+                cut = self._cuts[source]
+                if count and isinstance(cut, StreamCut) and turns.turn_after(source, count) == end:
+                    cut.end_with(count - 1, mixture.sources.lengths[source])
         else:
             end = min(turns.turn_after(source, count + 1) - 1 for source, count in enumerate(unseen))
-        if end > start:
-            turns = Turns(proportions=turns.proportions, start=start, stop=end, key=self._key(0))
-            yield Phase(0, end - start, turns, start, everyone)
+        if end:
+            turns = Turns(proportions=turns.proportions, stop=end, key=self._key(0))
+            yield Phase(0, end, turns, 0, everyone)
 
     def _until_exhausted(self, unseen: list[int], start: int) -> Iterator[Phase]:
         mixture, begin, number = self._mixture, 0, 0

@@ -78,8 +78,7 @@ class Mixture:
         """Configuration as plain data."""
         sizes = list(self.sources.batch_sizes)
         described: dict[str, Any] = {
-            "stop": "num_steps" if self.num_steps is not None else self.stop,
-            "num_steps": self.num_steps,
+            "stop": self.stop if self.num_steps is None else f"{self.num_steps} steps",
             "seed": self.seed,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
@@ -92,16 +91,10 @@ class Mixture:
             described["weights"] = list(self.weights) if self.schedule is None else self.schedule.describe()
         return described
 
-    def num_repeated(self, width: int) -> dict[str, tuple[int, int]]:
-        """Sources of which a pass serves some samples twice, because ranks take equal steps: how many, of how many."""
-        if self.by_sample:
-            return {}
-        sources = self.sources
-        repeated = {
-            name: (self.rule(batch_size, width).num_repeated(length), length)
-            for name, length, batch_size in zip(sources.names, sources.lengths, sources.batch_sizes, strict=True)
-        }
-        return {name: counts for name, counts in repeated.items() if counts[0]}
+    @property
+    def serves_again(self) -> bool:
+        """Whether a source starts over where it is exhausted."""
+        return self.num_steps is not None or self.stop == "cycle"
 
     def rule(self, batch_size: int, width: int) -> StepRule:
         """How a pass over a source is cut."""

@@ -97,10 +97,9 @@ class MixtureOrder:
 
     def repeats(self, width: int) -> list[str]:
         """What is served twice because ranks take equal steps, in words."""
-        return [
-            f"{repeated} of {length} samples of source {name!r} are served twice in every pass"
-            for name, (repeated, length) in self.mixture.num_repeated(width).items()
-        ]
+        repeated = self._course(self.begin(0, width)).num_repeated
+        total = sum(self.mixture.sources.lengths)
+        return [f"{repeated} of {total} samples are served twice in every epoch"] if repeated else []
 
     def unshuffled(self) -> MixtureOrder:
         """The same batches in the same order in every epoch."""

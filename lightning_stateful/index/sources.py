@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from lightning_stateful.index.checks import as_int, check_length
 from lightning_stateful.index.permutation import Indices, keyed_permutation
 from lightning_stateful.index.seeding import Label, derive_seed
 from lightning_stateful.index.steps import StepRule
+from lightning_stateful.index.topology import split_evenly
 
 
 @dataclass(frozen=True)
@@ -49,90 +50,134 @@ class Sources:
         """Index of each source's first sample."""
         return np.concatenate([[0], np.cumsum(self.lengths)[:-1]]).astype(np.int64)
 
-    def refuse_large_batches(self, num_replicas: int = 1, names: Collection[str] | None = None) -> None:
-        """Refuse a source that dropping incomplete steps would leave out altogether.
+    def refuse_large_batches(self) -> None:
+        """Refuse a source that dropping incomplete batches would leave out altogether.
 
         Raises:
             ConfigurationError: With the source's name.
         """
         for name, length, batch_size in zip(self.names, self.lengths, self.batch_sizes, strict=True):
-            if batch_size * num_replicas > length:
-                ranks = f" on each of {num_replicas} ranks" if num_replicas > 1 else ""
+            if batch_size > length:
                 raise ConfigurationError(
-                    f"Source {name!r} has {length} samples, fewer than a batch of {batch_size}{ranks}; with "
-                    "drop_last=True it would never be served. Give it a smaller batch size, or pass drop_last=False."
+                    f"Source {name!r} has {length} samples, fewer than a batch of {batch_size}; with drop_last=True it "
+                    "would never be served. Give it a smaller batch size, or pass drop_last=False."
                 )
 
-    def indices(self, sources: Indices, passes: Indices, places: Indices, seed: Iterable[Label] | None) -> Indices:
+    def indices(self, sources: Indices, places: Indices, seed: Iterable[Label] | None) -> Indices:
         """Indices of samples, as they count over all sources.
 
         Args:
             sources: Which source, int64 of shape ``(n,)``.
-            passes: Which pass over it, of the same shape.
-            places: Which place in that pass, of the same shape.
+            places: Which place in it, counted on over all passes, of the same shape.
             seed: Labels that choose the order of every pass; None for the order of the dataset.
         """
-        result = places + self.offsets[sources]
-        if seed is None:
-            return result
-        labels = tuple(seed)
-        for source in np.unique(sources).tolist():
-            of_source = np.flatnonzero(sources == source)
-            numbers = passes[of_source]
-            for number in np.unique(numbers).tolist():
-                chosen = of_source[numbers == number]
-                # By name: a source keeps its order when others come and go.
-                key = derive_seed("source", *labels, self.names[source], number)
-                order = keyed_permutation(self.lengths[source], key)
-                result[chosen] = order.take(places[chosen]) + self.offsets[source]
-        return result
+        lengths = np.array(self.lengths, dtype=np.int64)[sources]
+        passes, result = np.divmod(places, lengths)
+        if seed is not None:
+            labels = tuple(seed)
+            for source in np.unique(sources).tolist():
+                of_source = np.flatnonzero(sources == source)
+                numbers = passes[of_source]
+                for number in np.unique(numbers).tolist():
+                    chosen = of_source[numbers == number]
+                    # By name: a source keeps its order when others come and go.
+                    key = derive_seed("source", *labels, self.names[source], number)
+                    result[chosen] = keyed_permutation(self.lengths[source], key).take(result[chosen])
+        return result + self.offsets[sources]
 
 
-class SourceCut:
-    """One source from a place on, cut into groups of one batch a rank, pass after pass.
+def deal_out_steps(length: int, rule: StepRule, steps: Indices, rank: int) -> tuple[Indices, Indices]:
+    """What ``rank`` serves in each of many steps through ``length`` slots: first slot, and number of consecutive ones.
+
+    Args:
+        length: Slots that ``rule`` cuts into steps.
+        rule: How they are cut.
+        steps: Which steps, int64 of shape ``(n,)``.
+        rank: Whose share.
+    """
+    starts = steps * rule.full + rank * rule.batch_size
+    sizes = np.full(steps.shape, rule.batch_size, dtype=np.int64)
+    # Only the last two steps may differ from the others.
+    for step in range(max(length // rule.full - 1, 0), rule.num_steps(length)):
+        chosen = steps == step
+        if chosen.any():
+            served = rule.served(length, step)
+            share = rule.share(length - served, rank)
+            starts[chosen], sizes[chosen] = served + share[0], share.size
+    return starts, sizes
+
+
+class PassCut:
+    """What is left of one pass over a source, cut into groups of one batch a rank.
+
+    Every group has at least one sample for each rank. What remains after them are the ``leftovers``: fewer samples than
+    ranks, or, where incomplete batches are dropped, full batches for fewer than all ranks.
 
     Args:
         length: Samples of the source.
-        place: Samples served before, over all passes.
+        place: Samples served before.
         rule: How a pass is cut.
     """
 
     def __init__(self, length: int, place: int, rule: StepRule) -> None:
-        self._length, self._rule = length, rule
-        self._whole = rule.num_steps(length)
-        number, offset = divmod(place, length)
-        first = rule.num_steps(length - offset)
+        self._place, self._rule = place, rule
+        self._left = max(length - place, 0)
+        self.num_groups = rule.num_steps(self._left)
+        if rule.drop_last:
+            self._in_groups = self.num_groups * rule.full
+            self.leftovers = (self._left - self._in_groups) // rule.batch_size * rule.batch_size
+            return
+        before_last = rule.served(self._left, self.num_groups - 1) if self.num_groups else 0
+        short = self._left - before_last < rule.num_replicas
+        self._in_groups = before_last if short else self._left
+        self.num_groups -= short and self.num_groups > 0
+        self.leftovers = self._left - self._in_groups
+
+    def place_after(self, groups: int) -> int:
+        """Samples served after ``groups`` more groups."""
+        served = self._rule.served(self._left, groups) if groups < self.num_groups else self._in_groups
+        return self._place + served
+
+    def shares(self, groups: Indices, rank: int) -> tuple[Indices, Indices]:
+        """What ``rank`` serves in each of ``groups``: the first place, and the number of consecutive places."""
+        starts, sizes = deal_out_steps(self._left, self._rule, groups, rank)
+        return self._place + starts, sizes
+
+
+class StreamCut:
+    """A source pass after pass, cut into full groups of one batch a rank.
+
+    Args:
+        length: Samples of the source.
+        place: Samples served before, over all passes.
+        rule: Size of a group.
+    """
+
+    def __init__(self, length: int, place: int, rule: StepRule) -> None:
+        self._place, self._rule = place, rule
+        unseen, full = max(length - place, 0), rule.full
         #: Groups until every sample has been served once.
-        self.num_unseen = first if number == 0 else 0
-        if not first:
-            number, offset, first = number + 1, 0, self._whole
-        self._number, self._offset, self._first = number, offset, first
+        self.num_groups = unseen // full if rule.drop_last else -(-unseen // full)
+        self._last, self._last_size = -1, full
+
+    def end_with(self, group: int, length: int) -> None:
+        """Let ``group`` be the last one, and hold what is left of the first pass (but one sample a rank)."""
+        rest = length - self._place - group * self._rule.full
+        self._last, self._last_size = group, min(max(rest, self._rule.num_replicas), self._rule.full)
 
     def place_after(self, groups: int) -> int:
         """Samples served, over all passes, after ``groups`` more groups."""
-        if groups < self._first:
-            served = self._rule.served(self._length - self._offset, groups)
-            return self._number * self._length + self._offset + served
-        passes, rest = divmod(groups - self._first, self._whole)
-        return (self._number + 1 + passes) * self._length + self._rule.served(self._length, rest)
+        missing = self._rule.full - self._last_size if 0 <= self._last < groups else 0
+        return self._place + groups * self._rule.full - missing
 
-    def shares(self, groups: Indices, rank: int) -> tuple[Indices, Indices, Indices]:
-        """What ``rank`` serves in each of ``groups``: pass, first place in it, and number of consecutive places."""
-        later = groups >= self._first
-        passes, number = np.divmod(groups - self._first, self._whole)
-        passes = np.where(later, passes + 1, 0) + self._number
-        number = np.where(later, number, groups)
-        size = self._rule.batch_size
-        starts = np.where(later, 0, self._offset) + number * self._rule.full + rank * size
-        sizes = np.full(groups.shape, size, dtype=np.int64)
-        for is_later, offset in ((False, self._offset), (True, 0)):
-            remaining = self._length - offset
-            # Only the last two groups of a pass may differ from the others.
-            irregular = max(remaining // self._rule.full - 1, 0)
-            for group in range(irregular, self._whole if is_later else self._first):
-                chosen = (later == is_later) & (number == group)
-                if chosen.any():
-                    served = self._rule.served(remaining, group)
-                    share = self._rule.share(remaining - served, rank)
-                    starts[chosen], sizes[chosen] = offset + served + share[0], share.size
-        return passes, starts, sizes
+    def shares(self, groups: Indices, rank: int) -> tuple[Indices, Indices]:
+        """What ``rank`` serves in each of ``groups``: the first place, and the number of consecutive places."""
+        rule = self._rule
+        starts = self._place + groups * rule.full + rank * rule.batch_size
+        sizes = np.full(groups.shape, rule.batch_size, dtype=np.int64)
+        last = groups == self._last
+        if last.any():
+            share = split_evenly(self._last_size, rule.num_replicas, rank)
+            starts[last] = self._place + self._last * rule.full + share.start
+            sizes[last] = len(share)
+        return starts, sizes

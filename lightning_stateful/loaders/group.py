@@ -73,13 +73,20 @@ class LoaderGroup:
 
     def state_at(self, epoch: int, batch: int) -> dict[str, Any]:
         """The state before step ``batch`` of ``epoch``: fresh plain data, equal on all ranks."""
-        states = {}
-        for path, loader in self.loaders.items():
-            position = self.position(path, epoch, batch)
-            if position is None:
-                position = loader.plan.end(self._origin(path, epoch))
-            states[path] = loader.state_at(position)
+        states = {
+            path: loader.state_at(self._position_or_end(path, epoch, batch)) for path, loader in self.loaders.items()
+        }
         return states[""] if list(states) == [""] else format_.pack_combined(self.mode, states)
+
+    def report_at(self, epoch: int, batch: int) -> dict[str, dict[str, Any]]:
+        """What each loader has served before step ``batch`` of ``epoch``, by path."""
+        return {
+            path: loader.report_at(self._position_or_end(path, epoch, batch)) for path, loader in self.loaders.items()
+        }
+
+    def _position_or_end(self, path: str, epoch: int, batch: int) -> Position:
+        position = self.position(path, epoch, batch)
+        return self.loaders[path].plan.end(self._origin(path, epoch)) if position is None else position
 
     def load(self, state: Mapping[str, Any], *, accept: Collection[str] = (), where: str) -> tuple[int, int]:
         """Go on where ``state`` was taken, perhaps on other ranks or with other batch sizes.

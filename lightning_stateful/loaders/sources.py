@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, default_collate
@@ -51,7 +51,7 @@ class SourceCollate:
 
     Args:
         names: The sources.
-        collate_fn: One function for all, one for each by name, or None for torch's own.
+        collate_fn: One function for all, one for each by name or in order, or None for torch's own.
         tag: Key under which a batch that is a dict gets the name of its source.
         mixes: Whether a batch holds several sources; it gets a list of names then, one a sample.
 
@@ -62,7 +62,7 @@ class SourceCollate:
     def __init__(
         self,
         names: tuple[str, ...],
-        collate_fn: Collate | Mapping[str, Collate] | None,
+        collate_fn: Collate | Mapping[str, Collate] | Sequence[Collate] | None,
         *,
         tag: str | None = None,
         mixes: bool = False,
@@ -70,7 +70,7 @@ class SourceCollate:
         self.names = names
         self.tag = tag
         self.mixes = mixes
-        if isinstance(collate_fn, Mapping):
+        if isinstance(collate_fn, (Mapping, Sequence)):
             if mixes:
                 raise ConfigurationError(
                     'With by="sample" a batch holds several sources, so that they cannot each have a collate_fn.'

@@ -158,7 +158,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
             block=_block(block, by, sources, [shares] if resolved is None else resolved.shares),
             by_sample=by == "sample",
             by_token=by == "token",
-            weights=tuple(float(f"{float(share):.9g}") for share in asked),
+            weights=tuple(float(f"{float(share):.4g}") for share in asked),
             tokens=tokens,
             schedule=resolved,
             shuffle=shuffle,

@@ -2,5 +2,6 @@
 
 from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.datamodule import StatefulDataModule
+from lightning_stateful.trainer.source_modules import MixtureDataModule, RoundRobinDataModule
 
-__all__ = ["StatefulDataCallback", "StatefulDataModule"]
+__all__ = ["MixtureDataModule", "RoundRobinDataModule", "StatefulDataCallback", "StatefulDataModule"]

@@ -19,6 +19,7 @@ from lightning_stateful.trainer.metrics import monitored_metrics, restore_metric
 from lightning_stateful.trainer.moment import Moment, Resume
 from lightning_stateful.trainer.randomness import seed_model
 from lightning_stateful.trainer.source import Request, intercept, request_training_loaders
+from lightning_stateful.trainer.source_log import log_sources, logs_now
 from lightning_stateful.trainer.training_data import Settings, TrainingData, topology_of
 
 
@@ -36,6 +37,8 @@ class StatefulDataCallback(pl.Callback):
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         accept: Names of differences between a checkpoint and the present data to let pass, for example
             ``("dataset.length", "seed")``.
+        log_sources: Log what has been served of every source of a mixture (see :meth:`position_report`) whenever the
+            trainer logs, as ``sources/<name>/samples`` and so on.
         brought_along: Whether a data module made this callback, and may change its settings.
 
     State:
@@ -55,10 +58,13 @@ class StatefulDataCallback(pl.Callback):
         seed_samples: bool = True,
         seed_model: bool = True,
         accept: Collection[str] = (),
+        log_sources: bool = False,
         brought_along: bool = False,
     ) -> None:
         self.brought_along = brought_along
-        self.settings = Settings(seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept)
+        self.settings = Settings(
+            seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept, log_sources=log_sources
+        )
         self._trainer: pl.Trainer | None = None
         self._data: TrainingData | None = None
         # Loaders built before Lightning asked for them, and those of the fit before.
@@ -133,6 +139,14 @@ class StatefulDataCallback(pl.Callback):
         """The state of the training data at this moment; None before there are loaders."""
         data = self._data or self._prepared
         return None if data is None else data.group.state_at(*self._moment().data)
+
+    def position_report(self) -> dict[str, Any]:
+        """Epoch, and what has been served of every source, at this moment; equal on all ranks.
+
+        Of several loaders a dict by path; empty before there are loaders.
+        """
+        data = self._data or self._prepared
+        return {} if data is None else data.report_at(*self._moment().data)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -253,14 +267,17 @@ class StatefulDataCallback(pl.Callback):
         self._resume = None
         self._batch = counters.note_batch(trainer)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Refuse a step that took several batches through ``dataloader_iter``.
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """Refuse a step that took several batches through ``dataloader_iter``; log what sources have served.
 
         Raises:
             ConfigurationError: A step with ``dataloader_iter`` took more or fewer than one batch.
         """
-        if self._data is not None:
-            self._data.check_one_batch_a_step()
+        if self._data is None:
+            return
+        self._data.check_one_batch_a_step()
+        if self.settings.log_sources and logs_now(trainer):
+            log_sources(pl_module, self._data.report_at(*counters.next_step(trainer)))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed what the model draws during a validation within training."""

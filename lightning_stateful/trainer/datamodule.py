@@ -61,6 +61,7 @@ class StatefulDataModule(pl.LightningDataModule):
         seed_samples: Make what torch, NumPy and ``random`` draw inside datasets a function of (seed, epoch, sample).
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         accept: Names of differences between a checkpoint and the present data to let pass.
+        log_sources: Log what has been served of every source of a mixture whenever the trainer logs.
         **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader.
 
     State:
@@ -90,10 +91,13 @@ class StatefulDataModule(pl.LightningDataModule):
         seed_samples: bool = True,
         seed_model: bool = True,
         accept: Collection[str] = (),
+        log_sources: bool = False,
         **loader_options: Any,
     ) -> None:
         self._callback: StatefulDataCallback | None = None
-        self._settings = Settings(seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept)
+        self._settings = Settings(
+            seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept, log_sources=log_sources
+        )
         super().__init__()
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -149,22 +153,25 @@ class StatefulDataModule(pl.LightningDataModule):
                 "(self.train, self.val, self.test, self.predict), or override the dataloader hook."
             )
         if isinstance(data, Mapping):
-            return {name: self._loader(dataset, **how) for name, dataset in data.items()}
-        if isinstance(data, (list, tuple)) and data and all(map(_is_dataset, data)):
-            return [self._loader(dataset, **how) for dataset in data]
-        return self._loader(data, **how)
+            return {name: self._loader(dataset, str(name), **how) for name, dataset in data.items()}
+        if is_several(data):
+            return [self._loader(dataset, str(number), **how) for number, dataset in enumerate(data)]
+        return self._loader(data, None, **how)
 
-    def _loader(self, dataset: Any, **how: Any) -> DataLoader[Any]:
+    def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
+        """A loader over a dataset that stands under ``name`` among others, or alone."""
         if how.get("exact") and isinstance(dataset, IterableDataset):
             return DataLoader(dataset, batch_size=self.batch_size, **self._options)
+        return self._stateful_loader(dataset, **{"batch_size": self.batch_size, **how})
+
+    def _stateful_loader(self, dataset: Any, **how: Any) -> StatefulLoader:
         return StatefulLoader(
-            dataset,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            seed_samples=self._settings.seed_samples,
-            **how,
-            **self._options,
+            dataset, **{**self._options, "seed": self.seed, "seed_samples": self._settings.seed_samples, **how}
         )
+
+    def position_report(self) -> dict[str, Any]:
+        """Epoch, and what has been served of every source, at this moment of training; equal on all ranks."""
+        return {} if self._callback is None else self._callback.position_report()
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the training data, under a key of its own; empty before there are loaders."""
@@ -175,7 +182,11 @@ class StatefulDataModule(pl.LightningDataModule):
         """Nothing: the callback reads the state where Lightning's loop counters can be set right with it."""
 
 
+def is_several(data: Any) -> bool:
+    """Whether data is a list of datasets; a list of plain samples is a dataset itself."""
+    return isinstance(data, (list, tuple)) and bool(data) and all(map(_is_dataset, data))
+
+
 def _is_dataset(data: Any) -> bool:
-    # A list of plain samples is a dataset itself.
     sized = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     return isinstance(data, Dataset) or (sized and not isinstance(data, (*_SAMPLES, torch.Tensor, np.ndarray)))

@@ -38,12 +38,14 @@ class Settings:
         seed_samples: Seed the samples' randomness.
         seed_model: Seed the model's randomness.
         accept: Names of differences to let pass on load.
+        log_sources: Log what has been served of every source.
     """
 
     seed: int = 0
     seed_samples: bool = True
     seed_model: bool = True
     accept: Collection[str] = ()
+    log_sources: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept", accepted_names(self.accept))
@@ -105,6 +107,11 @@ class TrainingData:
                 f"{prefix}config": state["config"],
             }
         return described
+
+    def report_at(self, epoch: int, batch: int) -> dict[str, Any]:
+        """What has been served before step ``batch`` of ``epoch``; of several loaders by path."""
+        reports = self.group.report_at(epoch, batch)
+        return reports[""] if list(reports) == [""] else reports
 
     def num_batches(self) -> int:
         """Steps of an epoch under the trainer's limit."""

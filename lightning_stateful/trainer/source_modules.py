@@ -1,0 +1,240 @@
+"""Data modules over several datasets: round robin and mixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.mixture import Stop
+from lightning_stateful.index.schedule import WeightSchedule
+from lightning_stateful.loaders.sources import Collate, SourceCollate, SourceDataset
+from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
+from lightning_stateful.samplers.sources import By, MixtureBatchSampler, RoundRobinBatchSampler
+from lightning_stateful.trainer.datamodule import StatefulDataModule, is_several
+
+
+class SourcesDataModule(StatefulDataModule):
+    """What round robin and mixtures have in common: named datasets, each with a batch size and collate function.
+
+    Datasets for evaluation come one after the other, each sample once. Given by name, each has its source's batch size,
+    collate function and tag.
+    """
+
+    def __init__(
+        self,
+        *,
+        train: Any,
+        batch_size: Any,
+        collate_fn: Any,
+        tag: str | None,
+        mixes: bool = False,
+        **options: Any,
+    ) -> None:
+        self._tag, self._mixes, self._collate_fn = tag, mixes, collate_fn
+        super().__init__(train, batch_size=batch_size, **options)
+
+    def train_dataloader(self) -> Any:
+        """One loader over all training datasets."""
+        if self.train is None:
+            return super().train_dataloader()
+        datasets = self._named(self.train)
+        dataset, collate_fn = self._told_apart(datasets, self._collate_fn)
+        return self._stateful_loader(dataset, batch_sampler=self._batches(datasets), collate_fn=collate_fn)
+
+    def _batches(self, datasets: Mapping[str, Any]) -> StatefulBatchSampler:
+        raise NotImplementedError
+
+    def _named(self, data: Any) -> dict[str, Any]:
+        if isinstance(data, Mapping):
+            return {str(name): dataset for name, dataset in data.items()}
+        if is_several(data):
+            return {str(number): dataset for number, dataset in enumerate(data)}
+        raise ConfigurationError(
+            f"{type(self).__name__} trains on a dict or list of datasets, got a {type(data).__name__}."
+        )
+
+    def _told_apart(self, datasets: Mapping[str, Any], collate_fn: Any) -> tuple[Any, Any]:
+        """The datasets one after the other, and a collate function that knows them apart where that matters."""
+        if self._tag is None and not isinstance(collate_fn, (Mapping, Sequence)):
+            return SourceDataset(datasets), collate_fn
+        collate = SourceCollate(tuple(datasets), collate_fn, tag=self._tag, mixes=self._mixes)
+        return SourceDataset(datasets, tells_source=True), collate
+
+    def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
+        how["batch_size"] = self._of_source(self.batch_size, name, "batch_size")
+        collate_fn = self._of_source(self._collate_fn, name, "collate_fn")
+        if self._tag is not None and name is not None:
+            dataset, collate_fn = self._told_apart({name: dataset}, collate_fn)
+        return super()._loader(dataset, name, collate_fn=collate_fn, **how)
+
+    def _of_source(self, setting: Any, name: str | None, what: str) -> Any:
+        """The setting of one source, where each has its own."""
+        if not isinstance(setting, (Mapping, list, tuple)):
+            return setting
+        named = dict(setting) if isinstance(setting, Mapping) else {str(i): value for i, value in enumerate(setting)}
+        if name is None or name not in named:
+            found = "a dataset without a name" if name is None else f"dataset {name!r}"
+            raise ConfigurationError(
+                f"{what} is given for the sources {list(named)}, which does not tell that of {found} for evaluation. "
+                f"Give evaluation datasets as a dict with names among these, or one {what} for all."
+            )
+        return named[name]
+
+
+class RoundRobinDataModule(SourcesDataModule):
+    """Trains on whole batches from one dataset in turn; ``Trainer.fit(ckpt_path=...)`` goes on at the very next one.
+
+    All ranks of a step serve the same dataset and take the same number of steps. Every dataset keeps its place.
+
+    Args:
+        train: Map-style datasets by name, or a list of them (their names are then ``"0"``, ``"1"`` ...).
+        val: A dataset, or a dict or list of them that are evaluated one after the other, each sample once over all
+            ranks. Under a source's name, one has that source's batch size, collate function and tag.
+        test: The same for testing.
+        predict: The same for prediction.
+        batch_size: Samples in a batch of one rank: one for all, or one for each dataset by name or in order.
+        stop: When an epoch ends: ``"all_exhausted"``, ``"first_exhausted"`` or ``"cycle"``; see
+            :class:`RoundRobinBatchSampler`.
+        num_steps: In place of ``stop``: steps of an epoch. Every dataset goes on in the next where it stands.
+        collate_fn: Makes a batch of samples: one function for all, or one for each dataset by name.
+        tag: Key under which a batch that is a dict gets the name of its dataset.
+        log_sources: Log samples, passes and share of every dataset whenever the trainer logs, as
+            ``sources/<name>/samples`` and so on.
+        **options: Any other argument of :class:`StatefulDataModule`.
+
+    State:
+        As :class:`StatefulDataModule`, with the place of every dataset.
+
+    Raises:
+        ConfigurationError: When loaders are asked for: a dataset is empty, or has no batch size or collate function;
+            with its name.
+    """
+
+    def __init__(
+        self,
+        train: Any = None,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        *,
+        batch_size: int | Mapping[str, int] | Sequence[int] = 1,
+        stop: Stop | None = None,
+        num_steps: int | None = None,
+        collate_fn: Collate | Mapping[str, Collate] | Sequence[Collate] | None = None,
+        tag: str | None = None,
+        log_sources: bool = False,
+        **options: Any,
+    ) -> None:
+        self._how: dict[str, Any] = {"stop": stop, "num_steps": num_steps}
+        super().__init__(
+            train=train,
+            val=val,
+            test=test,
+            predict=predict,
+            batch_size=batch_size,
+            collate_fn=collate_fn,
+            tag=tag,
+            log_sources=log_sources,
+            **options,
+        )
+
+    def _batches(self, datasets: Mapping[str, Any]) -> StatefulBatchSampler:
+        return RoundRobinBatchSampler(
+            datasets,
+            self.batch_size,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            seed=self.seed,
+            **self._how,
+        )
+
+
+class MixtureDataModule(SourcesDataModule):
+    """Trains on several datasets in exact proportion; ``Trainer.fit(ckpt_path=...)`` goes on at the very next batch.
+
+    Proportions hold in every block of turns, and not only on average. Every dataset keeps its place.
+
+    Args:
+        train: As in :class:`RoundRobinDataModule`.
+        val: As in :class:`RoundRobinDataModule`.
+        test: The same for testing.
+        predict: The same for prediction.
+        batch_size: As in :class:`RoundRobinDataModule`; with ``by="sample"`` one for all.
+        weights: A positive number for every dataset, by name or in order; by default its size.
+        by: What the weights are shares of: ``"batch"``, ``"sample"`` or ``"token"``; see :class:`MixtureBatchSampler`.
+        temperature: Raise the weights to the power ``1 / temperature``: above 1, small datasets are served more often.
+        schedule: Weights that change as training goes on, in place of ``weights``; needs ``num_steps``.
+        lengths: Tokens of every sample, an array for each dataset by name or in order.
+        block: Turns in which the proportions are exact.
+        stop: As in :class:`RoundRobinDataModule`.
+        num_steps: As in :class:`RoundRobinDataModule`.
+        collate_fn: As in :class:`RoundRobinDataModule`; with ``by="sample"`` one for all.
+        tag: Key under which a batch that is a dict gets the name of its dataset (with ``by="sample"`` a list of names,
+            one a sample).
+        log_sources: As in :class:`RoundRobinDataModule`; with ``lengths`` also tokens.
+        **options: Any other argument of :class:`StatefulDataModule`.
+
+    State:
+        As :class:`StatefulDataModule`, with the place of every dataset.
+
+    Raises:
+        ConfigurationError: When loaders are asked for: a weight is not positive, a dataset is empty, or has no batch
+            size, lengths or collate function; with its name.
+    """
+
+    def __init__(
+        self,
+        train: Any = None,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        *,
+        batch_size: int | Mapping[str, int] | Sequence[int] = 1,
+        weights: Mapping[str, float] | Sequence[float] | None = None,
+        by: By = "batch",
+        temperature: float | None = None,
+        schedule: WeightSchedule | Mapping[int, Any] | None = None,
+        lengths: Mapping[str, Any] | Sequence[Any] | None = None,
+        block: int | None = None,
+        stop: Stop | None = None,
+        num_steps: int | None = None,
+        collate_fn: Collate | Mapping[str, Collate] | Sequence[Collate] | None = None,
+        tag: str | None = None,
+        log_sources: bool = False,
+        **options: Any,
+    ) -> None:
+        self._how: dict[str, Any] = {
+            "weights": weights,
+            "by": by,
+            "temperature": temperature,
+            "schedule": schedule,
+            "token_lengths": lengths,
+            "block": block,
+            "stop": stop,
+            "num_steps": num_steps,
+        }
+        super().__init__(
+            train=train,
+            val=val,
+            test=test,
+            predict=predict,
+            batch_size=batch_size,
+            collate_fn=collate_fn,
+            tag=tag,
+            mixes=by == "sample",
+            log_sources=log_sources,
+            **options,
+        )
+
+    def _batches(self, datasets: Mapping[str, Any]) -> StatefulBatchSampler:
+        return MixtureBatchSampler(
+            datasets,
+            self.batch_size,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            seed=self.seed,
+            **self._how,
+        )
