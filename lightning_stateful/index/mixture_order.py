@@ -45,11 +45,9 @@ class MixtureOrder:
         while held.epoch < epoch:
             held = self.reopen(held, width)
             # Only progress in samples or tokens has to be looked at epoch by epoch.
-            steps = self._own_steps(held)
             skipped = 0 if self._is_measured else epoch - held.epoch - 1
-            places = self._course(held, steps + skipped * self.mixture.num_steps).places(
-                steps + skipped * self.mixture.num_steps
-            )
+            steps = self._own_steps(held) + skipped * self.mixture.num_steps
+            places = self._course(held, steps).places(steps)
             held = Position(epoch=held.epoch + 1 + skipped, width=width, origin=places)
         return self.reopen(replace(held, consumed=held.since), width)
 
@@ -146,16 +144,23 @@ class MixtureOrder:
         if not any(origin):
             origin = ()
         if changed:
-            by_name = dict(zip(lengths, places, strict=True))
-            kept = tuple(
-                _kept(by_name.get(name, 0), lengths.get(name, length), length)
-                for name, length in zip(self.mixture.sources.names, self.mixture.sources.lengths, strict=True)
-            )
+            if self.mixture.num_steps is None and str(saved["stop"]).endswith("steps"):
+                # Places were counted since training began; an epoch knows only those in its own passes.
+                places = tuple(place % length for place, length in zip(places, lengths.values(), strict=True))
+            kept = self._kept(dict(zip(lengths, places, strict=True)), lengths)
             return self.reopen(replace(position, since=0, origin=()), position.width, kept)
         position = replace(position, since=since, origin=origin)
         if position.consumed <= self.steps(position) * position.width and self.places(position) != places:
             raise DamagedStateError(f"the places {list(places)} are not those of the position {position}")
         return position
+
+    def _kept(self, places: Mapping[str, int], lengths: Mapping[str, int]) -> tuple[int, ...]:
+        """Places of sources by name, in sources of perhaps other lengths; a source that is new begins."""
+        kept = []
+        for name, length in zip(self.mixture.sources.names, self.mixture.sources.lengths, strict=True):
+            passes, offset = divmod(places.get(name, 0), lengths.get(name, length))
+            kept.append(passes * length + min(offset, length))
+        return tuple(kept)
 
     def report(self, position: Position) -> dict[str, dict[str, float]]:
         """Of each source: samples, passes ("epochs"), share of all samples and, if lengths are known, tokens.
@@ -165,14 +170,12 @@ class MixtureOrder:
         """
         places = self.places(position)
         total = sum(places)
+        sources, tokens = self.mixture.sources, self.mixture.tokens
         result: dict[str, dict[str, float]] = {}
-        for number, (name, length) in enumerate(
-            zip(self.mixture.sources.names, self.mixture.sources.lengths, strict=True)
-        ):
-            place = places[number]
+        for number, (name, length, place) in enumerate(zip(sources.names, sources.lengths, places, strict=True)):
             result[name] = {"samples": place, "epochs": place / length, "share": place / total if total else 0.0}
-            if self.mixture.tokens is not None:
-                result[name]["tokens"] = round(Fraction(place * self.mixture.tokens[number], length))
+            if tokens is not None:
+                result[name]["tokens"] = round(Fraction(place * tokens[number], length))
         return result
 
 
@@ -194,8 +197,3 @@ def _read_places(data: Mapping[str, Any], key: str, count: int) -> tuple[int, ..
 def _length(described: Any) -> int:
     # A loader adds a fingerprint after the length.
     return int(str(described).split()[0])
-
-
-def _kept(place: int, before: int, now: int) -> int:
-    passes, offset = divmod(place, before)
-    return passes * now + min(offset, now)

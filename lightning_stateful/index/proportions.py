@@ -69,6 +69,11 @@ class Proportions:
         """Turns of each source in a block if they are the same in all blocks, else None."""
         return self._fixed
 
+    def turns_in_block(self, source: int) -> float:
+        """Mean number of turns of a source in a block, at the beginning."""
+        upper, lower = self._lines[source + 1][0], self._lines[source][0]
+        return (upper - lower) / self._modulus
+
     def counts(self, first: int, last: int) -> Indices:
         """Turns of each source in each of the blocks ``first <= i < last``; shape ``(last - first, sources)``."""
         if self._fixed is not None:

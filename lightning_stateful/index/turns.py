@@ -58,9 +58,7 @@ class Turns:
         if count <= in_head:
             return self.start + int(np.flatnonzero(head == source)[count - 1]) + 1
         count -= in_head
-        low, high = begin + 1, begin + 2
-        while self.proportions.total(begin + 1, high, source) < count:
-            low, high = high, begin + 1 + 2 * (high - begin - 1)
+        low, high = self._bracket(source, count, begin + 1)
         while high - low > 1:
             middle = (low + high) // 2
             if self.proportions.total(begin + 1, middle, source) < count:
@@ -69,6 +67,16 @@ class Turns:
                 high = middle
         count -= self.proportions.total(begin + 1, low, source)
         return self._turn(low) + int(np.flatnonzero(self._spread(low) == source)[count - 1]) + 1
+
+    def _bracket(self, source: int, count: int, begin: int) -> tuple[int, int]:
+        """Blocks ``low <= block < high`` among which the ``count``-th turn from block ``begin`` on lies."""
+        guess = begin + int(count / self.proportions.turns_in_block(source))
+        low, high, reach = max(guess - 1, begin), max(guess + 2, begin + 1), 2
+        while low > begin and self.proportions.total(begin, low, source) >= count:
+            low, high, reach = max(low - reach, begin), low, 2 * reach
+        while self.proportions.total(begin, high, source) < count:
+            low, high, reach = high, high + reach, 2 * reach
+        return low, high
 
     def _block(self, turn: int) -> int:
         return turn // self.proportions.block

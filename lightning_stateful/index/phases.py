@@ -1,0 +1,236 @@
+"""Who is served when, from one place on: turns in phases, between one event and the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_stateful.index.mixture import Mixture
+from lightning_stateful.index.permutation import Indices
+from lightning_stateful.index.proportions import Proportions
+from lightning_stateful.index.schedule import Schedule, Stretch
+from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.sources import PassCut, StreamCut
+from lightning_stateful.index.steps import StepRule
+from lightning_stateful.index.turns import Turns
+
+# In blocks: how far the counts of turns may stray from the shares, generously.
+_STRAY = 32
+
+
+class Phase(NamedTuple):
+    """Turns between two events: a source has been served whole, or the shares change.
+
+    Attributes:
+        begin: The phase's first turn, counted from where the course begins.
+        end: The turn after its last one.
+        turns: Who is served.
+        first: The turn of ``turns`` that is the phase's first.
+        active: The sources that ``turns`` counts.
+    """
+
+    begin: int
+    end: int
+    turns: Turns
+    first: int
+    active: Indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outset:
+    """Where a course of turns begins.
+
+    Attributes:
+        mixture: The configuration.
+        epoch: The epoch.
+        begun: Steps of the epoch that were done before.
+        width: Number of ranks.
+        origin: Samples of every source that were served before.
+        num_steps: Steps to go, where places carry over from epoch to epoch; else None.
+    """
+
+    mixture: Mixture
+    epoch: int
+    begun: int
+    width: int
+    origin: tuple[int, ...]
+    num_steps: int | None
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """What orders belong to: the seed, and the epoch unless places carry over."""
+        return (self.mixture.seed, self.epoch) if self.num_steps is None else (self.mixture.seed,)
+
+    @property
+    def step(self) -> StepRule | None:
+        """How turns are cut into steps, where a turn is a sample; None where it is a step."""
+        mixture = self.mixture
+        return mixture.rule(mixture.sources.batch_sizes[0], self.width) if mixture.by_sample else None
+
+    @property
+    def done_steps(self) -> int:
+        """Steps since training began, where places carry over."""
+        return self.epoch * (self.mixture.num_steps or 0) + self.begun
+
+    @property
+    def done_turns(self) -> int:
+        """Turns since training began, where places carry over."""
+        return self.done_steps if self.step is None else sum(self.origin)
+
+    def key(self, *labels: int) -> int | None:
+        """Chooses the order of turns within blocks; None where they stay evenly spread."""
+        mixture = self.mixture
+        return derive_seed("turns", *self.labels, *labels) if mixture.shuffle and not mixture.in_turn else None
+
+
+def plan_phases(outset: Outset, cuts: Sequence[PassCut | StreamCut]) -> list[Phase]:
+    """The phases from an outset to the end of its epoch.
+
+    Args:
+        outset: Where they begin.
+        cuts: The sources; of a stream that ends the epoch, the last group is set.
+    """
+    mixture, num_steps = outset.mixture, outset.num_steps
+    if num_steps is not None:
+        num_turns = num_steps if outset.step is None else num_steps * outset.step.full
+        if mixture.schedule is None:
+            turns = Turns(proportions=Proportions(mixture.block, mixture.shares), key=outset.key(0))
+            return [Phase(0, num_turns, turns, outset.done_turns, _everyone(mixture))]
+        return list(_Scheduled(outset, mixture.schedule).phases(num_turns))
+    if mixture.stop == "all_exhausted":
+        return list(_until_all_are_exhausted(outset, [cut.num_groups for cut in cuts]))
+    # Turns begin anew wherever an epoch is resumed: what is left must never take more steps than a whole epoch.
+    turns = Turns(proportions=Proportions(mixture.block, mixture.shares))
+    end = _end_of_cycle(turns, mixture, cuts) if mixture.stop == "cycle" else _end_of_first(turns, cuts)
+    turns = Turns(proportions=turns.proportions, stop=end, key=outset.key(0))
+    return [Phase(0, end, turns, 0, _everyone(mixture))] if end else []
+
+
+def _everyone(mixture: Mixture) -> Indices:
+    return np.arange(len(mixture.sources), dtype=np.int64)
+
+
+def _end_of_first(turns: Turns, cuts: Sequence[PassCut | StreamCut]) -> int:
+    """The first turn for which a source has nothing left."""
+    return min(turns.turn_after(source, cut.num_groups + 1) - 1 for source, cut in enumerate(cuts))
+
+
+def _end_of_cycle(turns: Turns, mixture: Mixture, cuts: Sequence[PassCut | StreamCut]) -> int:
+    """The turn after which every source has been served once."""
+    unseen = {source: cut.num_groups for source, cut in enumerate(cuts) if cut.num_groups}
+    ends = {turns.turn_after(source, count): source for source, count in unseen.items()}
+    if not ends:
+        return 0
+    end = max(ends)
+    last = cuts[ends[end]]
+    if isinstance(last, StreamCut):
+        last.end_with(last.num_groups - 1, mixture.sources.lengths[ends[end]])
+    return end
+
+
+def _until_all_are_exhausted(outset: Outset, unseen: list[int]) -> Iterator[Phase]:
+    mixture, begin, number = outset.mixture, 0, 0
+    active = np.array([source for source, count in enumerate(unseen) if count], dtype=np.int64)
+    # In round robin the turn goes on after a resume where it was, if all sources still have one.
+    start = outset.begun if mixture.in_turn else 0
+    while active.size:
+        shares = [mixture.shares[source] for source in active]
+        total = sum(shares)
+        # Of fewer sources, a round is shorter; the block of a mixture stays as it is.
+        block = len(shares) if mixture.in_turn else mixture.block
+        proportions = Proportions(block, [share / total for share in shares])
+        start = start % block if mixture.in_turn else 0
+        end, last = _first_end(
+            Turns(proportions=proportions, start=start), [unseen[source] for source in active.tolist()]
+        )
+        turns = Turns(proportions=proportions, start=start, stop=end, key=outset.key(number))
+        yield Phase(begin, begin + end - start, turns, start, active)
+        for source, count in zip(active.tolist(), turns.counts(start, end).tolist(), strict=True):
+            unseen[source] -= count
+        # The turn passes to whoever comes after the source that has left.
+        rest = np.roll(active, -last - 1)
+        active = rest[[unseen[source] > 0 for source in rest.tolist()]]
+        begin, start, number = begin + end - start, 0, number + 1
+
+
+def _first_end(turns: Turns, counts: list[int]) -> tuple[int, int]:
+    """The turn after which a source has first had all its turns, and which source that is."""
+    proportions = turns.proportions
+    blocks = [count / proportions.turns_in_block(source) for source, count in enumerate(counts)]
+    end, last = 0, -1
+    for source in sorted(range(len(counts)), key=blocks.__getitem__):
+        # Counts stray from the shares by a few turns: whoever ends many blocks later needs no closer look.
+        if last >= 0 and blocks[source] > (end - turns.start) / proportions.block + _STRAY:
+            break
+        own = turns.turn_after(source, counts[source])
+        if last < 0 or own < end:
+            end, last = own, source
+    return end, last
+
+
+class _Scheduled:
+    """The phases of a schedule, from some progress on."""
+
+    def __init__(self, outset: Outset, schedule: Schedule) -> None:
+        self._outset, self._schedule = outset, schedule
+        mixture = outset.mixture
+        measures = [Fraction(1)] * len(mixture.sources)
+        if schedule.unit == "tokens" and mixture.tokens is not None:
+            lengths = mixture.sources.lengths
+            measures = [Fraction(tokens, length) for tokens, length in zip(mixture.tokens, lengths, strict=True)]
+        # Progress that a sample, and a turn, of every source makes: samples, or tokens on average.
+        self._of_sample = measures
+        sizes = [1 if mixture.by_sample else size * outset.width for size in mixture.sources.batch_sizes]
+        self._of_turn = [measure * size for measure, size in zip(measures, sizes, strict=True)]
+
+    def phases(self, num_turns: int) -> Iterator[Phase]:
+        """Phases for as many turns."""
+        begin, progress, everyone = 0, self._progress(), _everyone(self._outset.mixture)
+        for stretch in self._schedule.stretches(progress):
+            if begin >= num_turns:
+                return
+            by_steps = self._schedule.unit == "steps"
+            turns, first, length = self._by_steps(stretch) if by_steps else self._measured(stretch, progress, begin)
+            end = num_turns if length is None else min(begin + length, num_turns)
+            if end > begin:
+                yield Phase(begin, end, turns, first, everyone)
+            begin, progress = end, Fraction(stretch.end or 0)
+
+    def _progress(self) -> Fraction:
+        if self._schedule.unit == "steps":
+            return Fraction(self._outset.done_steps)
+        pairs = zip(self._outset.origin, self._of_sample, strict=True)
+        return sum((place * measure for place, measure in pairs), Fraction(0))
+
+    def _by_steps(self, stretch: Stretch) -> tuple[Turns, int, int | None]:
+        """A stretch whose turns are known since training began: its turns, the first to serve, and how many."""
+        step = self._outset.step
+        a_step = 1 if step is None else step.full
+        first = max(self._outset.done_steps - stretch.begin, 0) * a_step
+        if stretch.end is None:
+            return self._turns(stretch.first, stretch.final, None, stretch.begin), first, None
+        length = (stretch.end - stretch.begin) * a_step
+        return self._turns(stretch.first, stretch.final, length, stretch.begin), first, length - first
+
+    def _measured(self, stretch: Stretch, progress: Fraction, begin: int) -> tuple[Turns, int, int | None]:
+        """The same for a stretch in samples or tokens, which a turn brings forward by a mean amount."""
+        done, shares = self._outset.done_turns + begin, stretch.shares_at(progress)
+        if stretch.end is None:
+            return self._turns(shares, shares, None, stretch.begin), done, None
+        means = [(a + b) / 2 for a, b in zip(shares, stretch.final, strict=True)]
+        rate = sum(mean * measure for mean, measure in zip(means, self._of_turn, strict=True))
+        length = max(-(-(stretch.end - progress) // rate), 1)
+        if shares == stretch.final:
+            return self._turns(shares, shares, None, stretch.begin), done, length
+        # The way from here to the end is planned anew in every epoch, so its blocks begin here.
+        return self._turns(shares, stretch.final, length, done), 0, length
+
+    def _turns(self, first: tuple[Fraction, ...], final: tuple[Fraction, ...], length: int | None, label: int) -> Turns:
+        block = self._outset.mixture.block
+        blocks = 1 if length is None else -(-length // block)
+        proportions = Proportions(block, first, final, blocks, shift=label // block)
+        return Turns(proportions=proportions, stop=length, key=self._outset.key(label))
