@@ -21,24 +21,25 @@ class SourceBytes(Dataset[Sample]):
         num_samples: Windows to take.
         length: Bytes in a window; the model predicts each from those before it.
         skip: Windows to leave out at the beginning.
+        pattern: Which files of the standard library.
     """
 
-    def __init__(self, num_samples: int, length: int = 64, *, skip: int = 0) -> None:
+    def __init__(self, num_samples: int, length: int = 64, *, skip: int = 0, pattern: str = "*.py") -> None:
         self.num_samples = num_samples
         self.length = length
         needed = (skip + num_samples) * length
-        text = b"".join(self._sources(needed))
+        text = b"".join(self._sources(needed, pattern))
         self.bytes = np.frombuffer(text, dtype=np.uint8)[skip * length : needed]
 
     @staticmethod
-    def _sources(needed: int) -> list[bytes]:
+    def _sources(needed: int, pattern: str) -> list[bytes]:
         parts, size = [], 0
-        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob(pattern)):
             parts.append(path.read_bytes())
             size += len(parts[-1])
             if size >= needed:
                 return parts
-        raise ValueError(f"The standard library has {size} bytes of sources, but {needed} were asked for.")
+        raise ValueError(f"The standard library has {size} bytes in {pattern}, but {needed} were asked for.")
 
     def __len__(self) -> int:
         return self.num_samples

@@ -40,9 +40,12 @@ class SourcesDataModule(StatefulDataModule):
         """One loader over all training datasets."""
         if self.train is None:
             return super().train_dataloader()
-        datasets = self._named(self.train)
-        dataset, collate_fn = self._told_apart(datasets, self._collate_fn)
-        return self._stateful_loader(dataset, batch_sampler=self._batches(datasets), collate_fn=collate_fn)
+        dataset, collate_fn = self._told_apart(self._named(self.train), self._collate_fn)
+        return self._stateful_loader(dataset, batch_sampler=self.batch_sampler(), collate_fn=collate_fn)
+
+    def batch_sampler(self) -> StatefulBatchSampler:
+        """The batches of the training datasets: a fresh batch sampler, for a look at them without a trainer."""
+        return self._batches(self._named(self.train))
 
     def _batches(self, datasets: Mapping[str, Any]) -> StatefulBatchSampler:
         raise NotImplementedError

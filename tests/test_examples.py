@@ -1,0 +1,27 @@
+"""The examples run, and show what they say."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_the_mixture_of_corpora_follows_its_schedule_and_goes_on_after_a_stop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["mix_corpora.py", "--steps", "80", "--stop", "47"])
+
+    runpy.run_path(str(EXAMPLES / "mix_corpora.py"), run_name="__main__")
+
+    lines = capsys.readouterr().out.splitlines()
+    counts = [[int(number) for number in line.split()[3:]] for line in lines[1:5]]
+    assert [sum(row) for row in counts] == [20] * 4
+    assert [row[1] for row in counts] == [4] * 4
+    assert counts[0][2] > counts[1][2] > counts[2][2] > counts[3][2] == 2
+    assert lines[5] == "stopped after step 47 and resumed: same batches True, same weights True"
