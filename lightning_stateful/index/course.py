@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.leftovers import deal_out
 from lightning_stateful.index.mixture import Mixture
 from lightning_stateful.index.permutation import Indices
-from lightning_stateful.index.phases import Outset, Phase, plan_phases
+from lightning_stateful.index.phases import Outset, Phase, amounts_of, plan_phases
 from lightning_stateful.index.slots import Batches
-from lightning_stateful.index.sources import PassCut, StreamCut, deal_out_steps
+from lightning_stateful.index.sources import EpochCut, StreamCut, deal_out_steps
 from lightning_stateful.index.steps import StepRule
 
 
@@ -47,10 +49,10 @@ class Course:
         )
         self._outset, self._mixture, self._step = outset, mixture, outset.step
         self._cuts = _cut_sources(outset)
-        self._phases = plan_phases(outset, self._cuts)
+        groups = [cut.num_groups for cut in self._cuts if isinstance(cut, EpochCut)]
+        self._phases = plan_phases(outset, groups)
         self._num_turns = self._phases[-1].end if self._phases else 0
-        gathers = mixture.stop == "all_exhausted"
-        left = [cut.leftovers if gathers and isinstance(cut, PassCut) else 0 for cut in self._cuts]
+        left = [cut.leftovers if isinstance(cut, EpochCut) else 0 for cut in self._cuts]
         self._leftovers = deal_out(left, list(sources.batch_sizes), width, drop_last=mixture.drop_last)
         if self._step is None:
             self.num_steps = self._num_turns + self._leftovers.num_steps
@@ -146,15 +148,15 @@ class Course:
         return counts
 
 
-def _cut_sources(outset: Outset) -> list[PassCut | StreamCut]:
+def _cut_sources(outset: Outset) -> Sequence[EpochCut | StreamCut]:
     mixture = outset.mixture
-    kind = StreamCut if mixture.serves_again or mixture.by_sample else PassCut
     # Where a turn is a sample, ranks share the turns and not the sources.
     alone = StepRule(batch_size=1)
-    return [
-        kind(length, place, alone if mixture.by_sample else mixture.rule(size, outset.width))
-        for length, place, size in zip(mixture.sources.lengths, outset.origin, mixture.sources.batch_sizes, strict=True)
-    ]
+    rules = [alone if mixture.by_sample else mixture.rule(size, outset.width) for size in mixture.sources.batch_sizes]
+    if outset.num_steps is not None:
+        return [StreamCut(place, rule) for place, rule in zip(outset.origin, rules, strict=True)]
+    amounts = amounts_of(mixture)
+    return [EpochCut(amount, place, rule) for amount, place, rule in zip(amounts, outset.origin, rules, strict=True)]
 
 
 def _within(phase: Phase, first: int, last: int) -> tuple[int, int]:

@@ -28,7 +28,6 @@ class Mixture:
         seed: Chooses the orders.
         shuffle: Whether samples, and turns within a block, have an order of their own.
         drop_last: Leave out a pass's last group of batches if it is not full.
-        exact: Never repeat a sample unless a source has fewer than there are ranks.
         in_turn: Whether turns stand evenly spread in their block: round robin.
         by_sample: Whether a turn is a sample and a batch holds several sources; all batch sizes are equal then.
         by_token: Whether the shares were given as shares of tokens.
@@ -48,7 +47,6 @@ class Mixture:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
-    exact: bool = False
     in_turn: bool = False
     by_sample: bool = False
     by_token: bool = False
@@ -91,11 +89,6 @@ class Mixture:
             described["weights"] = list(self.weights) if self.schedule is None else self.schedule.describe()
         return described
 
-    @property
-    def serves_again(self) -> bool:
-        """Whether a source starts over where it is exhausted."""
-        return self.num_steps is not None or self.stop == "cycle"
-
     def rule(self, batch_size: int, width: int) -> StepRule:
         """How a pass over a source is cut."""
-        return StepRule(batch_size=batch_size, num_replicas=width, drop_last=self.drop_last, exact=self.exact)
+        return StepRule(batch_size=batch_size, num_replicas=width, drop_last=self.drop_last)

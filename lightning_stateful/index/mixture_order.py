@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from lightning_stateful.errors import DamagedStateError
 from lightning_stateful.index.course import Course
 from lightning_stateful.index.mixture import Mixture
+from lightning_stateful.index.phases import amounts_of
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import Batches
 
@@ -96,7 +97,7 @@ class MixtureOrder:
     def repeats(self, width: int) -> list[str]:
         """What is served twice because ranks take equal steps, in words."""
         repeated = self._course(self.begin(0, width)).num_repeated
-        total = sum(self.mixture.sources.lengths)
+        total = sum(amounts_of(self.mixture))
         return [f"{repeated} of {total} samples are served twice in every epoch"] if repeated else []
 
     def unshuffled(self) -> MixtureOrder:

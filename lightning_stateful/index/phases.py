@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,6 @@ from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.proportions import Proportions
 from lightning_stateful.index.schedule import Schedule, Stretch
 from lightning_stateful.index.seeding import derive_seed
-from lightning_stateful.index.sources import PassCut, StreamCut
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.turns import Turns
 
@@ -87,49 +87,50 @@ class Outset:
         return derive_seed("turns", *self.labels, *labels) if mixture.shuffle and not mixture.in_turn else None
 
 
-def plan_phases(outset: Outset, cuts: Sequence[PassCut | StreamCut]) -> list[Phase]:
+def plan_phases(outset: Outset, num_groups: Sequence[int]) -> list[Phase]:
     """The phases from an outset to the end of its epoch.
 
     Args:
         outset: Where they begin.
-        cuts: The sources; of a stream that ends the epoch, the last group is set.
+        num_groups: Turns that every source has left, unless places carry over.
     """
     mixture, num_steps = outset.mixture, outset.num_steps
-    if num_steps is not None:
-        num_turns = num_steps if outset.step is None else num_steps * outset.step.full
-        if mixture.schedule is None:
-            turns = Turns(proportions=Proportions(mixture.block, mixture.shares), key=outset.key(0))
-            return [Phase(0, num_turns, turns, outset.done_turns, _everyone(mixture))]
-        return list(_Scheduled(outset, mixture.schedule).phases(num_turns))
+    if num_steps is None:
+        return list(_until_all_are_exhausted(outset, list(num_groups)))
+    num_turns = num_steps if outset.step is None else num_steps * outset.step.full
+    if mixture.schedule is None:
+        turns = Turns(proportions=Proportions(mixture.block, mixture.shares), key=outset.key(0))
+        return [Phase(0, num_turns, turns, outset.done_turns, _everyone(mixture))]
+    return list(_Scheduled(outset, mixture.schedule).phases(num_turns))
+
+
+@lru_cache(maxsize=16)
+def amounts_of(mixture: Mixture) -> tuple[int, ...]:
+    """Samples that an epoch serves of every source, where a stop rule ends it.
+
+    They are those of a run on one rank with turns evenly spread, so that they depend on neither ranks nor epochs.
+    """
+    lengths = mixture.sources.lengths
     if mixture.stop == "all_exhausted":
-        return list(_until_all_are_exhausted(outset, [cut.num_groups for cut in cuts]))
-    # Turns begin anew wherever an epoch is resumed: what is left must never take more steps than a whole epoch.
+        return lengths
+    sizes = [1] * len(lengths) if mixture.by_sample else mixture.sources.batch_sizes
+    pairs = list(zip(lengths, sizes, strict=True))
+    unseen = [length // size if mixture.drop_last else -(-length // size) for length, size in pairs]
     turns = Turns(proportions=Proportions(mixture.block, mixture.shares))
-    end = _end_of_cycle(turns, mixture, cuts) if mixture.stop == "cycle" else _end_of_first(turns, cuts)
-    turns = Turns(proportions=turns.proportions, stop=end, key=outset.key(0))
-    return [Phase(0, end, turns, 0, _everyone(mixture))] if end else []
+    if mixture.stop == "cycle":
+        end = max(turns.turn_after(source, count) for source, count in enumerate(unseen))
+    else:
+        end = min(turns.turn_after(source, count + 1) - 1 for source, count in enumerate(unseen))
+    counts = turns.counts(0, end).tolist()
+    # Who has just been served whole does not begin again for the sake of a full batch.
+    return tuple(
+        length if count == whole else count * size
+        for count, whole, (length, size) in zip(counts, unseen, pairs, strict=True)
+    )
 
 
 def _everyone(mixture: Mixture) -> Indices:
     return np.arange(len(mixture.sources), dtype=np.int64)
-
-
-def _end_of_first(turns: Turns, cuts: Sequence[PassCut | StreamCut]) -> int:
-    """The first turn for which a source has nothing left."""
-    return min(turns.turn_after(source, cut.num_groups + 1) - 1 for source, cut in enumerate(cuts))
-
-
-def _end_of_cycle(turns: Turns, mixture: Mixture, cuts: Sequence[PassCut | StreamCut]) -> int:
-    """The turn after which every source has been served once."""
-    unseen = {source: cut.num_groups for source, cut in enumerate(cuts) if cut.num_groups}
-    ends = {turns.turn_after(source, count): source for source, count in unseen.items()}
-    if not ends:
-        return 0
-    end = max(ends)
-    last = cuts[ends[end]]
-    if isinstance(last, StreamCut):
-        last.end_with(last.num_groups - 1, mixture.sources.lengths[ends[end]])
-    return end
 
 
 def _until_all_are_exhausted(outset: Outset, unseen: list[int]) -> Iterator[Phase]:

@@ -12,7 +12,6 @@ from lightning_stateful.index.checks import as_int, check_length
 from lightning_stateful.index.permutation import Indices, keyed_permutation
 from lightning_stateful.index.seeding import Label, derive_seed
 from lightning_stateful.index.steps import StepRule
-from lightning_stateful.index.topology import split_evenly
 
 
 @dataclass(frozen=True)
@@ -107,21 +106,21 @@ def deal_out_steps(length: int, rule: StepRule, steps: Indices, rank: int) -> tu
     return starts, sizes
 
 
-class PassCut:
-    """What is left of one pass over a source, cut into groups of one batch a rank.
+class EpochCut:
+    """What an epoch has yet to serve of a source, cut into groups of one batch a rank.
 
     Every group has at least one sample for each rank. What remains after them are the ``leftovers``: fewer samples than
     ranks, or, where incomplete batches are dropped, full batches for fewer than all ranks.
 
     Args:
-        length: Samples of the source.
+        amount: Samples that the epoch serves of the source.
         place: Samples served before.
-        rule: How a pass is cut.
+        rule: How they are cut.
     """
 
-    def __init__(self, length: int, place: int, rule: StepRule) -> None:
+    def __init__(self, amount: int, place: int, rule: StepRule) -> None:
         self._place, self._rule = place, rule
-        self._left = max(length - place, 0)
+        self._left = max(amount - place, 0)
         self.num_groups = rule.num_steps(self._left)
         if rule.drop_last:
             self._in_groups = self.num_groups * rule.full
@@ -148,36 +147,18 @@ class StreamCut:
     """A source pass after pass, cut into full groups of one batch a rank.
 
     Args:
-        length: Samples of the source.
         place: Samples served before, over all passes.
         rule: Size of a group.
     """
 
-    def __init__(self, length: int, place: int, rule: StepRule) -> None:
+    def __init__(self, place: int, rule: StepRule) -> None:
         self._place, self._rule = place, rule
-        unseen, full = max(length - place, 0), rule.full
-        #: Groups until every sample has been served once.
-        self.num_groups = unseen // full if rule.drop_last else -(-unseen // full)
-        self._last, self._last_size = -1, full
-
-    def end_with(self, group: int, length: int) -> None:
-        """Let ``group`` be the last one, and hold what is left of the first pass (but one sample a rank)."""
-        rest = length - self._place - group * self._rule.full
-        self._last, self._last_size = group, min(max(rest, self._rule.num_replicas), self._rule.full)
 
     def place_after(self, groups: int) -> int:
         """Samples served, over all passes, after ``groups`` more groups."""
-        missing = self._rule.full - self._last_size if 0 <= self._last < groups else 0
-        return self._place + groups * self._rule.full - missing
+        return self._place + groups * self._rule.full
 
     def shares(self, groups: Indices, rank: int) -> tuple[Indices, Indices]:
         """What ``rank`` serves in each of ``groups``: the first place, and the number of consecutive places."""
-        rule = self._rule
-        starts = self._place + groups * rule.full + rank * rule.batch_size
-        sizes = np.full(groups.shape, rule.batch_size, dtype=np.int64)
-        last = groups == self._last
-        if last.any():
-            share = split_evenly(self._last_size, rule.num_replicas, rank)
-            starts[last] = self._place + self._last * rule.full + share.start
-            sizes[last] = len(share)
-        return starts, sizes
+        size = self._rule.batch_size
+        return self._place + groups * self._rule.full + rank * size, np.full(groups.shape, size, dtype=np.int64)
