@@ -35,6 +35,11 @@ class MixtureOrder:
         """The name under which a state knows this order."""
         return self.mixture.kind
 
+    @property
+    def carries_over(self) -> bool:
+        """Whether sources go on in an epoch where the last one left them."""
+        return self.mixture.num_steps is not None
+
     # Positions
 
     def begin(self, epoch: int, width: int, held: Position | None = None) -> Position:
@@ -101,8 +106,10 @@ class MixtureOrder:
         return [f"{repeated} of {total} samples are served twice in every epoch"] if repeated else []
 
     def unshuffled(self) -> MixtureOrder:
-        """The same batches in the same order in every epoch."""
-        return MixtureOrder(replace(self.mixture, shuffle=False))
+        """The same batches in the same order in every epoch: where places carried over, whole cycles in their stead."""
+        if not self.carries_over:
+            return MixtureOrder(replace(self.mixture, shuffle=False))
+        return MixtureOrder(replace(self.mixture, shuffle=False, num_steps=None, schedule=None, stop="cycle"))
 
     # State
 
@@ -114,7 +121,7 @@ class MixtureOrder:
         """A position as plain data, with the place of every source."""
         places = self.places(position)
         since, origin = position.since, position.origin
-        if self.mixture.num_steps is not None and not self._is_measured:
+        if self.carries_over and not self._is_measured:
             # The sequence goes on alike from every step: keep the places once.
             since, origin = position.consumed, places
         stored = [] if since == position.consumed else list(origin)
@@ -145,7 +152,7 @@ class MixtureOrder:
         if not any(origin):
             origin = ()
         if changed:
-            if self.mixture.num_steps is None and str(saved["stop"]).endswith("steps"):
+            if not self.carries_over and str(saved["stop"]).endswith("steps"):
                 # Places were counted since training began; an epoch knows only those in its own passes.
                 places = tuple(place % length for place, length in zip(places, lengths.values(), strict=True))
             kept = self._kept(dict(zip(lengths, places, strict=True)), lengths)

@@ -18,8 +18,8 @@ from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.turns import Turns
 
-# In blocks: how far the counts of turns may stray from the shares, generously.
-_STRAY = 32
+# How many turns a source may have had more than its share, generously: systematic sampling strays by a few.
+_STRAY = 16
 
 
 class Phase(NamedTuple):
@@ -160,13 +160,13 @@ def _until_all_are_exhausted(outset: Outset, unseen: list[int]) -> Iterator[Phas
 
 def _first_end(turns: Turns, counts: list[int]) -> tuple[int, int]:
     """The turn after which a source has first had all its turns, and which source that is."""
-    proportions = turns.proportions
-    blocks = [count / proportions.turns_in_block(source) for source, count in enumerate(counts)]
+    block = turns.proportions.block
+    rates = [turns.proportions.turns_in_block(source) / block for source in range(len(counts))]
     end, last = 0, -1
-    for source in sorted(range(len(counts)), key=blocks.__getitem__):
-        # Counts stray from the shares by a few turns: whoever ends many blocks later needs no closer look.
-        if last >= 0 and blocks[source] > (end - turns.start) / proportions.block + _STRAY:
-            break
+    for source in sorted(range(len(counts)), key=lambda source: counts[source] / rates[source]):
+        # Who cannot end sooner needs no closer look.
+        if last >= 0 and (counts[source] - _STRAY) / rates[source] - block > end - turns.start:
+            continue
         own = turns.turn_after(source, counts[source])
         if last < 0 or own < end:
             end, last = own, source

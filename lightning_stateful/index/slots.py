@@ -47,6 +47,11 @@ class BatchOrder(Protocol):
         """Raised whenever the same configuration gives another sequence."""
         ...
 
+    @property
+    def carries_over(self) -> bool:
+        """Whether an epoch goes on where the last one ended."""
+        ...
+
     def begin(self, epoch: int, width: int, held: Position | None = None) -> Position:
         """The beginning of ``epoch``, after whatever an earlier position of the run leaves behind."""
         ...

@@ -14,6 +14,7 @@ from torch.utils.data import SequentialSampler
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.index.orders import SequentialOrder
 from lightning_stateful.index.position import Position
+from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.group import MODES, LoaderGroup
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
@@ -83,6 +84,7 @@ class TrainingData:
         self._counted_epoch, self._first_step, self._num_handed = -1, 0, 0
         self.structure: Any = structure.rebuilt(lambda path, loader: self._view(path))
         self._report_repeats()
+        self._warn_of_cut_epochs()
 
     @classmethod
     def build(cls, trainer: pl.Trainer, request: Callable[[], Any], settings: Settings) -> TrainingData:
@@ -185,6 +187,16 @@ class TrainingData:
                     f"{where}: {repeats}, because {plan.num_replicas} ranks take equal steps. drop_last=True leaves "
                     "incomplete steps out instead."
                 )
+
+    def _warn_of_cut_epochs(self) -> None:
+        carried = [loader.order for loader in self.group.loaders.values() if isinstance(loader.order, BatchOrder)]
+        steps, limited = self.group.num_batches(), self.num_batches()
+        if any(order.carries_over for order in carried) and limited < steps:
+            rank_zero_warn(
+                f"limit_train_batches cuts epochs of num_steps={steps} after {limited} steps, and the next epoch goes "
+                f"on as if all had been served. Pass num_steps={limited} to miss nothing.",
+                category=StatefulWarning,
+            )
 
     def _view(self, path: str) -> LoaderView:
         trainer, loader = self._trainer, self.group.loaders[path]
