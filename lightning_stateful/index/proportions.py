@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -11,9 +12,9 @@ import numpy as np
 from lightning_stateful.index.permutation import Indices
 
 # Numerators of fractions; a power of two, so that rounding to it keeps whole numbers whole.
-_UNIT = 2**64
-# The golden ratio's fraction: successive multiples fall evenly into any interval.
-_STRIDE = 0x9E3779B97F4A7C15
+_UNIT = 2**128
+# The golden ratio's fraction: successive multiples fall evenly into any interval, for up to the root of the unit.
+_STRIDE = math.isqrt(5 << 254) - 2**127
 
 
 class Proportions:
