@@ -121,11 +121,7 @@ def differences(
         before, now = (sorted(s["loaders"]) if s["kind"] == COMBINED else "one loader" for s in (saved, present))
         full = ".".join(part for part in (path, "loaders") if part)
         return [Difference(path=full, saved=before, present=now, remedy=f"{_REMEDIES['loaders']}.")]
-    pairs = (
-        _combined_pairs(saved, present)
-        if saved["kind"] == COMBINED
-        else _pairs("", _identity(saved), _identity(present))
-    )
+    pairs = _combined_pairs(saved, present) if saved["kind"] == COMBINED else _pairs("", *_identities(saved, present))
     found = []
     for loader, name, before, now in pairs:
         full = ".".join(part for part in (path, loader, name) if part)
@@ -183,6 +179,32 @@ def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**envelope, **state["config"], **envelope}
 
 
+def _identities(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    before, now = _identity(saved), _identity(present)
+    if not isinstance(before.get("sources"), Mapping) or not isinstance(now.get("sources"), Mapping):
+        return before, now
+    common = [name for name in before["sources"] if name in now["sources"]]
+    before, now = _spelled_out(before, common), _spelled_out(now, common)
+    exact = before.pop("exact", None), now.pop("exact", None)
+    if before.get("weights") == now.get("weights"):
+        # They look alike, but were rounded, or something that follows from them differs.
+        before["weights"], now["weights"] = ({"exactly": digest} for digest in exact)
+    return before, now
+
+
+def _spelled_out(identity: Mapping[str, Any], common: Collection[str]) -> dict[str, Any]:
+    """A configuration of several sources with its lists as dicts by source, of the sources that another has too."""
+    names = list(identity["sources"])
+    result = {
+        key: {name: of for name, of in zip(names, value, strict=True) if name in common}
+        if isinstance(value, list) and len(value) == len(names)
+        else value
+        for key, value in identity.items()
+    }
+    result["sources"] = {**identity["sources"], "(order)": [name for name in names if name in common]}
+    return result
+
+
 def _combined_pairs(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
     yield from _pairs("", saved["config"], present["config"])
     ours, theirs = present["loaders"], saved["loaders"]
@@ -190,7 +212,7 @@ def _combined_pairs(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Ite
         yield "", "loaders", list(theirs), list(ours)
     for path in theirs:
         if path in ours:
-            for _, name, before, now in _pairs("", _identity(theirs[path]), _identity(ours[path])):
+            for _, name, before, now in _pairs("", *_identities(theirs[path], ours[path])):
                 yield path, name, before, now
 
 

@@ -60,7 +60,7 @@ class Course:
         else:
             self.num_steps = self._step.num_steps(self._num_turns)
             self.num_repeated = self._step.num_repeated(self._num_turns)
-        if not self.num_steps and not origin:
+        if not self.num_steps and not origin and not begun:
             sizes = dict(zip(sources.names, sources.lengths, strict=True))
             raise ConfigurationError(
                 f"With stop={mixture.stop!r}, drop_last={mixture.drop_last} and {width} ranks, an epoch of the sources "
@@ -69,7 +69,11 @@ class Course:
 
     def places(self, steps: int) -> tuple[int, ...]:
         """Samples served of every source after ``steps`` steps."""
-        turns = steps if self._step is None else self._step.served(self._num_turns, steps)
+        turns = steps
+        if self._step is not None:
+            # What drop_last leaves out has not been served.
+            dropped = self._num_turns % self._step.full if self._mixture.drop_last else 0
+            turns = min(self._step.served(self._num_turns, steps), self._num_turns - dropped)
         counts = self._counts(turns).tolist()
         places = [cut.place_after(count) for cut, count in zip(self._cuts, counts, strict=True)]
         if self._step is None and steps > self._num_turns:

@@ -8,9 +8,12 @@ from typing import Any, Literal, get_args
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.checks import as_int
-from lightning_stateful.index.schedule import Schedule
+from lightning_stateful.index.schedule import Schedule, digest
 from lightning_stateful.index.sources import Sources
 from lightning_stateful.index.steps import StepRule
+
+# A state of many sources stays short: beyond so many, their weights are told apart by a digest alone.
+_MOST_LISTED = 8
 
 Stop = Literal["all_exhausted", "first_exhausted", "cycle"]
 
@@ -31,7 +34,8 @@ class Mixture:
         in_turn: Whether turns stand evenly spread in their block: round robin.
         by_sample: Whether a turn is a sample and a batch holds several sources; all batch sizes are equal then.
         by_token: Whether the shares were given as shares of tokens.
-        weights: What a state says about the shares.
+        weights: The shares as they were given: of batches, samples or tokens.
+        sets_block: Whether the block was given, and does not follow from the shares.
         tokens: Tokens in every source, if they are known.
         schedule: Shares that change as training goes on, in place of ``shares``.
 
@@ -50,7 +54,8 @@ class Mixture:
     in_turn: bool = False
     by_sample: bool = False
     by_token: bool = False
-    weights: tuple[float, ...] = ()
+    weights: tuple[Fraction, ...] = ()
+    sets_block: bool = False
     tokens: tuple[int, ...] | None = None
     schedule: Schedule | None = None
 
@@ -83,10 +88,20 @@ class Mixture:
             "batch_size": sizes[0] if len(set(sizes)) == 1 else sizes,
             "sources": dict(zip(self.sources.names, self.sources.lengths, strict=True)),
         }
-        if not self.in_turn:
-            described["by"] = "sample" if self.by_sample else "token" if self.by_token else "batch"
+        if self.in_turn:
+            return described
+        described["by"] = "sample" if self.by_sample else "token" if self.by_token else "batch"
+        if self.sets_block:
             described["block"] = self.block
-            described["weights"] = list(self.weights) if self.schedule is None else self.schedule.describe()
+        # What is too long to list, or follows from it, belongs to the weights as well.
+        rest: tuple[Any, ...] = (self.shares, None if self.sets_block else self.block)
+        if self.schedule is None:
+            listed = [float(f"{float(share):.3g}") for share in self.weights]
+            described["weights"] = listed if len(listed) <= _MOST_LISTED else f"of {len(listed)} sources"
+        else:
+            described["weights"] = self.schedule.describe()
+            rest = (*rest, self.tokens if self.schedule.unit == "tokens" else None)
+        described["exact"] = digest(*rest)
         return described
 
     def rule(self, batch_size: int, width: int) -> StepRule:

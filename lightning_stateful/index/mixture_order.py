@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 from lightning_stateful.errors import DamagedStateError
 from lightning_stateful.index.course import Course
 from lightning_stateful.index.mixture import Mixture
+from lightning_stateful.index.permutation import MAX_LENGTH
 from lightning_stateful.index.phases import amounts_of
+from lightning_stateful.index.places import by_name, read_lengths, read_places
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import Batches
 
@@ -44,8 +46,9 @@ class MixtureOrder:
 
     def begin(self, epoch: int, width: int, held: Position | None = None) -> Position:
         """The beginning of ``epoch``, after whatever a position held in an earlier epoch of the run leaves behind."""
+        begun = Position(epoch=epoch, width=width)
         if self.mixture.num_steps is None:
-            return Position(epoch=epoch, width=width)
+            return begun
         if held is None or held.epoch > epoch:
             held = Position(width=width)
         while held.epoch < epoch:
@@ -75,6 +78,8 @@ class MixtureOrder:
 
     def steps(self, position: Position) -> int:
         """Steps of the position's epoch, counted from its beginning, on as many ranks as the position is wide."""
+        if self.mixture.num_steps is not None:
+            return self.mixture.num_steps
         return position.since // position.width + self._course(position).num_steps
 
     def places(self, position: Position) -> tuple[int, ...]:
@@ -87,7 +92,7 @@ class MixtureOrder:
         return self._course(position).batches(first - begun, last - begun, rank)
 
     def _own_steps(self, position: Position) -> int:
-        return (self.mixture.num_steps or 0) - position.since // position.width
+        return max((self.mixture.num_steps or 0) - position.since // position.width, 0)
 
     @property
     def _is_measured(self) -> bool:
@@ -124,8 +129,13 @@ class MixtureOrder:
         if self.carries_over and not self._is_measured:
             # The sequence goes on alike from every step: keep the places once.
             since, origin = position.consumed, places
-        stored = [] if since == position.consumed else list(origin)
-        return {**position.to_dict(), "since": since, "origin": stored, "places": list(places)}
+        stored = () if since == position.consumed else origin
+        return {
+            **position.to_dict(),
+            "since": since,
+            "origin": by_name(self.mixture.sources.names, stored),
+            "places": by_name(self.mixture.sources.names, places),
+        }
 
     def restore(self, data: Mapping[str, Any], saved: Mapping[str, Any], *, changed: bool) -> Position:
         """The position that :meth:`save` wrote.
@@ -139,34 +149,37 @@ class MixtureOrder:
             DamagedStateError: Keys are missing, or the places are not those of the position.
             PositionError: A value is out of range.
         """
-        position = Position.from_dict(data)
-        lengths = {name: _length(value) for name, value in saved["sources"].items()}
-        since, places = data.get("since"), _read_places(data, "places", len(lengths))
-        origin = _read_places(data, "origin", len(lengths))
+        position, names = Position.from_dict(data), self.mixture.sources.names
+        lengths = read_lengths(saved)
+        places, origin = (read_places(data, key, lengths) for key in ("places", "origin"))
+        since = data.get("since")
         if type(since) is not int or not 0 <= since <= position.consumed or not places:
             raise DamagedStateError(f"a position needs places and a number since of at most consumed, got {dict(data)}")
         if position.consumed % position.width or since % position.width:
             raise DamagedStateError(f"slots come in groups of width={position.width}, got {dict(data)}")
-        if since == position.consumed:
-            origin = places
-        if not any(origin):
-            origin = ()
         if changed:
-            if not self.carries_over and str(saved["stop"]).endswith("steps"):
-                # Places were counted since training began; an epoch knows only those in its own passes.
-                places = tuple(place % length for place, length in zip(places, lengths.values(), strict=True))
-            kept = self._kept(dict(zip(lengths, places, strict=True)), lengths)
+            kept = self._kept(places, lengths, carried=str(saved.get("stop")).endswith("steps"))
             return self.reopen(replace(position, since=0, origin=()), position.width, kept)
-        position = replace(position, since=since, origin=origin)
-        if position.consumed <= self.steps(position) * position.width and self.places(position) != places:
-            raise DamagedStateError(f"the places {list(places)} are not those of the position {position}")
+        if since == position.consumed and (since or self.carries_over):
+            origin = places
+        begun = tuple(origin.get(name, 0) for name in names)
+        amounts = (MAX_LENGTH**2,) * len(names) if self.carries_over else amounts_of(self.mixture)
+        if any(place > amount for place, amount in zip(begun, amounts, strict=True)):
+            raise DamagedStateError(f"the places {origin} lie beyond what an epoch serves, {amounts}")
+        position = replace(position, since=since, origin=begun if any(begun) else ())
+        expected = tuple(places[name] for name in names)
+        if position.consumed <= self.steps(position) * position.width and self.places(position) != expected:
+            raise DamagedStateError(f"the places {places} are not those of the position {position}")
         return position
 
-    def _kept(self, places: Mapping[str, int], lengths: Mapping[str, int]) -> tuple[int, ...]:
+    def _kept(self, places: Mapping[str, int], lengths: Mapping[str, int], *, carried: bool) -> tuple[int, ...]:
         """Places of sources by name, in sources of perhaps other lengths; a source that is new begins."""
         kept = []
         for name, length in zip(self.mixture.sources.names, self.mixture.sources.lengths, strict=True):
             passes, offset = divmod(places.get(name, 0), lengths.get(name, length))
+            if carried and not self.carries_over:
+                # Passes were counted since training began; an epoch knows only its own.
+                passes = 0
             kept.append(passes * length + min(offset, length))
         return tuple(kept)
 
@@ -192,16 +205,3 @@ def _course(
     mixture: Mixture, epoch: int, begun: int, width: int, origin: tuple[int, ...], num_steps: int | None
 ) -> Course:
     return Course(mixture, epoch=epoch, begun=begun, width=width, origin=origin, num_steps=num_steps)
-
-
-def _read_places(data: Mapping[str, Any], key: str, count: int) -> tuple[int, ...]:
-    places = data.get(key)
-    good = isinstance(places, list) and all(type(place) is int and place >= 0 for place in places)
-    if not good or len(places or ()) not in (0, count):
-        raise DamagedStateError(f"position.{key} must list a place for each of {count} sources, got {places!r}")
-    return tuple(places or ())
-
-
-def _length(described: Any) -> int:
-    # A loader adds a fingerprint after the length.
-    return int(str(described).split()[0])

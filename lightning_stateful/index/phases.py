@@ -40,6 +40,10 @@ class Phase(NamedTuple):
     active: Indices
 
 
+# Turns, the first of them to serve, and how many.
+Part = tuple[Turns, int, int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outset:
     """Where a course of turns begins.
@@ -190,16 +194,19 @@ class _Scheduled:
 
     def phases(self, num_turns: int) -> Iterator[Phase]:
         """Phases for as many turns."""
-        begin, progress, everyone = 0, self._progress(), _everyone(self._outset.mixture)
+        begin, progress = 0, self._progress()
         for stretch in self._schedule.stretches(progress):
+            by_steps = self._schedule.unit == "steps"
+            left = num_turns - begin
+            parts = self._by_steps(stretch, left) if by_steps else self._measured(stretch, progress, begin, left)
+            for turns, first, length in parts:
+                end = min(begin + length, num_turns)
+                if end > begin:
+                    yield Phase(begin, end, turns, first, _everyone(self._outset.mixture))
+                begin = end
             if begin >= num_turns:
                 return
-            by_steps = self._schedule.unit == "steps"
-            turns, first, length = self._by_steps(stretch) if by_steps else self._measured(stretch, progress, begin)
-            end = num_turns if length is None else min(begin + length, num_turns)
-            if end > begin:
-                yield Phase(begin, end, turns, first, everyone)
-            begin, progress = end, Fraction(stretch.end or 0)
+            progress = Fraction(stretch.end or 0)
 
     def _progress(self) -> Fraction:
         if self._schedule.unit == "steps":
@@ -207,31 +214,51 @@ class _Scheduled:
         pairs = zip(self._outset.origin, self._of_sample, strict=True)
         return sum((place * measure for place, measure in pairs), Fraction(0))
 
-    def _by_steps(self, stretch: Stretch) -> tuple[Turns, int, int | None]:
-        """A stretch whose turns are known since training began: its turns, the first to serve, and how many."""
+    def _by_steps(self, stretch: Stretch, num_turns: int) -> Iterator[Part]:
+        """A stretch whose turns are known since training began."""
         step = self._outset.step
         a_step = 1 if step is None else step.full
-        first = max(self._outset.done_steps - stretch.begin, 0) * a_step
+        done = max(self._outset.done_steps - stretch.begin, 0) * a_step
         if stretch.end is None:
-            return self._turns(stretch.first, stretch.final, None, stretch.begin), first, None
-        length = (stretch.end - stretch.begin) * a_step
-        return self._turns(stretch.first, stretch.final, length, stretch.begin), first, length - first
+            yield self._steady(stretch.first, stretch.begin), done, num_turns
+            return
+        for turns, _, length in self._parts(stretch, (stretch.end - stretch.begin) * a_step, stretch.begin):
+            if done < length:
+                yield turns, done, length - done
+            done = max(done - length, 0)
 
-    def _measured(self, stretch: Stretch, progress: Fraction, begin: int) -> tuple[Turns, int, int | None]:
-        """The same for a stretch in samples or tokens, which a turn brings forward by a mean amount."""
+    def _measured(self, stretch: Stretch, progress: Fraction, begin: int, num_turns: int) -> Iterator[Part]:
+        """A stretch in samples or tokens, which a turn brings forward by a mean amount."""
         done, shares = self._outset.done_turns + begin, stretch.shares_at(progress)
         if stretch.end is None:
-            return self._turns(shares, shares, None, stretch.begin), done, None
+            yield self._steady(shares, stretch.begin), done, num_turns
+            return
         means = [(a + b) / 2 for a, b in zip(shares, stretch.final, strict=True)]
         rate = sum(mean * measure for mean, measure in zip(means, self._of_turn, strict=True))
         length = max(-(-(stretch.end - progress) // rate), 1)
         if shares == stretch.final:
-            return self._turns(shares, shares, None, stretch.begin), done, length
-        # The way from here to the end is planned anew in every epoch, so its blocks begin here.
-        return self._turns(shares, stretch.final, length, done), 0, length
+            yield self._steady(shares, stretch.begin), done, length
+            return
+        # The way from here on is planned anew in every epoch, as far as the epoch goes.
+        rest = Stretch(0, length, shares, stretch.final)
+        count = min(length, num_turns)
+        yield from self._parts(Stretch(0, count, shares, rest.shares_at(Fraction(count))), count, done)
 
-    def _turns(self, first: tuple[Fraction, ...], final: tuple[Fraction, ...], length: int | None, label: int) -> Turns:
-        block = self._outset.mixture.block
-        blocks = 1 if length is None else -(-length // block)
-        proportions = Proportions(block, first, final, blocks, shift=label // block)
-        return Turns(proportions=proportions, stop=length, key=self._outset.key(label))
+    def _steady(self, shares: tuple[Fraction, ...], label: int) -> Turns:
+        proportions = Proportions(self._outset.mixture.block, shares, shift=label)
+        return Turns(proportions=proportions, key=self._outset.key(label))
+
+    def _parts(self, stretch: Stretch, num_turns: int, label: int) -> Iterator[Part]:
+        """A stretch of so many turns: whole blocks, and a shorter one, in which proportions are as exact."""
+        whole, rest = divmod(num_turns, self._outset.mixture.block)
+        middle = _between(stretch, Fraction(num_turns - rest, num_turns))
+        if whole:
+            blocks = Proportions(self._outset.mixture.block, stretch.first, middle, whole, shift=label)
+            yield Turns(proportions=blocks, key=self._outset.key(label)), 0, num_turns - rest
+        if rest:
+            short = Proportions(rest, middle, stretch.final, shift=label + whole)
+            yield Turns(proportions=short, key=self._outset.key(label, 1)), 0, rest
+
+
+def _between(stretch: Stretch, done: Fraction) -> tuple[Fraction, ...]:
+    return tuple(a + (b - a) * done for a, b in zip(stretch.first, stretch.final, strict=True))

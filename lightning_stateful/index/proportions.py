@@ -81,7 +81,9 @@ class Proportions:
             return np.broadcast_to(self._fixed, (last - first, self._fixed.size))
         modulus = self._modulus
         marks = [[(offset + slope * i) // modulus for offset, slope in self._lines] for i in range(first, last)]
-        result: Indices = np.diff(np.array(marks, dtype=object).reshape(last - first, -1), axis=1).astype(np.int64)
+        result: Indices = np.diff(np.array(marks, dtype=object).reshape(last - first, len(self._lines)), axis=1).astype(
+            np.int64
+        )
         return result
 
     def total(self, first: int, last: int, source: int) -> int:

@@ -41,6 +41,8 @@ class WeightSchedule:
                 f"A schedule has a unit among {get_args(Unit)} and goes on in one of {get_args(Between)} between its "
                 f"points, got unit={self.unit!r}, between={self.between!r}."
             )
+        if not isinstance(self.points, Mapping):
+            raise ConfigurationError(f"A schedule is a dict of weights by progress, got {self.points!r}.")
         places = [as_int("a point of a schedule", place) for place in self.points]
         if not places or places[0] != 0 or sorted(set(places)) != places:
             raise ConfigurationError(f"A schedule begins at 0 and its points rise, got points at {places}.")
@@ -101,7 +103,10 @@ class Schedule:
                 yield Stretch(begin, end, first, final)
 
     def describe(self) -> str:
-        """What a state says about it: short, whatever the number of points."""
-        exact = repr([(place, [str(share) for share in shares]) for place, shares in zip(self.places, self.shares)])  # noqa: B905
-        digest = hashlib.blake2b(exact.encode(), digest_size=6).hexdigest()
-        return f"{self.between} over {self.unit}, {len(self.places)} points, {digest}"
+        """What a state says about it in words: short, whatever the number of points."""
+        return f"{self.between} over {self.unit}, {len(self.places)} points, {digest(self)}"
+
+
+def digest(*values: Any) -> str:
+    """Six hexadecimal digits that change with any of the values."""
+    return hashlib.blake2b(repr(values).encode(), digest_size=3).hexdigest()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int, check_length
-from lightning_stateful.index.permutation import Indices, keyed_permutation
+from lightning_stateful.index.checks import as_int
+from lightning_stateful.index.permutation import MAX_LENGTH, Indices, keyed_permutation
 from lightning_stateful.index.seeding import Label, derive_seed
 from lightning_stateful.index.steps import StepRule
 
@@ -35,9 +35,10 @@ class Sources:
         if not self.names:
             raise ConfigurationError("There are no sources; give at least one dataset.")
         for name, length, batch_size in zip(self.names, self.lengths, self.batch_sizes, strict=True):
-            check_length(as_int(f"The length of source {name!r}", length))
-            if length < 1:
+            if as_int(f"The length of source {name!r}", length) == 0:
                 raise ConfigurationError(f"Source {name!r} is empty; leave it out.")
+            if not 0 < length <= MAX_LENGTH:
+                raise ConfigurationError(f"Source {name!r} must have 1 to 2**40 samples, got {length}.")
             if as_int(f"The batch size of source {name!r}", batch_size) < 1 or isinstance(batch_size, bool):
                 raise ConfigurationError(f"The batch size of source {name!r} must be at least 1, got {batch_size!r}.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,12 +91,9 @@ class Turns:
         members = np.repeat(np.arange(counts.size), counts)
         number = np.arange(members.size) - np.repeat(np.cumsum(counts) - counts, counts)
         # Whole numbers in place of (number + 0.5) / count: equal fractions must tie.
-        scale = int(np.lcm.reduce(counts[counts > 0])) if counts.size <= 16 else 0
-        if scale and scale < 2**40:
-            place = (2 * number + 1) * (scale // counts[members])
-        else:
-            place = (2 * number + 1) / counts[members]
-        return members[np.argsort(place, kind="stable")]
+        scale = math.lcm(*counts[counts > 0].tolist())
+        parts = scale // counts[members] if scale < 2**40 else 1 / counts[members]
+        return members[np.argsort((2 * number + 1) * parts, kind="stable")]
 
     def _table(self, begin: int, end: int) -> Indices:
         """The sources of whole blocks, as they are served; shape ``(end - begin, block)``."""

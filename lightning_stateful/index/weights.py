@@ -13,6 +13,7 @@ from lightning_stateful.errors import ConfigurationError
 _SIMPLE = 10_000
 _LARGEST_EXACT_BLOCK = 256
 _BLOCK = 64
+_LEAST = Fraction(1, 10**15)
 
 
 def shares_of(
@@ -42,7 +43,14 @@ def shares_of(
     total = sum(exact)
     if not total:
         raise ConfigurationError(f"At least one weight must be positive, got {dict(given)}.")
-    return [weight / total for weight in exact]
+    shares = [weight / total for weight in exact]
+    for name, share in zip(names, shares, strict=True):
+        if 0 < share < _LEAST:
+            raise ConfigurationError(
+                f"Source {name!r} would be served less than once in {1 / _LEAST} turns; leave it out, or give it a "
+                f"larger weight than {given[name]!r} beside {list(given.values())}."
+            )
+    return shares
 
 
 def tempered(shares: Sequence[Fraction], temperature: float) -> list[Fraction]:
@@ -82,6 +90,7 @@ def by_name(names: Sequence[str], values: Mapping[str, Any] | Sequence[Any], wha
                 "each, or a dict by name."
             )
         return dict(zip(names, values, strict=True))
+    values = {str(name): value for name, value in values.items()}
     for name in names:
         if name not in values:
             raise ConfigurationError(f"Source {name!r} has no {what}; there is one for {list(values)}.")
@@ -98,4 +107,4 @@ def _is_number(value: Any) -> bool:
 def _simple(weight: Any) -> Fraction:
     exact = Fraction(weight) if isinstance(weight, (int, Fraction)) else Fraction(float(weight))
     simple = exact.limit_denominator(_SIMPLE)
-    return simple if abs(simple - exact) <= exact * Fraction(1, 10**12) else exact
+    return simple if abs(simple - exact) <= exact * Fraction(1, 10**15) else exact

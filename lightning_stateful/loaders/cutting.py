@@ -57,6 +57,11 @@ def cutting_of(
                 "batch_sampler takes the place of batch_size, shuffle, sampler and drop_last; pass either."
             )
         if isinstance(batch_sampler, (StatefulBatchSampler, BatchOrder)):
+            if exact:
+                raise ConfigurationError(
+                    "exact=True never repeats a sample, which batches of several sources cannot promise; evaluate "
+                    "every dataset with a loader of its own."
+                )
             return _of_batches(dataset, batch_sampler, num_replicas, rank)
         if reason := reason_against_batch_sampler(batch_sampler):
             raise UnsupportedLoaderError(f"StatefulLoader cannot use this batch_sampler: {reason}")

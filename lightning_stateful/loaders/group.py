@@ -8,7 +8,7 @@ from typing import Any
 from lightning_stateful import state as format_
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.slots import SlotPlan
+from lightning_stateful.index.slots import BatchOrder, SlotPlan
 from lightning_stateful.loaders.batches import BatchPlan
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.cursor import read_position
@@ -40,6 +40,7 @@ class LoaderGroup:
         self._cyclic = mode == "max_size_cycle" and len(self.loaders) > 1
         self._anchor: dict[str, Position] = {}
         self._anchor_batch = 0
+        self._begun: dict[str, Position] = {}
 
     def num_batches(self) -> int:
         """Steps of a whole epoch."""
@@ -62,11 +63,8 @@ class LoaderGroup:
         if not self._cyclic:
             return None
         if isinstance(plan, SlotPlan):
-            raise ConfigurationError(
-                f"Loader {path!r} of several sources has {plan.num_batches()} batches an epoch, and the longest loader "
-                f"beside it {self.num_batches()}; it cannot start over within an epoch. Give it "
-                f"num_steps={self.num_batches()}, or combine the loaders in the mode 'min_size' or 'max_size'."
-            )
+            # Nothing but the end of the epoch: see refuse_short_sources.
+            return None
         # On to the passes that follow within the epoch, all of them whole.
         passes, steps = divmod(steps - in_pass, plan.num_batches())
         return plan.after(plan.pass_after(origin, 1 + passes), steps)
@@ -83,6 +81,29 @@ class LoaderGroup:
         return {
             path: loader.report_at(self._position_or_end(path, epoch, batch)) for path, loader in self.loaders.items()
         }
+
+    def refuse_short_sources(self, num_steps: int) -> None:
+        """Refuse several sources that would have to start over within an epoch of ``num_steps`` steps.
+
+        Raises:
+            ConfigurationError: With the remedy.
+        """
+        for path, loader in self.loaders.items():
+            if self._cyclic and isinstance(loader.plan, SlotPlan) and len(loader) < num_steps:
+                raise ConfigurationError(
+                    f"Loader {path!r} of several sources has {len(loader)} batches an epoch, and the epoch has "
+                    f"{num_steps}; it cannot start over within an epoch. Give it num_steps={num_steps}, or combine the "
+                    "loaders in the mode 'min_size' or 'max_size'."
+                )
+
+    def continue_from(self, other: LoaderGroup, epoch: int) -> None:
+        """At the beginning of ``epoch``, let sources whose places carry over go on where another group's stand."""
+        for path, loader in self.loaders.items():
+            before = other.loaders.get(path)
+            if before is None or not _carries_over(loader) or not _carries_over(before):
+                continue
+            state = before.state_at(other._origin(path, epoch))
+            self._begun[path] = loader.locate(state, cyclic=False, where=f"The state of loader {path!r}")
 
     def _position_or_end(self, path: str, epoch: int, batch: int) -> Position:
         position = self.position(path, epoch, batch)
@@ -106,7 +127,7 @@ class LoaderGroup:
         format_.refuse_differences(state, self.state_at(0, 0), accept=accepted, where=where)
         saved = dict(format_.walk(state))
         positions = {
-            path: loader.read(saved[path], accept=accepted, cyclic=len(self.loaders) > 1, where=where)
+            path: loader.locate(saved[path], cyclic=len(self.loaders) > 1, where=where)
             for path, loader in self.loaders.items()
             if path in saved
         }
@@ -124,7 +145,9 @@ class LoaderGroup:
                     f"{plan.num_slots()}. Resume from a checkpoint of this dataset."
                 )
         # A loader that the state does not know (its absence was accepted) begins with the epoch.
-        self._anchor = {path: positions.get(path, self._fresh(path, epoch)) for path in self.loaders}
+        self._begun, self._anchor = {}, {}
+        new = {path: self._fresh(path, epoch) for path in self.loaders if path not in positions}
+        self._begun, self._anchor = {}, {**positions, **new}
         self._anchor_batch = max(self.num_batches() - self._remaining(), 0)
         return epoch, self._anchor_batch
 
@@ -142,4 +165,13 @@ class LoaderGroup:
         return held if held is not None and held.epoch == epoch else self._fresh(path, epoch)
 
     def _fresh(self, path: str, epoch: int) -> Position:
-        return self.loaders[path].plan.begin(epoch, self._anchor.get(path))
+        held = self._begun.get(path)
+        if held is None or held.epoch > epoch:
+            held = self._anchor.get(path)
+        # Kept, because an epoch may be found by going on from the one before.
+        self._begun[path] = self.loaders[path].plan.begin(epoch, held)
+        return self._begun[path]
+
+
+def _carries_over(loader: StatefulLoader) -> bool:
+    return isinstance(loader.order, BatchOrder) and loader.order.carries_over

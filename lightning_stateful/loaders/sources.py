@@ -41,6 +41,10 @@ class SourceDataset(ConcatDataset[Any]):
         """The sample at ``index``, counted over all datasets."""
         if not self.tells_source:
             return super().__getitem__(index)  # type: ignore[no-untyped-call]  # torch's own
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} lies outside the {len(self)} samples of the sources {list(self.names)}")
         source = bisect_right(self.cumulative_sizes, index)
         start = self.cumulative_sizes[source - 1] if source else 0
         return Sample(source, self.datasets[source][index - start])
@@ -54,6 +58,7 @@ class SourceCollate:
         collate_fn: One function for all, one for each by name or in order, or None for torch's own.
         tag: Key under which a batch that is a dict gets the name of its source.
         mixes: Whether a batch holds several sources; it gets a list of names then, one a sample.
+        told: Whether samples come as :class:`Sample`; else they are all of the only source.
 
     Raises:
         ConfigurationError: A source has no function; with its name.
@@ -66,8 +71,10 @@ class SourceCollate:
         *,
         tag: str | None = None,
         mixes: bool = False,
+        told: bool = True,
     ) -> None:
         self.names = names
+        self.told = told
         self.tag = tag
         self.mixes = mixes
         if isinstance(collate_fn, (Mapping, Sequence)):
@@ -79,11 +86,12 @@ class SourceCollate:
         else:
             self._functions = [collate_fn] * len(names)
 
-    def __call__(self, samples: list[Sample]) -> Any:
+    def __call__(self, samples: list[Any]) -> Any:
         """Make a batch of samples."""
-        sources = [sample.source for sample in samples]
+        sources = [sample.source for sample in samples] if self.told else [0] * len(samples)
+        values = [sample.value for sample in samples] if self.told else samples
         name = self.names[sources[0]]
-        batch = (self._functions[sources[0]] or default_collate)([sample.value for sample in samples])
+        batch = (self._functions[sources[0]] or default_collate)(values)
         if self.tag is None:
             return batch
         if not isinstance(batch, dict):
@@ -95,7 +103,9 @@ class SourceCollate:
             raise ConfigurationError(
                 f"A batch of source {name!r} already has the key {self.tag!r}; choose another tag than that."
             )
-        return {**batch, self.tag: [self.names[source] for source in sources] if self.mixes else name}
+        told = [self.names[source] for source in sources] if self.mixes else name
+        # First, because Lightning takes the last value it finds no size in for a sign of an ambiguous batch.
+        return {self.tag: told, **batch}
 
 
 def describe_sources(dataset: Any, described: dict[str, Any]) -> dict[str, Any]:

@@ -208,16 +208,13 @@ class StatefulLoader(DataLoader[Any]):
         """The state of this loader at another position."""
         return self._cursor.state_dict(position)
 
-    def read(
-        self,
-        state_dict: Mapping[str, Any],
-        *,
-        accept: Collection[str] = (),
-        cyclic: bool = False,
-        where: str = "The loader's state",
-    ) -> Position:
+    def read(self, state_dict: Mapping[str, Any], *, where: str = "The loader's state") -> Position:
         """The position that a state names, without moving there; see :meth:`Cursor.read`."""
-        return self._cursor.read(state_dict, accept=(*self.accept, *accept), cyclic=cyclic, where=where)
+        return self._cursor.read(state_dict, accept=self.accept, where=where)
+
+    def locate(self, state_dict: Mapping[str, Any], *, cyclic: bool, where: str) -> Position:
+        """The position in a state whose differences were looked at before; see :meth:`Cursor.locate`."""
+        return self._cursor.locate(state_dict, cyclic=cyclic, where=where)
 
     def batches(self, position: Position) -> Iterator[Any]:
         """The batches from ``position`` to the end of its pass, without moving the loader."""

@@ -33,18 +33,18 @@ class Cursor:
         held = self.position if position is None else position
         return self._envelope(self.order.save(held) if isinstance(self.order, BatchOrder) else held.to_dict())
 
+    def _present(self) -> dict[str, Any]:
+        return self._envelope(Position().to_dict())
+
     def _envelope(self, position: Mapping[str, Any]) -> dict[str, Any]:
         return format_.pack(self.order.kind, self.order.order_version, self.config, position)
 
-    def read(
-        self, state: Mapping[str, Any], *, accept: Collection[str] = (), cyclic: bool = False, where: str = "The state"
-    ) -> Position:
+    def read(self, state: Mapping[str, Any], *, accept: Collection[str] = (), where: str = "The state") -> Position:
         """The position that a state names in this order, without moving there.
 
         Args:
             state: What :meth:`state_dict` returned; it is not changed.
             accept: Names of differences to let pass, for example ``("seed", "dataset.length")``.
-            cyclic: Whether the position may lie in a later pass over a loader that starts over within the epoch.
             where: How an error calls the state.
 
         Raises:
@@ -52,10 +52,23 @@ class Cursor:
             DamagedStateError, StateVersionError, PositionError: The state is of no use.
         """
         format_.check(state, where=where)
-        present = self._envelope(Position().to_dict())
-        format_.refuse_differences(state, present, accept=accept, where=where)
+        format_.refuse_differences(state, self._present(), accept=accept, where=where)
+        return self.locate(state, where=where)
+
+    def locate(self, state: Mapping[str, Any], *, cyclic: bool = False, where: str = "The state") -> Position:
+        """:meth:`read` for a checked state of which every difference has been accepted.
+
+        Args:
+            state: What :meth:`state_dict` returned; it is not changed.
+            cyclic: Whether the position may lie in a later pass over a loader that starts over within the epoch.
+            where: How an error calls the state.
+
+        Raises:
+            StateMismatchError: The state counts other slots than this order.
+            DamagedStateError, PositionError: The position is of no use.
+        """
         if isinstance(self.order, BatchOrder):
-            changed = bool(format_.differences(state, present))
+            changed = bool(format_.differences(state, self._present()))
             return _read_in_batches(self.order, state, changed=changed, where=where)
         if "places" in state["position"]:
             raise _other_slots(state, self.order.kind, where)

@@ -158,7 +158,8 @@ class MixtureBatchSampler(StatefulBatchSampler):
             block=_block(block, by, sources, [shares] if resolved is None else resolved.shares),
             by_sample=by == "sample",
             by_token=by == "token",
-            weights=tuple(float(f"{float(share):.4g}") for share in asked),
+            weights=tuple(asked),
+            sets_block=block is not None,
             tokens=tokens,
             schedule=resolved,
             shuffle=shuffle,
@@ -179,17 +180,24 @@ def sources_of(lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[
         lengths = list(lengths.datasets)
     if isinstance(lengths, Mapping):
         names, parts = tuple(map(str, lengths)), list(lengths.values())
-    else:
+    elif hasattr(lengths, "__len__") and not isinstance(lengths, str):
         names, parts = tuple(map(str, range(len(lengths)))), list(lengths)
+    else:
+        raise ConfigurationError(
+            f"lengths must be a dict or list of datasets or of their lengths, got {type(lengths).__name__}."
+        )
     found = [
         len(part) if isinstance(part, Sized) else as_int(f"The length of source {name!r}", part)
         for name, part in zip(names, parts, strict=True)
     ]
     if isinstance(batch_size, (Mapping, list, tuple)):
-        sizes = list(by_name(names, batch_size, "batch_size").values())
+        sizes = by_name(names, batch_size, "batch_size")
     else:
-        sizes = [batch_size] * len(names)
-    checked = [as_int(f"The batch size of source {name!r}", size) for name, size in zip(names, sizes, strict=True)]
+        sizes = dict.fromkeys(names, batch_size)
+    checked = [
+        size if isinstance(size, bool) else as_int(f"The batch size of source {name!r}", size)
+        for name, size in sizes.items()
+    ]
     return Sources(names, tuple(found), tuple(checked))
 
 

@@ -101,8 +101,12 @@ class StatefulDataCallback(pl.Callback):
         data, self._prepared = self._prepared, None
         if data is None and self._resume is not None and self._awaits_start:
             data = self._build_again(self._resume)
-        self._data = data or self._build(request)
-        return self._data.structure
+        if data is None:
+            data, before = self._build(request), self._data or self._previous
+            if before is not None:
+                data.group.continue_from(before.group, counters.next_step(self._attached())[0])
+        self._data = data
+        return data.structure
 
     def _build(self, request: Request) -> TrainingData:
         return TrainingData.build(self._attached(), request, self.settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -132,6 +133,8 @@ class StatefulDataModule(pl.LightningDataModule):
         self._callback = present[0]
         if self._callback.brought_along:
             self._callback.settings = self._settings
+        elif self._settings.log_sources:
+            self._callback.settings = replace(self._callback.settings, log_sources=True)
 
     def train_dataloader(self) -> Any:
         """The training loader, or a list or dict of them."""
@@ -154,15 +157,17 @@ class StatefulDataModule(pl.LightningDataModule):
             )
         if isinstance(data, Mapping):
             return {name: self._loader(dataset, str(name), **how) for name, dataset in data.items()}
-        if is_several(data):
+        if _is_several(data):
             return [self._loader(dataset, str(number), **how) for number, dataset in enumerate(data)]
         return self._loader(data, None, **how)
 
     def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
         """A loader over a dataset that stands under ``name`` among others, or alone."""
+        how = {"batch_size": self.batch_size, **how}
         if how.get("exact") and isinstance(dataset, IterableDataset):
-            return DataLoader(dataset, batch_size=self.batch_size, **self._options)
-        return self._stateful_loader(dataset, **{"batch_size": self.batch_size, **how})
+            del how["exact"]
+            return DataLoader(dataset, **{**self._options, **how})
+        return self._stateful_loader(dataset, **how)
 
     def _stateful_loader(self, dataset: Any, **how: Any) -> StatefulLoader:
         return StatefulLoader(
@@ -182,7 +187,7 @@ class StatefulDataModule(pl.LightningDataModule):
         """Nothing: the callback reads the state where Lightning's loop counters can be set right with it."""
 
 
-def is_several(data: Any) -> bool:
+def _is_several(data: Any) -> bool:
     """Whether data is a list of datasets; a list of plain samples is a dataset itself."""
     return isinstance(data, (list, tuple)) and bool(data) and all(map(_is_dataset, data))
 

@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.index.position import Position
+from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.takeover import take_over
 from lightning_stateful.trainer.agreement import build_alike
@@ -70,6 +71,9 @@ def _view(trainer: pl.Trainer, loader: Any, where: str, settings: Settings, topo
                 f"{error} It is left to Lightning, which may evaluate some samples twice.", category=StatefulWarning
             )
         return loader
+
+    for repeats in taken.plan.repeats() if isinstance(taken.order, BatchOrder) else ():
+        rank_zero_warn(f"{where}: {repeats}, because ranks take equal steps.", category=StatefulWarning)
 
     def locate() -> Position | None:
         # Randomness and, if the loader shuffles, its order follow the training epoch, as a plain loader's would.

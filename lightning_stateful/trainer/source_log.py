@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 
 def log_sources(pl_module: pl.LightningModule, report: Mapping[str, Any]) -> None:
@@ -24,7 +25,7 @@ def logs_now(trainer: pl.Trainer) -> bool:
     return trainer._logger_connector.should_update_logs
 
 
-def _flat(prefix: str, report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _flat(prefix: str, report: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     if "sources" not in report:
         # One report a loader; those of a single dataset have no sources.
         for path, part in report.items():
@@ -33,4 +34,5 @@ def _flat(prefix: str, report: Mapping[str, Any]) -> Iterator[tuple[str, float]]
         return
     for name, counts in report["sources"].items():
         for what, value in counts.items():
-            yield f"{prefix}/{name}/{what}", float(value)
+            # In double precision, because counts soon exceed what single precision can tell apart.
+            yield f"{prefix}/{name}/{what}", torch.tensor(value, dtype=torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.mixture import Stop
@@ -13,7 +13,7 @@ from lightning_stateful.index.schedule import WeightSchedule
 from lightning_stateful.loaders.sources import Collate, SourceCollate, SourceDataset
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.sources import By, MixtureBatchSampler, RoundRobinBatchSampler
-from lightning_stateful.trainer.datamodule import StatefulDataModule, is_several
+from lightning_stateful.trainer.datamodule import StatefulDataModule
 
 
 class SourcesDataModule(StatefulDataModule):
@@ -40,8 +40,9 @@ class SourcesDataModule(StatefulDataModule):
         """One loader over all training datasets."""
         if self.train is None:
             return super().train_dataloader()
+        batches = self.batch_sampler()
         dataset, collate_fn = self._told_apart(self._named(self.train), self._collate_fn)
-        return self._stateful_loader(dataset, batch_sampler=self.batch_sampler(), collate_fn=collate_fn)
+        return self._stateful_loader(dataset, batch_sampler=batches, collate_fn=collate_fn)
 
     def batch_sampler(self) -> StatefulBatchSampler:
         """The batches of the training datasets: a fresh batch sampler, for a look at them without a trainer."""
@@ -52,12 +53,23 @@ class SourcesDataModule(StatefulDataModule):
 
     def _named(self, data: Any) -> dict[str, Any]:
         if isinstance(data, Mapping):
-            return {str(name): dataset for name, dataset in data.items()}
-        if is_several(data):
-            return {str(number): dataset for number, dataset in enumerate(data)}
-        raise ConfigurationError(
-            f"{type(self).__name__} trains on a dict or list of datasets, got a {type(data).__name__}."
-        )
+            pairs = [(str(name), dataset) for name, dataset in data.items()]
+        elif isinstance(data, (list, tuple)):
+            pairs = [(str(number), dataset) for number, dataset in enumerate(data)]
+        else:
+            raise ConfigurationError(
+                f"{type(self).__name__} trains on a dict or list of datasets, got a {type(data).__name__}."
+            )
+        named = dict(pairs)
+        if len(named) < len(pairs):
+            raise ConfigurationError(f"Sources need different names, got {[name for name, _ in pairs]}.")
+        for name, dataset in pairs:
+            if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+                raise ConfigurationError(
+                    f"Source {name!r} is a {type(dataset).__name__}, which has no random access by index; it needs "
+                    "__getitem__ and __len__."
+                )
+        return named
 
     def _told_apart(self, datasets: Mapping[str, Any], collate_fn: Any) -> tuple[Any, Any]:
         """The datasets one after the other, and a collate function that knows them apart where that matters."""
@@ -70,14 +82,20 @@ class SourcesDataModule(StatefulDataModule):
         how["batch_size"] = self._of_source(self.batch_size, name, "batch_size")
         collate_fn = self._of_source(self._collate_fn, name, "collate_fn")
         if self._tag is not None and name is not None:
-            dataset, collate_fn = self._told_apart({name: dataset}, collate_fn)
+            told = not isinstance(dataset, IterableDataset)
+            collate_fn = SourceCollate((name,), collate_fn, tag=self._tag, mixes=self._mixes, told=told)
+            dataset = SourceDataset({name: dataset}, tells_source=True) if told else dataset
         return super()._loader(dataset, name, collate_fn=collate_fn, **how)
 
     def _of_source(self, setting: Any, name: str | None, what: str) -> Any:
         """The setting of one source, where each has its own."""
         if not isinstance(setting, (Mapping, list, tuple)):
             return setting
-        named = dict(setting) if isinstance(setting, Mapping) else {str(i): value for i, value in enumerate(setting)}
+        if isinstance(setting, Mapping):
+            named = {str(source): value for source, value in setting.items()}
+        else:
+            names = range(len(setting)) if self.train is None else self._named(self.train)
+            named = {str(source): value for source, value in zip(names, setting, strict=False)}
         if name is None or name not in named:
             found = "a dataset without a name" if name is None else f"dataset {name!r}"
             raise ConfigurationError(

@@ -19,6 +19,7 @@ from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.group import MODES, LoaderGroup
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.takeover import take_over
+from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.agreement import build_alike
@@ -83,6 +84,7 @@ class TrainingData:
         self._first_path = next(iter(self.group.loaders), "")
         self._counted_epoch, self._first_step, self._num_handed = -1, 0, 0
         self.structure: Any = structure.rebuilt(lambda path, loader: self._view(path))
+        self.group.refuse_short_sources(self.num_batches())
         self._report_repeats()
         self._warn_of_cut_epochs()
 
@@ -131,6 +133,9 @@ class TrainingData:
         """
         where = "The checkpoint's data state"
         epoch, step = self.group.load(state, accept=self._settings.accept, where=where)
+        if moment.running and (epoch, step) == (moment.epoch + 1, 0):
+            # Of the epoch that the checkpoint was taken in, accepted changes have left nothing.
+            epoch, step = moment.data[0], self.num_batches()
         if epoch != moment.data[0]:
             raise DamagedStateError(
                 f"{where} lies in epoch {epoch}, but the loops of the same checkpoint go on in epoch {moment.data[0]}. "
@@ -171,7 +176,7 @@ class TrainingData:
             accept=settings.accept,
             where=where,
         )
-        if overfits and not isinstance(getattr(loader, "order", loader.batch_sampler.sampler), _UNSHUFFLED):
+        if overfits and _is_shuffled(loader):
             rank_zero_warn(
                 f"overfit_batches trains on the same batches in every epoch, so {where} is not shuffled.",
                 category=StatefulWarning,
@@ -216,6 +221,15 @@ class TrainingData:
                 seed_model(seed, rank, "batch", *counters.next_step(trainer))
 
         return LoaderView(loader, locate, before_batch)
+
+
+def _is_shuffled(loader: Any) -> bool:
+    batches = loader.order if isinstance(loader, StatefulLoader) else loader.batch_sampler
+    if isinstance(batches, StatefulBatchSampler):
+        batches = batches.order
+    if isinstance(batches, BatchOrder):
+        return batches != batches.unshuffled()
+    return not isinstance(getattr(batches, "sampler", batches), _UNSHUFFLED)
 
 
 def _in_present_steps(moment: Moment, step: int, *, ended: bool) -> Moment:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     DistributedSampler,
     RandomSampler,
@@ -17,13 +18,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_stateful.index import BlockShuffledOrder, SequentialOrder, ShuffledOrder
+from lightning_stateful.index import BlockShuffledOrder, SequentialOrder, ShuffledOrder, WeightSchedule
 from lightning_stateful.loaders import StatefulLoader, take_over
-from lightning_stateful.samplers import StatefulDistributedSampler
+from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler, StatefulDistributedSampler
 from lightning_stateful.testing import LAWS
 
 LENGTH = 11
 WEIGHTS = torch.tensor([float(i % 4) for i in range(LENGTH)], dtype=torch.double)
+SOURCES = {"a": 5, "b": 11, "c": 8}
+TOKENS = {"a": [9] * 5, "b": [2] * 11, "c": list(range(1, 9))}
 
 Make = Callable[[int, int], Any]
 
@@ -55,7 +58,84 @@ def a_loader_with_a_batch_sampler(num_replicas: int, rank: int) -> StatefulLoade
     return StatefulLoader(list(range(LENGTH)), batch_sampler=batches, num_replicas=num_replicas, rank=rank)
 
 
+def round_robin(batch_size: Any = 2, **options: Any) -> Make:
+    return lambda num_replicas, rank: RoundRobinBatchSampler(
+        SOURCES, batch_size, num_replicas=num_replicas, rank=rank, **options
+    )
+
+
+def a_mixture(batch_size: Any = 2, **options: Any) -> Make:
+    return lambda num_replicas, rank: MixtureBatchSampler(
+        SOURCES, batch_size, num_replicas=num_replicas, rank=rank, **options
+    )
+
+
+def over_sources(sampler: Make) -> Make:
+    dataset = ConcatDataset([[1000 * place + index for index in range(n)] for place, n in enumerate(SOURCES.values())])
+    return lambda num_replicas, rank: StatefulLoader(dataset, batch_sampler=sampler(num_replicas, rank))
+
+
+def over_sources_taken_over(sampler: Callable[[], Any]) -> Make:
+    return lambda num_replicas, rank: take_over(
+        DataLoader(list(range(sum(SOURCES.values()))), batch_sampler=sampler()), num_replicas=num_replicas, rank=rank
+    )
+
+
+# What an epoch serves does not depend on the number of ranks.
+EPOCHS_OF_SEVERAL_SOURCES: dict[str, Make] = {
+    "round robin": round_robin(),
+    "round robin, sequential": round_robin(shuffle=False),
+    "round robin, batch sizes of their own": round_robin({"a": 1, "b": 4, "c": 3}),
+    "round robin, tail dropped": round_robin({"a": 1, "b": 2, "c": 1}, drop_last=True),
+    "round robin, batches of one": round_robin(1, seed=3),
+    "mixture by batch": a_mixture(weights=[3, 1, 2]),
+    "mixture by batch, batch sizes of their own": a_mixture([1, 4, 3], weights=[0.2, 0.5, 0.3], seed=3),
+    "mixture by batch, sequential": a_mixture(shuffle=False),
+    "mixture by batch, in blocks of seven": a_mixture(temperature=2, block=7),
+    "mixture by sample": a_mixture(3, by="sample"),
+    "mixture by token": a_mixture(by="token", token_lengths=TOKENS, weights=[1, 1, 1]),
+    "loader, round robin": over_sources(round_robin([1, 4, 3])),
+    "loader, mixture by batch": over_sources(a_mixture(weights=[3, 1, 2])),
+    "loader, mixture by sample": over_sources(a_mixture(4, by="sample", weights=[1, 2, 1])),
+    "loader, mixture by token": over_sources(a_mixture(by="token", token_lengths=TOKENS)),
+    "loader taken over, round robin": over_sources_taken_over(lambda: RoundRobinBatchSampler(SOURCES, 3)),
+    "round robin, first exhausted": round_robin(stop="first_exhausted"),
+    "round robin, first exhausted, tail dropped": round_robin(1, stop="first_exhausted", drop_last=True),
+    "round robin, cycle": round_robin([1, 4, 3], stop="cycle"),
+    "mixture by batch, first exhausted": a_mixture(weights=[3, 1, 2], stop="first_exhausted"),
+    "mixture by batch, cycle": a_mixture(weights=[3, 1, 2], stop="cycle"),
+    "mixture by batch, cycle, tail dropped": a_mixture(weights=[1, 2, 1], stop="cycle", drop_last=True),
+    "mixture by sample, first exhausted": a_mixture(3, by="sample", stop="first_exhausted"),
+    "mixture by sample, cycle": a_mixture(3, by="sample", stop="cycle", weights=[1, 1, 1]),
+    "mixture by token, cycle": a_mixture(by="token", token_lengths=TOKENS, stop="cycle"),
+    "loader, round robin, cycle": over_sources(round_robin(stop="cycle")),
+}
+# More ranks serve more in as many steps.
+STEPS_OF_SEVERAL_SOURCES: dict[str, Make] = {
+    "round robin, steps": round_robin(num_steps=7),
+    "round robin, more steps than there are samples": round_robin(4, num_steps=13),
+    "mixture by batch, steps": a_mixture([1, 4, 3], weights=[0.21, 0.5, 0.3], num_steps=7),
+    "mixture by sample, steps": a_mixture(3, by="sample", num_steps=9),
+    "mixture by token, steps": a_mixture(by="token", token_lengths=TOKENS, num_steps=5, weights=[1, 1, 1]),
+    "mixture, scheduled by steps": a_mixture(schedule={0: [8, 1, 1], 6: [1, 8, 1]}, num_steps=5),
+    "mixture, scheduled by samples": a_mixture(
+        schedule=WeightSchedule({0: [1, 0, 1], 30: [0, 1, 1]}, unit="samples", between="linear"), num_steps=6
+    ),
+    "mixture, scheduled by tokens": a_mixture(
+        schedule=WeightSchedule({0: [1, 0, 1], 40: [1, 1, 1], 90: [0, 1, 0]}, unit="tokens"),
+        token_lengths=TOKENS,
+        num_steps=6,
+    ),
+    "mixture by sample, scheduled by steps": a_mixture(
+        4, by="sample", schedule=WeightSchedule({0: [1, 0, 1], 7: [0, 1, 1]}, between="linear"), num_steps=5
+    ),
+    "loader, round robin, steps": over_sources(round_robin([1, 4, 3], num_steps=7)),
+    "loader, mixture, scheduled by steps": over_sources(a_mixture(schedule={0: [8, 1, 1], 6: [1, 8, 1]}, num_steps=5)),
+    "loader taken over, mixture, steps": over_sources_taken_over(lambda: MixtureBatchSampler(SOURCES, 3, num_steps=4)),
+}
 IMPLEMENTERS: dict[str, Make] = {
+    **EPOCHS_OF_SEVERAL_SOURCES,
+    **STEPS_OF_SEVERAL_SOURCES,
     "sampler, shuffled": a_sampler(),
     "sampler, sequential": a_sampler(shuffle=False),
     "sampler, shuffled, tail dropped": a_sampler(drop_last=True),
@@ -99,6 +179,25 @@ IMPLEMENTERS: dict[str, Make] = {
     "loader taken over": a_loader_taken_over(batch_size=3, shuffle=True),
 }
 
+ROUND_ROBINS: list[dict[str, Any]] = [
+    {"batch_size": 3},
+    {"batch_size": [2, 2, 1]},
+    {"stop": "cycle"},
+    {"stop": "first_exhausted"},
+    {"num_steps": 12},
+    {"shuffle": False},
+    {"drop_last": True},
+    {"seed": 1},
+]
+MIXTURES: list[dict[str, Any]] = [
+    *ROUND_ROBINS,
+    {"weights": [3, 1, 2]},
+    {"temperature": 2},
+    {"by": "sample"},
+    {"by": "token"},
+    {"block": 12},
+    {"weights": None, "schedule": {0: [3, 2, 1]}, "num_steps": 12},
+]
 OTHERS: dict[str, Callable[[], Any]] = {
     "sampler": lambda: StatefulDistributedSampler(LENGTH, 1, 0, seed=99),
     "loader": lambda: StatefulLoader(list(range(LENGTH)), sampler=SequentialOrder(LENGTH - 1), drop_last=True),
@@ -111,7 +210,7 @@ def test_every_implementer_obeys_every_law(name: str, law: str) -> None:
     options: dict[str, Any] = {}
     if law == "rank-free":
         options["drop_last"] = "tail dropped" in name
-        options["resize"] = (1, 3, 4)
+        options["resize"] = () if name in STEPS_OF_SEVERAL_SOURCES else (1, 3, 4)
     if law == "not configuration":
         options["make_other"] = OTHERS["loader" if name.startswith("loader") else "sampler"]
     LAWS[law](IMPLEMENTERS[name], **options)
@@ -138,3 +237,30 @@ def test_each_sampler_and_loader_refuses_every_single_other_setting() -> None:
 
     for other in others:
         LAWS["not configuration"](make, make_other=other, stops="spread")
+
+
+def test_a_round_robin_refuses_every_single_other_setting() -> None:
+    for make in (round_robin(), over_sources(round_robin())):
+        around = over_sources if isinstance(make(1, 0), StatefulLoader) else lambda other: other
+        for options in ROUND_ROBINS:
+            other = around(round_robin(**options))
+            LAWS["not configuration"](make, make_other=lambda other=other: other(1, 0), num_epochs=1, stops=[0, 3])
+
+
+def test_a_mixture_refuses_every_single_other_setting() -> None:
+    base: dict[str, Any] = {"weights": [3, 2, 1], "token_lengths": TOKENS}
+    make = a_mixture(**base)
+    for options in MIXTURES:
+        other = a_mixture(**{**base, **options})
+        LAWS["not configuration"](make, make_other=lambda other=other: other(1, 0), num_epochs=1, stops=[0, 3])
+
+
+@pytest.mark.parametrize("lengths", [{"a": 5, "b": 11, "d": 8}, {"a": 5, "b": 12, "c": 8}, {"a": 5, "b": 11}])
+def test_a_batch_sampler_refuses_other_sources(lengths: dict[str, int]) -> None:
+    for kind in (RoundRobinBatchSampler, MixtureBatchSampler):
+        LAWS["not configuration"](
+            lambda num_replicas, rank, kind=kind: kind(SOURCES, 2, num_replicas=num_replicas, rank=rank),
+            make_other=lambda kind=kind: kind(lengths, 2),
+            num_epochs=1,
+            stops=[0, 3],
+        )

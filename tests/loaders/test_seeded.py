@@ -138,6 +138,26 @@ class TestSamples:
         assert drawn(a_loader(seed_samples=False)) != one
 
 
+class TestAKeyForEachSample:
+    @pytest.mark.parametrize("dataset", [Noisy, NoisyBatches])
+    def test_one_key_for_all_is_the_same_as_that_key_for_each(self, dataset: Any) -> None:
+        seeded = SeededDataset(dataset())
+
+        assert seeded.__getitems__((5, [3, 1, 2])) == seeded.__getitems__(([5, 5, 5], [3, 1, 2]))
+
+    @pytest.mark.parametrize("dataset", [Noisy, NoisyBatches])
+    def test_a_sample_draws_by_its_own_key_whatever_the_others_have(self, dataset: Any) -> None:
+        seeded = SeededDataset(dataset())
+        mixed = seeded.__getitems__(([5, 6, 5, 6], [3, 3, 1, 1]))
+
+        assert mixed == [seeded.__getitems__((key, [index]))[0] for key, index in ((5, 3), (6, 3), (5, 1), (6, 1))]
+        assert mixed[0] != mixed[1]
+
+    def test_keys_and_indices_of_other_numbers_are_an_error(self) -> None:
+        with pytest.raises(ValueError, match="argument 2 is longer"):
+            SeededDataset(Noisy()).__getitems__(([5], [3, 1]))
+
+
 class TestCollating:
     @staticmethod
     def collate(samples: list[Any]) -> tuple[list[int], float, float, float]:

@@ -72,7 +72,7 @@ def test_a_cyclic_position_may_lie_beyond_the_epoch() -> None:
     cursor = a_cursor()
     state = cursor.state_dict(Position(epoch=0, consumed=25))
 
-    assert cursor.read(state, cyclic=True) == Position(epoch=0, consumed=25)
+    assert cursor.locate(state, cyclic=True) == Position(epoch=0, consumed=25)
     with pytest.raises(PositionError, match="has consumed 25 samples of epoch 0, but an epoch has only 10"):
         cursor.read(state)
 

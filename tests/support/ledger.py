@@ -82,12 +82,16 @@ class LedgerModel(pl.LightningModule):
 
 
 class StepLogger(DummyLogger):
-    """Remembers the step of everything that is logged."""
+    """Remembers the step of everything that is logged, and what is logged about sources."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[tuple[str, int]] = []
+        self.sources: list[tuple[int, dict[str, float]]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         name = "val" if "val_loss" in metrics else "train"
         self.steps.append((name, step))
+        sources = {key.removeprefix("sources/"): value for key, value in metrics.items() if key.startswith("sources/")}
+        if sources:
+            self.sources.append((step, sources))

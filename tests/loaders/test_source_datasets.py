@@ -1,0 +1,313 @@
+"""Several datasets behind one loader: where a batch comes from, how it is collated, and what a state says of each."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+
+from lightning_stateful.errors import ConfigurationError, StateMismatchError
+from lightning_stateful.loaders import StatefulLoader, take_over
+from lightning_stateful.loaders.sources import Sample, SourceCollate, SourceDataset, describe_sources
+from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler
+
+LENGTHS = {"a": 5, "b": 8}
+
+
+class Numbered(Dataset[dict[str, int]]):
+    def __init__(self, length: int, first: int = 0, **words: Any) -> None:
+        self.length, self.first, self.words = length, first, words
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"id": index + self.first}
+
+    def describe(self) -> dict[str, Any]:
+        return self.words
+
+
+class WithFiles(Numbered):
+    def __init__(self, length: int, files: list[Path]) -> None:
+        super().__init__(length)
+        self.files = files
+
+
+def datasets(**words: Any) -> dict[str, Dataset[Any]]:
+    return {"a": Numbered(5, **words), "b": Numbered(8, 100)}
+
+
+def a_loader(parts: dict[str, Any], **options: Any) -> StatefulLoader:
+    return StatefulLoader(SourceDataset(parts), batch_sampler=RoundRobinBatchSampler(parts, 2, **options))
+
+
+class TestSourceDataset:
+    def test_samples_are_those_of_the_datasets_one_after_the_other(self) -> None:
+        dataset = SourceDataset(datasets())
+
+        assert [dataset[index]["id"] for index in range(len(dataset))] == [*range(5), *range(100, 108)]
+        assert dataset.names == ("a", "b")
+
+    def test_a_sample_tells_its_source(self) -> None:
+        dataset = SourceDataset(datasets(), tells_source=True)
+
+        assert [dataset[index] for index in (0, 4, 5, 12)] == [
+            Sample(0, {"id": 0}),
+            Sample(0, {"id": 4}),
+            Sample(1, {"id": 100}),
+            Sample(1, {"id": 107}),
+        ]
+
+    @pytest.mark.parametrize("index", [13, 99])
+    @pytest.mark.parametrize("tells_source", [False, True])
+    def test_an_index_past_the_end_is_an_index_error(self, index: int, tells_source: bool) -> None:
+        with pytest.raises(IndexError):
+            SourceDataset({"a": [1] * 5, "b": [2] * 8}, tells_source=tells_source)[index]
+
+    def test_a_negative_index_counts_from_the_end_of_all(self) -> None:
+        dataset = SourceDataset({"a": [1, 2], "b": [3, 4]}, tells_source=True)
+
+        assert dataset[-1] == Sample(1, 4)
+
+    def test_it_can_be_pickled_for_worker_processes(self) -> None:
+        dataset = pickle.loads(pickle.dumps(SourceDataset(datasets(), tells_source=True)))
+
+        assert dataset[5] == Sample(1, {"id": 100})
+        assert dataset.names == ("a", "b")
+
+
+def told(*sources: int) -> list[Sample]:
+    return [Sample(source, {"id": 10 * source + number}) for number, source in enumerate(sources)]
+
+
+class TestSourceCollate:
+    def test_without_a_function_batches_are_torchs(self) -> None:
+        batch = SourceCollate(("a", "b"), None)(told(1, 1))
+
+        assert torch.equal(batch["id"], torch.tensor([10, 11]))
+
+    @pytest.mark.parametrize("functions", [{"b": sum, "a": len}, [len, sum]], ids=["by name", "in order"])
+    def test_each_source_has_a_function_of_its_own(self, functions: Any) -> None:
+        collate = SourceCollate(("a", "b"), functions)
+
+        assert collate([Sample(0, 7), Sample(0, 8)]) == 2
+        assert collate([Sample(1, 7), Sample(1, 8)]) == 15
+
+    def test_one_function_is_for_all(self) -> None:
+        collate = SourceCollate(("a", "b"), sum)
+
+        assert (collate([Sample(0, 1)]), collate([Sample(1, 2)])) == (1, 2)
+
+    def test_one_source_may_be_left_to_torch(self) -> None:
+        collate = SourceCollate(("a", "b"), {"a": None, "b": sum})
+
+        assert torch.equal(collate([Sample(0, 7)]), torch.tensor([7]))
+
+    def test_a_tag_is_the_name_of_the_source(self) -> None:
+        batch = SourceCollate(("a", "b"), None, tag="source")(told(1, 1))
+
+        assert batch["source"] == "b"
+
+    def test_a_batch_of_several_sources_is_tagged_sample_by_sample(self) -> None:
+        batch = SourceCollate(("a", "b"), None, tag="source", mixes=True)(told(1, 0, 1))
+
+        assert batch["source"] == ["b", "a", "b"]
+        assert batch["id"].tolist() == [10, 1, 12]
+
+    def test_what_the_function_returned_is_not_changed(self) -> None:
+        held = {"x": 1}
+        SourceCollate(("a",), lambda samples: held, tag="source")(told(0))
+
+        assert held == {"x": 1}
+
+    @pytest.mark.parametrize(
+        ("functions", "message"),
+        [
+            ({"a": len}, "Source 'b' has no collate_fn"),
+            ([len], "1 values were given as collate_fn for the 2 sources"),
+            ({"a": len, "b": len, "z": len}, "a collate_fn for 'z', which is none of the sources"),
+        ],
+    )
+    def test_a_source_without_a_function_is_named(self, functions: Any, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            SourceCollate(("a", "b"), functions)
+
+    def test_functions_for_each_are_refused_where_batches_mix(self) -> None:
+        with pytest.raises(ConfigurationError, match='With by="sample" a batch holds several sources'):
+            SourceCollate(("a", "b"), [len, len], mixes=True)
+
+    def test_a_tag_on_a_batch_that_is_no_dict_is_refused_with_the_source(self) -> None:
+        with pytest.raises(ConfigurationError, match="a batch of source 'b' is a list"):
+            SourceCollate(("a", "b"), list, tag="source")(told(1))
+
+    def test_a_tag_that_is_taken_is_refused_with_the_source(self) -> None:
+        with pytest.raises(ConfigurationError, match="A batch of source 'b' already has the key 'id'"):
+            SourceCollate(("a", "b"), None, tag="id")(told(1))
+
+
+class TestThroughALoader:
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_batches_are_tagged_with_where_they_come_from(self, num_workers: int) -> None:
+        parts = datasets()
+        loader = StatefulLoader(
+            SourceDataset(parts, tells_source=True),
+            batch_sampler=RoundRobinBatchSampler(parts, 2),
+            collate_fn=SourceCollate(tuple(parts), None, tag="source"),
+            num_workers=num_workers,
+        )
+        batches = [(batch["source"], batch["id"].tolist()) for batch in loader]
+
+        assert [source for source, _ in batches] == ["a", "b", "a", "b", "a", "b", "b"]
+        assert all((source == "b") == (index >= 100) for source, indices in batches for index in indices)
+
+    def test_samples_of_a_mixed_batch_are_tagged_each(self) -> None:
+        parts = datasets()
+        loader = StatefulLoader(
+            SourceDataset(parts, tells_source=True),
+            batch_sampler=MixtureBatchSampler(parts, 4, by="sample"),
+            collate_fn=SourceCollate(tuple(parts), None, tag="source", mixes=True),
+        )
+        for batch in loader:
+            assert batch["source"] == ["b" if index >= 100 else "a" for index in batch["id"].tolist()]
+
+    def test_an_error_of_a_collate_function_comes_through_and_the_batch_is_tried_again(self) -> None:
+        parts, failing = datasets(), [True]
+
+        def collate(samples: list[Any]) -> Any:
+            if failing and failing.pop():
+                raise RuntimeError("once")
+            return [sample["id"] for sample in samples]
+
+        loader = StatefulLoader(
+            SourceDataset(parts), batch_sampler=RoundRobinBatchSampler(parts, 2), collate_fn=collate
+        )
+        batches = iter(loader)
+        with pytest.raises(RuntimeError, match="once"):
+            next(batches)
+
+        assert sorted(index for batch in batches for index in batch) == [*range(5), *range(100, 108)]
+
+
+def described(dataset: Any, lengths: dict[str, int] | None = None) -> dict[str, Any]:
+    return describe_sources(dataset, {"sources": dict(lengths or LENGTHS), "seed": 0})
+
+
+class TestDescriptions:
+    def test_of_a_dataset_that_says_nothing_only_the_length_is_known(self) -> None:
+        assert described(ConcatDataset([range(5), range(8)])) == {"sources": LENGTHS, "seed": 0}
+
+    def test_what_a_dataset_says_follows_its_length_in_short(self) -> None:
+        sources = described(SourceDataset(datasets(version="1.0")))["sources"]
+
+        assert sources["b"] == 8
+        assert sources["a"].startswith("5 ")
+        assert len(sources["a"]) == len("5 ") + 6
+
+    def test_the_description_given_is_not_changed(self) -> None:
+        given = {"sources": dict(LENGTHS)}
+        describe_sources(SourceDataset(datasets(version=1)), given)
+
+        assert given == {"sources": LENGTHS}
+
+    def test_any_other_dataset_of_as_many_samples_is_described_as_a_whole(self) -> None:
+        assert described(range(13)) == {"sources": LENGTHS, "seed": 0, "dataset": {"length": 13}}
+
+    def test_a_concatenation_of_other_parts_is_described_as_a_whole(self) -> None:
+        found = described(ConcatDataset([range(5), range(4), range(4)]))
+
+        assert found["sources"] == LENGTHS
+        assert set(found["dataset"]) == {"length", "parts"}
+
+    @pytest.mark.parametrize(
+        ("dataset", "message"),
+        [
+            (ConcatDataset([range(5), range(9)]), "13 samples together, {'a': 5, 'b': 8}, and the dataset has 14"),
+            (range(12), "and the dataset has 12"),
+            (ConcatDataset([range(8), range(5)]), "Source 'a' has 5 samples, and the dataset in its place 8"),
+        ],
+    )
+    @pytest.mark.parametrize(
+        "build",
+        [
+            lambda dataset, sampler: StatefulLoader(dataset, batch_sampler=sampler),
+            lambda dataset, sampler: take_over(DataLoader(dataset, batch_sampler=sampler)),
+        ],
+        ids=["a loader", "a take-over"],
+    )
+    def test_a_dataset_that_the_sampler_was_not_made_for_is_refused(
+        self, dataset: Any, message: str, build: Callable[..., Any]
+    ) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            build(dataset, RoundRobinBatchSampler(LENGTHS, 2))
+
+
+class TestChangedData:
+    """A checkpoint is refused for other data, source by source."""
+
+    def test_a_source_with_another_fingerprint_is_named(self) -> None:
+        state = a_loader(datasets(version="1.0")).state_dict()
+        with pytest.raises(StateMismatchError) as caught:
+            a_loader(datasets(version="1.1")).load_state_dict(state)
+
+        assert [difference.path for difference in caught.value.differences] == ["sources.a"]
+
+    def test_a_source_of_other_files_is_named(self, tmp_path: Path) -> None:
+        file = tmp_path / "part.txt"
+        parts = {"a": Numbered(5), "b": WithFiles(8, [file])}
+        file.write_text("one")
+        state = a_loader(parts).state_dict()
+        file.write_text("other")
+        with pytest.raises(StateMismatchError) as caught:
+            a_loader(parts).load_state_dict(state)
+
+        assert [difference.path for difference in caught.value.differences] == ["sources.b"]
+
+    def test_a_renamed_source_and_one_of_another_length_are_named(self) -> None:
+        state = a_loader(datasets()).state_dict()
+        with pytest.raises(StateMismatchError) as caught:
+            a_loader({"a": Numbered(6), "c": Numbered(8)}).load_state_dict(state)
+
+        assert {difference.path for difference in caught.value.differences} == {"sources.a", "sources.b", "sources.c"}
+
+    def test_an_accepted_fingerprint_goes_on_in_the_same_place(self) -> None:
+        first = a_loader(datasets(version="1.0"))
+        batches = iter(first)
+        for _ in range(3):
+            next(batches)
+        second = a_loader(datasets(version="1.1"), accept="sources.a")
+        second.load_state_dict(first.state_dict())
+
+        assert second.position_report() == first.position_report()
+        served = [batch["id"].tolist() for batch in second]
+        assert sorted(map(sorted, served)) == sorted(sorted(batch["id"].tolist()) for batch in batches)
+
+    def test_the_state_of_one_dataset_is_refused_by_a_loader_of_several_and_the_other_way_round(self) -> None:
+        one = StatefulLoader(range(13), batch_size=2)
+        several = a_loader(datasets())
+        for loader, other in ((one, several), (several, one)):
+            with pytest.raises(StateMismatchError, match="kind: saved"):
+                loader.load_state_dict(other.state_dict())
+
+    def test_even_with_everything_accepted_samples_are_not_taken_for_batches(self) -> None:
+        everything = (
+            "kind",
+            "order_version",
+            "shuffle",
+            "seed",
+            "drop_last",
+            "dataset",
+            "stop",
+            "batch_size",
+            "sources",
+        )
+        one = StatefulLoader(range(13), batch_size=2, accept=everything)
+        several = a_loader(datasets(), accept=everything)
+        for loader, other in ((one, several), (several, one)):
+            with pytest.raises(StateMismatchError, match="kind: saved"):
+                loader.load_state_dict(other.state_dict())

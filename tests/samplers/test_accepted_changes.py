@@ -1,0 +1,336 @@
+"""A changed mixture is refused with the source's name; an accepted change goes on where each source stands."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from lightning_stateful.errors import PositionError, StateMismatchError
+from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler
+
+Sample = tuple[str, int]
+LENGTHS = {"a": 23, "b": 40, "c": 11}
+# Every remedy that a change of sources may need.
+ALL = ("sources", "weights", "batch_size", "block")
+
+
+class Ranks:
+    """A mixture on several ranks that knows what it has served, by name."""
+
+    def __init__(self, kind: Any, lengths: dict[str, int], ranks: int = 1, **options: Any) -> None:
+        self.lengths = lengths
+        options = {"batch_size": 2, **options}
+        self.samplers = [kind(lengths, num_replicas=ranks, rank=rank, **options) for rank in range(ranks)]
+
+    def load(self, state: dict[str, Any]) -> Ranks:
+        for sampler in self.samplers:
+            sampler.load_state_dict(state)
+        return self
+
+    def serve(self, count: int | None = None) -> list[Sample]:
+        iterators = [iter(sampler) for sampler in self.samplers]
+        steps = []
+        while len(steps) != count and (step := [next(iterator, None) for iterator in iterators])[0] is not None:
+            assert None not in step
+            steps.append(step)
+        return [self.named(index) for step in steps for batch in step for index in batch or ()]
+
+    def named(self, index: int) -> Sample:
+        for name, length in self.lengths.items():
+            if index < length:
+                return name, index
+            index -= length
+        raise IndexError(index)
+
+    def state(self) -> dict[str, Any]:
+        first, *others = (sampler.state_dict() for sampler in self.samplers)
+        assert all(state == first for state in others)
+        return json.loads(json.dumps(first))
+
+    def places(self) -> dict[str, int]:
+        sources = self.samplers[0].position_report()["sources"]
+        return {name: int(counts["samples"]) for name, counts in sources.items()}
+
+
+def all_of(lengths: dict[str, int]) -> set[Sample]:
+    return {(name, index) for name, length in lengths.items() for index in range(length)}
+
+
+def paths(error: pytest.ExceptionInfo[StateMismatchError]) -> set[str]:
+    return {difference.path for difference in error.value.differences}
+
+
+MIXED: dict[str, Any] = {"weights": {"a": 3, "b": 2, "c": 1}, "seed": 5}
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "other weights": ({}, {"weights": {"a": 1, "b": 1, "c": 5}}),
+    "other batch sizes": ({}, {"batch_size": {"a": 1, "b": 3, "c": 2}}),
+    "one source more": ({"d": 9}, {"weights": {"a": 3, "b": 2, "c": 1, "d": 4}}),
+    "one source in front": ({"d": 9, **LENGTHS}, {"weights": [1, 2, 3, 4]}),
+    "one source less": ({"b": None}, {"weights": {"a": 3, "c": 1}}),
+    "the sources in another order": ({"c": 11, "b": 40, "a": 23}, {"weights": {"a": 3, "b": 2, "c": 2}}),
+}
+
+
+def changed_lengths(change: dict[str, Any]) -> dict[str, int]:
+    lengths = dict(change) if set(LENGTHS) <= set(change) else {**LENGTHS, **change}
+    return {name: length for name, length in lengths.items() if length is not None}
+
+
+class TestAcceptedChanges:
+    """Of ``stop="all_exhausted"``: nothing is lost and nothing repeated in the epoch of the change."""
+
+    @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 3), (3, 1)])
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_each_source_goes_on_at_its_own_place(self, change: str, before: int, after: int) -> None:
+        lengths = changed_lengths(CHANGES[change][0])
+        options = {**MIXED, **CHANGES[change][1]}
+        first = Ranks(MixtureBatchSampler, LENGTHS, before, **MIXED)
+        served = first.serve(4)
+        second = Ranks(MixtureBatchSampler, lengths, after, accept=ALL, **options).load(first.state())
+        assert second.places() == {name: first.places().get(name, 0) for name in lengths}
+        served += second.serve()
+
+        counts = Counter(sample for sample in served if sample[0] in lengths)
+        assert set(counts) == all_of(lengths)
+        assert sum(count - 1 for count in counts.values()) < max(after, 2)
+        assert after > 1 or set(counts.values()) == {1}
+
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_a_second_resume_in_the_same_epoch_is_exact(self, change: str) -> None:
+        lengths = changed_lengths(CHANGES[change][0])
+        options = {**MIXED, **CHANGES[change][1], "accept": ALL}
+        first = Ranks(MixtureBatchSampler, LENGTHS, 2, **MIXED)
+        first.serve(4)
+        state = first.state()
+        whole = Ranks(MixtureBatchSampler, lengths, 2, **options).load(state)
+        expected = whole.serve() + whole.serve()
+        second = Ranks(MixtureBatchSampler, lengths, 2, **options).load(state)
+        begun = second.serve(3)
+        third = Ranks(MixtureBatchSampler, lengths, 2, **{**options, "accept": ()}).load(second.state())
+
+        assert begun + third.serve() + third.serve() == expected
+
+    @pytest.mark.parametrize("ranks", [1, 3])
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_with_steps_each_source_goes_on_in_its_pass(self, change: str, ranks: int) -> None:
+        lengths = changed_lengths(CHANGES[change][0])
+        options = {**MIXED, "num_steps": 7}
+        first = Ranks(MixtureBatchSampler, LENGTHS, 2, **options)
+        served = first.serve() + first.serve(3)
+        options |= {**CHANGES[change][1], "accept": ALL}
+        second = Ranks(MixtureBatchSampler, lengths, ranks, **options).load(first.state())
+        assert second.places() == {name: first.places().get(name, 0) for name in lengths}
+        for _ in range(40):
+            served += second.serve()
+
+        for name, length in lengths.items():
+            own = [index for source, index in served if source == name]
+            passes = [own[start : start + length] for start in range(0, len(own) - length + 1, length)]
+            assert len(passes) > 1
+            # A step's ranks serve across the end of a pass together, so the step is compared as a whole.
+            assert all(count in (len(passes), len(passes) + 1) for count in Counter(own).values())
+
+    @pytest.mark.parametrize("ranks", [1, 2, 4])
+    @pytest.mark.parametrize("change", [{"d": 6}, {"b": None}])
+    def test_round_robin_takes_sources_in_and_lets_them_go(self, change: dict[str, Any], ranks: int) -> None:
+        lengths = changed_lengths(change)
+        first = Ranks(RoundRobinBatchSampler, LENGTHS, 2)
+        served = first.serve(5)
+        second = Ranks(RoundRobinBatchSampler, lengths, ranks, accept="sources").load(first.state())
+        served += second.serve()
+
+        counts = Counter(sample for sample in served if sample[0] in lengths)
+        assert set(counts) == all_of(lengths)
+        assert sum(count - 1 for count in counts.values()) < ranks
+
+    def test_a_source_that_grew_goes_on_with_the_samples_it_has_not_served(self) -> None:
+        first = Ranks(RoundRobinBatchSampler, LENGTHS, shuffle=False)
+        served = first.serve(9)
+        longer = {**LENGTHS, "b": 50}
+        second = Ranks(RoundRobinBatchSampler, longer, shuffle=False, accept="sources.b").load(first.state())
+
+        assert Counter(served + second.serve()) == Counter(all_of(longer))
+
+    def test_a_source_that_shrank_below_its_place_is_finished(self) -> None:
+        first = Ranks(RoundRobinBatchSampler, LENGTHS)
+        first.serve(9)
+        second = Ranks(RoundRobinBatchSampler, {**LENGTHS, "b": 4}, accept="sources").load(first.state())
+
+        assert all(name != "b" for name, _ in second.serve())
+
+    def test_without_the_last_unfinished_source_the_next_epoch_begins(self) -> None:
+        first = Ranks(RoundRobinBatchSampler, {"a": 4, "b": 40})
+        first.serve(6)
+        second = Ranks(RoundRobinBatchSampler, {"a": 4}, accept="sources").load(first.state())
+
+        assert second.samplers[0].epoch == 1
+        assert Counter(second.serve()) == Counter(all_of({"a": 4}))
+
+    def test_fewer_steps_than_were_taken_are_refused(self) -> None:
+        first = Ranks(RoundRobinBatchSampler, LENGTHS, num_steps=10)
+        first.serve(8)
+
+        with pytest.raises(PositionError, match="has consumed 8 batches of epoch 0, but an epoch has only 5"):
+            Ranks(RoundRobinBatchSampler, LENGTHS, num_steps=5, accept="stop").load(first.state())
+
+    def test_as_many_steps_as_were_taken_end_the_epoch(self) -> None:
+        first = Ranks(RoundRobinBatchSampler, LENGTHS, num_steps=10)
+        first.serve(8)
+        second = Ranks(RoundRobinBatchSampler, LENGTHS, num_steps=8, accept="stop").load(first.state())
+
+        assert second.samplers[0].epoch == 1
+        assert second.places() == first.places()
+
+
+class TestWhatIsAccepted:
+    """What the documentation of ``accept`` names is enough."""
+
+    def test_accepting_weights_is_enough_for_other_weights(self) -> None:
+        first = Ranks(MixtureBatchSampler, LENGTHS, weights=[3, 1, 1])
+        first.serve(3)
+        Ranks(MixtureBatchSampler, LENGTHS, weights=[2, 1, 1], accept="weights").load(first.state())
+
+    def test_accepting_sources_and_weights_is_enough_for_another_source(self) -> None:
+        first = Ranks(MixtureBatchSampler, LENGTHS)
+        first.serve(3)
+        Ranks(MixtureBatchSampler, {**LENGTHS, "d": 9}, accept=("sources", "weights")).load(first.state())
+
+    def test_accepting_sources_is_enough_where_each_has_a_batch_size(self) -> None:
+        first = Ranks(RoundRobinBatchSampler, LENGTHS, batch_size={"a": 1, "b": 3, "c": 2})
+        first.serve(3)
+        sizes = {"a": 1, "b": 3, "c": 2, "d": 2}
+        Ranks(RoundRobinBatchSampler, {**LENGTHS, "d": 9}, batch_size=sizes, accept="sources").load(first.state())
+
+    def test_one_source_can_be_accepted_by_its_path(self) -> None:
+        first = Ranks(RoundRobinBatchSampler, LENGTHS)
+        first.serve(3)
+        fresh = Ranks(RoundRobinBatchSampler, {**LENGTHS, "d": 9}, accept="sources.d").load(first.state())
+
+        assert fresh.places() == {**first.places(), "d": 0}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("lengths", "expected"),
+        [
+            ({"a": 23, "b": 40, "z": 11}, {"sources.c", "sources.z"}),
+            ({"a": 23, "b": 41, "c": 11}, {"sources.b"}),
+            ({"a": 23, "b": 40}, {"sources.c"}),
+            ({"a": 23, "b": 40, "c": 11, "d": 5}, {"sources.d"}),
+        ],
+    )
+    def test_a_source_that_was_renamed_changed_added_or_removed_is_named(
+        self, lengths: dict[str, int], expected: set[str]
+    ) -> None:
+        state = Ranks(RoundRobinBatchSampler, LENGTHS).state()
+        with pytest.raises(StateMismatchError) as caught:
+            Ranks(RoundRobinBatchSampler, lengths).load(state)
+
+        assert paths(caught) == expected
+        assert all("Pass the saved datasets" in difference.remedy for difference in caught.value.differences)
+
+    @pytest.mark.parametrize("accept", ["sources.b", "source", "dataset", "weights"])
+    def test_what_was_not_accepted_is_still_refused(self, accept: str) -> None:
+        state = Ranks(RoundRobinBatchSampler, LENGTHS).state()
+        with pytest.raises(StateMismatchError):
+            Ranks(RoundRobinBatchSampler, {**LENGTHS, "a": 99}, accept=accept).load(state)
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({"weights": [3, 2, 2]}, "weights"),
+            ({"weights": [3, 2, 1], "temperature": 2}, "weights"),
+            ({"schedule": {0: [3, 2, 1]}}, "weights"),
+            ({"by": "sample"}, "by"),
+            ({"block": 12}, "block"),
+            ({"batch_size": 3}, "batch_size"),
+            ({"batch_size": [2, 2, 3]}, "batch_size"),
+            ({"seed": 1}, "seed"),
+            ({"shuffle": False}, "shuffle"),
+            ({"drop_last": True}, "drop_last"),
+            ({"num_steps": 8}, "stop"),
+            ({"num_steps": None}, "stop"),
+            ({"num_steps": None, "stop": "cycle"}, "stop"),
+        ],
+    )
+    def test_every_other_setting_is_named(self, options: dict[str, Any], expected: str) -> None:
+        base: dict[str, Any] = {"weights": [3, 2, 1], "num_steps": 7}
+        state = Ranks(MixtureBatchSampler, LENGTHS, **base).state()
+        if "schedule" in options:
+            base["weights"] = None
+        with pytest.raises(StateMismatchError) as caught:
+            Ranks(MixtureBatchSampler, LENGTHS, **{**base, **options}).load(state)
+
+        assert any(path.split(".")[0] == expected for path in paths(caught))
+
+    def test_schedules_with_other_points_are_different(self) -> None:
+        first = {"schedule": {0: [1, 1, 1], 100: [1, 2, 3]}, "num_steps": 7}
+        state = Ranks(MixtureBatchSampler, LENGTHS, **first).state()
+        for points in ({0: [1, 1, 1], 101: [1, 2, 3]}, {0: [1, 1, 1], 100: [1, 2, 4]}):
+            with pytest.raises(StateMismatchError, match="weights: saved 'constant over steps, 2 points"):
+                Ranks(MixtureBatchSampler, LENGTHS, schedule=points, num_steps=7).load(state)
+
+    def test_a_mixture_refuses_the_state_of_a_round_robin_and_the_other_way_round(self) -> None:
+        kinds = (RoundRobinBatchSampler, MixtureBatchSampler)
+        for one, other in (kinds, kinds[::-1]):
+            with pytest.raises(StateMismatchError) as caught:
+                Ranks(one, LENGTHS).load(Ranks(other, LENGTHS).state())
+            assert "kind" in paths(caught)
+
+
+class TestOrdersOfSources:
+    """Sources are known by name, whatever the order in which a dict lists them."""
+
+    @pytest.mark.parametrize("options", [{}, {"num_steps": 9}, {"stop": "cycle"}])
+    def test_sources_in_another_order_are_refused_or_go_on_by_name(self, options: dict[str, Any]) -> None:
+        first = Ranks(RoundRobinBatchSampler, {"a": 10, "b": 20}, **options)
+        first.serve(5)
+        second = Ranks(RoundRobinBatchSampler, {"b": 20, "a": 10}, **options)
+        try:
+            second.load(first.state())
+        except StateMismatchError:
+            return
+        assert second.places() == first.places()
+
+    def test_nothing_is_repeated_when_the_order_of_the_sources_changes(self) -> None:
+        first = Ranks(RoundRobinBatchSampler, {"a": 10, "b": 20})
+        served = first.serve(5)
+        second = Ranks(RoundRobinBatchSampler, {"b": 20, "a": 10}, accept="sources").load(first.state())
+
+        assert max(Counter(served + second.serve()).values()) == 1
+
+    def test_a_state_survives_json_with_sorted_keys(self) -> None:
+        first = Ranks(RoundRobinBatchSampler, {"b": 20, "a": 10}, num_steps=9)
+        first.serve(5)
+        state = json.loads(json.dumps(first.state(), sort_keys=True))
+        options: dict[str, Any] = {"num_steps": 9, "accept": "sources"}
+        second = Ranks(RoundRobinBatchSampler, {"b": 20, "a": 10, "c": 5}, **options).load(state)
+
+        assert second.places() == {**first.places(), "c": 0}
+
+
+class TestOtherSequences:
+    """A state of another sequence is never taken for one of this."""
+
+    def test_weights_that_differ_in_the_fifth_digit_are_different(self) -> None:
+        options: dict[str, Any] = {"lengths": {"a": 400, "b": 400}, "num_steps": 60_000, "batch_size": 1}
+        first = Ranks(MixtureBatchSampler, weights=[10_000, 10_001], **options)
+        second = Ranks(MixtureBatchSampler, weights=[10_001, 10_000], **options)
+        assert first.serve() != second.serve()
+
+        with pytest.raises(StateMismatchError):
+            second.load(first.state())
+
+    @pytest.mark.parametrize("options", [{"num_steps": 30}, {}])
+    def test_other_token_lengths_are_a_difference(self, options: dict[str, Any]) -> None:
+        options = {"by": "token", "weights": [1, 1], "block": 6, **options}
+        lengths = {"a": 40, "b": 40}
+        first = Ranks(MixtureBatchSampler, lengths, token_lengths=[[1] * 40, [2] * 40], **options)
+        second = Ranks(MixtureBatchSampler, lengths, token_lengths=[[5] * 40, [1] * 40], **options)
+        assert first.serve(5) != second.serve(5)
+
+        with pytest.raises(StateMismatchError):
+            second.load(first.state())

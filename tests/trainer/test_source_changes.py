@@ -1,0 +1,240 @@
+"""A run that goes on with other weights or other sources: refused, or each source goes on where it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ledger import Numbers
+from support.runs import Outcome, StopAt, assert_same_end, assert_stitches, seeded
+from support.sources import (
+    EVERY_SAMPLE,
+    LENGTHS,
+    Event,
+    SourcesModel,
+    datasets,
+    mixture,
+    round_robin,
+    samples,
+    samples_of,
+    train_on,
+    trained,
+)
+
+from lightning_stateful import RoundRobinDataModule
+from lightning_stateful.errors import StateMismatchError
+
+OTHER_SOURCES = {"code": Numbers(14, first=100), "talk": Numbers(5, first=300), "news": Numbers(9)}
+TALK = list(range(300, 305))
+
+
+def stopped(make: Any, path: Path, *, epoch: int = 0, batch: int = 5, **options: Any) -> list[Event]:
+    stop = StopAt("on_train_batch_end", path, epoch=epoch, batch=batch)
+    train_on(make, callbacks=[stop], **options)
+    assert stop.ledger is not None
+    return stop.ledger
+
+
+def resumed(make: Any, path: Path, **options: Any) -> Outcome:
+    return train_on(make, ckpt_path=path, seed=99, **options)
+
+
+CHANGES: dict[str, tuple[Any, Any, set[str]]] = {
+    "weights": (lambda: mixture(weights=[1, 2, 1]), lambda: mixture(weights=[2, 1, 1]), {"weights"}),
+    "a source more": (
+        lambda: round_robin(batch_size=2),
+        lambda: round_robin(batch_size=2, train={**datasets(), "talk": Numbers(5, first=300)}),
+        {"sources"},
+    ),
+    "a source less": (
+        lambda: round_robin(batch_size=2),
+        lambda: round_robin(batch_size=2, train=datasets(news=9, code=14), val=None),
+        {"sources"},
+    ),
+    "a longer source": (
+        lambda: round_robin(),
+        lambda: round_robin(train=datasets(news=9, code=14, web=5)),
+        {"sources"},
+    ),
+    "batch sizes": (
+        lambda: round_robin(),
+        lambda: round_robin(batch_size={"news": 2, "code": 3, "web": 2}),
+        {"batch_size"},
+    ),
+    "a stop rule": (lambda: round_robin(), lambda: round_robin(stop="cycle"), {"stop"}),
+    "steps": (lambda: round_robin(num_steps=9), lambda: round_robin(num_steps=11), {"stop"}),
+    "a schedule": (
+        lambda: mixture(num_steps=9, schedule={0: [1, 2, 1], 20: [2, 1, 1]}),
+        lambda: mixture(num_steps=9, schedule={0: [1, 2, 1], 24: [2, 1, 1]}),
+        {"weights"},
+    ),
+    "by": (
+        lambda: mixture(batch_size=4, weights=[1, 2, 1]),
+        lambda: mixture(batch_size=4, weights=[1, 2, 1], by="sample"),
+        {"by"},
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_refused_before_anything_is_trained(tmp_path: Path, change: str) -> None:
+    before, after, paths = CHANGES[change]
+    stopped(before, tmp_path / "stop.ckpt", batch=2)
+    model = seeded(SourcesModel)
+    with pytest.raises(StateMismatchError) as caught:
+        train_on(after, model=model, ckpt_path=tmp_path / "stop.ckpt")
+    assert {difference.path.split(".")[0] for difference in caught.value.differences} == paths
+    assert model.ledger == []
+
+
+def test_a_mixture_is_not_taken_for_round_robin(tmp_path: Path) -> None:
+    stopped(lambda: mixture(), tmp_path / "stop.ckpt")
+    with pytest.raises(StateMismatchError, match="kind"):
+        train_on(lambda: round_robin(batch_size=3, accept=("module",)), ckpt_path=tmp_path / "stop.ckpt")
+
+
+@pytest.mark.parametrize("by", ["batch", "sample"])
+def test_accepted_weights_serve_the_rest_of_the_epoch_once(tmp_path: Path, by: str) -> None:
+    def make(weights: list[int]) -> Any:
+        return lambda: mixture(by=by, weights=weights, accept=("weights",))
+
+    first = stopped(make([1, 2, 1]), tmp_path / "stop.ckpt", batch=4)
+    second = resumed(make([2, 1, 1]), tmp_path / "stop.ckpt")
+    assert sorted(samples(first, 0) + samples(second.ledger, 0)) == EVERY_SAMPLE
+    fresh = train_on(make([2, 1, 1]))
+    assert [event[4] for event in trained(second.ledger) if event[1] > 0] == [
+        event[4] for event in trained(fresh.ledger) if event[1] > 0
+    ]
+
+
+@pytest.mark.parametrize("weights", [[1, 1, 1], [5, 3, 2], None])
+def test_weights_that_make_another_block_are_accepted_as_weights(tmp_path: Path, weights: Any) -> None:
+    first = stopped(lambda: mixture(weights=[1, 2, 1]), tmp_path / "stop.ckpt")
+    second = resumed(lambda: mixture(weights=weights, accept=("weights",)), tmp_path / "stop.ckpt")
+    assert sorted(samples(first, 0) + samples(second.ledger, 0)) == EVERY_SAMPLE
+
+
+def more_weights() -> dict[str, Any]:
+    return {"weights": {"news": 1, "code": 2, "talk": 1}, "train": OTHER_SOURCES, "accept": ("sources", "weights")}
+
+
+# Before and after a change, and the samples that the interrupted epoch has been served then, once each.
+ACCEPTED: dict[str, tuple[Any, Any]] = {
+    "round robin": (
+        lambda: round_robin(batch_size=2),
+        lambda: round_robin(batch_size=2, train=OTHER_SOURCES, val=None, accept=("sources",)),
+    ),
+    "mixture": (lambda: mixture(weights=[1, 2, 1]), lambda: mixture(**more_weights())),
+    "by sample": (
+        lambda: mixture(by="sample", weights=[1, 2, 1]),
+        lambda: mixture(by="sample", **more_weights()),
+    ),
+}
+
+
+def assert_second_stop_changes_nothing(
+    folder: Path, make: Any, path: Path, run: Outcome, hook: str, batch: int
+) -> None:
+    stop = StopAt(hook, folder / "again.ckpt", epoch=run.ledger[0][1], batch=batch)
+    train_on(make, callbacks=[stop], ckpt_path=path, seed=33)
+    assert stop.ledger is not None
+    third = resumed(make, folder / "again.ckpt")
+    assert_stitches([stop.ledger, third.ledger], run.ledger)
+    assert_same_end(third, run)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted_sources_come_and_go_and_the_others_are_served_once(tmp_path: Path, name: str) -> None:
+    before, after = ACCEPTED[name]
+    first = stopped(before, tmp_path / "stop.ckpt")
+    second = resumed(after, tmp_path / "stop.ckpt")
+    kept = [index for index in EVERY_SAMPLE if index < 200]
+    assert sorted(index for index in samples(first, 0) if index < 200) != kept, "nothing was left to serve"
+    served = [index for index in samples(first, 0) + samples(second.ledger, 0) if not 200 <= index < 300]
+    assert sorted(served) == kept + TALK
+    assert sorted(samples(second.ledger, 1)) == kept + TALK
+    for hook, batch in [("on_train_batch_end", 1), ("on_before_backward", 3), ("on_train_epoch_end", 0)]:
+        assert_second_stop_changes_nothing(tmp_path, after, tmp_path / "stop.ckpt", second, hook, batch)
+
+
+def test_a_source_with_a_batch_size_of_its_own_may_leave(tmp_path: Path) -> None:
+    first = stopped(lambda: round_robin(), tmp_path / "stop.ckpt")
+    after = lambda: round_robin(  # noqa: E731
+        train=datasets(news=9, code=14), val=None, batch_size={"news": 2, "code": 3}, accept=("sources",)
+    )
+    second = resumed(after, tmp_path / "stop.ckpt")
+    served = [index for index in samples(first, 0) + samples(second.ledger, 0) if index < 200]
+    assert sorted(served) == [index for index in EVERY_SAMPLE if index < 200]
+
+
+def test_with_steps_every_source_goes_on_with_its_own_next_sample(tmp_path: Path) -> None:
+    def make(weights: Any, **options: Any) -> Any:
+        return lambda: mixture(num_steps=9, weights=weights, accept=("weights", "sources"), **options)
+
+    whole = train_on(make([1, 2, 1]), max_epochs=8)
+    first = stopped(make([1, 2, 1]), tmp_path / "stop.ckpt", epoch=1, batch=3)
+    second = resumed(make([2, 1, 1]), tmp_path / "stop.ckpt")
+    for source in LENGTHS:
+        served = samples_of(source, first) + samples_of(source, second.ledger)
+        assert served == samples_of(source, whole.ledger)[: len(served)]
+    assert len(samples_of("news", second.ledger)) > len(samples_of("code", second.ledger))
+    assert_second_stop_changes_nothing(
+        tmp_path, make([2, 1, 1]), tmp_path / "stop.ckpt", second, "on_train_batch_end", 2
+    )
+    other = resumed(make({"news": 1, "code": 2, "talk": 1}, train=OTHER_SOURCES), tmp_path / "stop.ckpt", max_epochs=4)
+    for source in ("news", "code"):
+        served = samples_of(source, first) + samples_of(source, other.ledger)
+        assert served == samples_of(source, whole.ledger)[: len(served)]
+    assert set(samples_of("talk", other.ledger)) == set(TALK)
+    assert other.trainer.datamodule.position_report()["sources"]["news"]["samples"] == len(
+        samples_of("news", first) + samples_of("news", other.ledger)
+    )
+
+
+@pytest.mark.parametrize("lengths", [{"news": 4, "code": 4}, {"news": 4, "code": 4, "web": 4}])
+def test_where_an_accepted_change_leaves_nothing_of_the_epoch_the_next_one_begins(
+    tmp_path: Path, lengths: dict[str, int]
+) -> None:
+    def make(**lengths: int) -> Any:
+        return lambda: round_robin(train=datasets(**lengths), batch_size=2, val=None, accept=("sources",))
+
+    # Six steps in turn: of web four samples are served by then, and only web has more.
+    stopped(make(news=4, code=4, web=12), tmp_path / "stop.ckpt", batch=5)
+    second = resumed(make(**lengths), tmp_path / "stop.ckpt", max_epochs=2)
+    assert {event[1] for event in trained(second.ledger)} == {1}
+    assert len(samples(second.ledger)) == sum(lengths.values())
+
+
+@pytest.mark.parametrize("how", ["reloading", "fitting again"])
+def test_with_steps_sources_go_on_where_they_stand_when_loaders_are_built_anew(tmp_path: Path, how: str) -> None:
+    def make(weights: list[int]) -> Any:
+        return lambda: mixture(num_steps=9, weights=weights, accept=("weights",), val=None)
+
+    whole = train_on(make([1, 2, 1]), max_epochs=6)
+    first = stopped(make([1, 2, 1]), tmp_path / "stop.ckpt", batch=3)
+    options = {"reload_dataloaders_every_n_epochs": 1} if how == "reloading" else {"max_epochs": 1}
+    second = resumed(make([2, 1, 1]), tmp_path / "stop.ckpt", **options)
+    if how == "fitting again":
+        second.trainer.fit_loop.max_epochs = 3
+        second.trainer.fit(second.trainer.lightning_module, datamodule=second.trainer.datamodule)
+    for source in LENGTHS:
+        served = samples_of(source, first) + samples_of(source, second.ledger)
+        assert served == samples_of(source, whole.ledger)[: len(served)]
+
+
+def test_a_renamed_module_is_taken_up_if_that_is_accepted(tmp_path: Path) -> None:
+    class Renamed(RoundRobinDataModule):
+        pass
+
+    def make(**options: Any) -> Any:
+        data = {"train": datasets(), "val": {"web": Numbers(3, first=500)}}
+        return lambda: Renamed(**data, batch_size={"news": 2, "code": 3, "web": 1}, seed=7, **options)
+
+    first = stopped(lambda: round_robin(), tmp_path / "stop.ckpt")
+    with pytest.raises(StateMismatchError, match="module"):
+        resumed(make(), tmp_path / "stop.ckpt")
+    second = resumed(make(accept=("module",)), tmp_path / "stop.ckpt")
+    whole = train_on(lambda: round_robin())
+    assert_stitches([first, second.ledger], whole.ledger)
+    assert_same_end(second, whole)

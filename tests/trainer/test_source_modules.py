@@ -1,0 +1,327 @@
+"""Round robin and mixtures in a Trainer go on exactly, whatever the moment, the trainer's options and the stop rule."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from support.ledger import LedgerModel, Numbers
+from support.runs import StopAt, assert_same_end, assert_stitches, train
+from support.sources import (
+    EVERY_SAMPLE,
+    LENGTHS,
+    MODULES,
+    Beside,
+    SaveAt,
+    SourcesModel,
+    datasets,
+    ids_of,
+    mixture,
+    round_robin,
+    samples,
+    samples_of,
+    source_of,
+    train_on,
+    trained,
+)
+
+from lightning_stateful import MixtureDataModule, RoundRobinDataModule
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
+
+MOMENTS = [
+    ("on_train_epoch_start", 1, 0),
+    ("on_train_batch_start", 1, 3),
+    ("on_before_backward", 1, 2),
+    ("on_train_batch_end", 0, 4),
+    ("on_train_batch_end", 1, 5),
+    ("on_validation_start", 1, 0),
+    ("on_validation_batch_end", 1, 1),
+    ("on_validation_end", 0, 0),
+    ("on_train_epoch_end", 0, 0),
+]
+
+
+def assert_goes_on_from_every_moment(
+    folder: Path, make: Any, moments: list[tuple[str, int, int]] = MOMENTS, **options: Any
+) -> None:
+    options = {"max_epochs": 2, **options}
+    saver = SaveAt(folder, moments)
+    saving = train_on(make, callbacks=[saver], **options)
+    whole = train_on(make, **options)
+    # Saving changes nothing.
+    assert saving.ledger == whole.ledger
+    assert_same_end(saving, whole)
+    assert len(saver.ledgers) == len(moments), "a moment was never reached"
+    for number, moment in enumerate(moments):
+        resumed = train_on(make, ckpt_path=saver.path(number), seed=99, **options)
+        try:
+            assert_stitches([saver.ledgers[number], resumed.ledger], whole.ledger)
+            assert_same_end(resumed, whole)
+        except AssertionError as error:
+            raise AssertionError(f"stopped at {moment}") from error
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_run_saved_in_any_hook_goes_on_exactly(tmp_path: Path, name: str) -> None:
+    assert_goes_on_from_every_moment(tmp_path, MODULES[name])
+
+
+def test_a_run_saved_at_the_last_batch_of_an_epoch_begins_the_next_one(tmp_path: Path) -> None:
+    for number, name in enumerate(["round robin", "round robin, steps"]):
+        make = MODULES[name]
+        last = len(make().train_dataloader()) - 1
+        (tmp_path / str(number)).mkdir()
+        moments = [("on_train_batch_end", 0, last), ("on_train_batch_end", 1, last)]
+        assert_goes_on_from_every_moment(tmp_path / str(number), make, moments)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "accumulating": {"accumulate_grad_batches": 3},
+    "validating within epochs": {"val_check_interval": 3},
+    "validating over epochs": {"val_check_interval": 5, "check_val_every_n_epoch": None},
+    "limited": {"limit_train_batches": 6},
+    "reloading": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3},
+    "counting steps": {"max_steps": 29, "max_epochs": -1},
+}
+FEWER_MOMENTS = [
+    ("on_before_backward", 1, 2),
+    ("on_train_batch_end", 0, 4),
+    ("on_validation_batch_end", 1, 1),
+    ("on_train_epoch_end", 0, 0),
+]
+
+
+@pytest.mark.filterwarnings("ignore:limit_train_batches cuts epochs")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("round robin", "accumulating"),
+        ("by sample, steps", "accumulating"),
+        ("round robin", "validating within epochs"),
+        ("by sample, steps", "validating over epochs"),
+        ("round robin", "limited"),
+        ("by sample, steps", "limited"),
+        ("round robin", "reloading"),
+        ("by sample, steps", "reloading"),
+        ("round robin", "counting steps"),
+    ],
+)
+def test_the_trainers_options_change_nothing_about_it(tmp_path: Path, name: str, options: str) -> None:
+    assert_goes_on_from_every_moment(tmp_path, MODULES[name], FEWER_MOMENTS, **OPTIONS[options])
+
+
+CHAINS = [
+    [("on_train_batch_end", 0, 3), ("on_train_batch_end", 0, 1), ("on_train_batch_end", 1, 0)],
+    [("on_before_backward", 0, 4), ("on_before_backward", 0, 2), ("on_train_epoch_start", 1, 0)],
+    [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 1), ("on_validation_end", 1, 0)],
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("name", ["round robin", "schedule over samples, by sample"])
+def test_a_chain_of_stops_gives_the_uninterrupted_run(
+    tmp_path: Path, name: str, chain: list[tuple[str, int, int]]
+) -> None:
+    ledgers, path = [], None
+    for number, (hook, epoch, batch) in enumerate(chain):
+        stop = StopAt(hook, tmp_path / f"{number}.ckpt", epoch=epoch, batch=batch)
+        train_on(MODULES[name], callbacks=[stop], ckpt_path=path, seed=1 if path is None else 50 + number)
+        assert stop.ledger is not None
+        ledgers.append(stop.ledger)
+        path = tmp_path / f"{number}.ckpt"
+    last = train_on(MODULES[name], ckpt_path=path, seed=99)
+    whole = train_on(MODULES[name])
+    assert_stitches([*ledgers, last.ledger], whole.ledger)
+    assert_same_end(last, whole)
+
+
+def test_workers_that_have_fetched_ahead_change_nothing(tmp_path: Path) -> None:
+    def make(workers: int) -> Any:
+        return lambda: mixture(by="sample", num_steps=8, tag="source", num_workers=workers)
+
+    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)
+    train_on(make(2), callbacks=[stop], max_epochs=2)
+    resumed = train_on(make(2), ckpt_path=tmp_path / "stop.ckpt", seed=99, max_epochs=2)
+    whole = train_on(make(0), max_epochs=2)
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+    assert_same_end(resumed, whole)
+
+
+# What is served
+
+
+def test_round_robin_serves_whole_batches_in_turn_and_every_sample_once() -> None:
+    run = train_on(MODULES["round robin"])
+    for epoch in range(3):
+        assert sorted(samples(run.ledger, epoch)) == EVERY_SAMPLE
+    steps = [event for event in trained(run.ledger) if event[1] == 0]
+    assert [event[4][0] for event in steps[:12]] == ["news", "code", "web"] * 4
+    assert [len(ids_of(event)) for event in steps[:6]] == [2, 3, 1, 2, 3, 1]
+    assert all({source_of(index) for index in ids_of(event)} == {event[4][0]} for event in steps)
+    assert samples(run.ledger, 0) != samples(run.ledger, 1)
+
+
+@pytest.mark.parametrize("name", ["round robin, steps", "mixture, steps", "by sample, steps", "schedule over steps"])
+def test_with_steps_every_source_goes_on_in_the_next_epoch_where_it_stands(name: str) -> None:
+    ledger = train_on(MODULES[name], max_epochs=6).ledger
+    for source, length in LENGTHS.items():
+        served = samples_of(source, ledger)
+        assert len(served) > length, "too short to show anything"
+        for start in range(0, len(served) - length + 1, length):
+            assert len(set(served[start : start + length])) == length, (source, start)
+
+
+def test_a_limited_epoch_with_a_stop_rule_begins_anew() -> None:
+    run = train_on(MODULES["round robin"], limit_train_batches=5)
+    assert [event[2] for event in trained(run.ledger)] == [0, 1, 2, 3, 4] * 3
+    assert all(len(set(samples(run.ledger, epoch))) == 11 for epoch in range(3))
+
+
+def test_a_limit_that_cuts_epochs_with_steps_short_is_warned_of() -> None:
+    with pytest.warns(StatefulWarning, match="cuts epochs of num_steps=8 after 3 steps.*Pass num_steps=3"):
+        train_on(lambda: round_robin(num_steps=8), limit_train_batches=3, max_epochs=1)
+
+
+# Objects used again
+
+
+@pytest.mark.parametrize("name", ["round robin", "mixture, steps"])
+def test_a_module_that_is_fitted_again_begins_anew(name: str) -> None:
+    data = MODULES[name]()
+    first = train_on(lambda: data)
+    second = train_on(lambda: data)
+    assert second.ledger == first.ledger
+    assert_same_end(second, first)
+
+
+@pytest.mark.parametrize("name", ["round robin", "by sample, steps"])
+def test_a_trainer_that_is_fitted_again_goes_on_within_the_epoch(name: str) -> None:
+    whole = train_on(MODULES[name])
+    model, data = None, MODULES[name]()
+    for max_steps in (5, 11, -1):
+        if model is None:
+            run = train_on(lambda: data, max_steps=max_steps)
+            model = run.trainer.lightning_module
+            continue
+        run.trainer.fit_loop.epoch_loop.max_steps = max_steps
+        run.trainer.fit(model, datamodule=data)
+    # Lightning makes a new optimizer for each fit, so weights differ.
+    assert [event[4] for event in trained(model.ledger)] == [event[4] for event in trained(whole.ledger)]
+
+
+def test_a_run_ended_by_max_steps_goes_on_from_a_checkpoint_saved_after_it(tmp_path: Path) -> None:
+    for name, steps in itertools.product(["round robin", "mixture, steps"], [5, 8]):
+        first = train_on(MODULES[name], max_steps=steps)
+        first.trainer.save_checkpoint(tmp_path / "end.ckpt")
+        resumed = train_on(MODULES[name], ckpt_path=tmp_path / "end.ckpt", seed=99)
+        whole = train_on(MODULES[name])
+        assert trained(first.ledger) + trained(resumed.ledger) == trained(whole.ledger)
+        assert_same_end(resumed, whole)
+
+
+@pytest.mark.filterwarnings("ignore:.*overfit_batches trains on the same batches.*")
+@pytest.mark.parametrize("name", ["round robin", "by sample"])
+def test_overfitting_trains_on_the_same_batches_in_every_epoch(name: str) -> None:
+    run = train_on(MODULES[name], overfit_batches=3)
+    batches = [[ids_of(event) for event in trained(run.ledger) if event[1] == epoch] for epoch in range(3)]
+    assert len(batches[0]) == 3
+    assert batches[0] == batches[1] == batches[2]
+
+
+# Beside another loader
+
+
+@pytest.mark.parametrize(("length", "num_steps"), [(14, None), (5, None), (9, 9)])
+def test_sources_beside_another_loader_go_on_exactly(tmp_path: Path, length: int, num_steps: int | None) -> None:
+    def make() -> Any:
+        return Beside(length, num_steps)
+
+    whole = train(make, max_epochs=3)
+    for epoch, batch in [(0, 2), (1, 4), (0, (num_steps or 14) - 1)]:
+        stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
+        train(make, callbacks=[stop])
+        resumed = train(make, ckpt_path=tmp_path / "stop.ckpt", seed=99)
+        assert stop.ledger is not None
+        assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+        assert_same_end(resumed, whole)
+
+
+def test_sources_beside_a_longer_loader_are_refused_before_anything_is_trained() -> None:
+    model = LedgerModel()
+    with pytest.raises(ConfigurationError, match="cannot start over within an epoch"):
+        train(lambda: Beside(20), model=model)
+    assert model.ledger == []
+
+
+# From a command line
+
+
+class FromCommandLine:
+    """Datasets that are known only in setup()."""
+
+    def setup(self, stage: str) -> None:
+        self.train = datasets()
+
+
+class RoundRobinFromCommandLine(FromCommandLine, RoundRobinDataModule):
+    pass
+
+
+class MixtureFromCommandLine(FromCommandLine, MixtureDataModule):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the CLI uses what jsonargparse will drop
+@pytest.mark.parametrize(
+    ("module", "arguments", "make"),
+    [
+        (
+            RoundRobinFromCommandLine,
+            ["--data.batch_size={news: 2, code: 3, web: 1}", "--data.tag=source"],
+            lambda: round_robin(seed=5, num_steps=6, tag="source"),
+        ),
+        (
+            MixtureFromCommandLine,
+            ["--data.batch_size=3", "--data.by=sample", "--data.weights={news: 2, code: 1, web: 0.5}"],
+            lambda: mixture(seed=5, num_steps=6, by="sample", weights=[2, 1, 0.5]),
+        ),
+        (
+            MixtureFromCommandLine,
+            ["--data.batch_size=3", "--data.temperature=2", "--data.log_sources=true", "--data.num_workers=0"],
+            lambda: mixture(seed=5, num_steps=6, temperature=2),
+        ),
+    ],
+)
+def test_the_modules_can_be_built_by_the_lightning_cli(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, arguments: list[str], make: Any
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train"])
+    cli = LightningCLI(
+        SourcesModel,
+        module,
+        save_config_callback=None,
+        args=[
+            "fit", "--seed_everything=3", "--data.seed=5", "--data.num_steps=6", *arguments,
+            "--trainer.max_epochs=2", "--trainer.logger=false", "--trainer.accelerator=cpu",
+            "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false",
+            "--trainer.enable_model_summary=false", f"--trainer.default_root_dir={tmp_path}",
+        ],
+    )  # fmt: skip
+    expected = train_on(make, max_epochs=2)
+    assert [event[4] for event in trained(cli.model.ledger)] == [event[4] for event in trained(expected.ledger)]
+
+
+def test_a_module_without_names_calls_its_sources_by_number() -> None:
+    data = round_robin(train=[Numbers(4), Numbers(6, first=100)], batch_size=[1, 2], val=None)
+    run = train_on(lambda: data, max_epochs=1)
+    assert sorted(samples(run.ledger)) == [*range(4), *range(100, 106)]
+    assert list(run.trainer.datamodule.batch_sampler().position_report()["sources"]) == ["0", "1"]
+
+
+def test_names_that_are_equal_as_strings_lose_no_dataset() -> None:
+    with pytest.raises(ConfigurationError, match="'1'"):
+        round_robin(train={1: Numbers(4), "1": Numbers(6, first=100)}, batch_size=2).train_dataloader()
