@@ -12,7 +12,7 @@ from lightning_stateful.index.mixture import Mixture
 from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.phases import Outset, Phase, amounts_of, plan_phases
 from lightning_stateful.index.slots import Batches
-from lightning_stateful.index.sources import EpochCut, StreamCut, deal_out_steps
+from lightning_stateful.index.sources import EpochCut, StreamCut, deal_out_steps, present
 from lightning_stateful.index.steps import StepRule
 
 
@@ -85,14 +85,26 @@ class Course:
         """The batches of ``rank`` in the steps ``first <= step < last``."""
         if self._step is None:
             sources, starts, sizes = self._shares(first, last, rank)
-            sources, places = np.repeat(sources, sizes), _spell_out(starts, sizes)
+            indices, passes = self._look_up(sources, starts, sizes)
         else:
             steps = np.arange(first, last, dtype=np.int64)
             starts, sizes = deal_out_steps(self._num_turns, self._step, steps, rank)
             sources, places = self._of_turns(_spell_out(starts, sizes))
-        labels: tuple[str | int, ...] | None = ("mixture", *self._outset.labels) if self._mixture.shuffle else None
-        indices = self._mixture.sources.indices(sources, places, labels)
-        return Batches(indices, sizes, places // np.array(self._mixture.sources.lengths, dtype=np.int64)[sources])
+            indices, passes = self._look_up(sources, places, np.ones_like(sources))
+        return Batches(indices, sizes, passes)
+
+    def _look_up(self, sources: Indices, starts: Indices, sizes: Indices) -> tuple[Indices, Indices]:
+        """Indices, and the passes they belong to, of runs of places: each of one source."""
+        seed: tuple[str | int, ...] | None = ("mixture", *self._outset.labels) if self._mixture.shuffle else None
+        ends = np.cumsum(sizes)
+        indices = np.empty(int(ends[-1]) if ends.size else 0, dtype=np.int64)
+        passes = np.zeros_like(indices)
+        for source in present(sources):
+            of = np.flatnonzero(sources == source)
+            where = _spell_out(ends[of] - sizes[of], sizes[of])
+            places = _spell_out(starts[of], sizes[of])
+            indices[where], passes[where] = self._mixture.sources.look_up(source, places, seed)
+        return indices, passes
 
     # Turns and batches
 
@@ -101,7 +113,7 @@ class Course:
         end = min(last, self._num_turns)
         sources, occurrences = self._occurrences(first, max(first, end))
         starts, sizes = np.empty_like(sources), np.empty_like(sources)
-        for source in np.unique(sources).tolist():
+        for source in present(sources):
             chosen = sources == source
             starts[chosen], sizes[chosen] = self._cuts[source].shares(occurrences[chosen], rank)
         if last <= self._num_turns:
@@ -131,7 +143,7 @@ class Course:
         occurrences = np.empty_like(sources)
         if sources.size:
             before = self._counts(first)
-        for source in np.unique(sources).tolist():
+        for source in present(sources):
             chosen = np.flatnonzero(sources == source)
             occurrences[chosen] = before[source] + np.arange(chosen.size)
         return sources, occurrences
@@ -169,5 +181,10 @@ def _within(phase: Phase, first: int, last: int) -> tuple[int, int]:
 
 def _spell_out(starts: Indices, sizes: Indices) -> Indices:
     """``start, start + 1, ...``, ``size`` of them, for each pair."""
+    if not sizes.size:
+        return starts
+    size = int(sizes[0])
+    if (sizes == size).all():
+        return (starts[:, None] + np.arange(size)).ravel() if size > 1 else starts
     ends = np.cumsum(sizes)
-    return np.repeat(starts - (ends - sizes), sizes) + np.arange(int(ends[-1]) if ends.size else 0)
+    return np.repeat(starts - (ends - sizes), sizes) + np.arange(int(ends[-1]))

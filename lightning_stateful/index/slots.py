@@ -12,7 +12,7 @@ from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.topology import Topology
 
 # The first batch should not wait for many; later ones are computed many at a time.
-_FIRST, _LARGEST = 8, 2048
+_FIRST, _LARGEST = 8, 8192
 
 
 class Batches(NamedTuple):
@@ -163,30 +163,37 @@ class SlotPlan:
         here = self.here(position)
         return replace(here, consumed=self.order.steps(here) * here.width)
 
-    def batches(self, position: Position) -> Iterator[tuple[list[int], list[int]]]:
-        """The rank's batches from ``position`` to the end of the epoch: indices, and the pass of each sample."""
-        here = self.here(position)
-        step, end, size = here.consumed // here.width, self.order.steps(here), _FIRST
-        while step < end:
-            stop = min(step + size, end)
-            found = self.order.batches(here, step, stop, self.topology.rank)
-            indices, passes = found.indices.tolist(), found.passes.tolist()
-            start = 0
-            for count in found.sizes.tolist():
-                yield indices[start : start + count], passes[start : start + count]
-                start += count
-            step, size = stop, min(2 * size, _LARGEST)
+    def indices(self, position: Position) -> Iterator[list[int]]:
+        """The rank's batches from ``position`` to the end of the epoch."""
+        for found in self._batches(position):
+            yield from _cut(found.indices, found.sizes)
 
     def keyed(self, position: Position, seed: int) -> Iterator[tuple[int | list[int], list[int]]]:
         """:meth:`indices`, each batch with a key to seed its samples by, or one key for each of them."""
         keys: dict[int, int] = {}
-        for indices, passes in self.batches(position):
-            for number in set(passes) - keys.keys():
-                # A sample that comes again in an epoch, in a later pass over its source, draws anew.
-                keys[number] = derive_seed("samples", seed, position.epoch, number)
-            alike = passes.count(passes[0]) == len(passes)
-            yield keys[passes[0]] if alike else [keys[number] for number in passes], indices
+        for found in self._batches(position):
+            batches = zip(_cut(found.indices, found.sizes), _cut(found.passes, found.sizes), strict=True)
+            for indices, passes in batches:
+                for number in set(passes) - keys.keys():
+                    # A sample that comes again in an epoch, in a later pass over its source, draws anew.
+                    keys[number] = derive_seed("samples", seed, position.epoch, number)
+                alike = passes.count(passes[0]) == len(passes)
+                yield keys[passes[0]] if alike else [keys[number] for number in passes], indices
 
-    def indices(self, position: Position) -> Iterator[list[int]]:
-        """The rank's batches from ``position`` to the end of the epoch."""
-        return (indices for indices, _ in self.batches(position))
+    def _batches(self, position: Position) -> Iterator[Batches]:
+        """More and more batches at a time."""
+        here = self.here(position)
+        step, end, size = here.consumed // here.width, self.order.steps(here), _FIRST
+        while step < end:
+            stop = min(step + size, end)
+            yield self.order.batches(here, step, stop, self.topology.rank)
+            step, size = stop, min(2 * size, _LARGEST)
+
+
+def _cut(values: Indices, sizes: Indices) -> Iterator[list[int]]:
+    """Consecutive parts of ``sizes``, as lists."""
+    # One by one: many lists made at once would set the garbage collector off.
+    flat, start = values.tolist(), 0
+    for size in sizes.tolist():
+        yield flat[start : start + size]
+        start += size

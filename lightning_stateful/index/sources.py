@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,11 +44,6 @@ class Sources:
     def __len__(self) -> int:
         return len(self.names)
 
-    @property
-    def offsets(self) -> Indices:
-        """Index of each source's first sample."""
-        return np.concatenate([[0], np.cumsum(self.lengths)[:-1]]).astype(np.int64)
-
     def refuse_large_batches(self) -> None:
         """Refuse a source that dropping incomplete batches would leave out altogether.
 
@@ -63,27 +57,41 @@ class Sources:
                     "would never be served. Give it a smaller batch size, or pass drop_last=False."
                 )
 
-    def indices(self, sources: Indices, places: Indices, seed: Iterable[Label] | None) -> Indices:
-        """Indices of samples, as they count over all sources.
+    def look_up(self, source: int, places: Indices, seed: tuple[Label, ...] | None) -> tuple[Indices, Indices | int]:
+        """Samples of one source, as they count over all of them.
 
         Args:
-            sources: Which source, int64 of shape ``(n,)``.
-            places: Which place in it, counted on over all passes, of the same shape.
+            source: Which source.
+            places: Places in it, counted on over all passes; int64 of shape ``(n,)``, not empty.
             seed: Labels that choose the order of every pass; None for the order of the dataset.
+
+        Returns:
+            Indices of shape ``(n,)``, and the pass of each, or of all.
         """
-        lengths = np.array(self.lengths, dtype=np.int64)[sources]
-        passes, result = np.divmod(places, lengths)
-        if seed is not None:
-            labels = tuple(seed)
-            for source in np.unique(sources).tolist():
-                of_source = np.flatnonzero(sources == source)
-                numbers = passes[of_source]
-                for number in np.unique(numbers).tolist():
-                    chosen = of_source[numbers == number]
-                    # By name: a source keeps its order when others come and go.
-                    key = derive_seed("source", *labels, self.names[source], number)
-                    result[chosen] = keyed_permutation(self.lengths[source], key).take(result[chosen])
-        return result + self.offsets[sources]
+        length = self.lengths[source]
+        first, last = int(places.min()) // length, int(places.max()) // length
+        if first == last:
+            return self._in_pass(source, first, places - first * length, seed), first
+        passes, places = np.divmod(places, length)
+        result = np.empty_like(places)
+        for number in present(passes - first):
+            chosen = passes == first + number
+            result[chosen] = self._in_pass(source, first + number, places[chosen], seed)
+        return result, passes
+
+    def _in_pass(self, source: int, number: int, places: Indices, seed: tuple[Label, ...] | None) -> Indices:
+        offset = sum(self.lengths[:source])
+        if seed is None:
+            return places + offset
+        # By name: a source keeps its order when others come and go.
+        key = derive_seed("source", *seed, self.names[source], number)
+        return keyed_permutation(self.lengths[source], key).take(places) + offset
+
+
+def present(numbers: Indices) -> list[int]:
+    """The different ones of non-negative and not too large integers, ascending: faster than ``numpy.unique``."""
+    found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
+    return found
 
 
 def deal_out_steps(length: int, rule: StepRule, steps: Indices, rank: int) -> tuple[Indices, Indices]:
