@@ -30,7 +30,7 @@ class Mixture:
         num_steps: Steps of an epoch; each source goes on in the next where it stands.
         seed: Chooses the orders.
         shuffle: Whether samples, and turns within a block, have an order of their own.
-        drop_last: Leave out a pass's last group of batches if it is not full.
+        drop_last: Serve full batches only, and leave out the last step if it is not full.
         in_turn: Whether turns stand evenly spread in their block: round robin.
         by_sample: Whether a turn is a sample and a batch holds several sources; all batch sizes are equal then.
         by_token: Whether the shares were given as shares of tokens.

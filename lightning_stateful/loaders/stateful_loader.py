@@ -54,7 +54,8 @@ class StatefulLoader(DataLoader[Any]):
             taken, or an :class:`~lightning_stateful.index.orders.Order`.
         batch_sampler: In place of ``batch_size``, ``sampler`` and ``drop_last``: a ``torch.utils.data.BatchSampler``
             around one of torch's own samplers, a batch sampler of this package, or a
-            :class:`~lightning_stateful.index.slots.BatchOrder`. Batch sizes are part of its configuration then.
+            :class:`~lightning_stateful.index.slots.BatchOrder`. Of one of this package's, batch sizes are part of the
+            configuration, and a position that it holds is left behind: load the state into the loader.
         drop_last: Leave out the last step of an epoch if it is not full.
         seed: Chooses the orders and the randomness of samples.
         num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.

@@ -27,7 +27,8 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
     """Whole batches from one dataset in turn, for a DataLoader over a ``ConcatDataset`` of them.
 
     All ranks of a step serve the same dataset, and take the same number of steps. Each dataset is shuffled as a whole,
-    over all ranks, in every epoch.
+    over all ranks, in every epoch. Only in the last steps of an epoch, which gather what is left of datasets that have
+    no sample for each rank any more, ranks serve different ones.
 
     Args:
         lengths: The datasets or their lengths: by name, in a list (their names are then ``"0"``, ``"1"`` ...), or as a
@@ -39,12 +40,12 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
             anew.
         num_steps: In place of ``stop``: steps of an epoch. Every dataset goes on in the next where it stands.
         shuffle: Whether samples have an order of their own in each pass.
-        drop_last: Leave out the last group of batches of a pass if it is not full.
+        drop_last: Serve full batches only, and leave out the last step if it is not full.
         seed: Chooses the orders.
         num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
         rank: This rank; by default that of the process group, or 0.
         accept: Names of differences between a state and this configuration to let pass on load, for example
-            ``("sources",)`` for datasets added or removed.
+            ``("sources",)`` for datasets added or removed. Each goes on at its own place.
 
     State:
         See :class:`StatefulBatchSampler`. It has the place of every dataset, and is good for any number of ranks.
@@ -107,7 +108,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
         stop: As in :class:`RoundRobinBatchSampler`.
         num_steps: As in :class:`RoundRobinBatchSampler`.
         shuffle: Whether samples, and the turns within a block, have an order of their own.
-        drop_last: Leave out the last group of batches of a pass if it is not full.
+        drop_last: Serve full batches only, and leave out the last step if it is not full.
         seed: Chooses the orders.
         num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
         rank: This rank; by default that of the process group, or 0.

@@ -108,7 +108,8 @@ class SourcesDataModule(StatefulDataModule):
 class RoundRobinDataModule(SourcesDataModule):
     """Trains on whole batches from one dataset in turn; ``Trainer.fit(ckpt_path=...)`` goes on at the very next one.
 
-    All ranks of a step serve the same dataset and take the same number of steps. Every dataset keeps its place.
+    All ranks of a step serve the same dataset (save in an epoch's last steps, which gather what is left of several) and
+    take the same number of steps. Every dataset keeps its place.
 
     Args:
         train: Map-style datasets by name, or a list of them (their names are then ``"0"``, ``"1"`` ...).
