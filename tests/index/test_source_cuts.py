@@ -100,41 +100,42 @@ def test_a_stream_is_cut_into_full_groups_one_after_the_other(rule, place, count
 @pytest.mark.parametrize("seed", [None, ("mixture", 1, 2)])
 def test_indices_of_every_pass_are_those_of_the_source(seed):
     sources = make_sources([5, 3], 1)
-    found = sources.indices(np.array([0] * 10 + [1] * 6), np.array([*range(10), *range(6)]), seed).tolist()
-    assert [sorted(found[first : first + 5]) for first in (0, 5)] == [[0, 1, 2, 3, 4]] * 2
-    assert [sorted(found[first : first + 3]) for first in (10, 13)] == [[5, 6, 7]] * 2
+    first, passes = sources.look_up(0, np.arange(10), seed)
+    assert [sorted(first[:5].tolist()), sorted(first[5:].tolist())] == [[0, 1, 2, 3, 4]] * 2
+    assert np.array_equal(passes, [0] * 5 + [1] * 5)
+    second, _ = sources.look_up(1, np.arange(6), seed)
+    assert [sorted(second[:3].tolist()), sorted(second[3:].tolist())] == [[5, 6, 7]] * 2
+
+
+def test_places_of_one_pass_have_its_number_alone():
+    assert make_sources([5, 3], 1).look_up(1, np.array([7, 6]), None)[1] == 2
 
 
 def test_without_a_seed_samples_keep_the_order_of_the_dataset():
-    found = make_sources([5, 3], 1).indices(np.array([1, 0, 1, 0]), np.array([4, 4, 2, 5]), None)
-    assert found.tolist() == [6, 4, 7, 0]
+    sources = make_sources([5, 3], 1)
+    assert sources.look_up(1, np.array([4, 2]), None)[0].tolist() == [6, 7]
+    assert sources.look_up(0, np.array([4, 5]), None)[0].tolist() == [4, 0]
 
 
 def test_a_source_keeps_its_order_when_others_come_and_go():
     alone = Sources(("b",), (40,), (1,))
     both = Sources(("a", "b"), (7, 40), (1, 1))
     places = np.arange(80)
-    found = both.indices(np.ones(80, dtype=np.int64), places, (3,)) - 7
-    assert np.array_equal(found, alone.indices(np.zeros(80, dtype=np.int64), places, (3,)))
+    assert np.array_equal(both.look_up(1, places, (3,))[0] - 7, alone.look_up(0, places, (3,))[0])
 
 
 def test_every_pass_and_every_source_has_an_order_of_its_own():
     sources = make_sources([40, 40], 1)
     orders = {
-        tuple((sources.indices(np.full(40, source), np.arange(40) + 40 * number, (3,)) - 40 * source).tolist())
+        tuple((sources.look_up(source, np.arange(40) + 40 * number, (3,))[0] - 40 * source).tolist())
         for source in (0, 1)
         for number in range(10)
     }
     assert len(orders) == 20
 
 
-def test_offsets_are_those_of_a_concatenation():
-    assert make_sources([5, 3, 2**40], 1).offsets.tolist() == [0, 5, 8]
-
-
 def test_a_source_of_2_to_the_40_samples_is_asked_for_any_of_them():
-    sources = make_sources([10, 2**40], 1)
-    found = sources.indices(np.array([1, 1, 1]), np.array([0, 2**40 - 1, 2**41 + 5]), (0,))
+    found, _ = make_sources([10, 2**40], 1).look_up(1, np.array([0, 2**40 - 1, 2**41 + 5]), (0,))
     assert all(10 <= index < 2**40 + 10 for index in found.tolist())
 
 

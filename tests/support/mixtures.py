@@ -70,8 +70,10 @@ def in_places(order: MixtureOrder, position: Position, width: int) -> list[list[
     ends = list(accumulate(order.mixture.sources.lengths, initial=0))
     ranks = []
     for rank in range(width):
-        batches = plan(order, width, rank).batches(position)
-        ranks.append([[_place(ends, *pair) for pair in zip(*batch, strict=True)] for batch in batches])
+        here = plan(order, width, rank).here(position)
+        found = order.batches(here, here.consumed // here.width, order.steps(here), rank)
+        pairs = iter(zip(found.indices.tolist(), found.passes.tolist(), strict=True))
+        ranks.append([[_place(ends, *next(pairs)) for _ in range(size)] for size in found.sizes.tolist()])
     return [list(step) for step in zip(*ranks, strict=True)]
 
 
