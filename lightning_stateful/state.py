@@ -185,6 +185,11 @@ def _identities(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[d
         return before, now
     common = [name for name in before["sources"] if name in now["sources"]]
     before, now = _spelled_out(before, common), _spelled_out(now, common)
+    sizes = before.get("batch_size"), now.get("batch_size")
+    if isinstance(sizes[0], Mapping) != isinstance(sizes[1], Mapping):
+        before["batch_size"], now["batch_size"] = (
+            size if isinstance(size, Mapping) else dict.fromkeys(common, size) for size in sizes
+        )
     exact = before.pop("exact", None), now.pop("exact", None)
     if before.get("weights") == now.get("weights"):
         # They look alike, but were rounded, or something that follows from them differs.

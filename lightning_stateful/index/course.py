@@ -60,12 +60,26 @@ class Course:
         else:
             self.num_steps = self._step.num_steps(self._num_turns)
             self.num_repeated = self._step.num_repeated(self._num_turns)
+        if mixture.drop_last and num_steps is None and not origin and not begun:
+            self._refuse_unserved()
         if not self.num_steps and not origin and not begun:
             sizes = dict(zip(sources.names, sources.lengths, strict=True))
             raise ConfigurationError(
                 f"With stop={mixture.stop!r}, drop_last={mixture.drop_last} and {width} ranks, an epoch of the sources "
                 f"{sizes} would have no step. Train on fewer ranks, or with smaller batches or another stop."
             )
+
+    def _refuse_unserved(self) -> None:
+        sources, places = self._mixture.sources, self.places(self.num_steps)
+        for name, length, place, amount in zip(
+            sources.names, sources.lengths, places, amounts_of(self._mixture), strict=True
+        ):
+            if self.num_steps and amount and not place:
+                raise ConfigurationError(
+                    f"Source {name!r} has {length} samples, too few for a full step of {self._outset.width} ranks; "
+                    "with drop_last=True it would never be served. Give it a smaller batch size, or pass "
+                    "drop_last=False."
+                )
 
     def places(self, steps: int) -> tuple[int, ...]:
         """Samples served of every source after ``steps`` steps."""

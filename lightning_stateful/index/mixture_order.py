@@ -8,10 +8,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from lightning_stateful.errors import DamagedStateError
+from lightning_stateful.errors import DamagedStateError, Difference, StateMismatchError
 from lightning_stateful.index.course import Course
 from lightning_stateful.index.mixture import Mixture
-from lightning_stateful.index.permutation import MAX_LENGTH
 from lightning_stateful.index.phases import amounts_of
 from lightning_stateful.index.places import by_name, read_lengths, read_places
 from lightning_stateful.index.position import Position
@@ -110,6 +109,11 @@ class MixtureOrder:
         total = sum(amounts_of(self.mixture))
         return [f"{repeated} of {total} samples are served twice in every epoch"] if repeated else []
 
+    def work(self, width: int) -> int:
+        """Samples that have to be looked at to find one batch of one rank."""
+        largest = max(self.mixture.sources.batch_sizes)
+        return largest * width if self.mixture.by_sample else largest
+
     def unshuffled(self) -> MixtureOrder:
         """The same batches in the same order in every epoch: where places carried over, whole cycles in their stead."""
         if not self.carries_over:
@@ -148,6 +152,7 @@ class MixtureOrder:
         Raises:
             DamagedStateError: Keys are missing, or the places are not those of the position.
             PositionError: A value is out of range.
+            StateMismatchError: A change that cannot be accepted in the middle of a run.
         """
         position, names = Position.from_dict(data), self.mixture.sources.names
         lengths = read_lengths(saved)
@@ -158,28 +163,43 @@ class MixtureOrder:
         if position.consumed % position.width or since % position.width:
             raise DamagedStateError(f"slots come in groups of width={position.width}, got {dict(data)}")
         if changed:
-            kept = self._kept(places, lengths, carried=str(saved.get("stop")).endswith("steps"))
-            return self.reopen(replace(position, since=0, origin=()), position.width, kept)
+            if position.consumed or position.epoch:
+                self._refuse_other_counting(str(saved.get("stop")), position)
+            if str(saved.get("stop")).endswith("steps") != self.carries_over:
+                places = {}
+            return self.reopen(replace(position, since=0, origin=()), position.width, self._kept(places, lengths))
         if since == position.consumed and (since or self.carries_over):
             origin = places
         begun = tuple(origin.get(name, 0) for name in names)
-        amounts = (MAX_LENGTH**2,) * len(names) if self.carries_over else amounts_of(self.mixture)
-        if any(place > amount for place, amount in zip(begun, amounts, strict=True)):
-            raise DamagedStateError(f"the places {origin} lie beyond what an epoch serves, {amounts}")
+        once = not self.carries_over and self.mixture.stop == "all_exhausted"
+        if once and any(place > lengths[name] for name, place in origin.items()):
+            raise DamagedStateError(f"the places {origin} lie beyond the lengths {lengths}")
         position = replace(position, since=since, origin=begun if any(begun) else ())
         expected = tuple(places[name] for name in names)
         if position.consumed <= self.steps(position) * position.width and self.places(position) != expected:
             raise DamagedStateError(f"the places {places} are not those of the position {position}")
         return position
 
-    def _kept(self, places: Mapping[str, int], lengths: Mapping[str, int], *, carried: bool) -> tuple[int, ...]:
+    def _refuse_other_counting(self, stop: str, position: Position) -> None:
+        """Refuse what no permission can help: places and progress that are counted otherwise."""
+        carried, now = stop.endswith("steps"), self.mixture.describe()["stop"]
+        remedy = ""
+        if carried != self.carries_over and position.consumed:
+            remedy = (
+                "With num_steps passes go on from epoch to epoch, and without they begin with each, in other orders: "
+                "this cannot be changed within an epoch. Train to its end under the saved stop."
+            )
+        scheduled = self.mixture.schedule is not None and self.mixture.schedule.unit == "steps"
+        if carried and self.carries_over and stop != now and scheduled:
+            remedy = "A schedule over steps counts them by num_steps; keep it, or count the schedule in samples."
+        if remedy:
+            raise StateMismatchError([Difference(path="stop", saved=stop, present=now, remedy=remedy)])
+
+    def _kept(self, places: Mapping[str, int], lengths: Mapping[str, int]) -> tuple[int, ...]:
         """Places of sources by name, in sources of perhaps other lengths; a source that is new begins."""
         kept = []
         for name, length in zip(self.mixture.sources.names, self.mixture.sources.lengths, strict=True):
             passes, offset = divmod(places.get(name, 0), lengths.get(name, length))
-            if carried and not self.carries_over:
-                # Passes were counted since training began; an epoch knows only its own.
-                passes = 0
             kept.append(passes * length + min(offset, length))
         return tuple(kept)
 

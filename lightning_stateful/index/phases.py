@@ -18,7 +18,7 @@ from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.turns import Turns
 
-# How many turns a source may have had more than its share, generously: systematic sampling strays by a few.
+# How many turns a source may have had more or fewer than its share, generously: systematic sampling strays by a few.
 _STRAY = 16
 
 
@@ -122,9 +122,9 @@ def amounts_of(mixture: Mixture) -> tuple[int, ...]:
     unseen = [length // size if mixture.drop_last else -(-length // size) for length, size in pairs]
     turns = Turns(proportions=Proportions(mixture.block, mixture.shares))
     if mixture.stop == "cycle":
-        end = max(turns.turn_after(source, count) for source, count in enumerate(unseen))
+        end = _last_end(turns, unseen)
     else:
-        end = min(turns.turn_after(source, count + 1) - 1 for source, count in enumerate(unseen))
+        end = _first_end(turns, [count + 1 for count in unseen])[0] - 1
     counts = turns.counts(0, end).tolist()
     # Who has just been served whole does not begin again for the sake of a full batch.
     return tuple(
@@ -175,6 +175,17 @@ def _first_end(turns: Turns, counts: list[int]) -> tuple[int, int]:
         if last < 0 or own < end:
             end, last = own, source
     return end, last
+
+
+def _last_end(turns: Turns, counts: list[int]) -> int:
+    """The turn after which all sources have had all their turns."""
+    block, end = turns.proportions.block, 0
+    rates = [turns.proportions.turns_in_block(source) / block for source in range(len(counts))]
+    for source in sorted(range(len(counts)), key=lambda source: -counts[source] / rates[source]):
+        # Who cannot end later needs no closer look.
+        if (counts[source] + _STRAY) / rates[source] + block > end - turns.start:
+            end = max(end, turns.turn_after(source, counts[source]))
+    return end
 
 
 class _Scheduled:

@@ -12,7 +12,7 @@ from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.topology import Topology
 
 # The first batch should not wait for many; later ones are computed many at a time.
-_FIRST, _LARGEST = 8, 8192
+_FIRST, _LARGEST, _MOST_WORK = 8, 8192, 2**17
 
 
 class Batches(NamedTuple):
@@ -78,6 +78,10 @@ class BatchOrder(Protocol):
 
     def repeats(self, width: int) -> list[str]:
         """What is served twice because ranks take equal steps, in words."""
+        ...
+
+    def work(self, width: int) -> int:
+        """Samples that have to be looked at to find one batch of one rank."""
         ...
 
     def unshuffled(self) -> BatchOrder:
@@ -184,10 +188,11 @@ class SlotPlan:
         """More and more batches at a time."""
         here = self.here(position)
         step, end, size = here.consumed // here.width, self.order.steps(here), _FIRST
+        largest = min(max(_MOST_WORK // self.order.work(self.num_replicas), 1), _LARGEST)
         while step < end:
-            stop = min(step + size, end)
+            stop = min(step + min(size, largest), end)
             yield self.order.batches(here, step, stop, self.topology.rank)
-            step, size = stop, min(2 * size, _LARGEST)
+            step, size = stop, min(2 * size, largest)
 
 
 def _cut(values: Indices, sizes: Indices) -> Iterator[list[int]]:

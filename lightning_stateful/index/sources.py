@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -62,21 +63,23 @@ class Sources:
 
         Args:
             source: Which source.
-            places: Places in it, counted on over all passes; int64 of shape ``(n,)``, not empty.
+            places: Places in it, counted on over all passes; int64 of shape ``(n,)``, ascending, not empty.
             seed: Labels that choose the order of every pass; None for the order of the dataset.
 
         Returns:
             Indices of shape ``(n,)``, and the pass of each, or of all.
         """
         length = self.lengths[source]
-        first, last = int(places.min()) // length, int(places.max()) // length
+        first, last = int(places[0]) // length, int(places[-1]) // length
         if first == last:
             return self._in_pass(source, first, places - first * length, seed), first
-        passes, places = np.divmod(places, length)
+        passes, within = np.divmod(places, length)
+        if seed is None or length == 1:
+            return within + sum(self.lengths[:source]), passes
         result = np.empty_like(places)
-        for number in present(passes - first):
-            chosen = passes == first + number
-            result[chosen] = self._in_pass(source, first + number, places[chosen], seed)
+        borders = np.flatnonzero(np.diff(passes)) + 1
+        for begin, end in pairwise([0, *borders.tolist(), places.size]):
+            result[begin:end] = self._in_pass(source, int(passes[begin]), within[begin:end], seed)
         return result, passes
 
     def _in_pass(self, source: int, number: int, places: Indices, seed: tuple[Label, ...] | None) -> Indices:

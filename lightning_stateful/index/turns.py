@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -53,6 +54,13 @@ class Turns:
 
     def turn_after(self, source: int, count: int) -> int:
         """The turn after the one that gives ``source`` its ``count``-th turn, in the evenly spread sequence."""
+        fixed = self.proportions.fixed
+        if fixed is not None:
+            # Every block is like the first.
+            own = np.flatnonzero(self._first_spread == source)
+            before = int(np.count_nonzero(own < self.start % self.proportions.block))
+            blocks, place = divmod(before + count - 1, own.size)
+            return self._turn(self._block(self.start) + blocks) + int(own[place]) + 1
         begin = self._block(self.start)
         head = self._spread(begin)[self.start - self._turn(begin) :]
         in_head = int(np.count_nonzero(head == source))
@@ -68,6 +76,10 @@ class Turns:
                 high = middle
         count -= self.proportions.total(begin + 1, low, source)
         return self._turn(low) + int(np.flatnonzero(self._spread(low) == source)[count - 1]) + 1
+
+    @cached_property
+    def _first_spread(self) -> Indices:
+        return self._spread(0)
 
     def _bracket(self, source: int, count: int, begin: int) -> tuple[int, int]:
         """Blocks ``low <= block < high`` among which the ``count``-th turn from block ``begin`` on lies."""
@@ -101,7 +113,7 @@ class Turns:
         fixed = self.proportions.fixed
         if self.key is None:
             if fixed is not None:
-                return np.broadcast_to(self._spread(begin), (end - begin, size))
+                return np.broadcast_to(self._first_spread, (end - begin, size))
             return np.stack([self._spread(block) for block in range(begin, end)])
         counts = self.proportions.counts(begin, end)
         members = np.repeat(np.tile(np.arange(counts.shape[1]), end - begin), counts.ravel()).reshape(-1, size)

@@ -43,14 +43,21 @@ def shares_of(
     total = sum(exact)
     if not total:
         raise ConfigurationError(f"At least one weight must be positive, got {dict(given)}.")
-    shares = [weight / total for weight in exact]
+    return [weight / total for weight in exact]
+
+
+def refuse_rare(names: Sequence[str], shares: Sequence[Fraction]) -> None:
+    """Refuse a share so small that a source would hardly ever have its turn.
+
+    Raises:
+        ConfigurationError: With the source's name.
+    """
     for name, share in zip(names, shares, strict=True):
-        if 0 < share < _LEAST:
+        if share < _LEAST:
             raise ConfigurationError(
                 f"Source {name!r} would be served less than once in {1 / _LEAST} turns; leave it out, or give it a "
-                f"larger weight than {given[name]!r} beside {list(given.values())}."
+                "larger weight."
             )
-    return shares
 
 
 def tempered(shares: Sequence[Fraction], temperature: float) -> list[Fraction]:
@@ -84,6 +91,10 @@ def by_name(names: Sequence[str], values: Mapping[str, Any] | Sequence[Any], wha
         ConfigurationError: A source has no value, or a value no source.
     """
     if not isinstance(values, Mapping):
+        if not hasattr(values, "__len__") or isinstance(values, str):
+            raise ConfigurationError(
+                f"Give a {what} for each of the sources {list(names)}, by name or in order, not {values!r}."
+            )
         if len(values) != len(names):
             raise ConfigurationError(
                 f"{len(values)} values were given as {what} for the {len(names)} sources {list(names)}; give one for "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, default_collate
@@ -94,7 +94,7 @@ class SourceCollate:
         batch = (self._functions[sources[0]] or default_collate)(values)
         if self.tag is None:
             return batch
-        if not isinstance(batch, dict):
+        if not isinstance(batch, MutableMapping):
             raise ConfigurationError(
                 f"tag={self.tag!r} needs batches that are dicts, and a batch of source {name!r} is a "
                 f"{type(batch).__name__}. Let the collate function return a dict, or leave tag out."
@@ -105,7 +105,10 @@ class SourceCollate:
             )
         told = [self.names[source] for source in sources] if self.mixes else name
         # First, because Lightning takes the last value it finds no size in for a sign of an ambiguous batch.
-        return {self.tag: told, **batch}
+        if isinstance(batch, dict):
+            return {self.tag: told, **batch}
+        batch[self.tag] = told
+        return batch
 
 
 def describe_sources(dataset: Any, described: dict[str, Any]) -> dict[str, Any]:

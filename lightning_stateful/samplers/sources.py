@@ -16,10 +16,12 @@ from lightning_stateful.index.mixture import Mixture, Stop
 from lightning_stateful.index.mixture_order import MixtureOrder
 from lightning_stateful.index.schedule import Schedule, WeightSchedule
 from lightning_stateful.index.sources import Sources
-from lightning_stateful.index.weights import by_name, exact_block, shares_of, tempered
+from lightning_stateful.index.weights import by_name, exact_block, refuse_rare, shares_of, tempered
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 
 Lengths = Mapping[str, Any] | Sequence[Any] | ConcatDataset[Any]
+_LARGEST_BLOCK = 2**16
+
 By = Literal["batch", "sample", "token"]
 
 
@@ -152,6 +154,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
             weights = tokens if tokens is not None and by == "token" else sources.lengths
         asked = tempered(shares_of(sources.names, weights), 1 if temperature is None else temperature)
         shares = _per_turn(asked, costs)
+        refuse_rare(sources.names, shares)
         resolved = None if schedule is None else _resolve(schedule, sources, tokens, costs)
         mixture = Mixture(
             sources=sources,
@@ -187,6 +190,8 @@ def sources_of(lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[
         raise ConfigurationError(
             f"lengths must be a dict or list of datasets or of their lengths, got {type(lengths).__name__}."
         )
+    if len(set(names)) < len(names):
+        raise ConfigurationError(f"Sources need different names, got {list(names)}.")
     found = [
         len(part) if isinstance(part, Sized) else as_int(f"The length of source {name!r}", part)
         for name, part in zip(names, parts, strict=True)
@@ -207,6 +212,8 @@ def _ending(stop: Stop | None, num_steps: int | None) -> dict[str, Any]:
         return {"stop": "all_exhausted" if stop is None else stop}
     if stop is not None:
         raise ConfigurationError(f"num_steps takes the place of stop; got num_steps={num_steps} and stop={stop!r}.")
+    if isinstance(num_steps, bool):
+        raise ConfigurationError(f"num_steps must be an integer, got {num_steps}.")
     return {"num_steps": as_int("num_steps", num_steps)}
 
 
@@ -272,6 +279,6 @@ def _block(block: int | None, by: By, sources: Sources, points: Sequence[Sequenc
         return sources.batch_sizes[0]
     if block is None:
         return max(map(exact_block, points))
-    if as_int("block", block) < 1:
-        raise ConfigurationError(f"block must be at least 1, got {block}.")
+    if not 1 <= as_int("block", block) <= _LARGEST_BLOCK:
+        raise ConfigurationError(f"block must be from 1 to {_LARGEST_BLOCK}, got {block}.")
     return as_int("block", block)

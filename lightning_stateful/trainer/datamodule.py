@@ -133,8 +133,14 @@ class StatefulDataModule(pl.LightningDataModule):
         self._callback = present[0]
         if self._callback.brought_along:
             self._callback.settings = self._settings
-        elif self._settings.log_sources:
-            self._callback.settings = replace(self._callback.settings, log_sources=True)
+        else:
+            # Permissions and switches of both hold.
+            theirs = self._callback.settings
+            self._callback.settings = replace(
+                theirs,
+                accept=tuple(dict.fromkeys([*theirs.accept, *self._settings.accept])),
+                log_sources=theirs.log_sources or self._settings.log_sources,
+            )
 
     def train_dataloader(self) -> Any:
         """The training loader, or a list or dict of them."""

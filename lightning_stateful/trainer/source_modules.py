@@ -64,7 +64,7 @@ class SourcesDataModule(StatefulDataModule):
         if len(named) < len(pairs):
             raise ConfigurationError(f"Sources need different names, got {[name for name, _ in pairs]}.")
         for name, dataset in pairs:
-            if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            if isinstance(dataset, (IterableDataset, Mapping)) or not hasattr(dataset, "__len__"):
                 raise ConfigurationError(
                     f"Source {name!r} is a {type(dataset).__name__}, which has no random access by index; it needs "
                     "__getitem__ and __len__."

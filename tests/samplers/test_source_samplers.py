@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "A schedule over tokens needs the lengths",
     ),
     "a temperature of zero": ({"temperature": 0}, "temperature must be a positive number, got 0"),
-    "a block of nothing": ({"block": 0}, "block must be at least 1, got 0"),
+    "a block of nothing": ({"block": 0}, "block must be from 1 to 65536, got 0"),
     "a block by sample": ({"by": "sample", "block": 4}, "exact in every batch; leave block out"),
 }
 

@@ -37,7 +37,9 @@ def run(folder: Path) -> Outcome:
     saver = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)
     path = folder / f"ledger{os.environ['RANK']}.jsonl"
     return train_on(
-        lambda: mixture(train=datasets(**UNEVEN), weights=[1, 2, 1], num_steps=10, num_workers=1),
+        lambda: mixture(
+            train=datasets(**UNEVEN), val=None, weights=[1, 2, 1], num_steps=10, num_workers=1, persistent_workers=True
+        ),
         model=seeded(lambda: Writes(path)),
         callbacks=[saver],
         ckpt_path=last if last.exists() else None,

@@ -85,7 +85,8 @@ def every_moment(folder: Path) -> dict[str, Any]:
 
 def workers_and_windows(folder: Path) -> Any:
     def make() -> Any:
-        return mixture(**uneven(by="sample", num_workers=2))
+        # Forking while gloo's threads are at work may deadlock within fork itself: once a run, before they are.
+        return mixture(**uneven(by="sample", num_workers=2, persistent_workers=True, val=None))
 
     saver = SaveAt(folder, [("on_train_batch_end", 1, 2)])
     options = {**DDP, "accumulate_grad_batches": 2}
