@@ -71,14 +71,12 @@ class Course:
 
     def _refuse_unserved(self) -> None:
         sources, places = self._mixture.sources, self.places(self.num_steps)
-        for name, length, place, amount in zip(
-            sources.names, sources.lengths, places, amounts_of(self._mixture), strict=True
-        ):
+        for name, place, amount in zip(sources.names, places, amounts_of(self._mixture), strict=True):
             if self.num_steps and amount and not place:
                 raise ConfigurationError(
-                    f"Source {name!r} has {length} samples, too few for a full step of {self._outset.width} ranks; "
-                    "with drop_last=True it would never be served. Give it a smaller batch size, or pass "
-                    "drop_last=False."
+                    f"Source {name!r} has {amount} samples for an epoch, too few for a full step of "
+                    f"{self._outset.width} ranks; with drop_last=True it would never be served. Give it a smaller "
+                    "batch size, or pass drop_last=False."
                 )
 
     def places(self, steps: int) -> tuple[int, ...]:

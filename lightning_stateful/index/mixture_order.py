@@ -70,7 +70,8 @@ class MixtureOrder:
         if width == position.width and places is None:
             return position
         if places is None:
-            places = self.places(position)
+            # Where nothing has been served since the plan was made, it need not be looked at.
+            places = position.origin if position.consumed == position.since else self.places(position)
         slots = -(-position.consumed // position.width) * width
         origin = places if any(places) else ()
         return Position(epoch=position.epoch, consumed=slots, width=width, since=slots, origin=origin)

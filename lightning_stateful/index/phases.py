@@ -19,7 +19,7 @@ from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.turns import Turns
 
 # How many turns a source may have had more or fewer than its share, generously: systematic sampling strays by a few.
-_STRAY = 16
+_STRAY = 8
 
 
 class Phase(NamedTuple):

@@ -62,7 +62,7 @@ class Turns:
             blocks, place = divmod(before + count - 1, own.size)
             return self._turn(self._block(self.start) + blocks) + int(own[place]) + 1
         begin = self._block(self.start)
-        head = self._spread(begin)[self.start - self._turn(begin) :]
+        head = self._spread_once(begin)[self.start - self._turn(begin) :]
         in_head = int(np.count_nonzero(head == source))
         if count <= in_head:
             return self.start + int(np.flatnonzero(head == source)[count - 1]) + 1
@@ -75,7 +75,17 @@ class Turns:
             else:
                 high = middle
         count -= self.proportions.total(begin + 1, low, source)
-        return self._turn(low) + int(np.flatnonzero(self._spread(low) == source)[count - 1]) + 1
+        return self._turn(low) + int(np.flatnonzero(self._spread_once(low) == source)[count - 1]) + 1
+
+    @cached_property
+    def _spreads(self) -> dict[int, Indices]:
+        return {}
+
+    def _spread_once(self, block: int) -> Indices:
+        """:meth:`_spread`, kept: sources that end together ask for the same blocks."""
+        if block not in self._spreads:
+            self._spreads[block] = self._spread(block)
+        return self._spreads[block]
 
     @cached_property
     def _first_spread(self) -> Indices:

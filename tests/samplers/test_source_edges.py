@@ -84,7 +84,7 @@ def test_a_source_more_with_the_same_batch_size_is_no_other_batch_size() -> None
 def test_a_source_too_small_for_full_steps_of_all_ranks_is_refused_by_name() -> None:
     sampler = RoundRobinBatchSampler({"a": 100, "b": 8}, 8, drop_last=True, num_replicas=2, rank=0)
 
-    with pytest.raises(ConfigurationError, match="Source 'b' has 8 samples, too few for a full step of 2 ranks"):
+    with pytest.raises(ConfigurationError, match="Source 'b' has 8 samples for an epoch, too few for a full step of 2"):
         len(sampler)
 
 
