@@ -60,7 +60,8 @@ class Cursor:
 
         Args:
             state: What :meth:`state_dict` returned; it is not changed.
-            cyclic: Whether the position may lie in a later pass over a loader that starts over within the epoch.
+            cyclic: Whether there are other loaders beside: the position may lie at the end of its epoch, or in a later
+                pass over a loader that starts over within the epoch.
             where: How an error calls the state.
 
         Raises:
@@ -69,7 +70,7 @@ class Cursor:
         """
         if isinstance(self.order, BatchOrder):
             changed = bool(format_.differences(state, self._present()))
-            return _read_in_batches(self.order, state, changed=changed, where=where)
+            return _read_in_batches(self.order, state, changed=changed, cyclic=cyclic, where=where)
         if "places" in state["position"]:
             raise _other_slots(state, self.order.kind, where)
         position = read_position(state, where=where)
@@ -84,7 +85,9 @@ class Cursor:
         return position
 
 
-def _read_in_batches(order: BatchOrder, state: Mapping[str, Any], *, changed: bool, where: str) -> Position:
+def _read_in_batches(
+    order: BatchOrder, state: Mapping[str, Any], *, changed: bool, cyclic: bool, where: str
+) -> Position:
     if "places" not in state["position"]:
         raise _other_slots(state, order.kind, where)
     try:
@@ -97,7 +100,8 @@ def _read_in_batches(order: BatchOrder, state: Mapping[str, Any], *, changed: bo
             f"{where} has consumed {position.consumed} batches of epoch {position.epoch}, but an epoch has only {end}. "
             "Train on the data that it was made with, or resume from a checkpoint of this one."
         )
-    if position.consumed == end:
+    if position.consumed == end and not cyclic:
+        # Beside other loaders, the epoch may go on without this one.
         return order.begin(position.epoch + 1, position.width, position)
     return position
 

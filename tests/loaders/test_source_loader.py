@@ -386,3 +386,21 @@ class TestGroups:
         several = fresh.report_at(0, 2)["several"]
 
         assert several == group.report_at(0, 2)["several"]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_steps": 5}])
+def test_sources_that_are_done_before_the_other_loader_stay_done_after_a_resume(options: dict[str, Any]) -> None:
+    def make() -> LoaderGroup:
+        sources = StatefulLoader(list(range(20)), batch_sampler=RoundRobinBatchSampler([12, 8], 4, **options))
+        return LoaderGroup({"sources": sources, "long": StatefulLoader(list(range(30)), batch_size=2)}, "max_size")
+
+    whole = make()
+    for batch in (4, 5, 6, 14):
+        resumed = make()
+        assert resumed.load(whole.state_at(0, batch), where="The state") == (0, batch)
+        for epoch, step in ((0, batch), (1, 0), (1, 3), (2, 4)):
+            assert resumed.state_at(epoch, step) == whole.state_at(epoch, step)
+            positions = [group.position("sources", epoch, step) for group in (resumed, whole)]
+            loader = resumed.loaders["sources"]
+            served = [None if at is None else list(loader.plan.indices(at)) for at in positions]
+            assert served[0] == served[1]
