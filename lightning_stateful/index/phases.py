@@ -262,14 +262,10 @@ class _Scheduled:
     def _parts(self, stretch: Stretch, num_turns: int, label: int) -> Iterator[Part]:
         """A stretch of so many turns: whole blocks, and a shorter one, in which proportions are as exact."""
         whole, rest = divmod(num_turns, self._outset.mixture.block)
-        middle = _between(stretch, Fraction(num_turns - rest, num_turns))
+        middle = stretch.partway(Fraction(num_turns - rest, num_turns))
         if whole:
             blocks = Proportions(self._outset.mixture.block, stretch.first, middle, whole, shift=label)
             yield Turns(proportions=blocks, key=self._outset.key(label)), 0, num_turns - rest
         if rest:
             short = Proportions(rest, middle, stretch.final, shift=label + whole)
             yield Turns(proportions=short, key=self._outset.key(label, 1)), 0, rest
-
-
-def _between(stretch: Stretch, done: Fraction) -> tuple[Fraction, ...]:
-    return tuple(a + (b - a) * done for a, b in zip(stretch.first, stretch.final, strict=True))

@@ -80,7 +80,10 @@ class Stretch:
         """Shares at a progress within the stretch."""
         if self.end is None or self.first == self.final:
             return self.first
-        done = Fraction(progress - self.begin) / (self.end - self.begin)
+        return self.partway(Fraction(progress - self.begin) / (self.end - self.begin))
+
+    def partway(self, done: Fraction) -> tuple[Fraction, ...]:
+        """Shares where ``done`` of the stretch, from 0 to 1, is behind."""
         return tuple(a + (b - a) * done for a, b in zip(self.first, self.final, strict=True))
 
 

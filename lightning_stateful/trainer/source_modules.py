@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,6 +26,7 @@ class SourcesDataModule(StatefulDataModule):
 
     def __init__(
         self,
+        sampler: Callable[..., StatefulBatchSampler],
         *,
         train: Any,
         batch_size: Any,
@@ -33,7 +35,7 @@ class SourcesDataModule(StatefulDataModule):
         mixes: bool = False,
         **options: Any,
     ) -> None:
-        self._tag, self._mixes, self._collate_fn = tag, mixes, collate_fn
+        self._sampler, self._tag, self._mixes, self._collate_fn = sampler, tag, mixes, collate_fn
         super().__init__(train, batch_size=batch_size, **options)
 
     def train_dataloader(self) -> Any:
@@ -46,10 +48,9 @@ class SourcesDataModule(StatefulDataModule):
 
     def batch_sampler(self) -> StatefulBatchSampler:
         """The batches of the training datasets: a fresh batch sampler, for a look at them without a trainer."""
-        return self._batches(self._named(self.train))
-
-    def _batches(self, datasets: Mapping[str, Any]) -> StatefulBatchSampler:
-        raise NotImplementedError
+        return self._sampler(
+            self._named(self.train), self.batch_size, shuffle=self.shuffle, drop_last=self.drop_last, seed=self.seed
+        )
 
     def _named(self, data: Any) -> dict[str, Any]:
         if isinstance(data, Mapping):
@@ -150,8 +151,8 @@ class RoundRobinDataModule(SourcesDataModule):
         log_sources: bool = False,
         **options: Any,
     ) -> None:
-        self._how: dict[str, Any] = {"stop": stop, "num_steps": num_steps}
         super().__init__(
+            partial(RoundRobinBatchSampler, stop=stop, num_steps=num_steps),
             train=train,
             val=val,
             test=test,
@@ -161,16 +162,6 @@ class RoundRobinDataModule(SourcesDataModule):
             tag=tag,
             log_sources=log_sources,
             **options,
-        )
-
-    def _batches(self, datasets: Mapping[str, Any]) -> StatefulBatchSampler:
-        return RoundRobinBatchSampler(
-            datasets,
-            self.batch_size,
-            shuffle=self.shuffle,
-            drop_last=self.drop_last,
-            seed=self.seed,
-            **self._how,
         )
 
 
@@ -228,17 +219,19 @@ class MixtureDataModule(SourcesDataModule):
         log_sources: bool = False,
         **options: Any,
     ) -> None:
-        self._how: dict[str, Any] = {
-            "weights": weights,
-            "by": by,
-            "temperature": temperature,
-            "schedule": schedule,
-            "token_lengths": lengths,
-            "block": block,
-            "stop": stop,
-            "num_steps": num_steps,
-        }
+        sampler = partial(
+            MixtureBatchSampler,
+            weights=weights,
+            by=by,
+            temperature=temperature,
+            schedule=schedule,
+            token_lengths=lengths,
+            block=block,
+            stop=stop,
+            num_steps=num_steps,
+        )
         super().__init__(
+            sampler,
             train=train,
             val=val,
             test=test,
@@ -249,14 +242,4 @@ class MixtureDataModule(SourcesDataModule):
             mixes=by == "sample",
             log_sources=log_sources,
             **options,
-        )
-
-    def _batches(self, datasets: Mapping[str, Any]) -> StatefulBatchSampler:
-        return MixtureBatchSampler(
-            datasets,
-            self.batch_size,
-            shuffle=self.shuffle,
-            drop_last=self.drop_last,
-            seed=self.seed,
-            **self._how,
         )

@@ -16,6 +16,24 @@ from typing import Any
 _TESTS = Path(__file__).parents[1]
 
 
+def environment_of_ranks(num_ranks: int) -> dict[str, str]:
+    """What all ranks of one run find in their environment, on a port of their own; ``RANK`` and ``LOCAL_RANK`` lack."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(_TESTS),
+    }
+
+
 def run_on_ranks(
     cases: list[tuple[str, str]], num_ranks: int, folder: Path, timeout: float = 240
 ) -> list[dict[str, Any]]:
@@ -30,20 +48,7 @@ def run_on_ranks(
     Returns:
         For every rank a dict from the function's name to what it returned, or to the text of its exception.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "tests",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(_TESTS),
-    }
+    common = environment_of_ranks(num_ranks)
     (folder / "cases.pkl").write_bytes(pickle.dumps(cases))
     with ExitStack() as logs_open:
         processes = [

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,14 +14,13 @@ from typing import Any
 
 import pytest
 from support import source_cases
-from support.ranks import run_on_ranks
+from support.ranks import environment_of_ranks, run_on_ranks
 from support.runs import assert_stitches
 from support.source_cases import CONFIGS, UNEVEN, WHOLE_EPOCHS, file_name, hand_over, plain
 from support.sources import FIRSTS, ids_of, samples, samples_of, source_of, train_on, trained
 
 Ranks = list[dict[str, Any]]
 
-TESTS = Path(__file__).parents[1]
 EVERY_SAMPLE = sorted(FIRSTS[name] + index for name, length in UNEVEN.items() for index in range(length))
 
 
@@ -204,20 +202,7 @@ def test_ranks_with_other_weights_or_lengths_are_refused_on_every_rank(ranks: Ra
 
 
 def start(folder: Path) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "killed",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(TESTS),
-    }
+    environment = environment_of_ranks(2)
     return [
         subprocess.Popen(
             [sys.executable, "-m", "support.killed_ranks", str(folder)],
