@@ -14,10 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_stateful.audit import AuditResult, check_resume
-    from lightning_stateful.index import WeightSchedule
+    from lightning_stateful.index import QuadraticCost, WeightSchedule
     from lightning_stateful.loaders import StatefulLoader
-    from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler, StatefulDistributedSampler
+    from lightning_stateful.samplers import (
+        BucketBatchSampler,
+        MixtureBatchSampler,
+        RoundRobinBatchSampler,
+        StatefulDistributedSampler,
+    )
     from lightning_stateful.trainer import (
+        BucketDataModule,
         MixtureDataModule,
         RoundRobinDataModule,
         StatefulDataCallback,
@@ -28,8 +34,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AuditResult": "audit",
+    "BucketBatchSampler": "samplers",
+    "BucketDataModule": "trainer",
     "MixtureBatchSampler": "samplers",
     "MixtureDataModule": "trainer",
+    "QuadraticCost": "index",
     "RoundRobinBatchSampler": "samplers",
     "RoundRobinDataModule": "trainer",
     "StatefulDataCallback": "trainer",
@@ -42,8 +51,11 @@ _HOMES = {
 
 __all__ = [
     "AuditResult",
+    "BucketBatchSampler",
+    "BucketDataModule",
     "MixtureBatchSampler",
     "MixtureDataModule",
+    "QuadraticCost",
     "RoundRobinBatchSampler",
     "RoundRobinDataModule",
     "StatefulDataCallback",

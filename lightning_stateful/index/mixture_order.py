@@ -204,8 +204,8 @@ class MixtureOrder:
             kept.append(passes * length + min(offset, length))
         return tuple(kept)
 
-    def report(self, position: Position) -> dict[str, dict[str, float]]:
-        """Of each source: samples, passes ("epochs"), share of all samples and, if lengths are known, tokens.
+    def report(self, position: Position) -> dict[str, Any]:
+        """Of each of the ``sources``: samples, passes ("epochs"), share of samples and, if lengths are known, tokens.
 
         Counted in the running epoch, or since training began where places carry over. Tokens of a pass that is not
         complete are its samples times their mean length.
@@ -218,7 +218,7 @@ class MixtureOrder:
             result[name] = {"samples": place, "epochs": place / length, "share": place / total if total else 0.0}
             if tokens is not None:
                 result[name]["tokens"] = round(Fraction(place * tokens[number], length))
-        return result
+        return {"sources": result}
 
 
 @lru_cache(maxsize=32)

@@ -20,7 +20,7 @@ class Position:
             starts over within an epoch (``max_size_cycle``).
         width: Number of replicas that the epoch was begun with.
         since: Slots consumed when the rest of the epoch was planned (batch orders; 0 if it was when the epoch began).
-        origin: Samples of every source that had been served then (orders of several sources; empty for none).
+        origin: What had been served then, as the order counts it; empty for nothing.
 
     Raises:
         PositionError: A value is negative, or the width is zero.

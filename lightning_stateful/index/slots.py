@@ -68,12 +68,8 @@ class BatchOrder(Protocol):
         """The batches of ``rank`` in the steps ``first <= step < last`` of the position's epoch."""
         ...
 
-    def places(self, position: Position) -> tuple[int, ...]:
-        """Samples served of every source."""
-        ...
-
-    def report(self, position: Position) -> dict[str, dict[str, float]]:
-        """What has been served, by source."""
+    def report(self, position: Position) -> dict[str, Any]:
+        """What has been served, as plain data."""
         ...
 
     def repeats(self, width: int) -> list[str]:

@@ -11,7 +11,7 @@ from lightning_stateful.index.orders import Order
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.loaders.batches import Cut, SlotCut
-from lightning_stateful.loaders.sources import describe_sources
+from lightning_stateful.loaders.sources import describe_lengths, describe_sources
 from lightning_stateful.loaders.torch_samplers import order_of, reason_against_batch_sampler
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.cursor import Cursor
@@ -59,8 +59,8 @@ def cutting_of(
         if isinstance(batch_sampler, (StatefulBatchSampler, BatchOrder)):
             if exact:
                 raise ConfigurationError(
-                    "exact=True never repeats a sample, which batches of several sources cannot promise; evaluate "
-                    "every dataset with a loader of its own."
+                    "exact=True never repeats a sample, which whole batches cannot promise; leave it out, or evaluate "
+                    "with batch_size in place of batch_sampler."
                 )
             return _of_batches(dataset, batch_sampler, num_replicas, rank)
         if reason := reason_against_batch_sampler(batch_sampler):
@@ -89,4 +89,6 @@ def _of_batches(
         batches = batches.order
     cut = SlotCut(order=batches, num_replicas=num_replicas, rank=rank)
     # Here batch sizes do decide: they are part of what the order says of itself.
-    return Cutting(cut, Cursor(batches, describe_sources(dataset, batches.describe())), accept)
+    described = batches.describe()
+    describe = describe_sources if "sources" in described else describe_lengths
+    return Cutting(cut, Cursor(batches, describe(dataset, described)), accept)

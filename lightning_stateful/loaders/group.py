@@ -83,7 +83,7 @@ class LoaderGroup:
         }
 
     def refuse_short_sources(self, num_steps: int) -> None:
-        """Refuse several sources that would have to start over within an epoch of ``num_steps`` steps.
+        """Refuse whole batches that would have to start over within an epoch of ``num_steps`` steps.
 
         Raises:
             ConfigurationError: With the remedy.
@@ -91,9 +91,9 @@ class LoaderGroup:
         for path, loader in self.loaders.items():
             if self._cyclic and isinstance(loader.plan, SlotPlan) and len(loader) < num_steps:
                 raise ConfigurationError(
-                    f"Loader {path!r} of several sources has {len(loader)} batches an epoch, and the epoch has "
-                    f"{num_steps}; it cannot start over within an epoch. Give it num_steps={num_steps}, or combine the "
-                    "loaders in the mode 'min_size' or 'max_size'."
+                    f"Loader {path!r} has {len(loader)} whole batches an epoch, and the epoch has {num_steps}; it "
+                    f"cannot start over within an epoch. Give a mixture num_steps={num_steps}, or combine the loaders "
+                    "in the mode 'min_size' or 'max_size'."
                 )
 
     def continue_from(self, other: LoaderGroup, epoch: int) -> None:

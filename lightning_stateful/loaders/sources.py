@@ -140,6 +140,24 @@ def describe_sources(dataset: Any, described: dict[str, Any]) -> dict[str, Any]:
     return {**described, "sources": sources}
 
 
+def describe_lengths(dataset: Any, described: dict[str, Any]) -> dict[str, Any]:
+    """An order's description, with what can be read cheaply about its data.
+
+    Args:
+        dataset: The dataset that the lengths were taken from.
+        described: What the order says about itself; its ``lengths`` have a number of ``samples``.
+
+    Raises:
+        ConfigurationError: There is not one length a sample.
+    """
+    if len(dataset) != described["lengths"]["samples"]:
+        raise ConfigurationError(
+            f"There are {described['lengths']['samples']} lengths, and the dataset has {len(dataset)} samples. Pass "
+            "the lengths of this dataset, one a sample."
+        )
+    return {**described, "dataset": describe_dataset(dataset)}
+
+
 def _fingerprint(dataset: Any, length: int) -> int | str:
     """A length, followed by a digest of whatever else is known: short, because a state lists every source."""
     more = {key: value for key, value in describe_dataset(dataset).items() if key != "length"}

@@ -202,7 +202,7 @@ class StatefulLoader(DataLoader[Any]):
     def report_at(self, position: Position) -> dict[str, Any]:
         """:meth:`position_report` at another position."""
         if isinstance(self.order, BatchOrder):
-            return {"epoch": position.epoch, "sources": self.order.report(position)}
+            return {"epoch": position.epoch, **self.order.report(position)}
         return {"epoch": position.epoch, "samples": position.consumed}
 
     def state_at(self, position: Position) -> dict[str, Any]:

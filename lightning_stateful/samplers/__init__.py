@@ -1,6 +1,7 @@
 """Floor 1: orders with a position, as torch samplers. torch only."""
 
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
+from lightning_stateful.samplers.buckets import BucketBatchSampler
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.identity import describe_dataset
@@ -8,6 +9,7 @@ from lightning_stateful.samplers.sources import MixtureBatchSampler, RoundRobinB
 from lightning_stateful.samplers.world import detect_topology
 
 __all__ = [
+    "BucketBatchSampler",
     "Cursor",
     "MixtureBatchSampler",
     "RoundRobinBatchSampler",

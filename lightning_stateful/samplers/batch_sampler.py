@@ -134,9 +134,9 @@ class StatefulBatchSampler(Sampler[list[int]]):
         self._move(self._cursor.read(state_dict, accept=self.accept, where="The sampler's state"))
 
     def position_report(self) -> dict[str, Any]:
-        """Epoch, and what has been served of every source (see :meth:`MixtureOrder.report`); equal on all ranks."""
+        """Epoch, and what has been served of it or, in mixtures, of every source; equal on all ranks."""
         position = self.position
-        return {"epoch": position.epoch, "sources": self.order.report(position)}
+        return {"epoch": position.epoch, **self.order.report(position)}
 
     def _move(self, position: Position) -> None:
         self._cursor.position = position

@@ -71,7 +71,7 @@ class Cursor:
         if isinstance(self.order, BatchOrder):
             changed = bool(format_.differences(state, self._present()))
             return _read_in_batches(self.order, state, changed=changed, cyclic=cyclic, where=where)
-        if "places" in state["position"]:
+        if not _counts_alike(state, self.order.kind, Position().to_dict()):
             raise _other_slots(state, self.order.kind, where)
         position = read_position(state, where=where)
         length = len(self.order)
@@ -88,7 +88,7 @@ class Cursor:
 def _read_in_batches(
     order: BatchOrder, state: Mapping[str, Any], *, changed: bool, cyclic: bool, where: str
 ) -> Position:
-    if "places" not in state["position"]:
+    if not _counts_alike(state, order.kind, order.save(order.begin(0, 1))):
         raise _other_slots(state, order.kind, where)
     try:
         position = order.restore(state["position"], state["config"], changed=changed)
@@ -106,8 +106,13 @@ def _read_in_batches(
     return position
 
 
+def _counts_alike(state: Mapping[str, Any], kind: str, own: Mapping[str, Any]) -> bool:
+    """Whether a state of another kind counts the same things."""
+    return bool(state["kind"] == kind or state["position"].keys() == own.keys())
+
+
 def _other_slots(state: Mapping[str, Any], kind: str, where: str) -> StateMismatchError:
-    # Not to be accepted: a number of batches of several sources is no number of samples.
+    # Not to be accepted: a number of batches is no number of samples.
     remedy = "Use the order or sampler that the checkpoint was made with."
     return StateMismatchError([Difference(path="kind", saved=state["kind"], present=kind, remedy=remedy)], where=where)
 

@@ -15,11 +15,11 @@ from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.checkpoint import data_state_in, find_data_state, read_callback_state
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
 from lightning_stateful.trainer.finders import refuse_finders
+from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.metrics import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.moment import Moment, Resume
 from lightning_stateful.trainer.randomness import seed_model
 from lightning_stateful.trainer.source import Request, intercept, request_training_loaders
-from lightning_stateful.trainer.source_log import log_sources, logs_now
 from lightning_stateful.trainer.training_data import Settings, TrainingData, topology_of
 
 
@@ -39,6 +39,7 @@ class StatefulDataCallback(pl.Callback):
             ``("dataset.length", "seed")``.
         log_sources: Log what has been served of every source of a mixture (see :meth:`position_report`) whenever the
             trainer logs, as ``sources/<name>/samples`` and so on.
+        log_padding: Log ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths in the same way.
         brought_along: Whether a data module made this callback, and may change its settings.
 
     State:
@@ -59,11 +60,17 @@ class StatefulDataCallback(pl.Callback):
         seed_model: bool = True,
         accept: Collection[str] = (),
         log_sources: bool = False,
+        log_padding: bool = False,
         brought_along: bool = False,
     ) -> None:
         self.brought_along = brought_along
         self.settings = Settings(
-            seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept, log_sources=log_sources
+            seed=seed,
+            seed_samples=seed_samples,
+            seed_model=seed_model,
+            accept=accept,
+            log_sources=log_sources,
+            log_padding=log_padding,
         )
         self._trainer: pl.Trainer | None = None
         self._data: TrainingData | None = None
@@ -272,16 +279,14 @@ class StatefulDataCallback(pl.Callback):
         self._batch = counters.note_batch(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Refuse a step that took several batches through ``dataloader_iter``; log what sources have served.
+        """Refuse a step that took several batches through ``dataloader_iter``; log what is asked for.
 
         Raises:
             ConfigurationError: A step with ``dataloader_iter`` took more or fewer than one batch.
         """
-        if self._data is None:
-            return
-        self._data.check_one_batch_a_step()
-        if self.settings.log_sources and logs_now(trainer):
-            log_sources(pl_module, self._data.report_at(*counters.next_step(trainer)))
+        if self._data is not None:
+            self._data.check_one_batch_a_step()
+            log_data(trainer, pl_module, self._data, self.settings)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed what the model draws during a validation within training."""

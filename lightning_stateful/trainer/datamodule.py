@@ -63,6 +63,7 @@ class StatefulDataModule(pl.LightningDataModule):
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         accept: Names of differences between a checkpoint and the present data to let pass.
         log_sources: Log what has been served of every source of a mixture whenever the trainer logs.
+        log_padding: Log the padding of batches of like lengths whenever the trainer logs.
         **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader.
 
     State:
@@ -93,11 +94,17 @@ class StatefulDataModule(pl.LightningDataModule):
         seed_model: bool = True,
         accept: Collection[str] = (),
         log_sources: bool = False,
+        log_padding: bool = False,
         **loader_options: Any,
     ) -> None:
         self._callback: StatefulDataCallback | None = None
         self._settings = Settings(
-            seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept, log_sources=log_sources
+            seed=seed,
+            seed_samples=seed_samples,
+            seed_model=seed_model,
+            accept=accept,
+            log_sources=log_sources,
+            log_padding=log_padding,
         )
         super().__init__()
         self.batch_size = batch_size
@@ -140,6 +147,7 @@ class StatefulDataModule(pl.LightningDataModule):
                 theirs,
                 accept=tuple(dict.fromkeys([*theirs.accept, *self._settings.accept])),
                 log_sources=theirs.log_sources or self._settings.log_sources,
+                log_padding=theirs.log_padding or self._settings.log_padding,
             )
 
     def train_dataloader(self) -> Any:

@@ -12,7 +12,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import SequentialSampler
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
+from lightning_stateful.index.budget import Budget
 from lightning_stateful.index.orders import SequentialOrder
+from lightning_stateful.index.padding import BudgetedOrder, StepPadding, measure
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.topology import Topology
@@ -41,6 +43,7 @@ class Settings:
         seed_model: Seed the model's randomness.
         accept: Names of differences to let pass on load.
         log_sources: Log what has been served of every source.
+        log_padding: Log the padding of batches of like lengths.
     """
 
     seed: int = 0
@@ -48,6 +51,7 @@ class Settings:
     seed_model: bool = True
     accept: Collection[str] = ()
     log_sources: bool = False
+    log_padding: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept", accepted_names(self.accept))
@@ -116,6 +120,17 @@ class TrainingData:
         """What has been served before step ``batch`` of ``epoch``; of several loaders by path."""
         reports = self.group.report_at(epoch, batch)
         return reports[""] if list(reports) == [""] else reports
+
+    def padding_at(self, epoch: int, batch: int) -> dict[str, tuple[StepPadding, Budget]]:
+        """What all ranks' batches hold at step ``batch`` of ``epoch``, and what they may, of loaders with a budget."""
+        found = {}
+        for path, loader in self.group.loaders.items():
+            position = self.group.position(path, epoch, batch)
+            if position is not None and isinstance(loader.order, BudgetedOrder):
+                here = loader.order.reopen(position, loader.plan.num_replicas)
+                step = here.consumed // here.width
+                found[path] = measure(loader.order, loader.order.lengths, here, step, step + 1), loader.order.budget
+        return found
 
     def num_batches(self) -> int:
         """Steps of an epoch under the trainer's limit."""

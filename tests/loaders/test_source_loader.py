@@ -348,7 +348,7 @@ class TestGroups:
     def test_several_sources_that_would_have_to_start_over_are_refused_with_the_remedy(self) -> None:
         group = a_group("max_size_cycle", length=99)
 
-        with pytest.raises(ConfigurationError, match=r"Loader 'several' of several sources has 12 .* num_steps=50"):
+        with pytest.raises(ConfigurationError, match=r"Loader .several. has 12 .* num_steps=50"):
             group.refuse_short_sources(group.num_batches())
 
     def test_with_the_steps_that_the_message_names_it_works(self) -> None:

@@ -163,5 +163,5 @@ def test_a_batch_that_is_no_dict_but_a_mapping_keeps_its_kind() -> None:
 def test_what_a_loader_is_asked_for_exactly_is_refused_for_batches_of_several_sources() -> None:
     sampler = RoundRobinBatchSampler([3, 4], 2)
 
-    with pytest.raises(ConfigurationError, match="evaluate every dataset with a loader of its own"):
+    with pytest.raises(ConfigurationError, match="which whole batches cannot promise"):
         StatefulLoader(list(range(7)), batch_sampler=sampler, exact=True)

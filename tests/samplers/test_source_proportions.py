@@ -86,7 +86,7 @@ class TestRealText:
         assert reported == pytest.approx(served, rel=0.03)
         whole = MixtureBatchSampler({"text": len(lengths["long"])}, 1, token_lengths={"text": lengths["long"]})
         list(whole)
-        end = whole.order.report(whole.plan.end(whole.plan.begin(0)))
+        end = whole.order.report(whole.plan.end(whole.plan.begin(0)))["sources"]
         assert end["text"]["tokens"] == lengths["long"].sum()
 
 
@@ -107,7 +107,7 @@ class TestAnyLengths:
         sampler = MixtureBatchSampler([300, 500, 200], 2, weights=weights, num_steps=20_000)
         state = sampler.plan.after(sampler.position, 20_000)
 
-        found = [counts["share"] for counts in sampler.order.report(state).values()]
+        found = [counts["share"] for counts in sampler.order.report(state)["sources"].values()]
         assert found == pytest.approx(weights, abs=2e-4)
 
     @pytest.mark.parametrize("ranks", [1, 4])

@@ -1,0 +1,220 @@
+"""Batches of like lengths, bucket by bucket, as a function of position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stateful.errors import DamagedStateError, Difference, StateMismatchError
+from lightning_stateful.index.bucket_course import BucketCourse
+from lightning_stateful.index.buckets import Buckets
+from lightning_stateful.index.budget import Budget
+from lightning_stateful.index.permutation import Indices, KeyedPermutation
+from lightning_stateful.index.position import Position
+from lightning_stateful.index.remainder import Remainder
+from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.slots import Batches
+
+_MOST_COURSES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BucketOrder:
+    """A canonical sequence of batches, each of samples of like lengths and within a budget.
+
+    A step gives every rank a batch of the same bucket with the same number of samples; only the last may have fewer.
+    Every sample is served once an epoch, in an order of its own within its bucket, and the steps come in an order of
+    their own: both differ from epoch to epoch, the number of steps does not.
+
+    The rest of an epoch that is resumed on another number of ranks is planned anew from what is left of each bucket.
+
+    Attributes:
+        buckets: The samples.
+        seed: Chooses the orders.
+        shuffle: False to serve the longest bucket first, each in the dataset's order.
+        drop_last: Leave out the last step if it is not full.
+    """
+
+    buckets: Buckets
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    _courses: dict[Any, _Planned] = field(default_factory=dict, compare=False, repr=False)
+    kind: ClassVar[str] = "buckets"
+    order_version: ClassVar[int] = 1
+
+    @property
+    def carries_over(self) -> bool:
+        """False: every epoch is complete."""
+        return False
+
+    @property
+    def lengths(self) -> NDArray[Any]:
+        """The length of every sample."""
+        return self.buckets.lengths
+
+    @property
+    def budget(self) -> Budget:
+        """What a batch may hold."""
+        return self.buckets.budget
+
+    # Positions
+
+    def begin(self, epoch: int, width: int, held: Position | None = None) -> Position:
+        """The beginning of ``epoch``."""
+        return Position(epoch=epoch, width=width)
+
+    def reopen(self, position: Position, width: int) -> Position:
+        """The same position, from which the rest of the epoch is planned for ``width`` ranks.
+
+        Its ``origin`` is the epoch's history: how many steps were served on how many ranks, pair by pair.
+        """
+        if width == position.width:
+            return position
+        done = (position.consumed - position.since) // position.width
+        history = (*position.origin, position.width, done) if done else position.origin
+        slots = position.consumed // position.width * width
+        return Position(epoch=position.epoch, consumed=slots, width=width, since=slots, origin=history)
+
+    def steps(self, position: Position) -> int:
+        """Steps of the position's epoch, counted from its beginning, on as many ranks as the position is wide."""
+        return position.since // position.width + self._plan(position).course.num_steps
+
+    def batches(self, position: Position, first: int, last: int, rank: int) -> Batches:
+        """The batches of ``rank`` in the steps ``first <= step < last`` of the position's epoch."""
+        plan, begun = self._plan(position), position.since // position.width
+        steps = plan.course.steps(plan.take(np.arange(first - begun, last - begun)))
+        places, sizes = plan.course.share(steps, rank)
+        seed = self.seed if self.shuffle else None
+        indices = self.buckets.samples.take(plan.left.take(places), seed, position.epoch)
+        return Batches(indices, sizes, np.zeros_like(indices))
+
+    def _plan(self, position: Position) -> _Planned:
+        key = (position.epoch if position.origin or self.shuffle else 0, position.width, position.origin)
+        if key not in self._courses:
+            planned = self._replay(position.epoch, position.width, position.origin)
+            if len(self._courses) >= _MOST_COURSES:
+                self._courses.clear()
+            self._courses[key] = planned
+        return self._courses[key]
+
+    def _replay(self, epoch: int, width: int, history: tuple[int, ...]) -> _Planned:
+        left = Remainder.whole(len(self.buckets.samples))
+        pairs = list(zip(history[::2], history[1::2], strict=True))
+        for number, (ranks, served) in enumerate(pairs):
+            plan = self._planned(left, epoch, ranks, number)
+            if not 0 < served <= plan.course.num_steps:
+                raise DamagedStateError(
+                    f"a history of steps on ranks, {pairs}, has {served} steps on {ranks} ranks where "
+                    f"{plan.course.num_steps} were left"
+                )
+            left = left.without(*plan.course.steps(plan.take(np.arange(served))))
+        return self._planned(left, epoch, width, len(pairs))
+
+    def _planned(self, left: Remainder, epoch: int, width: int, resizings: int) -> _Planned:
+        counts = np.diff(left.num_below(self.buckets.samples.starts))
+        course = BucketCourse(counts, self.buckets.sizes, width, drop_last=self.drop_last)
+        key = derive_seed("steps of buckets", self.seed, epoch, resizings)
+        return _Planned(left, course, KeyedPermutation(course.num_full, key) if self.shuffle else None)
+
+    def report(self, position: Position) -> dict[str, Any]:
+        """Samples served of this epoch."""
+        plan, done = self._plan(position), (position.consumed - position.since) // position.width
+        steps = plan.course.steps(plan.take(np.arange(done)))
+        before = len(self.buckets.samples) - len(plan.left)
+        return {"samples": before + int((steps.stops - steps.starts).sum())}
+
+    def repeats(self, width: int) -> list[str]:
+        """What is served twice because ranks take equal steps, in words."""
+        repeated = self._plan(self.begin(0, width)).course.num_repeated
+        total = len(self.buckets.samples)
+        return [f"{repeated} of {total} samples are served twice in every epoch"] if repeated else []
+
+    def work(self, width: int) -> int:
+        """Samples that have to be looked at to find one batch of one rank."""
+        return max(len(self.buckets.samples) // max(self.steps(self.begin(0, 1)), 1), 1)
+
+    def unshuffled(self) -> BucketOrder:
+        """The same samples, the longest bucket first, each in the dataset's order, in every epoch."""
+        return replace(self, shuffle=False, _courses={})
+
+    # State
+
+    def describe(self) -> dict[str, Any]:
+        """Configuration as plain data."""
+        return {**self.buckets.described, "shuffle": self.shuffle, "seed": self.seed, "drop_last": self.drop_last}
+
+    def save(self, position: Position) -> dict[str, Any]:
+        """A position as plain data, with the epoch's history of ranks."""
+        return {**position.to_dict(), "since": position.since, "history": list(position.origin)}
+
+    def restore(self, data: Mapping[str, Any], saved: Mapping[str, Any], *, changed: bool) -> Position:
+        """The position that :meth:`save` wrote.
+
+        Args:
+            data: What it wrote.
+            saved: The configuration that wrote it.
+            changed: Whether that differs from this one.
+
+        Raises:
+            DamagedStateError: Keys are missing, or contradict each other.
+            PositionError: A value is out of range.
+            StateMismatchError: Within an epoch of other batches, whatever is accepted.
+        """
+        position = Position.from_dict(data)
+        since, history = data.get("since"), data.get("history")
+        if type(since) is not int or not isinstance(history, list) or any(type(part) is not int for part in history):
+            raise DamagedStateError(f"a position in buckets needs since, and history as integers, got {dict(data)}")
+        if position.consumed and changed:
+            refuse_within_epoch(saved, self.describe())
+        steps = sum(history[1::2])
+        pairs = len(history) % 2 == 0 and all(part > 0 for part in history)
+        if not pairs or since != steps * position.width or since > position.consumed:
+            raise DamagedStateError(f"history and since of a position contradict each other: {dict(data)}")
+        if position.consumed % position.width:
+            raise DamagedStateError(f"slots come in groups of width={position.width}, got {dict(data)}")
+        position = replace(position, since=since, origin=tuple(history))
+        self._plan(position)
+        return position
+
+
+def refuse_within_epoch(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Refuse to go on within an epoch that was cut into other batches.
+
+    Raises:
+        StateMismatchError: With everything that differs and decides about batches.
+    """
+    remedy = (
+        "Which samples were served follows from it, so it cannot change within an epoch. Train to the epoch's end "
+        "under the saved value, or resume from a checkpoint at the beginning of an epoch."
+    )
+    names = (saved.keys() | present.keys()) - {"dataset", "seed", "sources"}
+    found = [
+        Difference(path=name, saved=saved.get(name), present=present.get(name), remedy=remedy)
+        for name in sorted(names)
+        if saved.get(name) != present.get(name)
+    ]
+    if found:
+        raise StateMismatchError(found, where="The position within an epoch")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planned:
+    """The rest of an epoch: what is left, its steps, and in which order they come."""
+
+    left: Remainder
+    course: BucketCourse
+    shuffled: KeyedPermutation | None
+
+    def take(self, places: Indices) -> Indices:
+        """The steps at ``places``: those that are not full stay last."""
+        if self.shuffled is None:
+            return places
+        result: Indices = places.copy()
+        full = places < self.shuffled.length
+        result[full] = self.shuffled.take(places[full])
+        return result

@@ -1,0 +1,187 @@
+"""Samples in buckets of like lengths, and how many of each bucket make a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.boundaries import equal_counts, given, least_padding
+from lightning_stateful.index.budget import Budget
+from lightning_stateful.index.checks import as_int
+from lightning_stateful.index.grouping import Grouping
+from lightning_stateful.index.lengths import Histogram, check_lengths, digest, histogram
+from lightning_stateful.index.permutation import Indices
+from lightning_stateful.index.too_long import Fitting, TooLong, fit, num_samples
+
+Boundaries = Sequence[int] | Literal["least_padding", "equal_counts"]
+
+# Measured on text (docs/buckets.md): more buckets save little padding, and cost a shuffle its room.
+NUM_BUCKETS = 128
+# On one rank a bucket should have some batches, so that its samples meet others in every epoch.
+_BATCHES_A_BUCKET = 8
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Buckets:
+    """Samples sorted by length into buckets, the longest bucket first.
+
+    Attributes:
+        lengths: The length of every sample; held as given, not copied.
+        budget: What a batch may hold.
+        ends: The longest length in each bucket, falling.
+        sizes: Samples of a full batch of each bucket, never falling.
+        samples: The samples, bucket by bucket.
+        num_dropped: Samples left out because they are too long.
+        num_alone: Samples in batches of their own because they are too long.
+        described: What was asked for, as plain data to be compared.
+    """
+
+    lengths: NDArray[Any]
+    budget: Budget
+    ends: tuple[int, ...]
+    sizes: tuple[int, ...]
+    samples: Grouping
+    num_dropped: int
+    num_alone: int
+    described: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Any,
+        *,
+        max_tokens: int | None = None,
+        batch_size: int | Sequence[int] | None = None,
+        max_samples: int | None = None,
+        multiple: int = 1,
+        cost: Any = None,
+        num_buckets: int | None = None,
+        boundaries: Boundaries = "least_padding",
+        too_long: TooLong = "error",
+    ) -> Buckets:
+        """Sort samples into buckets; :class:`BucketBatchSampler` documents the arguments.
+
+        Raises:
+            ConfigurationError: An argument is out of range, or samples are too long for the budget.
+        """
+        lengths = check_lengths(lengths)
+        own_sizes = None
+        if batch_size is not None and not np.isscalar(batch_size):
+            own_sizes = [as_int("batch_size", size) for size in batch_size]  # type: ignore[union-attr]
+            batch_size = max(own_sizes, default=0)
+        budget = Budget(
+            max_tokens=max_tokens,
+            batch_size=batch_size,  # type: ignore[arg-type]  # a number by now
+            max_samples=max_samples,
+            multiple=multiple,
+            cost=cost,
+        )
+        fitting = fit(histogram(lengths), budget, too_long)
+        ends, asked = _choose(boundaries, num_buckets, fitting, budget)
+        counts, longest = _fill(ends, fitting)
+        sizes = [num_samples(budget, length) for length in longest]
+        if own_sizes is not None:
+            sizes = _check_own(own_sizes, ends, fitting)
+        return cls(
+            lengths=lengths,
+            budget=budget,
+            ends=tuple(reversed(longest)),
+            sizes=tuple(reversed(sizes)),
+            samples=_sort(lengths, ends, fitting, counts),
+            num_dropped=fitting.num_dropped,
+            num_alone=fitting.num_alone,
+            described={
+                **budget.describe(),
+                **({} if own_sizes is None else {"batch_size": digest(np.array(own_sizes))}),
+                **asked,
+                "too_long": too_long,
+                "lengths": _describe_lengths(lengths),
+            },
+        )
+
+    def counts(self) -> Indices:
+        """Samples in each bucket, the longest bucket first."""
+        return np.diff(self.samples.starts)
+
+
+def _describe_lengths(lengths: NDArray[Any]) -> dict[str, Any]:
+    return {"samples": len(lengths), "digest": digest(lengths)}
+
+
+def _choose(
+    boundaries: Boundaries, num_buckets: int | None, fitting: Fitting, budget: Budget
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Boundaries, rising, and what decided them."""
+    if not isinstance(boundaries, str):
+        if num_buckets is not None:
+            raise ConfigurationError("boundaries say how many buckets there are; leave num_buckets out.")
+        ends = given(boundaries, int(fitting.lengths.values[-1]))
+        return _with_alone(ends, fitting), {"boundaries": digest(np.array(ends)), "num_buckets": len(ends)}
+    choices = {"least_padding": least_padding, "equal_counts": equal_counts}
+    if boundaries not in choices:
+        raise ConfigurationError(
+            f"boundaries must be a list of lengths or one of {tuple(choices)}, got {boundaries!r}."
+        )
+    if num_buckets is None:
+        num_buckets = default_num_buckets(fitting.lengths, budget)
+    if as_int("num_buckets", num_buckets) < 1:
+        raise ConfigurationError(f"num_buckets must be at least 1, got {num_buckets}.")
+    ends = choices[boundaries](fitting.lengths, as_int("num_buckets", num_buckets))
+    return _with_alone(ends, fitting), {"boundaries": boundaries, "num_buckets": int(num_buckets)}
+
+
+def default_num_buckets(lengths: Histogram, budget: Budget) -> int:
+    """128, or fewer where that would leave a bucket fewer than 8 batches on average."""
+    if budget.batch_size is not None:
+        batches = int(lengths.counts.sum()) / budget.batch_size
+    else:
+        batches = lengths.total / (budget.max_tokens or 1)
+    return max(min(NUM_BUCKETS, int(batches / _BATCHES_A_BUCKET)), 1)
+
+
+def _with_alone(ends: tuple[int, ...], fitting: Fitting) -> tuple[int, ...]:
+    """Keep samples that fit from sharing a bucket, and so its batches of one, with those that do not."""
+    if not fitting.num_alone or not fitting.longest or fitting.longest in ends:
+        return ends
+    return tuple(sorted({*ends, fitting.longest}))
+
+
+def _fill(ends: tuple[int, ...], fitting: Fitting) -> tuple[list[int], list[int]]:
+    """Samples of each bucket, and the longest there is in it; of an empty one its end."""
+    places = np.searchsorted(fitting.lengths.values, np.array(ends), side="right")
+    below = np.concatenate([[0], np.cumsum(fitting.lengths.counts)])
+    counts = np.diff(below[np.concatenate([[0], places])])
+    longest = [
+        int(fitting.lengths.values[place - 1]) if count else end
+        for place, count, end in zip(places, counts, ends, strict=True)
+    ]
+    return counts.tolist(), longest
+
+
+def _check_own(sizes: list[int], ends: tuple[int, ...], fitting: Fitting) -> list[int]:
+    if len(sizes) != len(ends):
+        raise ConfigurationError(
+            f"batch_size names {len(sizes)} buckets, and there are {len(ends)}, which end at {list(ends)}."
+        )
+    if min(sizes) < 1 or any(shorter < longer for shorter, longer in pairwise(sizes)):
+        raise ConfigurationError(
+            f"Batch sizes of buckets are positive and do not grow with the length, got {sizes}, shortest bucket first."
+        )
+    return sizes
+
+
+def _sort(lengths: NDArray[Any], ends: tuple[int, ...], fitting: Fitting, counts: list[int]) -> Grouping:
+    last, longest = len(ends) - 1, int(fitting.lengths.values[-1])
+    bounds = np.array(ends)
+
+    def classes(first: int, part: NDArray[Any]) -> Indices:
+        part = part.astype(np.int64)
+        return np.where(part > longest, -1, last - np.searchsorted(bounds, part))
+
+    return Grouping.of(lengths, classes, counts[::-1])

@@ -1,0 +1,108 @@
+"""How many samples of some length a batch may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.checks import as_int
+
+
+@dataclass(frozen=True, slots=True)
+class QuadraticCost:
+    """A sample of length ``n`` costs ``n + n**2 / length`` tokens, as where attention takes its share of the work.
+
+    Attributes:
+        length: The length at which attention costs as much as all the rest, at least 1.
+
+    Raises:
+        ConfigurationError: The length is out of range.
+
+    Source:
+        The form is that of Lhotse's ``quadratic_duration``.
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", _at_least_one("QuadraticCost.length", self.length))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a batch may hold: so many tokens, padding included, or so many samples.
+
+    A batch of ``count`` samples of which the longest has ``longest`` tokens costs ``count * longest`` tokens, or, with
+    a ``cost``, ``count`` times what that says of ``longest``.
+
+    Attributes:
+        max_tokens: Tokens of a batch, counted as if every sample were as long as the longest.
+        batch_size: In place of ``max_tokens``: samples of a batch.
+        max_samples: Samples that a batch never exceeds, beside ``max_tokens``.
+        multiple: Batches of at least so many samples have a multiple of it.
+        cost: What a sample costs beside its tokens.
+
+    Raises:
+        ConfigurationError: A value is out of range, or they contradict each other.
+    """
+
+    max_tokens: int | None = None
+    batch_size: int | None = None
+    max_samples: int | None = None
+    multiple: int = 1
+    cost: QuadraticCost | None = None
+
+    def __post_init__(self) -> None:
+        if (self.max_tokens is None) == (self.batch_size is None):
+            raise ConfigurationError(
+                f"Pass either max_tokens or batch_size, got max_tokens={self.max_tokens}, batch_size={self.batch_size}."
+                " Beside max_tokens, max_samples limits the samples of a batch."
+            )
+        for name in ("max_tokens", "batch_size", "max_samples", "multiple"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _at_least_one(name, getattr(self, name)))
+        if self.max_tokens is None and (self.max_samples is not None or self.cost is not None):
+            raise ConfigurationError("max_samples and cost limit batches of max_tokens; leave them out of batch_size.")
+        if self.cost is not None and not isinstance(self.cost, QuadraticCost):
+            raise ConfigurationError(f"cost must be a QuadraticCost, got {self.cost!r}.")
+
+    def num_samples(self, longest: int) -> int:
+        """Samples of a full batch whose longest has ``longest`` tokens; 0 if not even one fits."""
+        count = self.batch_size if self.max_tokens is None else self._num_within(max(longest, 1))
+        if self.max_samples is not None:
+            count = min(count or 0, self.max_samples)
+        count = count or 0
+        return count - count % self.multiple if count > self.multiple else count
+
+    def use(self, longest: int, count: int) -> float:
+        """The share of the budget that ``count`` samples take up, the longest of ``longest`` tokens."""
+        if self.max_tokens is None:
+            return count / (self.batch_size or 1)
+        return float(count * self._cost(longest) / self.max_tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data to be compared; what is not set is left out."""
+        described: dict[str, Any] = {}
+        for name in ("max_tokens", "batch_size", "max_samples"):
+            if getattr(self, name) is not None:
+                described[name] = getattr(self, name)
+        if self.multiple > 1:
+            described["multiple"] = self.multiple
+        if self.cost is not None:
+            described["quadratic_length"] = self.cost.length
+        return described
+
+    def _num_within(self, longest: int) -> int:
+        return (self.max_tokens or 0) // self._cost(longest)
+
+    def _cost(self, longest: int) -> Fraction:
+        return Fraction(longest) if self.cost is None else longest + Fraction(longest * longest, self.cost.length)
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    number = as_int(name, value)
+    if number < 1 or isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be at least 1, got {value!r}.")
+    return number

@@ -1,0 +1,187 @@
+"""Measured lengths kept in a file, under a key that changes with the dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.index.lengths import digest
+from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.loaders.measuring import measure_one
+from lightning_stateful.loaders.seeded import keep_randomness
+from lightning_stateful.samplers.identity import describe_dataset
+
+_VERSION = 1
+_SPOT_CHECKS = 8
+
+
+def folder_beside(dataset: Any) -> Path:
+    """Where measured lengths of a dataset are kept: beside its files, or in the user's cache.
+
+    Its files are those of a Hugging Face dataset's cache, or those in an attribute ``files``, or it has a folder in an
+    attribute ``root``.
+    """
+    cached = getattr(dataset, "cache_files", None) or ()
+    files = [file["filename"] for file in cached if isinstance(file, dict) and "filename" in file]
+    listed = getattr(dataset, "files", None)
+    if isinstance(listed, (list, tuple)):
+        files += [file for file in listed if isinstance(file, (str, Path))]
+    folders = [Path(file).parent for file in files]
+    if isinstance(root := getattr(dataset, "root", None), (str, Path)):
+        folders.append(Path(root))
+    for folder in folders:
+        if folder.is_dir() and os.access(folder, os.W_OK):
+            return folder
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "lightning-stateful"
+
+
+class LengthCache:
+    """A file of lengths for one dataset and one function.
+
+    Its name is a digest of what identifies both: of the dataset what a state says of it (see
+    :func:`~lightning_stateful.samplers.identity.describe_dataset`), of the function its code and what it holds. As that
+    cannot see everything, a file is only believed if its contents are whole and some samples, measured again, are as
+    long as it says.
+
+    Of the processes that ask at the same time, one measures, and the others wait and read: the file's lock sees to it,
+    so that no process group is needed.
+
+    Args:
+        dataset: A map-style dataset.
+        length: From a sample to its length.
+        folder: Where files are kept; it is made if need be.
+    """
+
+    def __init__(self, dataset: Any, length: Callable[[Any], int], folder: Path) -> None:
+        self._dataset, self._length, self._folder = dataset, length, folder
+        self._described = {
+            "version": _VERSION,
+            "dataset": {"type": type(dataset).__qualname__, **describe_dataset(dataset)},
+            "function": _describe_function(length),
+        }
+        key = hashlib.blake2b(json.dumps(self._described, sort_keys=True).encode(), digest_size=8).hexdigest()
+        self.path = folder / f"lengths-{key}.npy"
+
+    def read_or(self, measure: Callable[[], NDArray[Any]], *, what: str = "lengths") -> NDArray[Any]:
+        """The lengths in the file, memory-mapped; measured and written first if there are none to be trusted.
+
+        Raises:
+            ConfigurationError: The folder cannot be written.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path.with_suffix(".lock"))
+            lock.acquire()
+        except OSError as error:
+            raise ConfigurationError(
+                f"{what} cannot be kept in {str(self._folder)!r}: {error}. Pass a cache_dir that can be written."
+            ) from None
+        try:
+            found = self._read()
+            if found is None:
+                self._write(measure())
+                found = np.load(self.path, mmap_mode="r")
+            return found
+        finally:
+            lock.release()
+
+    def _read(self) -> NDArray[Any] | None:
+        if not self.path.exists():
+            return None
+        try:
+            header = json.loads(self._header.read_text())
+            lengths: NDArray[Any] = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            reason = self._reason_against(header, lengths)
+        except (OSError, ValueError) as error:
+            reason = f"it cannot be read ({error})"
+        if reason:
+            warnings.warn(
+                f"The measured lengths in {str(self.path)!r} are not used, because {reason}. All samples are measured "
+                "again.",
+                StatefulWarning,
+                stacklevel=4,
+            )
+            return None
+        return lengths
+
+    def _reason_against(self, header: Any, lengths: NDArray[Any]) -> str:
+        if not isinstance(header, dict) or header.get("of") != self._described:
+            return "they are those of another dataset or function"
+        if lengths.shape != (len(self._dataset),) or header.get("digest") != digest(lengths):
+            return "the file is damaged"
+        with keep_randomness():
+            for number in range(min(_SPOT_CHECKS, len(lengths))):
+                index = derive_seed("spot check", self.path.stem, number) % len(lengths)
+                now = measure_one(self._dataset, self._length, index)
+                if now != lengths[index]:
+                    return f"sample {index} has length {now}, and they say {lengths[index]}"
+        return ""
+
+    def _write(self, lengths: NDArray[Any]) -> None:
+        # Header last: a file without one is measured again.
+        self._header.unlink(missing_ok=True)
+        with _replacing(self.path) as file:
+            np.save(file, lengths)
+        with _replacing(self._header) as file:
+            file.write(json.dumps({"of": self._described, "digest": digest(lengths)}, indent=1).encode())
+
+    @property
+    def _header(self) -> Path:
+        return self.path.with_suffix(".json")
+
+
+@contextmanager
+def _replacing(path: Path) -> Any:
+    """A file that takes the place of another once it is complete."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def _describe_function(function: Any) -> dict[str, str]:
+    """What a function does, as far as it can be told: its name, its code, and what it holds."""
+    # Slow to import, and needed by nobody who has lengths.
+    from datasets.fingerprint import Hasher
+
+    named = function if hasattr(function, "__qualname__") else type(function)
+    described = {"name": f"{named.__module__}.{named.__qualname__}"}
+    code = getattr(function if hasattr(function, "__code__") else type(function).__call__, "__code__", None)
+    if isinstance(code, CodeType):
+        described["code"] = hashlib.blake2b(repr(_spell(code)).encode(), digest_size=8).hexdigest()
+    try:
+        described["holds"] = Hasher.hash(function)
+    except Exception:
+        # Whatever cannot be pickled is left to the spot checks.
+        described["holds"] = ""
+    return described
+
+
+def _spell(code: CodeType) -> list[Any]:
+    """A code object without the places of its lines, with the code objects in it."""
+    inner: list[Any] = []
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner.append(_spell(constant))
+        else:
+            # The order of a set differs from process to process.
+            inner.append(sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant))
+    return [code.co_code.hex(), code.co_names, code.co_varnames, inner]

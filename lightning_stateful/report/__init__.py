@@ -1,0 +1,5 @@
+"""Floor 4: words and pictures of what the toolkit does with data, before any training."""
+
+from lightning_stateful.report.padding import PaddingReport, padding_report
+
+__all__ = ["PaddingReport", "padding_report"]

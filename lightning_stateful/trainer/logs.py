@@ -1,0 +1,58 @@
+"""What has been served of every source, and how it was padded, in the trainer's loggers.
+
+Every rank computes the same numbers, so nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_stateful.index.budget import Budget
+from lightning_stateful.index.padding import StepPadding
+from lightning_stateful.trainer import counters
+from lightning_stateful.trainer.training_data import Settings, TrainingData
+
+
+def log_data(trainer: pl.Trainer, pl_module: pl.LightningModule, data: TrainingData, settings: Settings) -> None:
+    """After a batch, log what the settings ask for, in the steps in which the trainer logs at all."""
+    if not (settings.log_sources or settings.log_padding) or not trainer._logger_connector.should_update_logs:
+        return
+    epoch, step = counters.next_step(trainer)
+    values: dict[str, float] = {}
+    if settings.log_sources:
+        values |= _flat("sources", data.report_at(epoch, step))
+    if settings.log_padding:
+        values |= _padding(data.padding_at(epoch, step - 1))
+    if values:
+        # In double precision, because counts soon exceed what single precision can tell apart. The batch size weighs
+        # averages over an epoch, of which there are none here.
+        exact = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        pl_module.log_dict(exact, on_step=True, on_epoch=False, batch_size=1)
+
+
+def _padding(steps: Mapping[str, tuple[StepPadding, Budget]]) -> dict[str, float]:
+    """How a step's batches were padded: of one loader as ``padding/...``, of several with their paths."""
+    values: dict[str, float] = {}
+    for path, (step, budget) in steps.items():
+        prefix = f"padding/{path}" if path else "padding"
+        values[f"{prefix}/share"] = step.padding()
+        values[f"{prefix}/tokens"] = int(step.tokens.sum())
+        values[f"{prefix}/budget_use"] = step.budget_use(budget)
+    return values
+
+
+def _flat(prefix: str, report: Mapping[str, Any]) -> dict[str, float]:
+    """What every source has served, by path; of several loaders, each has a report."""
+    if "sources" in report:
+        return {
+            f"{prefix}/{name}/{what}": value
+            for name, counts in report["sources"].items()
+            for what, value in counts.items()
+        }
+    # Those of a single dataset have no sources.
+    parts = [_flat(f"{prefix}/{path}", part) for path, part in report.items() if isinstance(part, Mapping)]
+    return {name: value for part in parts for name, value in part.items()}
