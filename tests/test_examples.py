@@ -25,3 +25,17 @@ def test_the_mixture_of_corpora_follows_its_schedule_and_goes_on_after_a_stop(
     assert [row[1] for row in counts] == [4] * 4
     assert counts[0][2] > counts[1][2] > counts[2][2] > counts[3][2] == 2
     assert lines[5] == "stopped after step 47 and resumed: same batches True, same weights True"
+
+
+def test_a_transformer_on_text_in_buckets_wastes_little_and_goes_on_after_a_stop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bucket_text.py", "--max-tokens", "1024", "--steps", "20", "--stop", "9"])
+
+    runpy.run_path(str(EXAMPLES / "bucket_text.py"), run_name="__main__")
+
+    lines = capsys.readouterr().out.splitlines()
+    shuffled, in_buckets = (float(line.split(": ")[1].split("%")[0]) for line in lines[1:3])
+    assert shuffled > 50
+    assert in_buckets < 5
+    assert lines[3] == "stopped after step 9 and resumed: same batches True, same weights True"

@@ -24,7 +24,7 @@ Boundaries = Sequence[int] | Literal["least_padding", "equal_counts"]
 # Measured on text (docs/buckets.md): more buckets save little padding, and cost a shuffle its room.
 NUM_BUCKETS = 128
 # On one rank a bucket should have some batches, so that its samples meet others in every epoch.
-_BATCHES_A_BUCKET = 8
+_BATCHES_A_BUCKET = 4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -137,7 +137,7 @@ def _choose(
 
 
 def default_num_buckets(lengths: Histogram, budget: Budget) -> int:
-    """128, or fewer where that would leave a bucket fewer than 8 batches on average."""
+    """128, or fewer where that would leave a bucket fewer than 4 batches on average."""
     if budget.batch_size is not None:
         batches = int(lengths.counts.sum()) / budget.batch_size
     else:

@@ -40,7 +40,7 @@ class BucketBatchSampler(StatefulBatchSampler):
         max_samples: Samples that a batch never exceeds, beside ``max_tokens``.
         multiple: Batches of at least so many samples have a multiple of it, for example 8 for tensor cores.
         cost: What samples cost beside their tokens, as a :class:`QuadraticCost`.
-        num_buckets: Number of buckets. By default 128, or fewer where that would leave a bucket fewer than 8 batches on
+        num_buckets: Number of buckets. By default 128, or fewer where that would leave a bucket fewer than 4 batches on
             average.
         boundaries: Where buckets end: ``"least_padding"`` (the default) and ``"equal_counts"`` choose, or the longest
             length of each bucket, rising.
