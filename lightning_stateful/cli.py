@@ -47,7 +47,9 @@ def _add_padding(commands: Any) -> None:
     add = parser.add_argument
     add("--lengths", required=True, help="a .npy file with one integer a sample")
     add("--max-tokens", type=int, help="what a batch may hold, padding included")
-    add("--batch-size", type=int, help="in place of --max-tokens: samples in a batch")
+    add(
+        "--batch-size", type=_numbers, help="in place of --max-tokens: samples in a batch, or in each bucket's: 64,32,8"
+    )
     add("--max-samples", type=int, help="samples that a batch never exceeds, beside --max-tokens")
     add("--multiple", type=int, default=1, help="batches have a multiple of so many samples")
     add("--quadratic-length", type=int, help="length at which attention costs as much as all the rest")
@@ -67,7 +69,7 @@ def _padding(asked: argparse.Namespace) -> str:
     batches = BucketBatchSampler(
         asked.lengths,
         max_tokens=asked.max_tokens,
-        batch_size=asked.batch_size,
+        batch_size=asked.batch_size[0] if asked.batch_size and len(asked.batch_size) == 1 else asked.batch_size,
         max_samples=asked.max_samples,
         multiple=asked.multiple,
         cost=None if asked.quadratic_length is None else QuadraticCost(asked.quadratic_length),
@@ -90,9 +92,14 @@ def _padding(asked: argparse.Namespace) -> str:
 def _boundaries(text: str | None) -> Any:
     if text is None:
         return "least_padding"
-    if text.replace(",", "").isdigit():
-        return [int(part) for part in text.split(",") if part]
-    return text
+    return _numbers(text) if text.replace(",", "").isdigit() else text
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, and no numbers with commas between them") from None
 
 
 def _notes(reports: Sequence[Any]) -> list[str]:

@@ -8,6 +8,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_stateful import (
+    BucketBatchSampler,
+    BucketDataModule,
+    QuadraticCost,
     StatefulDataCallback,
     StatefulDataModule,
     StatefulDistributedSampler,
@@ -27,6 +30,18 @@ def plain_loop() -> dict[str, Any]:
 def sampler() -> DataLoader[Any]:
     own: StatefulDistributedSampler = StatefulDistributedSampler(8, num_replicas=2, rank=0)
     return DataLoader(TensorDataset(torch.arange(8)), sampler=own)
+
+
+def lengths(sample: list[int]) -> int:
+    return len(sample)
+
+
+def buckets() -> int:
+    own = BucketBatchSampler([3, 1, 2], max_tokens=8, cost=QuadraticCost(4), boundaries="equal_counts", num_buckets=2)
+    BucketBatchSampler(torch.arange(8), batch_size=[4, 2], boundaries=[4, 8], accept=("seed",))
+    BucketBatchSampler("lengths.npy", batch_size=2, window=20, boundary_key=[0, 1], too_long="drop")
+    BucketDataModule([[1], [2, 3]], lengths=lengths, max_tokens=4, log_padding=True, num_workers=2)
+    return sum(len(batch) for batch in own)
 
 
 class Images(StatefulDataModule):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stateful.errors import DamagedStateError, Difference, StateMismatchError
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, Difference, StateMismatchError
 from lightning_stateful.index.bucket_course import BucketCourse
 from lightning_stateful.index.buckets import Buckets
 from lightning_stateful.index.budget import Budget
@@ -43,7 +43,7 @@ class BucketOrder:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
-    _courses: dict[Any, _Planned] = field(default_factory=dict, compare=False, repr=False)
+    _courses: dict[Any, _Planned] = field(default_factory=dict, init=False, compare=False, repr=False)
     kind: ClassVar[str] = "buckets"
     order_version: ClassVar[int] = 1
 
@@ -113,7 +113,10 @@ class BucketOrder:
                     f"{plan.course.num_steps} were left"
                 )
             left = left.without(*plan.course.steps(plan.take(np.arange(served))))
-        return self._planned(left, epoch, width, len(pairs))
+        planned = self._planned(left, epoch, width, len(pairs))
+        if not pairs and not planned.course.num_steps:
+            raise no_step(len(self.buckets.samples), width)
+        return planned
 
     def _planned(self, left: Remainder, epoch: int, width: int, resizings: int) -> _Planned:
         counts = np.diff(left.num_below(self.buckets.samples.starts))
@@ -140,7 +143,7 @@ class BucketOrder:
 
     def unshuffled(self) -> BucketOrder:
         """The same samples, the longest bucket first, each in the dataset's order, in every epoch."""
-        return replace(self, shuffle=False, _courses={})
+        return replace(self, shuffle=False)
 
     # State
 
@@ -180,6 +183,14 @@ class BucketOrder:
         position = replace(position, since=since, origin=tuple(history))
         self._plan(position)
         return position
+
+
+def no_step(num_samples: int, width: int) -> ConfigurationError:
+    """What to say of an epoch that ``drop_last`` leaves without a step."""
+    return ConfigurationError(
+        f"With drop_last=True and {width} ranks, an epoch of {num_samples} samples would have no full step. Train on "
+        "fewer ranks, with a smaller budget, or without drop_last."
+    )
 
 
 def refuse_within_epoch(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:

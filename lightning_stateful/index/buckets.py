@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -71,47 +70,38 @@ class Buckets:
             ConfigurationError: An argument is out of range, or samples are too long for the budget.
         """
         lengths = check_lengths(lengths)
-        own_sizes = None
+        found = histogram(lengths)
+        own_ends = () if isinstance(boundaries, str) else given(boundaries, int(found.values[-1]))
         if batch_size is not None and not np.isscalar(batch_size):
-            own_sizes = [as_int("batch_size", size) for size in batch_size]  # type: ignore[union-attr]
-            batch_size = max(own_sizes, default=0)
+            if not own_ends:
+                raise ConfigurationError("Several batch sizes belong to given boundaries; pass these, too.")
+            batch_size = tuple(batch_size)  # type: ignore[arg-type]  # no scalar
         budget = Budget(
             max_tokens=max_tokens,
-            batch_size=batch_size,  # type: ignore[arg-type]  # a number by now
+            batch_size=batch_size,  # type: ignore[arg-type]  # a number or tuple by now
+            ends=own_ends,
             max_samples=max_samples,
             multiple=multiple,
             cost=cost,
         )
-        fitting = fit(histogram(lengths), budget, too_long)
-        ends, asked = _choose(boundaries, num_buckets, fitting, budget)
+        fitting = fit(found, budget, too_long)
+        ends, asked = _choose(own_ends or boundaries, num_buckets, fitting, budget)
         counts, longest = _fill(ends, fitting)
-        sizes = [num_samples(budget, length) for length in longest]
-        if own_sizes is not None:
-            sizes = _check_own(own_sizes, ends, fitting)
         return cls(
             lengths=lengths,
             budget=budget,
             ends=tuple(reversed(longest)),
-            sizes=tuple(reversed(sizes)),
+            sizes=tuple(num_samples(budget, length) for length in reversed(longest)),
             samples=_sort(lengths, ends, fitting, counts),
             num_dropped=fitting.num_dropped,
             num_alone=fitting.num_alone,
             described={
                 **budget.describe(),
-                **({} if own_sizes is None else {"batch_size": digest(np.array(own_sizes))}),
                 **asked,
                 "too_long": too_long,
-                "lengths": _describe_lengths(lengths),
+                "lengths": {"samples": len(lengths), "digest": digest(lengths)},
             },
         )
-
-    def counts(self) -> Indices:
-        """Samples in each bucket, the longest bucket first."""
-        return np.diff(self.samples.starts)
-
-
-def _describe_lengths(lengths: NDArray[Any]) -> dict[str, Any]:
-    return {"samples": len(lengths), "digest": digest(lengths)}
 
 
 def _choose(
@@ -121,7 +111,7 @@ def _choose(
     if not isinstance(boundaries, str):
         if num_buckets is not None:
             raise ConfigurationError("boundaries say how many buckets there are; leave num_buckets out.")
-        ends = given(boundaries, int(fitting.lengths.values[-1]))
+        ends = tuple(boundaries)
         return _with_alone(ends, fitting), {"boundaries": digest(np.array(ends)), "num_buckets": len(ends)}
     choices = {"least_padding": least_padding, "equal_counts": equal_counts}
     if boundaries not in choices:
@@ -138,10 +128,10 @@ def _choose(
 
 def default_num_buckets(lengths: Histogram, budget: Budget) -> int:
     """128, or fewer where that would leave a bucket fewer than 4 batches on average."""
-    if budget.batch_size is not None:
-        batches = int(lengths.counts.sum()) / budget.batch_size
+    if budget.max_tokens is None:
+        batches = int(lengths.counts.sum()) / budget.num_samples(int(lengths.values[-1]))
     else:
-        batches = lengths.total / (budget.max_tokens or 1)
+        batches = lengths.total / budget.max_tokens
     return max(min(NUM_BUCKETS, int(batches / _BATCHES_A_BUCKET)), 1)
 
 
@@ -162,18 +152,6 @@ def _fill(ends: tuple[int, ...], fitting: Fitting) -> tuple[list[int], list[int]
         for place, count, end in zip(places, counts, ends, strict=True)
     ]
     return counts.tolist(), longest
-
-
-def _check_own(sizes: list[int], ends: tuple[int, ...], fitting: Fitting) -> list[int]:
-    if len(sizes) != len(ends):
-        raise ConfigurationError(
-            f"batch_size names {len(sizes)} buckets, and there are {len(ends)}, which end at {list(ends)}."
-        )
-    if min(sizes) < 1 or any(shorter < longer for shorter, longer in pairwise(sizes)):
-        raise ConfigurationError(
-            f"Batch sizes of buckets are positive and do not grow with the length, got {sizes}, shortest bucket first."
-        )
-    return sizes
 
 
 def _sort(lengths: NDArray[Any], ends: tuple[int, ...], fitting: Fitting, counts: list[int]) -> Grouping:

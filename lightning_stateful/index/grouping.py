@@ -25,7 +25,7 @@ class Grouping:
 
     starts: Indices
     members: NDArray[Any] | None
-    _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stateful.errors import DamagedStateError
-from lightning_stateful.index.bucket_order import refuse_within_epoch
+from lightning_stateful.index.bucket_order import no_step, refuse_within_epoch
 from lightning_stateful.index.budget import Budget
 from lightning_stateful.index.leftovers import deal_out
 from lightning_stateful.index.permutation import Indices, keyed_permutation
@@ -37,7 +37,7 @@ class WindowOrder:
     windows: Windows
     shuffle_batches: bool = True
     drop_last: bool = False
-    _kept: dict[str, Indices] = field(default_factory=dict, compare=False, repr=False)
+    _kept: dict[str, Indices] = field(default_factory=dict, init=False, compare=False, repr=False)
     kind: ClassVar[str] = "windows"
     order_version: ClassVar[int] = 1
 
@@ -86,6 +86,8 @@ class WindowOrder:
         """Steps of the position's epoch, counted from its beginning, on as many ranks as the position is wide."""
         left = int(self.slots[-1]) - self._slot(position, 0)
         full, rest = divmod(left, position.width)
+        if not full and self.drop_last and not position.consumed:
+            raise no_step(len(self.windows.samples), position.width)
         return position.since // position.width + full + (rest > 0 and not self.drop_last)
 
     def batches(self, position: Position, first: int, last: int, rank: int) -> Batches:
@@ -180,7 +182,7 @@ class WindowOrder:
 
     def unshuffled(self) -> WindowOrder:
         """The same windows in every epoch, in the dataset's order."""
-        return replace(self, windows=replace(self.windows, shuffle=False), shuffle_batches=False, _kept={})
+        return replace(self, windows=replace(self.windows, shuffle=False), shuffle_batches=False)
 
     # State
 

@@ -12,6 +12,7 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.bucket_order import BucketOrder
 from lightning_stateful.index.padding import BudgetedOrder, StepPadding, measure
 from lightning_stateful.index.slots import BatchOrder
+from lightning_stateful.index.topology import Topology
 from lightning_stateful.index.window_order import WindowOrder
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 
@@ -106,9 +107,10 @@ def padding_report(
         epoch: Which epoch; figures differ very little from one to another.
 
     Raises:
-        ConfigurationError: The batches know no lengths.
+        ConfigurationError: The batches know no lengths, or there are no ranks.
     """
     order = order_of(batches)
+    Topology(num_replicas=num_replicas)
     found = measure(order, order.lengths, order.begin(epoch, num_replicas))
     samples = order.buckets if isinstance(order, BucketOrder) else order.windows
     served = int(found.counts.sum())

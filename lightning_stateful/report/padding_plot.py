@@ -35,7 +35,8 @@ def plot_padding(batches: StatefulBatchSampler | BatchOrder, path: str | Path, *
         num_replicas: Ranks to deal the batches out to.
 
     Raises:
-        ConfigurationError: matplotlib is not installed, or the batches know no lengths.
+        ConfigurationError: matplotlib is not installed or does not know the format, or the batches know no lengths.
+        OSError: The file cannot be written.
     """
     pyplot = _pyplot()
     order = order_of(batches)
@@ -52,8 +53,12 @@ def plot_padding(batches: StatefulBatchSampler | BatchOrder, path: str | Path, *
             axes[name].axhline(order.budget.max_tokens, color=_LINE, linewidth=0.8, linestyle="--", label="budget")
     axes["before"].set_ylabel("tokens in a batch")
     axes["after"].legend(loc="upper right", fontsize=8)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=130)
+    except ValueError as error:
+        raise ConfigurationError(f"{str(path)!r} cannot be drawn: {error}") from None
+    finally:
+        pyplot.close(figure)
 
 
 def _draw_lengths(axis: Any, order: BucketOrder | WindowOrder) -> None:
