@@ -160,7 +160,7 @@ class Windows:
         begin, num_windows = first * self.window, last - first
         samples = self._samples(np.arange(begin, begin + num_windows * size), epoch).reshape(num_windows, size)
         lengths = self.lengths[samples].astype(np.int64)
-        keys = np.zeros_like(lengths) if self.boundary_key is None else self.boundary_key[samples]
+        keys = np.zeros_like(lengths) if self.boundary_key is None else self.boundary_key[samples].astype(np.int64)
         order = np.argsort(keys * (int(self.values[-1]) + 1) - lengths, axis=1, kind="stable")
         lengths, keys = (np.take_along_axis(array, order, axis=1) for array in (lengths, keys))
         fits = self.sizes[np.searchsorted(self.values, lengths)]
@@ -194,19 +194,21 @@ def _ranks(keys: Any, length: int) -> NDArray[Any]:
 def _sort(lengths: NDArray[Any], keys: NDArray[Any] | None, values: Indices, sizes: Indices) -> Grouping:
     """Sort samples by key and by how many fit into a batch."""
     fits, class_of_value = np.unique(sizes, return_inverse=True)
-    num_keys = 1 if keys is None else int(keys.max()) + 1
 
-    def classes(first: int, part: NDArray[Any]) -> Indices:
+    def code(first: int, part: NDArray[Any]) -> Indices:
         part = part.astype(np.int64)
         by_size = class_of_value[np.minimum(np.searchsorted(values, part), len(values) - 1)]
         by_key = np.int64(0) if keys is None else keys[first : first + len(part)].astype(np.int64)
         return np.where(part > values[-1], -1, by_key * len(fits) + by_size)
 
-    counts = np.zeros(num_keys * len(fits), dtype=np.int64)
-    for first, part in chunks(lengths):
-        found = classes(first, part)
-        counts += np.bincount(found[found >= 0], minlength=len(counts))
-    return Grouping.of(lengths, classes, counts.tolist())
+    # Of many keys and sizes, few come together.
+    found = [np.unique(code(first, part), return_counts=True) for first, part in chunks(lengths)]
+    codes, place = np.unique(np.concatenate([codes for codes, _ in found]), return_inverse=True)
+    counts = np.bincount(place, np.concatenate([counts for _, counts in found])).astype(np.int64)
+    dropped = int(codes[0] < 0)
+    return Grouping.of(
+        lengths, lambda first, part: np.searchsorted(codes, code(first, part)) - dropped, counts[dropped:].tolist()
+    )
 
 
 def _ends_of_runs(keys: Indices) -> Indices:
