@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stateful.index.class_shuffle import ClassShuffle
 from lightning_stateful.index.lengths import chunks
-from lightning_stateful.index.permutation import Indices, KeyedPermutation
-from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.permutation import Indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,22 +59,14 @@ class Grouping:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def classes_of(self, places: Indices) -> Indices:
-        """The class of each place."""
-        return np.searchsorted(self.starts, places, side="right") - 1
-
     def take(self, places: Indices, seed: int | None, epoch: int) -> Indices:
         """The samples at ``places``, each class in an order of its own each epoch; unshuffled if ``seed`` is None."""
         if seed is None:
             return self._samples(places)
-        classes = self.classes_of(places)
-        order = np.argsort(classes, kind="stable")
-        numbers, firsts = np.unique(classes[order], return_index=True)
-        within = np.empty_like(places)
-        for number, chosen in zip(numbers.tolist(), np.split(order, firsts[1:]), strict=True):
-            start = int(self.starts[number])
-            within[chosen] = start + self._permutation(number, seed, epoch).take(places[chosen] - start)
-        return self._samples(within)
+        if self._kept.get("of") != (seed, epoch):
+            self._kept["of"], self._kept["shuffle"] = (seed, epoch), ClassShuffle(self.starts, seed, epoch)
+        shuffle: ClassShuffle = self._kept["shuffle"]
+        return self._samples(shuffle.take(places))
 
     def in_order(self, places: Indices) -> Indices:
         """The samples at ``places`` of the dataset's own order."""
@@ -87,14 +79,3 @@ class Grouping:
 
     def _samples(self, places: Indices) -> Indices:
         return places if self.members is None else self.members[places].astype(np.int64)
-
-    def _permutation(self, number: int, seed: int, epoch: int) -> KeyedPermutation:
-        # One epoch's are kept: tables for all classes together take at most 8 bytes a sample.
-        if self._kept.get("of") != (seed, epoch):
-            self._kept.clear()
-            self._kept["of"] = (seed, epoch)
-        if number not in self._kept:
-            size = int(self.starts[number + 1] - self.starts[number])
-            self._kept[number] = KeyedPermutation(size, derive_seed("class of samples", seed, epoch, number))
-        found: KeyedPermutation = self._kept[number]
-        return found
