@@ -56,12 +56,12 @@ class ClassShuffle:
         result: Indices = starts.copy()
         if not in_table.any():
             self._walk(words, classes)
-            result += words
+            result += words.astype(np.int64)
             return result
         result[in_table] = self._table[self._table_starts[classes[in_table]] + words[in_table]]
         mixed, classes = words[~in_table], classes[~in_table]
         self._walk(mixed, classes)
-        result[~in_table] += mixed
+        result[~in_table] += mixed.astype(np.int64)
         return result
 
     def _walk(self, words: NDArray[Any], classes: Indices) -> None:
