@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+_BOUNDARIES = '"least_padding", "equal_counts", or the longest length of each bucket: 16,64,512'
+
+
 def _add_padding(commands: Any) -> None:
     parser = commands.add_parser(
         "padding",
@@ -54,7 +57,7 @@ def _add_padding(commands: Any) -> None:
     add("--multiple", type=int, default=1, help="batches have a multiple of so many samples")
     add("--quadratic-length", type=int, help="length at which attention costs as much as all the rest")
     add("--num-buckets", type=int, help="number of buckets; by default up to 128")
-    add("--boundaries", help='"least_padding", "equal_counts", or the longest length of each bucket: 16,64,512')
+    add("--boundaries", type=_boundaries, default="least_padding", help=_BOUNDARIES)
     add("--window", type=int, help="sort and cut windows of so many samples in place of buckets")
     add("--too-long", choices=("error", "drop", "alone"), default="error", help="what to do about too long samples")
     add("--drop-last", action="store_true", help="leave out the last step if it is not full")
@@ -74,7 +77,7 @@ def _padding(asked: argparse.Namespace) -> str:
         multiple=asked.multiple,
         cost=None if asked.quadratic_length is None else QuadraticCost(asked.quadratic_length),
         num_buckets=asked.num_buckets,
-        boundaries=_boundaries(asked.boundaries),
+        boundaries=asked.boundaries,
         window=asked.window,
         too_long=asked.too_long,
         drop_last=asked.drop_last,
@@ -89,10 +92,8 @@ def _padding(asked: argparse.Namespace) -> str:
     return "\n\n".join([*tables, summary(reports), *_notes(reports)])
 
 
-def _boundaries(text: str | None) -> Any:
-    if text is None:
-        return "least_padding"
-    return _numbers(text) if text.replace(",", "").isdigit() else text
+def _boundaries(text: str) -> list[int] | str:
+    return text if text.replace("_", "").isalpha() else _numbers(text)
 
 
 def _numbers(text: str) -> list[int]:

@@ -25,8 +25,8 @@ def least_padding(lengths: Histogram, num_buckets: int) -> tuple[int, ...]:
     envelope of lines with falling slopes ``-C_i``, asked at rising ``v_j``, so a layer takes O(D) and all of them
     O(num_buckets * D) for ``D`` distinct lengths, in O(num_buckets * D) memory.
 
-    Exact for up to 2,048 distinct lengths; of more, boundaries are looked for among 2,048, chosen half by equal counts
-    of samples and half by equal distance.
+    Exact for up to 2,048 distinct lengths; of more, boundaries are looked for among about as many, chosen by equal
+    counts of samples and by equal distance.
 
     Args:
         lengths: How often each length comes.
@@ -73,6 +73,8 @@ def given(boundaries: Sequence[Any], longest: int) -> tuple[int, ...]:
     Raises:
         ConfigurationError: They do not rise, or are no positive integers.
     """
+    if np.ndim(boundaries) != 1:
+        raise ConfigurationError(f"boundaries are lengths, one for each bucket, got {boundaries!r}.")
     ends = [as_int("a boundary", boundary) for boundary in boundaries]
     if not ends or ends[0] < 1 or any(left >= right for left, right in pairwise(ends)):
         raise ConfigurationError(
@@ -86,10 +88,12 @@ def _candidates(lengths: Histogram) -> tuple[list[int], list[int]]:
     below = np.cumsum(lengths.counts)
     places: Indices = np.arange(len(below))
     if len(below) > _MOST_CANDIDATES:
-        half = _MOST_CANDIDATES // 2
-        by_count = np.searchsorted(below, np.linspace(0, below[-1], half))
-        by_distance = np.searchsorted(lengths.values, np.linspace(lengths.values[0], lengths.values[-1], half))
-        places = np.unique(np.concatenate([by_count, by_distance, [len(below) - 1]]))
+        third = _MOST_CANDIDATES // 3
+        by_count = np.searchsorted(below, np.linspace(0, below[-1], third))
+        by_distance = np.searchsorted(lengths.values, np.linspace(lengths.values[0], lengths.values[-1], third))
+        # With the lengths before them, so that what lies beyond a wide gap need not share a bucket.
+        before = np.maximum(by_distance - 1, 0)
+        places = np.unique(np.concatenate([by_count, by_distance, before, [len(below) - 1]]))
     return lengths.values[places].tolist(), [0, *below[places].tolist()]
 
 

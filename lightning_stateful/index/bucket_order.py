@@ -203,7 +203,7 @@ def refuse_within_epoch(saved: Mapping[str, Any], present: Mapping[str, Any]) ->
         "Which samples were served follows from it, so it cannot change within an epoch. Train to the epoch's end "
         "under the saved value, or resume from a checkpoint at the beginning of an epoch."
     )
-    names = (saved.keys() | present.keys()) - {"dataset", "seed", "sources"}
+    names = (saved.keys() | present.keys()) - {"dataset"}
     found = [
         Difference(path=name, saved=saved.get(name), present=present.get(name), remedy=remedy)
         for name in sorted(names)

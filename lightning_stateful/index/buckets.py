@@ -24,6 +24,8 @@ Boundaries = Sequence[int] | Literal["least_padding", "equal_counts"]
 NUM_BUCKETS = 128
 # On one rank a bucket should have some batches, so that its samples meet others in every epoch.
 _BATCHES_A_BUCKET = 4
+# Up to this length a table tells the bucket.
+_LONGEST_TABLE = 2**16
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,7 +74,7 @@ class Buckets:
         lengths = check_lengths(lengths)
         found = histogram(lengths)
         own_ends = () if isinstance(boundaries, str) else given(boundaries, int(found.values[-1]))
-        if batch_size is not None and not np.isscalar(batch_size):
+        if np.ndim(batch_size):  # type: ignore[arg-type]  # None is a scalar, too
             if not own_ends:
                 raise ConfigurationError("Several batch sizes belong to given boundaries; pass these, too.")
             batch_size = tuple(batch_size)  # type: ignore[arg-type]  # no scalar
@@ -157,9 +159,11 @@ def _fill(ends: tuple[int, ...], fitting: Fitting) -> tuple[list[int], list[int]
 def _sort(lengths: NDArray[Any], ends: tuple[int, ...], fitting: Fitting, counts: list[int]) -> Grouping:
     last, longest = len(ends) - 1, int(fitting.lengths.values[-1])
     bounds = np.array(ends)
+    table = last - np.searchsorted(bounds, np.arange(min(longest, _LONGEST_TABLE) + 1))
 
     def classes(first: int, part: NDArray[Any]) -> Indices:
-        part = part.astype(np.int64)
-        return np.where(part > longest, -1, last - np.searchsorted(bounds, part))
+        if longest <= _LONGEST_TABLE:
+            return np.where(part > longest, -1, table[np.minimum(part, longest)])
+        return np.where(part > longest, -1, last - np.searchsorted(bounds, part.astype(np.int64)))
 
     return Grouping.of(lengths, classes, counts[::-1])

@@ -17,6 +17,8 @@ from lightning_stateful.index.permutation import Indices
 _LONGEST_TABLE = 2**24
 _CHUNK = 2**20
 
+MAX_SAMPLE_LENGTH = 2**42
+
 
 class Histogram(NamedTuple):
     """How often each length comes.
@@ -32,7 +34,9 @@ class Histogram(NamedTuple):
     @property
     def total(self) -> int:
         """Sum of all lengths."""
-        return int(self.values @ self.counts)
+        if int(self.values[-1]) * int(self.counts.sum()) < 2**63:
+            return int(self.values @ self.counts)
+        return sum(value * count for value, count in zip(self.values.tolist(), self.counts.tolist(), strict=True))
 
 
 def check_lengths(lengths: Any, *, what: str = "lengths") -> NDArray[Any]:
@@ -45,7 +49,10 @@ def check_lengths(lengths: Any, *, what: str = "lengths") -> NDArray[Any]:
     Raises:
         ConfigurationError: They are not a row of integers, too many, empty, or one is negative; with its place.
     """
-    array = np.asarray(lengths)
+    try:
+        array = np.asarray(lengths)
+    except ValueError as error:
+        raise ConfigurationError(f"{what} must be one integer a sample: {error}.") from None
     if array.ndim != 1:
         raise ConfigurationError(f"{what} must be one integer a sample, got an array of shape {array.shape}.")
     if not array.size:
@@ -60,7 +67,7 @@ def check_lengths(lengths: Any, *, what: str = "lengths") -> NDArray[Any]:
         if chunk.dtype.kind == "i" and int(chunk.min()) < 0:
             place = start + int(chunk.argmin())
             raise ConfigurationError(f"{what} must not be negative, and that of sample {place} is {array[place]}.")
-        if int(chunk.max()) > np.iinfo(np.int64).max // 2**21:
+        if int(chunk.max()) >= MAX_SAMPLE_LENGTH:
             raise ConfigurationError(f"{what} must be below 2**42, got {chunk.max()}.")
     return array
 

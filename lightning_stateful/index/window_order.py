@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stateful.errors import DamagedStateError
+from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.index.bucket_order import no_step, refuse_within_epoch
 from lightning_stateful.index.budget import Budget
+from lightning_stateful.index.class_shuffle import ClassShuffle
 from lightning_stateful.index.leftovers import deal_out
-from lightning_stateful.index.permutation import Indices, keyed_permutation
+from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.slots import Batches
 from lightning_stateful.index.windows import OpenWindows, Windows
 
@@ -146,18 +146,15 @@ class WindowOrder:
             return slots
         width = self._group(position)
         groups = slots // width
-        window = np.searchsorted(self.slots, groups * width, side="right") - 1
-        # Groups that reach into another window stay where they are.
-        first = -(-self.slots[window] // width)
-        count = self.slots[window + 1] // width - first
-        result: Indices = slots.copy()
-        for number in np.unique(window):
-            size = int(count[window == number][0])
-            chosen = (window == number) & (groups >= first) & (groups < first + count)
-            if size > 1 and chosen.any():
-                key = derive_seed("batches of a window", self.windows.seed, position.epoch, int(number))
-                moved = first[chosen] + keyed_permutation(size, key).take(groups[chosen] - first[chosen])
-                result[chosen] = moved * width + slots[chosen] % width
+        first, last = np.searchsorted(self.slots, [slots.min(), slots.max()], side="right") - 1
+        bounds = self.slots[first : last + 2]
+        begins, ends = -(-bounds[:-1] // width), bounds[1:] // width
+        # Each window's whole groups are a class; one that reaches into another window stays alone, where it is.
+        starts = np.stack([begins, np.maximum(ends, begins)], axis=1).ravel()
+        inside = (groups >= starts[0]) & (groups < starts[-1])
+        shuffle = ClassShuffle(starts, "batches of windows", self.windows.seed, position.epoch)
+        groups[inside] = shuffle.take(groups[inside])
+        result: Indices = groups * width + slots % width
         return result
 
     def report(self, position: Position) -> dict[str, Any]:
@@ -222,6 +219,8 @@ class WindowOrder:
         fits = len(served) == 2 and served[0] > 0 and served[1] > 0 if since else not served
         if not fits or not 0 <= since <= position.consumed:
             raise DamagedStateError(f"served and since of a position contradict each other: {dict(data)}")
+        if served and served[0] > int(self.slots[-1]):
+            raise PositionError(f"{served[0]} batches of an epoch were served, which has only {self.slots[-1]}")
         if position.consumed % position.width or since % position.width:
             raise DamagedStateError(f"slots come in groups of width={position.width}, got {dict(data)}")
         return replace(position, since=since, origin=tuple(served))

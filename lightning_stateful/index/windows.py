@@ -159,11 +159,14 @@ class Windows:
     def _open(self, first: int, last: int, size: int, epoch: int) -> OpenWindows:
         begin, num_windows = first * self.window, last - first
         samples = self._samples(np.arange(begin, begin + num_windows * size), epoch).reshape(num_windows, size)
-        lengths = self.lengths[samples].astype(np.int64)
+        lengths = np.searchsorted(self.values, self.lengths[samples])
         keys = np.zeros_like(lengths) if self.boundary_key is None else self.boundary_key[samples].astype(np.int64)
-        order = np.argsort(keys * (int(self.values[-1]) + 1) - lengths, axis=1, kind="stable")
+        codes = keys * len(self.values) - lengths
+        # Two bytes where they do: NumPy sorts those by counting.
+        small = int(codes.min()) >= -(2**15) and int(codes.max()) < 2**15
+        order = np.argsort(codes.astype(np.int16) if small else codes, axis=1, kind="stable")
         lengths, keys = (np.take_along_axis(array, order, axis=1) for array in (lengths, keys))
-        fits = self.sizes[np.searchsorted(self.values, lengths)]
+        fits = self.sizes[lengths]
         ends = _ends_of_runs(keys)
         # All windows at once, batch by batch.
         begun, rows, found = np.zeros(num_windows, dtype=np.int64), np.arange(num_windows), []

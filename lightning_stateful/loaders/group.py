@@ -92,8 +92,8 @@ class LoaderGroup:
             if self._cyclic and isinstance(loader.plan, SlotPlan) and len(loader) < num_steps:
                 raise ConfigurationError(
                     f"Loader {path!r} has {len(loader)} whole batches an epoch, and the epoch has {num_steps}; it "
-                    f"cannot start over within an epoch. Give a mixture num_steps={num_steps}, or combine the loaders "
-                    "in the mode 'min_size' or 'max_size'."
+                    "cannot start over within an epoch. Combine the loaders in the mode 'min_size' or 'max_size', or "
+                    f"give a mixture num_steps={num_steps}."
                 )
 
     def continue_from(self, other: LoaderGroup, epoch: int) -> None:

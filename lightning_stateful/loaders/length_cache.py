@@ -9,8 +9,9 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.loaders.measuring import measure_one
 from lightning_stateful.loaders.seeded import keep_randomness
 from lightning_stateful.samplers.identity import describe_dataset
+from lightning_stateful.samplers.lengths import read_array
 
 _VERSION = 1
 _SPOT_CHECKS = 8
@@ -82,41 +84,44 @@ class LengthCache:
         Raises:
             ConfigurationError: The folder cannot be written.
         """
+        found, _ = self._read()
+        if found is not None:
+            return found
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path.with_suffix(".lock"))
             lock.acquire()
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:
             raise ConfigurationError(
                 f"{what} cannot be kept in {str(self._folder)!r}: {error}. Pass a cache_dir that can be written."
             ) from None
         try:
-            found = self._read()
-            if found is None:
-                self._write(measure())
-                found = np.load(self.path, mmap_mode="r")
-            return found
+            found, reason = self._read()
+            if found is not None:
+                return found
+            if reason:
+                warnings.warn(
+                    f"The measured lengths in {str(self.path)!r} are not used, because {reason}. All samples are "
+                    "measured again.",
+                    StatefulWarning,
+                    stacklevel=3,
+                )
+            self._write(measure())
+            return read_array(self.path)
         finally:
             lock.release()
 
-    def _read(self) -> NDArray[Any] | None:
+    def _read(self) -> tuple[NDArray[Any] | None, str]:
+        """The lengths in the file, or else what is wrong with it, if there is one."""
         if not self.path.exists():
-            return None
+            return None, ""
         try:
             header = json.loads(self._header.read_text())
-            lengths: NDArray[Any] = np.load(self.path, mmap_mode="r", allow_pickle=False)
-            reason = self._reason_against(header, lengths)
+            lengths = read_array(self.path)
         except (OSError, ValueError) as error:
-            reason = f"it cannot be read ({error})"
-        if reason:
-            warnings.warn(
-                f"The measured lengths in {str(self.path)!r} are not used, because {reason}. All samples are measured "
-                "again.",
-                StatefulWarning,
-                stacklevel=4,
-            )
-            return None
-        return lengths
+            return None, f"it cannot be read ({error})"
+        reason = self._reason_against(header, lengths)
+        return (None, reason) if reason else (lengths, "")
 
     def _reason_against(self, header: Any, lengths: NDArray[Any]) -> str:
         if not isinstance(header, dict) or header.get("of") != self._described:
@@ -157,22 +162,52 @@ def _replacing(path: Path) -> Any:
             raise
 
 
-def _describe_function(function: Any) -> dict[str, str]:
-    """What a function does, as far as it can be told: its name, its code, and what it holds."""
+def _describe_function(function: Any) -> dict[str, Any]:
+    """What a function does, as far as it can be told: its name, its code and defaults, and what it holds.
+
+    Globals that it reads and functions that it calls by name are not seen.
+    """
     # Slow to import, and needed by nobody who has lengths.
     from datasets.fingerprint import Hasher
 
     named = function if hasattr(function, "__qualname__") else type(function)
-    described = {"name": f"{named.__module__}.{named.__qualname__}"}
-    code = getattr(function if hasattr(function, "__code__") else type(function).__call__, "__code__", None)
-    if isinstance(code, CodeType):
-        described["code"] = hashlib.blake2b(repr(_spell(code)).encode(), digest_size=8).hexdigest()
+    described = {"name": f"{named.__module__}.{named.__qualname__}", "code": _digest_code(function)}
     try:
         described["holds"] = Hasher.hash(function)
     except Exception:
         # Whatever cannot be pickled is left to the spot checks.
         described["holds"] = ""
     return described
+
+
+def _digest_code(function: Any) -> str:
+    """The code of a function and of those that it wraps or holds, with their defaults."""
+    hashed, left, seen = hashlib.blake2b(digest_size=8), [function], set()
+    while left:
+        part = left.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, partial):
+            hashed.update(repr(_plain([part.args, sorted(part.keywords.items())])).encode())
+            left.append(part.func)
+        elif isinstance(part, MethodType):
+            left.append(part.__func__)
+        elif isinstance(part, FunctionType):
+            defaults = _plain([part.__defaults__, sorted((part.__kwdefaults__ or {}).items())])
+            hashed.update(repr((_spell(part.__code__), defaults)).encode())
+            held = [cell.cell_contents for cell in part.__closure__ or () if cell.cell_contents is not part]
+            left += [part.__dict__.get("__wrapped__"), *filter(callable, held)]
+        elif part is not None and isinstance(getattr(type(part), "__call__", None), FunctionType):  # noqa: B004
+            left.append(type(part).__call__)
+    return hashed.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """A value by what is the same in every process: of what is no plain data, the type."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str, bytes)) else type(value).__qualname__
 
 
 def _spell(code: CodeType) -> list[Any]:

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.checks import as_int
+from lightning_stateful.index.lengths import MAX_SAMPLE_LENGTH
 from lightning_stateful.loaders.seeded import keep_randomness
 
 # Fewer samples than that are measured before processes would have started.
@@ -81,6 +82,8 @@ def measure_one(dataset: Any, length: Callable[[Any], int], index: int, *, what:
         number = as_int("a length", found)
     except ConfigurationError:
         number = -1
-    if number < 0:
-        raise ConfigurationError(f"{what}: the function says {found!r} of sample {index}, and not a length from 0 on.")
+    if not 0 <= number < MAX_SAMPLE_LENGTH:
+        raise ConfigurationError(
+            f"{what}: the function says {found!r} of sample {index}, and not a length from 0 up to 2**42."
+        )
     return number

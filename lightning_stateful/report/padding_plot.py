@@ -38,11 +38,10 @@ def plot_padding(batches: StatefulBatchSampler | BatchOrder, path: str | Path, *
         ConfigurationError: matplotlib is not installed or does not know the format, or the batches know no lengths.
         OSError: The file cannot be written.
     """
-    pyplot = _pyplot()
+    figure = _new_figure()
     order = order_of(batches)
     after = measure(order, order.lengths, order.begin(0, num_replicas))
     before = _shuffled(order.lengths, max(round(float(after.counts.mean())), 1))
-    figure = pyplot.figure(figsize=(10, 6.4), layout="constrained")
     axes = figure.subplot_mosaic([["lengths", "lengths"], ["before", "after"]])
     _draw_lengths(axes["lengths"], order)
     axes["after"].sharey(axes["before"])
@@ -57,8 +56,6 @@ def plot_padding(batches: StatefulBatchSampler | BatchOrder, path: str | Path, *
         figure.savefig(path, dpi=130)
     except ValueError as error:
         raise ConfigurationError(f"{str(path)!r} cannot be drawn: {error}") from None
-    finally:
-        pyplot.close(figure)
 
 
 def _draw_lengths(axis: Any, order: BucketOrder | WindowOrder) -> None:
@@ -101,14 +98,12 @@ def _shuffled(lengths: NDArray[Any], size: int) -> StepPadding:
     )
 
 
-def _pyplot() -> Any:
+def _new_figure() -> Any:
     try:
-        import matplotlib as mpl
-
-        mpl.use("agg")
-        from matplotlib import pyplot
+        from matplotlib.figure import Figure
     except ImportError:
         raise ConfigurationError(
             "Pictures need matplotlib; install it with: pip install 'lightning-stateful[plots]'"
         ) from None
-    return pyplot
+    # Not by pyplot, which would keep the figure and choose a backend for the user's own.
+    return Figure(figsize=(10, 6.4), layout="constrained")

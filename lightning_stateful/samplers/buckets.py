@@ -110,7 +110,7 @@ class BucketBatchSampler(StatefulBatchSampler):
             samples = Buckets.of(lengths, **budget, num_buckets=num_buckets, boundaries=boundaries)
             order = BucketOrder(samples, seed=seed, shuffle=shuffle, drop_last=drop_last)
         else:
-            if num_buckets is not None or boundaries != "least_padding":
+            if num_buckets is not None or not isinstance(boundaries, str) or boundaries != "least_padding":
                 raise ConfigurationError("window takes the place of buckets; leave num_buckets and boundaries out.")
             key = None if boundary_key is None else open_lengths(boundary_key, what="boundary_key")
             samples = Windows.of(lengths, **budget, window=window, boundary_key=key, shuffle=shuffle, seed=seed)

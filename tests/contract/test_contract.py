@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -19,14 +20,18 @@ from torch.utils.data import (
 )
 
 from lightning_stateful.index import BlockShuffledOrder, SequentialOrder, ShuffledOrder, WeightSchedule
+from lightning_stateful.index.budget import QuadraticCost
 from lightning_stateful.loaders import StatefulLoader, take_over
 from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler, StatefulDistributedSampler
+from lightning_stateful.samplers.buckets import BucketBatchSampler
 from lightning_stateful.testing import LAWS
 
 LENGTH = 11
 WEIGHTS = torch.tensor([float(i % 4) for i in range(LENGTH)], dtype=torch.double)
 SOURCES = {"a": 5, "b": 11, "c": 8}
 TOKENS = {"a": [9] * 5, "b": [2] * 11, "c": list(range(1, 9))}
+LENGTHS = [3, 7, 1, 12, 5, 5, 9, 2, 16, 4, 6, 3, 11, 8, 1, 14, 2, 10, 7, 3, 5, 13, 4]
+KEYS = [index % 3 for index in range(len(LENGTHS))]
 
 Make = Callable[[int, int], Any]
 
@@ -78,6 +83,29 @@ def over_sources(sampler: Make) -> Make:
 def over_sources_taken_over(sampler: Callable[[], Any]) -> Make:
     return lambda num_replicas, rank: take_over(
         DataLoader(list(range(sum(SOURCES.values()))), batch_sampler=sampler()), num_replicas=num_replicas, rank=rank
+    )
+
+
+def buckets(lengths: Any = LENGTHS, **options: Any) -> Make:
+    budget = {} if options.keys() & {"batch_size", "max_tokens"} else {"max_tokens": 32}
+    return lambda num_replicas, rank: BucketBatchSampler(
+        lengths, num_replicas=num_replicas, rank=rank, **{"num_buckets": 3, **budget, **options}
+    )
+
+
+def windows(lengths: Any = LENGTHS, **options: Any) -> Make:
+    return buckets(lengths, **{"num_buckets": None, "window": 8, **options})
+
+
+def over_lengths(sampler: Make, **options: Any) -> Make:
+    return lambda num_replicas, rank: StatefulLoader(
+        list(range(len(LENGTHS))), batch_sampler=sampler(num_replicas, rank), **options
+    )
+
+
+def over_lengths_taken_over(sampler: Callable[[], Any]) -> Make:
+    return lambda num_replicas, rank: take_over(
+        DataLoader(list(range(len(LENGTHS))), batch_sampler=sampler()), num_replicas=num_replicas, rank=rank
     )
 
 
@@ -133,7 +161,57 @@ STEPS_OF_SEVERAL_SOURCES: dict[str, Make] = {
     "loader, mixture, scheduled by steps": over_sources(a_mixture(schedule={0: [8, 1, 1], 6: [1, 8, 1]}, num_steps=5)),
     "loader taken over, mixture, steps": over_sources_taken_over(lambda: MixtureBatchSampler(SOURCES, 3, num_steps=4)),
 }
+OF_LIKE_LENGTHS: dict[str, Make] = {
+    "buckets": buckets(),
+    "buckets, unshuffled": buckets(shuffle=False),
+    "buckets, tail dropped": buckets(drop_last=True),
+    "buckets, unshuffled, tail dropped": buckets(shuffle=False, drop_last=True, seed=3),
+    "buckets, batches of one size": buckets(batch_size=3),
+    "buckets, batches of one": buckets(batch_size=1),
+    "buckets, batch sizes of their own": buckets(batch_size=[5, 3, 1], boundaries=[4, 9, 16], num_buckets=None),
+    "buckets, batch sizes of their own, tail dropped": buckets(
+        batch_size=[5, 3, 1], boundaries=[4, 9, 16], num_buckets=None, drop_last=True
+    ),
+    "buckets, few samples": buckets(max_samples=2),
+    "buckets, multiples": buckets(max_tokens=64, multiple=4),
+    "buckets, quadratic cost": buckets(max_tokens=80, cost=QuadraticCost(8)),
+    "buckets, equal counts": buckets(boundaries="equal_counts", num_buckets=5),
+    "buckets, one": buckets(num_buckets=1),
+    "buckets, one a length": buckets(num_buckets=99),
+    "buckets, empty ones": buckets(boundaries=[1, 4, 15, 20, 40], num_buckets=None),
+    "buckets, too long dropped": buckets(max_tokens=11, too_long="drop"),
+    "buckets, too long alone": buckets(max_tokens=11, too_long="alone"),
+    "buckets, all too long alone": buckets([5, 6, 7, 5, 6], max_tokens=3, too_long="alone"),
+    "buckets, fewer samples than ranks": buckets([4]),
+    "buckets, no lengths": buckets([0, 0, 3, 0, 1]),
+    "windows": windows(),
+    "windows, unshuffled": windows(shuffle=False),
+    "windows, batches in order": windows(shuffle_batches=False),
+    "windows, tail dropped": windows(drop_last=True),
+    "windows, unshuffled, tail dropped": windows(shuffle=False, drop_last=True, seed=3),
+    "windows, batches of one size": windows(batch_size=3),
+    "windows, multiples": windows(max_tokens=64, multiple=4),
+    "windows, quadratic cost and few samples": windows(max_tokens=80, cost=QuadraticCost(8), max_samples=3),
+    "windows, of one": windows(window=1),
+    "windows, one for all": windows(window=99),
+    "windows, keys": windows(boundary_key=KEYS),
+    "windows, keys, tail dropped": windows(boundary_key=KEYS, drop_last=True, window=11),
+    "windows, too long dropped": windows(max_tokens=11, too_long="drop"),
+    "windows, too long alone": windows(max_tokens=11, too_long="alone", boundary_key=KEYS),
+    "windows, fewer samples than ranks": windows([4]),
+    "loader, buckets": over_lengths(buckets()),
+    "loader, buckets, tail dropped": over_lengths(buckets(drop_last=True)),
+    "loader, buckets, batch sizes of their own": over_lengths(
+        buckets(batch_size=[5, 3, 1], boundaries=[4, 9, 16], num_buckets=None)
+    ),
+    "loader, buckets, samples not seeded": over_lengths(buckets(), seed_samples=False),
+    "loader, windows": over_lengths(windows()),
+    "loader, windows, keys": over_lengths(windows(boundary_key=KEYS, batch_size=2)),
+    "loader taken over, buckets": over_lengths_taken_over(lambda: BucketBatchSampler(LENGTHS, max_tokens=32)),
+    "loader taken over, windows": over_lengths_taken_over(lambda: BucketBatchSampler(LENGTHS, batch_size=3, window=8)),
+}
 IMPLEMENTERS: dict[str, Make] = {
+    **OF_LIKE_LENGTHS,
     **EPOCHS_OF_SEVERAL_SOURCES,
     **STEPS_OF_SEVERAL_SOURCES,
     "sampler, shuffled": a_sampler(),
@@ -198,6 +276,38 @@ MIXTURES: list[dict[str, Any]] = [
     {"block": 12},
     {"weights": None, "schedule": {0: [3, 2, 1]}, "num_steps": 12},
 ]
+BUDGETS: list[dict[str, Any]] = [
+    {"max_tokens": 33},
+    {"max_tokens": None, "batch_size": 2},
+    {"max_samples": 31},
+    {"multiple": 2},
+    {"cost": QuadraticCost(100)},
+    {"too_long": "drop"},
+    {"too_long": "alone"},
+    {"shuffle": False},
+    {"drop_last": True},
+    {"seed": 1},
+]
+BUCKETS: list[dict[str, Any]] = [
+    *BUDGETS,
+    {"num_buckets": 4},
+    {"boundaries": "equal_counts"},
+    {"num_buckets": None, "boundaries": [4, 9, 16]},
+    {"num_buckets": None, "window": 8},
+]
+WINDOWS: list[dict[str, Any]] = [
+    *BUDGETS,
+    {"window": 9},
+    {"shuffle_batches": False},
+    {"boundary_key": KEYS},
+    {"window": None, "num_buckets": 3},
+]
+OTHER_LENGTHS: dict[str, Any] = {
+    "one more": [*LENGTHS, 3],
+    "one less": LENGTHS[:-1],
+    "one longer": [*LENGTHS[:-1], LENGTHS[-1] + 1],
+    "in another order": LENGTHS[::-1],
+}
 OTHERS: dict[str, Callable[[], Any]] = {
     "sampler": lambda: StatefulDistributedSampler(LENGTH, 1, 0, seed=99),
     "loader": lambda: StatefulLoader(list(range(LENGTH)), sampler=SequentialOrder(LENGTH - 1), drop_last=True),
@@ -264,3 +374,49 @@ def test_a_batch_sampler_refuses_other_sources(lengths: dict[str, int]) -> None:
             num_epochs=1,
             stops=[0, 3],
         )
+
+
+@pytest.mark.parametrize("options", BUCKETS, ids=str)
+def test_buckets_refuse_every_single_other_setting(options: dict[str, Any]) -> None:
+    for around in (lambda make: make, over_lengths):
+        other = around(buckets(**options))
+        LAWS["not configuration"](around(buckets()), make_other=lambda other=other: other(1, 0), stops=[0, 3])
+
+
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+def test_windows_refuse_every_single_other_setting(options: dict[str, Any]) -> None:
+    for around in (lambda make: make, over_lengths):
+        other = around(windows(**options))
+        LAWS["not configuration"](around(windows()), make_other=lambda other=other: other(1, 0), stops=[0, 3])
+
+
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        ({"boundaries": [4, 9, 16]}, {"boundaries": [4, 10, 16]}),
+        ({"boundaries": [4, 9, 16]}, {"boundaries": [4, 9, 17]}),
+        ({"boundaries": [4, 9, 16], "batch_size": [5, 3, 1]}, {"batch_size": [5, 2, 1]}),
+        ({"boundaries": [4, 9, 16], "batch_size": [5, 3, 1]}, {"batch_size": 5}),
+        ({"max_tokens": 80, "cost": QuadraticCost(8)}, {"cost": QuadraticCost(9)}),
+        ({"window": 8, "boundary_key": KEYS}, {"boundary_key": [0, *KEYS[1:-1], 2]}),
+    ],
+    ids=str,
+)
+def test_what_decides_about_batches_is_compared_value_by_value(base: dict[str, Any], options: dict[str, Any]) -> None:
+    make, other = (buckets(**{"num_buckets": None, **chosen}) for chosen in (base, {**base, **options}))
+    LAWS["not configuration"](make, make_other=lambda: other(1, 0), num_epochs=1, stops=[0, 3])
+
+
+@pytest.mark.parametrize("make", [buckets, windows])
+@pytest.mark.parametrize("lengths", OTHER_LENGTHS.values(), ids=OTHER_LENGTHS)
+def test_buckets_and_windows_refuse_other_lengths(make: Callable[..., Make], lengths: list[int]) -> None:
+    LAWS["not configuration"](make(), make_other=lambda: make(lengths)(1, 0), num_epochs=1, stops=[0, 3])
+
+
+@pytest.mark.parametrize("make", [buckets, windows])
+def test_the_same_lengths_of_another_type_are_not_refused(make: Callable[..., Make]) -> None:
+    state = make()(1, 0).state_dict()
+    for lengths in (np.array(LENGTHS, dtype=np.uint8), np.array(LENGTHS, dtype=">i4"), torch.tensor(LENGTHS)):
+        sampler = make(lengths)(1, 0)
+        sampler.load_state_dict(state)
+        assert sampler.state_dict() == state

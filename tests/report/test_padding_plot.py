@@ -1,0 +1,141 @@
+"""A picture of any lengths is written, of a sane size and without a word; what cannot be drawn is refused clearly."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.budget import QuadraticCost
+from lightning_stateful.report.padding_plot import plot_padding
+from lightning_stateful.samplers import RoundRobinBatchSampler
+from lightning_stateful.samplers.buckets import BucketBatchSampler
+
+LENGTHS = np.random.default_rng(1).integers(1, 200, 600)
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    """Width and height of a PNG file."""
+    contents = path.read_bytes()
+    assert contents[:8] == b"\x89PNG\r\n\x1a\n"
+    assert contents[-8:-4] == b"IEND"
+    return int.from_bytes(contents[16:20], "big"), int.from_bytes(contents[20:24], "big")
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "buckets": (LENGTHS, {"max_tokens": 1000}),
+    "windows": (LENGTHS, {"max_tokens": 1000, "window": 100}),
+    "batch sizes of buckets": (LENGTHS, {"batch_size": [16, 8], "boundaries": [100, 200]}),
+    "quadratic cost": (LENGTHS, {"max_tokens": 1000, "cost": QuadraticCost(100)}),
+    "too long alone": (LENGTHS, {"max_tokens": 100, "too_long": "alone"}),
+    "one sample": ([7], {"max_tokens": 10}),
+    "one length": ([7] * 50, {"max_tokens": 21}),
+    "one batch": ([1, 2, 3], {"max_tokens": 10**6}),
+    "batches of one": ([3, 9, 9], {"max_tokens": 9}),
+    "no tokens": ([0, 0, 0], {"max_tokens": 2}),
+    "very long ones": ([1, 2**41], {"max_tokens": 2**42}),
+}
+
+
+@pytest.mark.parametrize(("lengths", "options"), CASES.values(), ids=CASES)
+def test_a_picture_is_written(tmp_path: Path, lengths: Any, options: dict[str, Any]) -> None:
+    path = tmp_path / "padding.png"
+    plot_padding(BucketBatchSampler(lengths, **options), path, num_replicas=2)
+    width, height = size_of(path)
+
+    assert 800 <= width <= 2000
+    assert 500 <= height <= 1500
+    assert path.stat().st_size > 10_000
+
+
+def test_the_ending_chooses_the_format(tmp_path: Path) -> None:
+    for ending, begins in (("svg", b"<?xml"), ("pdf", b"%PDF")):
+        path = tmp_path / f"padding.{ending}"
+        plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), str(path))
+        assert path.read_bytes().startswith(begins)
+
+
+def test_it_says_how_much_padding_there_is_before_and_after(tmp_path: Path) -> None:
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none"}):
+        plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000, num_buckets=12), tmp_path / "padding.svg")
+    text = (tmp_path / "padding.svg").read_text()
+
+    for said in ("600 samples, 12 buckets", "before: shuffled", "after: 12 buckets", "% padding", "tokens in a batch"):
+        assert said in text
+
+
+def test_every_number_of_batches_up_to_many_is_drawn(tmp_path: Path) -> None:
+    for count in (300, 301):
+        plot_padding(BucketBatchSampler([5] * count, batch_size=1), tmp_path / "padding.png")
+        assert size_of(tmp_path / "padding.png")
+
+
+def test_no_figure_is_left_open(tmp_path: Path) -> None:
+    from matplotlib import pyplot
+
+    before = pyplot.get_fignums()
+    plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.png")
+    with pytest.raises(ConfigurationError):
+        plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.what")
+
+    assert pyplot.get_fignums() == before
+
+
+def test_the_backend_of_a_notebook_stays(tmp_path: Path) -> None:
+    import matplotlib as mpl
+
+    before = mpl.get_backend()
+    mpl.use("svg")
+    try:
+        plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.png")
+        assert mpl.get_backend() == "svg"
+    finally:
+        mpl.use(before)
+
+
+def test_a_format_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"padding\.what' cannot be drawn: .*not supported"):
+        plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.what")
+
+
+def test_a_folder_that_is_not_there_is_an_error_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "nothing" / "padding.png")
+
+
+def test_batches_that_know_no_lengths_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="A MixtureOrder knows no lengths"):
+        plot_padding(RoundRobinBatchSampler([5, 7], 2), tmp_path / "padding.png")
+
+
+def test_an_epoch_without_a_step_is_refused(tmp_path: Path) -> None:
+    for options in ({}, {"window": 4}):
+        with pytest.raises(ConfigurationError, match="no full step"):
+            plot_padding(
+                BucketBatchSampler([3, 4, 5], max_tokens=99, drop_last=True, **options),
+                tmp_path / "padding.png",
+                num_replicas=8,
+            )
+
+
+def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-stateful\[plots\]'"):
+        plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.png")
+
+
+def test_the_sampler_is_not_moved(tmp_path: Path) -> None:
+    sampler = BucketBatchSampler(LENGTHS, max_tokens=1000)
+    before = sampler.state_dict()
+    plot_padding(sampler, tmp_path / "padding.png", num_replicas=2)
+
+    assert sampler.state_dict() == before

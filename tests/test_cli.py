@@ -1,0 +1,247 @@
+"""The command line says what the sampler would do or, in one line and never with a traceback, why it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_stateful.cli import main
+from lightning_stateful.index.budget import QuadraticCost
+from lightning_stateful.report.padding import padding_report, summary
+from lightning_stateful.samplers.buckets import BucketBatchSampler
+
+LENGTHS = np.random.default_rng(1).integers(1, 60, 400).astype(np.uint16)
+BUDGET = ("--max-tokens", "200")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    return str(tmp_path / "lengths.npy")
+
+
+class Told:
+    """What a command returned and wrote."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+        try:
+            self.code: Any = main(["padding", *arguments])
+        except SystemExit as error:
+            self.code = error.code
+        self.out, self.err = capsys.readouterr()
+
+
+OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "tokens": (BUDGET, {"max_tokens": 200}),
+    "batch size": (("--batch-size", "8"), {"batch_size": 8}),
+    "batch sizes": (
+        ("--batch-size", "9,4", "--boundaries", "30,60"),
+        {"batch_size": [9, 4], "boundaries": [30, 60]},
+    ),
+    "samples": ((*BUDGET, "--max-samples", "4"), {"max_tokens": 200, "max_samples": 4}),
+    "multiple": ((*BUDGET, "--multiple", "8"), {"max_tokens": 200, "multiple": 8}),
+    "cost": ((*BUDGET, "--quadratic-length", "90"), {"max_tokens": 200, "cost": QuadraticCost(90)}),
+    "number of buckets": ((*BUDGET, "--num-buckets", "9"), {"max_tokens": 200, "num_buckets": 9}),
+    "boundaries": ((*BUDGET, "--boundaries", "10,30,70"), {"max_tokens": 200, "boundaries": [10, 30, 70]}),
+    "one boundary": ((*BUDGET, "--boundaries", "60"), {"max_tokens": 200, "boundaries": [60]}),
+    "equal counts": (
+        (*BUDGET, "--boundaries", "equal_counts", "--num-buckets", "5"),
+        {"max_tokens": 200, "boundaries": "equal_counts", "num_buckets": 5},
+    ),
+    "window": ((*BUDGET, "--window", "50"), {"max_tokens": 200, "window": 50}),
+    "too long dropped": (("--max-tokens", "40", "--too-long", "drop"), {"max_tokens": 40, "too_long": "drop"}),
+    "too long alone": (("--max-tokens", "40", "--too-long", "alone"), {"max_tokens": 40, "too_long": "alone"}),
+    "tail dropped": ((*BUDGET, "--drop-last"), {"max_tokens": 200, "drop_last": True}),
+    "seed": ((*BUDGET, "--seed", "5"), {"max_tokens": 200, "seed": 5}),
+}
+every_option = pytest.mark.parametrize(("arguments", "options"), OPTIONS.values(), ids=OPTIONS)
+
+
+@every_option
+def test_json_is_the_report_of_the_same_sampler(
+    path: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    told = Told(capsys, ("--lengths", path, *arguments, "--ranks", "1", "3", "--json"))
+    sampler = BucketBatchSampler(LENGTHS, **options)
+    expected = [padding_report(sampler, num_replicas=ranks).to_dict() for ranks in (1, 3)]
+
+    assert (told.code, told.err) == (0, "")
+    assert json.loads(told.out) == json.loads(json.dumps(expected))
+
+
+def test_the_table_has_a_line_for_each_number_of_ranks(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told(capsys, ("--lengths", path, *BUDGET, "--ranks", "1", "8", "64"))
+    sampler = BucketBatchSampler(LENGTHS, max_tokens=200)
+
+    assert told.code == 0
+    assert told.out == summary([padding_report(sampler, num_replicas=ranks) for ranks in (1, 8, 64)]) + "\n"
+
+
+def test_with_buckets_each_number_of_ranks_has_a_table_of_its_own(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(capsys, ("--lengths", path, *BUDGET, "--buckets", "--ranks", "1", "2"))
+    sampler = BucketBatchSampler(LENGTHS, max_tokens=200)
+    reports = [padding_report(sampler, num_replicas=ranks) for ranks in (1, 2)]
+
+    assert told.out == "\n\n".join([*map(str, reports), summary(reports)]) + "\n"
+
+
+@pytest.mark.parametrize(("what", "said"), [("drop", "left out"), ("alone", "in batches of their own")])
+def test_samples_that_are_too_long_are_told(
+    path: str, capsys: pytest.CaptureFixture[str], what: str, said: str
+) -> None:
+    told = Told(capsys, ("--lengths", path, "--max-tokens", "40", "--too-long", what))
+
+    assert told.out.splitlines()[-1] == f"{(LENGTHS > 40).sum()} samples are longer than the budget: {said}"
+
+
+def test_a_picture_is_drawn_beside_the_table(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = Told(capsys, ("--lengths", path, *BUDGET))
+    told = Told(capsys, ("--lengths", path, *BUDGET, "--picture", str(tmp_path / "padding.png")))
+
+    assert (told.code, told.out, told.err) == (0, plain.out, "")
+    assert (tmp_path / "padding.png").read_bytes().startswith(b"\x89PNG")
+
+
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "no budget": ((), "either max_tokens or batch_size"),
+    "two budgets": ((*BUDGET, "--batch-size", "3"), "either max_tokens or batch_size"),
+    "a budget of nothing": (("--max-tokens", "0"), "max_tokens must be at least 1, got 0"),
+    "too long samples": (("--max-tokens", "40"), "longer than max_tokens=40"),
+    "too long to drop": (("--max-tokens", "0", "--too-long", "drop"), "max_tokens must be at least 1"),
+    "no ranks": ((*BUDGET, "--ranks", "0"), "num_replicas"),
+    "boundaries that fall": ((*BUDGET, "--boundaries", "30,20"), "positive and rising"),
+    "boundaries by another name": ((*BUDGET, "--boundaries", "equal"), "got 'equal'"),
+    "boundaries and a number": ((*BUDGET, "--boundaries", "30,60", "--num-buckets", "2"), "leave num_buckets out"),
+    "a window and buckets": ((*BUDGET, "--window", "9", "--num-buckets", "2"), "window takes the place"),
+    "batch sizes without boundaries": (("--batch-size", "9,4"), "pass these, too"),
+    "no step": (("--max-tokens", "100000", "--drop-last", "--ranks", "64"), "no full step"),
+    "a cost of nothing": ((*BUDGET, "--quadratic-length", "0"), "QuadraticCost.length must be at least 1"),
+    "a picture of no format": ((*BUDGET, "--picture", "padding.what"), "cannot be drawn"),
+    "a picture of no folder": ((*BUDGET, "--picture", "/nothing/here/padding.png"), "/nothing/here"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_makes_no_sense_is_refused_in_a_line(
+    path: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    told = Told(capsys, ("--lengths", path, *arguments))
+
+    assert (told.code, told.out) == (2, "")
+    assert told.err.startswith("lightning-stateful: ")
+    assert told.err.count("\n") == 1
+    assert said in told.err
+
+
+@pytest.mark.parametrize("boundaries", ["4,,60", ",60", "4,60,", "²"])
+def test_numbers_that_are_none_are_refused_in_a_line(
+    path: str, capsys: pytest.CaptureFixture[str], boundaries: str
+) -> None:
+    told = Told(capsys, ("--lengths", path, *BUDGET, "--boundaries", boundaries))
+
+    assert told.code == 2
+    assert told.err.splitlines()[-1].startswith("lightning-stateful")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--max-tokens", "many"),
+        ("--max-tokens", "1.5"),
+        ("--batch-size", "4,"),
+        ("--batch-size", ""),
+        ("--too-long", "skip"),
+        ("--ranks",),
+        ("--ranks", "two"),
+        ("--nothing",),
+    ],
+    ids=str,
+)
+def test_what_the_parser_refuses_comes_with_the_usage(
+    path: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    told = Told(capsys, ("--lengths", path, *arguments))
+
+    assert (told.code, told.out) == (2, "")
+    assert told.err.startswith("usage: lightning-stateful")
+    assert "error: " in told.err.splitlines()[-1]
+
+
+FILES: dict[str, tuple[Any, str]] = {
+    "that is not there": (None, "could not be read from"),
+    "of text": (b"1\n2\n", "could not be read from"),
+    "of fractions": (np.array([0.5, 1.0]), "must be integers, got float64"),
+    "of two rows": (np.ones((2, 3), dtype=int), "array of shape (2, 3)"),
+    "without samples": (np.zeros(0, dtype=int), "lengths are empty"),
+    "with a negative number": (np.array([3, -2]), "that of sample 1 is -2"),
+}
+
+
+@pytest.mark.parametrize(("contents", "said"), FILES.values(), ids=FILES)
+def test_a_file_of_no_use_is_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], contents: Any, said: str
+) -> None:
+    path = tmp_path / "lengths.npy"
+    if isinstance(contents, bytes):
+        path.write_bytes(contents)
+    elif contents is not None:
+        np.save(path, contents)
+    told = Told(capsys, ("--lengths", str(path), *BUDGET))
+
+    assert (told.code, told.out, told.err.count("\n")) == (2, "", 1)
+    assert said in told.err
+
+
+def test_an_empty_file_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lengths.npy").write_bytes(b"")
+
+    assert Told(capsys, ("--lengths", str(tmp_path / "lengths.npy"), *BUDGET)).code == 2
+
+
+def test_without_matplotlib_it_is_said_what_to_install(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    told = Told(capsys, ("--lengths", path, *BUDGET, "--picture", str(tmp_path / "padding.png")))
+
+    assert (told.code, told.err.count("\n")) == (2, 1)
+    assert "pip install 'lightning-stateful[plots]'" in told.err
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["unpad"], 2), (["--help"], 0), (["padding", "--help"], 0)])
+def test_without_a_command_there_is_the_usage(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    out, err = capsys.readouterr()
+
+    assert caught.value.code == code
+    assert (err if code else out).startswith("usage: lightning-stateful")
+
+
+class TestTheInstalledScript:
+    script = Path(sys.executable).with_name("lightning-stateful")
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([self.script, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+    def test_it_prints_the_table_or_the_reason(self, path: str) -> None:
+        good = self.run("padding", "--lengths", path, *BUDGET, "--ranks", "1", "2")
+        bad = self.run("padding", "--lengths", path, "--max-tokens", "40")
+
+        assert (good.returncode, good.stderr) == (0, "")
+        assert len(good.stdout.splitlines()) == 3
+        assert (bad.returncode, bad.stdout) == (2, "")
+        assert bad.stderr.startswith("lightning-stateful: ")
+        assert "Traceback" not in bad.stderr
