@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stateful.errors import ConfigurationError, DamagedStateError, Difference, StateMismatchError
+from lightning_stateful.errors import DamagedStateError
 from lightning_stateful.index.bucket_course import BucketCourse
 from lightning_stateful.index.buckets import Buckets
 from lightning_stateful.index.budget import Budget
 from lightning_stateful.index.permutation import Indices, KeyedPermutation
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.remainder import Remainder
+from lightning_stateful.index.replanning import no_step, read_position, refuse_within_epoch, save_position
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.slots import Batches
 
@@ -153,7 +154,7 @@ class BucketOrder:
 
     def save(self, position: Position) -> dict[str, Any]:
         """A position as plain data, with the epoch's history of ranks."""
-        return {**position.to_dict(), "since": position.since, "history": list(position.origin)}
+        return save_position(position, "history")
 
     def restore(self, data: Mapping[str, Any], saved: Mapping[str, Any], *, changed: bool) -> Position:
         """The position that :meth:`save` wrote.
@@ -168,49 +169,14 @@ class BucketOrder:
             PositionError: A value is out of range.
             StateMismatchError: Within an epoch of other batches, whatever is accepted.
         """
-        position = Position.from_dict(data)
-        since, history = data.get("since"), data.get("history")
-        if type(since) is not int or not isinstance(history, list) or any(type(part) is not int for part in history):
-            raise DamagedStateError(f"a position in buckets needs since, and history as integers, got {dict(data)}")
-        if position.consumed and changed:
-            refuse_within_epoch(saved, self.describe())
-        steps = sum(history[1::2])
-        pairs = len(history) % 2 == 0 and all(part > 0 for part in history)
-        if not pairs or since != steps * position.width or since > position.consumed:
+        position = read_position(data, "history")
+        if changed:
+            refuse_within_epoch(position, saved, self.describe())
+        history = position.origin
+        if len(history) % 2 or position.since != sum(history[1::2]) * position.width:
             raise DamagedStateError(f"history and since of a position contradict each other: {dict(data)}")
-        if position.consumed % position.width:
-            raise DamagedStateError(f"slots come in groups of width={position.width}, got {dict(data)}")
-        position = replace(position, since=since, origin=tuple(history))
         self._plan(position)
         return position
-
-
-def no_step(num_samples: int, width: int) -> ConfigurationError:
-    """What to say of an epoch that ``drop_last`` leaves without a step."""
-    return ConfigurationError(
-        f"With drop_last=True and {width} ranks, an epoch of {num_samples} samples would have no full step. Train on "
-        "fewer ranks, with a smaller budget, or without drop_last."
-    )
-
-
-def refuse_within_epoch(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Refuse to go on within an epoch that was cut into other batches.
-
-    Raises:
-        StateMismatchError: With everything that differs and decides about batches.
-    """
-    remedy = (
-        "Which samples were served follows from it, so it cannot change within an epoch. Train to the epoch's end "
-        "under the saved value, or resume from a checkpoint at the beginning of an epoch."
-    )
-    names = (saved.keys() | present.keys()) - {"dataset"}
-    found = [
-        Difference(path=name, saved=saved.get(name), present=present.get(name), remedy=remedy)
-        for name in sorted(names)
-        if saved.get(name) != present.get(name)
-    ]
-    if found:
-        raise StateMismatchError(found, where="The position within an epoch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
