@@ -120,12 +120,16 @@ def _choose(
         raise ConfigurationError(
             f"boundaries must be a list of lengths or one of {tuple(choices)}, got {boundaries!r}."
         )
+    asked: dict[str, Any] = {"boundaries": boundaries}
     if num_buckets is None:
+        # It follows from the rest, so that it need not be compared.
         num_buckets = default_num_buckets(fitting.lengths, budget)
-    if as_int("num_buckets", num_buckets) < 1:
+    else:
+        num_buckets = asked["num_buckets"] = as_int("num_buckets", num_buckets)
+    if num_buckets < 1:
         raise ConfigurationError(f"num_buckets must be at least 1, got {num_buckets}.")
-    ends = choices[boundaries](fitting.lengths, as_int("num_buckets", num_buckets))
-    return _with_alone(ends, fitting), {"boundaries": boundaries, "num_buckets": int(num_buckets)}
+    ends = choices[boundaries](fitting.lengths, num_buckets)
+    return _with_alone(ends, fitting), asked
 
 
 def default_num_buckets(lengths: Histogram, budget: Budget) -> int:

@@ -59,6 +59,11 @@ def lengths_of(
     return found
 
 
+def names_lengths(lengths: Any) -> bool:
+    """Whether lengths say where to find those of any dataset, and are not those of one."""
+    return callable(lengths) if not isinstance(lengths, str) else Path(lengths).suffix != ".npy"
+
+
 def _named(dataset: Any, name: str, what: str) -> NDArray[Any]:
     """A column, an attribute or a file of that name."""
     if _has_column(dataset, name):
@@ -70,7 +75,7 @@ def _named(dataset: Any, name: str, what: str) -> NDArray[Any]:
         return _named(dataset.dataset, name, what)[np.asarray(dataset.indices, dtype=np.int64)]
     if isinstance(dataset, ConcatDataset):
         return np.concatenate([_named(part, name, what) for part in dataset.datasets])
-    if Path(name).suffix == ".npy" or Path(name).exists():
+    if not names_lengths(name):
         return open_lengths(name, what=what)
     columns = f" with the columns {list(dataset.column_names)}" if hasattr(dataset, "column_names") else ""
     raise ConfigurationError(

@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.buckets import Boundaries
 from lightning_stateful.index.budget import QuadraticCost
+from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.too_long import TooLong
-from lightning_stateful.loaders.lengths import lengths_of
+from lightning_stateful.loaders.lengths import lengths_of, names_lengths
 from lightning_stateful.samplers.buckets import BucketBatchSampler, Lengths
 from lightning_stateful.trainer.datamodule import StatefulDataModule
 
@@ -45,7 +47,8 @@ class BucketDataModule(StatefulDataModule):
         too_long: ``"error"``, ``"drop"`` or ``"alone"``: what to do about samples longer than the budget.
         eval_batch_size: Samples in a batch for evaluation, in the dataset's order. By default it is ``batch_size``, or,
             with ``max_tokens``, evaluation data are put into buckets as well, the longest first. That takes ``lengths``
-            that can be found for any dataset: a name or a function.
+            that can be found for any dataset: a name or a function. What is too long is dropped here, too, if that is
+            asked for.
         cache_dir: Folder for measured lengths; by default that of the dataset's files, or one in the user's cache.
         measure_workers: Processes that measure lengths; by default one a core, or none for few samples.
         **options: Any other argument of :class:`StatefulDataModule`; ``log_padding`` among them, which logs padding and
@@ -99,52 +102,56 @@ class BucketDataModule(StatefulDataModule):
             "shuffle_batches": shuffle_batches,
         }
         self._measuring: dict[str, Any] = {"cache_dir": cache_dir, "num_workers": measure_workers}
-        super().__init__(train, val, test, predict, **{"batch_size": batch_size, **options})
+        # Spelled out, because LightningCLI looks here for the options of the class above.
+        super().__init__(train, val, test, predict, batch_size=batch_size, **options)  # type: ignore[arg-type]
 
     def batch_sampler(self) -> BucketBatchSampler:
         """The batches of the training dataset: a fresh batch sampler, for a look at them without a trainer."""
         return self._batches(self.train)
 
     def _batches(self, dataset: Any) -> BucketBatchSampler:
+        lengths = self._lengths_of(dataset)
+        key = self.boundary_key
+        if key is not None:
+            key = lengths_of(dataset, key, what="boundary_key", **self._measuring)
+        return _told(
+            BucketBatchSampler(
+                lengths,
+                batch_size=self.batch_size,
+                boundary_key=key,
+                shuffle=self.shuffle,
+                drop_last=self.drop_last,
+                seed=self.seed,
+                **self._budget,
+                **self._cut,
+            ),
+            dataset,
+        )
+
+    def _lengths_of(self, dataset: Any) -> Any:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigurationError(
                 f"{type(self).__name__} needs a dataset with __getitem__ and __len__, which a {type(dataset).__name__} "
                 "has not: it has no random access by index."
             )
-        lengths = lengths_of(dataset, self.lengths, **self._measuring)
-        key = self.boundary_key
-        if key is not None:
-            key = lengths_of(dataset, key, what="boundary_key", **self._measuring)
-        batches = BucketBatchSampler(
-            lengths,
-            batch_size=self.batch_size,
-            boundary_key=key,
-            shuffle=self.shuffle,
-            drop_last=self.drop_last,
-            seed=self.seed,
-            **self._budget,
-            **self._cut,
-        )
-        if batches.num_dropped or batches.num_alone:
-            rank_zero_info(
-                f"{batches.num_dropped + batches.num_alone} of {len(dataset)} samples are longer than a batch may be: "
-                f"{batches.num_dropped} are left out, {batches.num_alone} come alone."
-            )
-        return batches
+        return lengths_of(dataset, self.lengths, **self._measuring)
 
     def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
         if "exact" not in how:
             return self._stateful_loader(dataset, batch_sampler=self._batches(dataset))
         size = self._size_for_evaluation
+        if size is None and hasattr(dataset, "__len__") and not len(dataset):
+            size = 1
         if size is not None:
             return super()._loader(dataset, name, **{"batch_size": size, **how})
-        if not isinstance(self.lengths, str) and not callable(self.lengths):
+        if self._budget["max_tokens"] is None or not names_lengths(self.lengths) or not hasattr(dataset, "__len__"):
             raise ConfigurationError(
-                "lengths are those of the training data, and evaluation data have none. Pass eval_batch_size=, or "
-                "lengths as the name of a column or attribute, or as a function of a sample."
+                "Evaluation data need eval_batch_size=: several batch sizes, and lengths as an array or a file, are "
+                "those of the training data. With max_tokens, and with lengths as the name of a column or attribute or "
+                "as a function of a sample, map-style datasets can do without."
             )
-        lengths = lengths_of(dataset, self.lengths, **self._measuring)
-        return self._stateful_loader(dataset, batch_sampler=BucketBatchSampler(lengths, shuffle=False, **self._budget))
+        batches = BucketBatchSampler(self._lengths_of(dataset), shuffle=False, **self._budget)
+        return self._stateful_loader(dataset, batch_sampler=_told(batches, dataset))
 
     def _predict_dataloader(self) -> Any:
         # Predictions are wanted in the order of their dataset.
@@ -154,6 +161,16 @@ class BucketDataModule(StatefulDataModule):
 
     @property
     def _size_for_evaluation(self) -> int | None:
-        if self.eval_batch_size is None and isinstance(self.batch_size, int):
-            return self.batch_size
-        return self.eval_batch_size
+        if self.eval_batch_size is not None:
+            return self.eval_batch_size
+        return as_int("batch_size", self.batch_size) if self.batch_size and not np.ndim(self.batch_size) else None
+
+
+def _told(batches: BucketBatchSampler, dataset: Any) -> BucketBatchSampler:
+    """Say how many samples are too long."""
+    if batches.num_dropped or batches.num_alone:
+        rank_zero_info(
+            f"{batches.num_dropped + batches.num_alone} of {len(dataset)} samples are longer than a batch may be: "
+            f"{batches.num_dropped} are left out, {batches.num_alone} come alone."
+        )
+    return batches

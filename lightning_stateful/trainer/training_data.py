@@ -125,11 +125,13 @@ class TrainingData:
         """What all ranks' batches hold at step ``batch`` of ``epoch``, and what they may, of loaders with a budget."""
         found = {}
         for path, loader in self.group.loaders.items():
-            position = self.group.position(path, epoch, batch)
-            if position is not None and isinstance(loader.order, BudgetedOrder):
-                here = loader.order.reopen(position, loader.plan.num_replicas)
+            if isinstance(loader.order, BudgetedOrder):
+                position, plan = self.group.position(path, epoch, batch), loader.plan
+                here = loader.order.reopen(position or plan.begin(epoch), plan.num_replicas)
                 step = here.consumed // here.width
-                found[path] = measure(loader.order, loader.order.lengths, here, step, step + 1), loader.order.budget
+                # Of an exhausted loader nothing: zeros, lest its last figures be logged again.
+                last = step if position is None else step + 1
+                found[path] = measure(loader.order, loader.order.lengths, here, step, last), loader.order.budget
         return found
 
     def num_batches(self) -> int:

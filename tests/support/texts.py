@@ -1,0 +1,181 @@
+"""Samples of many lengths, modules that put them into buckets, and what their runs are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_stateful import BucketDataModule, QuadraticCost
+from support.ledger import Numbers
+from support.runs import assert_same_end, assert_stitches, train
+from support.sources import Event, SaveAt, trained
+
+NUM_SAMPLES = 47
+MAX_TOKENS = 40
+VAL_FIRST = 500
+
+
+def length_of(index: int) -> int:
+    """Tokens of a sample: mostly few, sometimes many, at most 19."""
+    return 1 + (index * index * 7 + index * 3) % 19 if index % 3 else 1 + index % 5
+
+
+def key_of(index: int) -> int:
+    """The key of a sample where batches hold samples of one."""
+    return index % 3 + 5
+
+
+class Texts(Numbers):
+    """Samples that know their index and have as many tokens as stand in ``num_tokens``."""
+
+    def __init__(self, length: int = NUM_SAMPLES, *, first: int = 0) -> None:
+        super().__init__(length, first=first)
+        self.num_tokens = [length_of(first + index) for index in range(length)]
+        self.language = [key_of(first + index) for index in range(length)]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {**super().__getitem__(index), "tokens": torch.tensor(self.num_tokens[index])}
+
+
+def measure(sample: dict[str, torch.Tensor]) -> int:
+    """The length of a sample, by the sample."""
+    return int(sample["tokens"])
+
+
+def bucketed(**options: Any) -> BucketDataModule:
+    """Batches of 40 tokens in four buckets, and nine samples for validation."""
+    defaults: dict[str, Any] = {
+        "train": Texts(),
+        "val": Texts(9, first=VAL_FIRST),
+        "lengths": "num_tokens",
+        "seed": 7,
+    }
+    if "batch_size" not in options:
+        defaults["max_tokens"] = MAX_TOKENS
+    if "window" not in options and "boundaries" not in options:
+        defaults["num_buckets"] = 4
+    return BucketDataModule(**{**defaults, **options})
+
+
+MODULES: dict[str, Callable[..., Any]] = {
+    "tokens": lambda **options: bucketed(**options),
+    "equal counts": lambda **options: bucketed(boundaries="equal_counts", num_buckets=3, **options),
+    "given boundaries": lambda **options: bucketed(boundaries=[3, 8, 20], **options),
+    "batch size": lambda **options: bucketed(batch_size=4, **options),
+    "a size for each bucket": lambda **options: bucketed(
+        **{"batch_size": [6, 4, 2], "boundaries": [3, 8, 20], "eval_batch_size": 3, **options}
+    ),
+    "limited and in multiples": lambda **options: bucketed(max_samples=7, multiple=3, **options),
+    "quadratic cost": lambda **options: bucketed(max_tokens=60, cost=QuadraticCost(12), **options),
+    "too long alone": lambda **options: bucketed(max_tokens=15, too_long="alone", **options),
+    "full steps": lambda **options: bucketed(drop_last=True, **options),
+    "in order": lambda **options: bucketed(shuffle=False, **options),
+    "windows": lambda **options: bucketed(window=16, **options),
+    "windows by key": lambda **options: bucketed(window=16, boundary_key="language", **options),
+    "windows of a size, longest first": lambda **options: bucketed(
+        window=16, batch_size=4, shuffle_batches=False, **options
+    ),
+}
+
+
+def fits(name: str, batch: tuple[int, ...]) -> bool:
+    """Whether a batch of one of these modules is within its budget."""
+    longest, count = max(map(length_of, batch)), len(batch)
+    if name in ("batch size", "windows of a size, longest first"):
+        return count <= 4
+    if name == "a size for each bucket":
+        return count <= (6 if longest <= 3 else 4 if longest <= 8 else 2)
+    if name == "limited and in multiples":
+        return count <= 6 and longest * count <= MAX_TOKENS
+    if name == "quadratic cost":
+        return count * (longest + Fraction(longest**2, 12)) <= 60
+    if name == "too long alone":
+        return longest * count <= 15 or (longest > 15 and count == 1)
+    return longest * count <= MAX_TOKENS
+
+
+def ids_of(event: Event) -> tuple[int, ...]:
+    """The samples of an event."""
+    return tuple(event[-1])
+
+
+def batches(ledger: list[Event], epoch: int | None = None) -> list[tuple[int, ...]]:
+    """The batches trained on, in one epoch or in all."""
+    return [ids_of(event) for event in trained(ledger) if epoch in (None, event[1])]
+
+
+def samples(ledger: list[Event], epoch: int | None = None) -> list[int]:
+    """What was trained on, in one epoch or in all."""
+    return [index for batch in batches(ledger, epoch) for index in batch]
+
+
+def assert_goes_on_from_every_moment(
+    folder: Path, make: Callable[[], Any], moments: list[tuple[str, int, int]], **options: Any
+) -> None:
+    """A run resumed from checkpoints of many moments does, each time, what it would have done without the stop."""
+    options = {"max_epochs": 2, **options}
+    saver = SaveAt(folder, moments)
+    saving = train(make, callbacks=[saver], **options)
+    whole = train(make, **options)
+    # Saving changes nothing.
+    assert saving.ledger == whole.ledger
+    assert_same_end(saving, whole)
+    assert len(saver.ledgers) == len(moments), "a moment was never reached"
+    for number, moment in enumerate(moments):
+        resumed = train(make, ckpt_path=saver.path(number), seed=99, **options)
+        try:
+            assert_stitches([saver.ledgers[number], resumed.ledger], whole.ledger)
+            assert_same_end(resumed, whole)
+        except AssertionError as error:
+            raise AssertionError(f"stopped at {moment}") from error
+
+
+def cost_of(name: str, longest: int) -> Fraction:
+    """The share of its batch's budget that a sample takes, where the longest has so many tokens."""
+    if name == "quadratic cost":
+        return (longest + Fraction(longest**2, 12)) / 60
+    if name == "batch size":
+        return Fraction(1, 4)
+    return Fraction(longest, 15 if name == "too long alone" else MAX_TOKENS)
+
+
+def padding_of(name: str, *of_ranks: tuple[int, ...]) -> dict[str, float]:
+    """What there is to log of the batches of all ranks in one step, of one of these modules."""
+    longest = [max(map(length_of, batch)) for batch in of_ranks]
+    tokens = sum(length_of(index) for batch in of_ranks for index in batch)
+    padded = sum(most * len(batch) for most, batch in zip(longest, of_ranks, strict=True))
+    used = sum(cost_of(name, most) * len(batch) for most, batch in zip(longest, of_ranks, strict=True))
+    return {
+        "padding/share": float(1 - Fraction(tokens, padded)),
+        "padding/tokens": tokens,
+        "padding/budget_use": float(used / len(of_ranks)),
+    }
+
+
+class PaddingLog(pl.Callback):
+    """Keeps everything that is logged about padding, with its step, on every rank."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, dict[str, float]]] = []
+
+    def setup(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Stand beside the trainer's other loggers."""
+        trainer.loggers = [*trainer.loggers, _PaddingLogger(self.found)]
+
+
+class _PaddingLogger(DummyLogger):
+    def __init__(self, found: list[tuple[int, dict[str, float]]]) -> None:
+        super().__init__()
+        self._found = found
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        values = {name: value for name, value in metrics.items() if name.startswith("padding")}
+        if values:
+            assert step is not None
+            self._found.append((step, values))

@@ -1,0 +1,147 @@
+"""A run that goes on with other lengths or another budget: refused, or taken up from the next epoch on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ledger import LedgerModel
+from support.runs import StopAt, assert_same_end, assert_stitches, train
+from support.sources import Event, SaveAt, trained
+from support.texts import NUM_SAMPLES, Texts, batches, bucketed, samples
+from torch.utils.data import Subset
+
+from lightning_stateful import BucketDataModule, QuadraticCost
+from lightning_stateful.errors import StateMismatchError
+
+
+class OneLonger(Texts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_tokens[5] += 1
+
+
+class Described(Texts):
+    def describe(self) -> dict[str, Any]:
+        return {"edition": 2}
+
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
+    "a budget": ({}, {"max_tokens": 50}, {"max_tokens"}),
+    "a length": ({}, {"train": OneLonger()}, {"lengths.digest"}),
+    "a sample more": ({}, {"train": Texts(48)}, {"lengths.digest", "lengths.samples", "dataset.length"}),
+    "a number of buckets": ({}, {"num_buckets": 5}, {"num_buckets"}),
+    "how boundaries are chosen": ({}, {"num_buckets": 4, "boundaries": "equal_counts"}, {"boundaries"}),
+    "given boundaries": ({"boundaries": [5, 20]}, {"boundaries": [6, 20]}, {"boundaries"}),
+    "a batch size": ({"batch_size": 3}, {"batch_size": 4}, {"batch_size"}),
+    "a bucket's batch size": (
+        {"batch_size": [4, 2], "boundaries": [5, 20], "eval_batch_size": 2},
+        {"batch_size": [5, 2], "boundaries": [5, 20], "eval_batch_size": 2},
+        {"batch_size"},
+    ),
+    "samples for tokens": ({}, {"batch_size": 4}, {"batch_size", "max_tokens"}),
+    "limits of a batch": (
+        {},
+        {"cost": QuadraticCost(30), "max_samples": 5, "multiple": 2},
+        {"quadratic_length", "max_samples", "multiple"},
+    ),
+    "what happens to samples too long": ({}, {"too_long": "drop"}, {"too_long"}),
+    "full steps": ({}, {"drop_last": True}, {"drop_last"}),
+    "an order": ({}, {"shuffle": False}, {"shuffle"}),
+    "a window": ({"window": 16}, {"window": 20}, {"window"}),
+    "a key": ({"window": 16}, {"window": 16, "boundary_key": "language"}, {"boundary_key"}),
+    "the order within windows": ({"window": 16}, {"window": 16, "shuffle_batches": False}, {"shuffle_batches"}),
+    "several": ({}, {"max_tokens": 50, "seed": 8, "train": OneLonger()}, {"max_tokens", "seed", "lengths.digest"}),
+}
+
+
+def stopped(
+    folder: Path, options: dict[str, Any], *, hook: str = "on_train_batch_end", batch: int = 3
+) -> tuple[Path, list[Event]]:
+    stop = StopAt(hook, folder / "stop.ckpt", batch=batch)
+    train(lambda: bucketed(**options), callbacks=[stop])
+    assert stop.ledger is not None
+    return folder / "stop.ckpt", stop.ledger
+
+
+def refused(path: Path, options: dict[str, Any]) -> StateMismatchError:
+    """The error of a run that goes on with other options, before it trains."""
+    model = LedgerModel()
+    with pytest.raises(StateMismatchError) as caught:
+        train(lambda: bucketed(**options), model=model, ckpt_path=path)
+    assert model.ledger == []
+    return caught.value
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_refused_and_if_accepted_taken_up_at_the_beginning_of_an_epoch_alone(
+    tmp_path: Path, change: str
+) -> None:
+    before, after, paths = CHANGES[change]
+    saver = SaveAt(tmp_path, [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0)])
+    train(lambda: bucketed(**before), callbacks=[saver], max_epochs=1)
+    within, between = saver.path(0), saver.path(1)
+    for path in (within, between):
+        error = refused(path, after)
+        assert {difference.path for difference in error.differences} == paths
+        assert all(name in str(error) for name in paths)
+    accepted = {**after, "accept": tuple(paths)}
+    # Within an epoch, what decides about batches stands in the way whatever is accepted.
+    found = {difference.path for difference in refused(within, accepted).differences}
+    assert found == {name.split(".")[0] for name in paths} - {"dataset"}
+    resumed = train(lambda: bucketed(**accepted), ckpt_path=between, seed=99, max_epochs=2)
+    fresh = train(lambda: bucketed(**after), max_epochs=2)
+    assert batches(resumed.ledger) == batches(fresh.ledger, 1)
+
+
+def test_a_change_is_accepted_after_the_last_batch_of_an_epoch_before_its_validation(tmp_path: Path) -> None:
+    last = len(bucketed().train_dataloader()) - 1
+    path, _ = stopped(tmp_path, {}, batch=last)
+    resumed = train(lambda: bucketed(max_tokens=70, accept="max_tokens"), ckpt_path=path, seed=99)
+    fresh = train(lambda: bucketed(max_tokens=70))
+    assert batches(resumed.ledger) == batches(fresh.ledger, 1) + batches(fresh.ledger, 2)
+    assert [event[0] for event in resumed.ledger].index("val") < [event[0] for event in resumed.ledger].index("train")
+
+
+@pytest.mark.parametrize("other", [Described(), Subset(Texts(), range(NUM_SAMPLES))])
+def test_another_dataset_of_the_same_lengths_is_refused_and_may_be_accepted_within_an_epoch(
+    tmp_path: Path, other: Any
+) -> None:
+    path, first = stopped(tmp_path, {})
+    differing = refused(path, {"train": other}).differences
+    assert {difference.path.split(".")[0] for difference in differing} == {"dataset"}
+    resumed = train(lambda: bucketed(train=other, accept="dataset"), ckpt_path=path, seed=99)
+    whole = train(bucketed)
+    assert_stitches([first, resumed.ledger], whole.ledger, 0)
+    assert_same_end(resumed, whole)
+
+
+def test_buckets_are_not_taken_for_windows_whatever_is_accepted(tmp_path: Path) -> None:
+    path, _ = stopped(tmp_path, {}, hook="on_train_epoch_end", batch=0)
+    error = refused(path, {"window": 16, "accept": ("boundaries", "num_buckets", "shuffle_batches", "window", "kind")})
+    assert [difference.path for difference in error.differences] == ["kind"]
+
+
+def test_what_does_not_decide_about_batches_may_change_at_any_time(tmp_path: Path) -> None:
+    path, first = stopped(tmp_path, {})
+    # The same lengths in another form, workers, and the size of evaluation batches.
+    other = {"lengths": Texts().num_tokens, "num_workers": 1, "eval_batch_size": 4, "log_padding": True}
+    resumed = train(lambda: bucketed(**other), ckpt_path=path, seed=99)
+    whole = train(bucketed)
+    assert trained(first) + trained(resumed.ledger) == trained(whole.ledger)
+    assert_same_end(resumed, whole)
+
+
+def test_a_renamed_module_is_taken_up_if_that_is_accepted(tmp_path: Path) -> None:
+    class Renamed(BucketDataModule):
+        pass
+
+    def make(**options: Any) -> Any:
+        return lambda: Renamed(Texts(), lengths="num_tokens", max_tokens=40, num_buckets=4, seed=7, **options)
+
+    path, first = stopped(tmp_path, {"val": None})
+    with pytest.raises(StateMismatchError, match="module"):
+        train(make(), ckpt_path=path)
+    resumed = train(make(accept="module"), ckpt_path=path, seed=99)
+    assert sorted(samples(first, 0) + samples(resumed.ledger, 0)) == list(range(NUM_SAMPLES))
