@@ -88,7 +88,7 @@ def _padding(asked: argparse.Namespace) -> str:
         plot_padding(batches, asked.picture, num_replicas=asked.ranks[0])
     if asked.json:
         return json.dumps([report.to_dict() for report in reports], indent=2)
-    tables = [str(report) for report in reports] if asked.buckets else []
+    tables = [str(report) for report in reports if report.buckets] if asked.buckets else []
     return "\n\n".join([*tables, summary(reports), *_notes(reports)])
 
 

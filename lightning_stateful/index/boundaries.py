@@ -73,7 +73,7 @@ def given(boundaries: Sequence[Any], longest: int) -> tuple[int, ...]:
     Raises:
         ConfigurationError: They do not rise, or are no positive integers.
     """
-    if np.ndim(boundaries) != 1:
+    if not isinstance(boundaries, (Sequence, np.ndarray)):
         raise ConfigurationError(f"boundaries are lengths, one for each bucket, got {boundaries!r}.")
     ends = [as_int("a boundary", boundary) for boundary in boundaries]
     if not ends or ends[0] < 1 or any(left >= right for left, right in pairwise(ends)):

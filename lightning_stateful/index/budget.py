@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.checks import as_int
+from lightning_stateful.index.permutation import MAX_LENGTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class Budget:
             count = int(self.max_tokens // self._cost(max(longest, 1)))
         if self.max_samples is not None:
             count = min(count, self.max_samples)
+        # More samples than a dataset can have are as good as these, and overflow nothing.
+        count = min(count, MAX_LENGTH)
         return count - count % self.multiple if count > self.multiple else count
 
     def use(self, longest: int, count: int) -> float:

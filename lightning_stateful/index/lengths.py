@@ -51,18 +51,19 @@ def check_lengths(lengths: Any, *, what: str = "lengths") -> NDArray[Any]:
     """
     try:
         array = np.asarray(lengths)
-    except ValueError as error:
-        raise ConfigurationError(f"{what} must be one integer a sample: {error}.") from None
+    except (ValueError, TypeError, RuntimeError) as error:
+        # TypeError and RuntimeError are torch's, of tensors that are elsewhere or no plain numbers.
+        raise ConfigurationError(f"{what} must be one integer a sample, in the CPU's memory: {error}.") from None
     if array.ndim != 1:
         raise ConfigurationError(f"{what} must be one integer a sample, got an array of shape {array.shape}.")
     if not array.size:
         raise ConfigurationError(f"{what} are empty; give one integer a sample.")
     check_length(array.size)
     if array.dtype.kind not in "iu":
-        raise ConfigurationError(
-            f"{what} must be integers, got {array.dtype}: {array[:3].tolist()}. Give lengths in whole units, for "
-            "example milliseconds in place of seconds."
-        )
+        remedy = "Give whole units, for example milliseconds in place of seconds"
+        if array.dtype.kind not in "f":
+            remedy = "Number them, for example with numpy.unique(..., return_inverse=True)"
+        raise ConfigurationError(f"{what} must be integers, got {array.dtype}: {array[:3].tolist()}. {remedy}.")
     for start, chunk in chunks(array):
         if chunk.dtype.kind == "i" and int(chunk.min()) < 0:
             place = start + int(chunk.argmin())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, Difference, StateMismatchError
+from lightning_stateful.index.permutation import MAX_LENGTH
 from lightning_stateful.index.position import Position
 
 
@@ -26,7 +27,11 @@ def read_position(data: Mapping[str, Any], origin: str) -> Position:
     since, served = data.get("since"), data.get(origin)
     if type(since) is not int or not isinstance(served, list) or any(type(part) is not int for part in served):
         raise DamagedStateError(f"a position needs since, and {origin} as integers, got {dict(data)}")
-    if not 0 <= since <= position.consumed or any(part < 1 for part in served) or bool(since) != bool(served):
+    if (
+        not 0 <= since <= position.consumed
+        or any(not 1 <= part <= MAX_LENGTH for part in served)
+        or bool(since) != bool(served)
+    ):
         raise DamagedStateError(f"{origin} and since of a position contradict each other: {dict(data)}")
     if position.consumed % position.width or since % position.width:
         raise DamagedStateError(f"slots come in groups of width={position.width}, got {dict(data)}")
@@ -46,7 +51,7 @@ def refuse_within_epoch(position: Position, saved: Mapping[str, Any], present: M
         "under the saved value, or resume from a checkpoint at the beginning of an epoch."
     )
     found = [
-        Difference(path=name, saved=saved.get(name), present=present.get(name), remedy=remedy)
+        Difference(path=name, saved=saved.get(name, "<nothing>"), present=present.get(name, "<nothing>"), remedy=remedy)
         for name in sorted((saved.keys() | present.keys()) - {"dataset"})
         if saved.get(name) != present.get(name)
     ]

@@ -179,6 +179,8 @@ class WindowOrder:
 
     def unshuffled(self) -> WindowOrder:
         """The same windows in every epoch, in the dataset's order."""
+        if not self.windows.shuffle and not self.shuffle_batches:
+            return self
         return replace(self, windows=replace(self.windows, shuffle=False), shuffle_batches=False)
 
     # State

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.index.lengths import digest
-from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.loaders.measuring import measure_one
 from lightning_stateful.loaders.seeded import keep_randomness
 from lightning_stateful.samplers.identity import describe_dataset
 from lightning_stateful.samplers.lengths import read_array
 
 _VERSION = 1
-_SPOT_CHECKS = 8
+# Lengths that are part of the key, and lengths that are measured again at each reading.
+_NAMED, _SPOT_CHECKS = 16, 32
 
 
 def folder_beside(dataset: Any) -> Path:
@@ -55,9 +55,9 @@ class LengthCache:
     """A file of lengths for one dataset and one function.
 
     Its name is a digest of what identifies both: of the dataset what a state says of it (see
-    :func:`~lightning_stateful.samplers.identity.describe_dataset`), of the function its code and what it holds. As that
-    cannot see everything, a file is only believed if its contents are whole and some samples, measured again, are as
-    long as it says.
+    :func:`~lightning_stateful.samplers.identity.describe_dataset`), its plain attributes and the lengths of some of its
+    samples; of the function its code and what it holds. As that cannot see everything, a file is only believed if its
+    contents are whole and other samples, the shortest, the longest and some at random, are as long as it says.
 
     Of the processes that ask at the same time, one measures, and the others wait and read: the file's lock sees to it,
     so that no process group is needed.
@@ -66,19 +66,25 @@ class LengthCache:
         dataset: A map-style dataset.
         length: From a sample to its length.
         folder: Where files are kept; it is made if need be.
+        what: How an error calls the lengths.
     """
 
-    def __init__(self, dataset: Any, length: Callable[[Any], int], folder: Path) -> None:
-        self._dataset, self._length, self._folder = dataset, length, folder
+    def __init__(self, dataset: Any, length: Callable[[Any], int], folder: Path, *, what: str = "lengths") -> None:
+        self._dataset, self._length, self._folder, self._what = dataset, length, folder, what
         self._described = {
             "version": _VERSION,
-            "dataset": {"type": type(dataset).__qualname__, **describe_dataset(dataset)},
+            "dataset": {
+                "type": type(dataset).__qualname__,
+                "attributes": _plain_attributes(dataset),
+                "some lengths": _some_lengths(dataset, length, what),
+                **describe_dataset(dataset),
+            },
             "function": _describe_function(length),
         }
         key = hashlib.blake2b(json.dumps(self._described, sort_keys=True).encode(), digest_size=8).hexdigest()
         self.path = folder / f"lengths-{key}.npy"
 
-    def read_or(self, measure: Callable[[], NDArray[Any]], *, what: str = "lengths") -> NDArray[Any]:
+    def read_or(self, measure: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """The lengths in the file, memory-mapped; measured and written first if there are none to be trusted.
 
         Raises:
@@ -93,7 +99,7 @@ class LengthCache:
             lock.acquire()
         except (OSError, NotImplementedError) as error:
             raise ConfigurationError(
-                f"{what} cannot be kept in {str(self._folder)!r}: {error}. Pass a cache_dir that can be written."
+                f"{self._what} cannot be kept in {str(self._folder)!r}: {error}. Pass a cache_dir that can be written."
             ) from None
         try:
             found, reason = self._read()
@@ -129,11 +135,13 @@ class LengthCache:
         if lengths.shape != (len(self._dataset),) or header.get("digest") != digest(lengths):
             return "the file is damaged"
         with keep_randomness():
-            for number in range(min(_SPOT_CHECKS, len(lengths))):
-                index = derive_seed("spot check", self.path.stem, number) % len(lengths)
-                now = measure_one(self._dataset, self._length, index)
+            for index in _places_to_check(lengths):
+                now = measure_one(self._dataset, self._length, index, what=self._what)
                 if now != lengths[index]:
-                    return f"sample {index} has length {now}, and they say {lengths[index]}"
+                    return (
+                        f"sample {index} has length {now}, and they say {lengths[index]}: data or function have "
+                        "changed, or give another length each time"
+                    )
         return ""
 
     def _write(self, lengths: NDArray[Any]) -> None:
@@ -160,6 +168,28 @@ def _replacing(path: Path) -> Any:
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
+
+
+def _places_to_check(lengths: NDArray[Any]) -> list[int]:
+    """The shortest and the longest sample, and some others at every reading."""
+    if not len(lengths):
+        return []
+    chosen = np.random.default_rng().choice(len(lengths), min(_SPOT_CHECKS, len(lengths)), replace=False)
+    return [int(lengths.argmin()), int(lengths.argmax()), *chosen.tolist()]
+
+
+def _some_lengths(dataset: Any, length: Callable[[Any], int], what: str) -> list[int]:
+    """The lengths of some samples, evenly spaced."""
+    with keep_randomness():
+        places = np.unique(np.linspace(0, len(dataset) - 1, min(_NAMED, len(dataset))).astype(np.int64))
+        return [measure_one(dataset, length, index, what=what) for index in places.tolist()]
+
+
+def _plain_attributes(dataset: Any) -> dict[str, Any]:
+    """What a dataset was built with, as far as it is kept as plain data: a split, a longest length."""
+    plain = (bool, int, float, str, type(None))
+    held = getattr(dataset, "__dict__", {})
+    return {name: value for name, value in sorted(held.items()) if isinstance(value, plain) and name[:2] != "__"}
 
 
 def _describe_function(function: Any) -> dict[str, Any]:

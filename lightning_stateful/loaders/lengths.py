@@ -48,8 +48,8 @@ def lengths_of(
     """
     if callable(lengths) and not hasattr(lengths, "__array__"):
         folder = folder_beside(dataset) if cache_dir is None else Path(cache_dir)
-        cache = LengthCache(dataset, lengths, folder)
-        return cache.read_or(lambda: measure_samples(dataset, lengths, num_workers=num_workers, what=what), what=what)
+        cache = LengthCache(dataset, lengths, folder, what=what)
+        return cache.read_or(lambda: measure_samples(dataset, lengths, num_workers=num_workers, what=what))
     found = _named(dataset, lengths, what) if isinstance(lengths, str) else open_lengths(lengths, what=what)
     if len(found) != len(dataset):
         raise ConfigurationError(

@@ -41,6 +41,8 @@ def measure_samples(
         Exception: Whatever reading or measuring a sample raises.
     """
     total = len(dataset)
+    if num_workers is not None and num_workers < 0:
+        raise ConfigurationError(f"The number of processes that measure must not be negative, got {num_workers}.")
     if num_workers is None:
         num_workers = os.cpu_count() or 1 if total >= _WORTH_WORKERS else 0
     loader: DataLoader[Any] = DataLoader(

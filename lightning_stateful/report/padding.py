@@ -58,6 +58,7 @@ class PaddingReport:
         num_dropped: Samples left out because they are too long.
         num_alone: Samples in batches of their own because they are too long.
         num_repeated: Samples served twice because ranks take equal steps.
+        num_left_out: Samples of a last step that ``drop_last`` leaves out.
     """
 
     num_replicas: int
@@ -66,6 +67,7 @@ class PaddingReport:
     num_dropped: int
     num_alone: int
     num_repeated: int
+    num_left_out: int
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -82,7 +84,12 @@ class PaddingReport:
             f"{ranks}: {self.whole.steps} steps, {self.whole.samples} samples, {self.whole.tokens} tokens",
             *_table([("up to", *_HEADINGS), *(_row(str(each.longest), each) for each in self.buckets)]),
         ]
-        said = {"dropped": self.num_dropped, "alone": self.num_alone, "repeated": self.num_repeated}
+        said = {
+            "dropped": self.num_dropped,
+            "alone": self.num_alone,
+            "repeated": self.num_repeated,
+            "left out": self.num_left_out,
+        }
         lines += [f"{count} samples {what}" for what, count in said.items() if count]
         return "\n".join(lines)
 
@@ -121,7 +128,8 @@ def padding_report(
         buckets=_by_bucket(found, order) if isinstance(order, BucketOrder) else (),
         num_dropped=samples.num_dropped,
         num_alone=samples.num_alone,
-        num_repeated=0 if order.drop_last else served - kept,
+        num_repeated=max(served - kept, 0),
+        num_left_out=max(kept - served, 0),
     )
 
 

@@ -42,17 +42,17 @@ class BucketBatchSampler(StatefulBatchSampler):
         cost: What samples cost beside their tokens, as a :class:`QuadraticCost`.
         num_buckets: Number of buckets. By default 128, or fewer where that would leave a bucket fewer than 4 batches on
             average.
-        boundaries: Where buckets end: ``"least_padding"`` (the default) and ``"equal_counts"`` choose, or the longest
-            length of each bucket, rising.
+        boundaries: Where buckets end: ``"least_padding"`` (the default, as None is) and ``"equal_counts"`` choose, or
+            the longest length of each bucket, rising.
         window: Sort and cut windows of so many samples, counted over all ranks, in place of buckets. It should be many
             times the batch size times the number of ranks.
         boundary_key: With ``window``: an integer for every sample; a batch holds samples of one. A window is sorted by
-            key, and then by length.
+            key, and then by length. Samples change windows only with others of their key and of about their length.
         shuffle_batches: With ``window``: shuffle the batches of each window, in groups of as many as there are ranks.
         too_long: What to do about samples longer than the budget: ``"error"`` refuses them, ``"drop"`` leaves them out
             and ``"alone"`` serves each in a batch of its own.
         shuffle: False to serve the longest bucket first, or windows of the dataset's order, alike in every epoch.
-        drop_last: Leave out the last step if it is not full.
+        drop_last: Leave out the last step if it is not full; of windows, if it has no batch for every rank.
         seed: Chooses the orders.
         num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
         rank: This rank; by default that of the process group, or 0.
@@ -80,7 +80,7 @@ class BucketBatchSampler(StatefulBatchSampler):
         multiple: int = 1,
         cost: QuadraticCost | None = None,
         num_buckets: int | None = None,
-        boundaries: Boundaries = "least_padding",
+        boundaries: Boundaries | None = None,
         window: int | None = None,
         boundary_key: Lengths | None = None,
         shuffle_batches: bool = True,
@@ -93,6 +93,7 @@ class BucketBatchSampler(StatefulBatchSampler):
         accept: Collection[str] = (),
     ) -> None:
         lengths = open_lengths(lengths)
+        boundaries = "least_padding" if boundaries is None else boundaries
         seed = as_int("seed", seed)
         budget: dict[str, Any] = {
             "max_tokens": max_tokens,

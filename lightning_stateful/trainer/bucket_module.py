@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.index.buckets import Boundaries
 from lightning_stateful.index.budget import QuadraticCost
 from lightning_stateful.index.checks import as_int
@@ -76,7 +76,7 @@ class BucketDataModule(StatefulDataModule):
         multiple: int = 1,
         cost: QuadraticCost | None = None,
         num_buckets: int | None = None,
-        boundaries: Boundaries = "least_padding",
+        boundaries: Boundaries | None = None,
         window: int | None = None,
         boundary_key: Lengths | Callable[[Any], int] | None = None,
         shuffle_batches: bool = True,
@@ -114,19 +114,22 @@ class BucketDataModule(StatefulDataModule):
         key = self.boundary_key
         if key is not None:
             key = lengths_of(dataset, key, what="boundary_key", **self._measuring)
-        return _told(
-            BucketBatchSampler(
-                lengths,
-                batch_size=self.batch_size,
-                boundary_key=key,
-                shuffle=self.shuffle,
-                drop_last=self.drop_last,
-                seed=self.seed,
-                **self._budget,
-                **self._cut,
-            ),
-            dataset,
+        batches = BucketBatchSampler(
+            lengths,
+            batch_size=self.batch_size,
+            boundary_key=key,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            seed=self.seed,
+            **self._budget,
+            **self._cut,
         )
+        if batches.num_dropped or batches.num_alone:
+            rank_zero_info(
+                f"{batches.num_dropped + batches.num_alone} of {len(dataset)} samples are longer than a batch may be: "
+                f"{batches.num_dropped} are left out, {batches.num_alone} come alone."
+            )
+        return batches
 
     def _lengths_of(self, dataset: Any) -> Any:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -151,7 +154,13 @@ class BucketDataModule(StatefulDataModule):
                 "as a function of a sample, map-style datasets can do without."
             )
         batches = BucketBatchSampler(self._lengths_of(dataset), shuffle=False, **self._budget)
-        return self._stateful_loader(dataset, batch_sampler=_told(batches, dataset))
+        if batches.num_dropped:
+            rank_zero_warn(
+                f"{batches.num_dropped} of {len(dataset)} samples for evaluation are too long, and left out of its "
+                "metrics.",
+                category=StatefulWarning,
+            )
+        return self._stateful_loader(dataset, batch_sampler=batches)
 
     def _predict_dataloader(self) -> Any:
         # Predictions are wanted in the order of their dataset.
@@ -164,13 +173,3 @@ class BucketDataModule(StatefulDataModule):
         if self.eval_batch_size is not None:
             return self.eval_batch_size
         return as_int("batch_size", self.batch_size) if self.batch_size and not np.ndim(self.batch_size) else None
-
-
-def _told(batches: BucketBatchSampler, dataset: Any) -> BucketBatchSampler:
-    """Say how many samples are too long."""
-    if batches.num_dropped or batches.num_alone:
-        rank_zero_info(
-            f"{batches.num_dropped + batches.num_alone} of {len(dataset)} samples are longer than a batch may be: "
-            f"{batches.num_dropped} are left out, {batches.num_alone} come alone."
-        )
-    return batches

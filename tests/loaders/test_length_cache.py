@@ -28,7 +28,8 @@ from lightning_stateful.loaders.length_cache import LengthCache, folder_beside
 from lightning_stateful.loaders.lengths import lengths_of
 
 LENGTHS = [len(text) for text in TEXTS]
-SPOT_CHECKS = 8
+# Some samples are looked at for the key and, on reading, others and the shortest and longest.
+NAMED, READ = 16, 16 + 32 + 2
 CLOSED = 7
 
 
@@ -136,10 +137,10 @@ class TestPlaces:
 class TestFindingAgain:
     def test_the_second_time_only_a_few_samples_are_measured(self, tmp_path: Path, counting: Counting) -> None:
         first = lengths_of(TEXTS, counting)
-        assert len(calls(counting.calls)) == len(TEXTS)
+        assert len(calls(counting.calls)) == NAMED + len(TEXTS)
         second = lengths_of(TEXTS, Counting(counting.calls))
 
-        assert len(calls(counting.calls)) == len(TEXTS) + SPOT_CHECKS
+        assert len(calls(counting.calls)) == NAMED + len(TEXTS) + READ
         assert first.tolist() == second.tolist() == LENGTHS
 
     def test_what_comes_back_is_mapped_from_the_file(self) -> None:
@@ -150,7 +151,9 @@ class TestFindingAgain:
         lengths_of(TEXTS, len, cache_dir=tmp_path)
         header = json.loads(the_file(tmp_path).with_suffix(".json").read_text())
 
-        assert header["of"]["dataset"] == {"type": "list", "length": 40}
+        assert header["of"]["dataset"]["type"] == "list"
+        assert header["of"]["dataset"]["length"] == 40
+        assert len(header["of"]["dataset"]["some lengths"]) == NAMED
         assert header["of"]["function"]["name"] == "builtins.len"
 
     def test_no_other_file_is_left(self, tmp_path: Path) -> None:
@@ -268,10 +271,22 @@ class TestKeys:
         assert key(TEXTS, len) == key(list(TEXTS), len)
         assert key(TEXTS, cut_at(3)) == key(TEXTS, cut_at(3))
         assert key(TEXTS, Scaled(2)) == key(TEXTS, Scaled(2))
-        assert key(TEXTS, functools.partial(max, 3)) == key(TEXTS, functools.partial(max, 3))
+        assert key([1, 5], functools.partial(max, 3)) == key([1, 5], functools.partial(max, 3))
 
     def test_data_of_another_length_or_type_have_another(self) -> None:
         assert len({key(TEXTS, len), key(TEXTS[1:], len), key(tuple(TEXTS), len)}) == 3
+
+    def test_what_a_dataset_was_built_with_counts(self) -> None:
+        class Cut(list[str]):
+            def __init__(self, longest: int) -> None:
+                super().__init__(TEXTS)
+                self.longest = longest
+
+        assert key(Cut(3), len) == key(Cut(3), len)
+        assert key(Cut(3), len) != key(Cut(4), len)
+
+    def test_the_lengths_of_some_samples_count(self) -> None:
+        assert key(TEXTS, len) != key([text + "b" for text in TEXTS], len)
 
     def test_another_fingerprint_has_another(self) -> None:
         dataset = datasets.Dataset.from_dict({"text": TEXTS})
@@ -303,10 +318,10 @@ class TestKeys:
     def test_other_code_has_another(self) -> None:
         functions = [
             len,
-            sum,
+            lambda sample: 0,
             lambda sample: len(sample),
             lambda sample: len(sample) + 1,
-            lambda sample: len(sample) - 1,
+            lambda sample: len(sample) + 2,
         ]
 
         assert len({key(TEXTS, function) for function in functions}) == 5
@@ -315,7 +330,7 @@ class TestKeys:
         assert key(TEXTS, cut_at(3)) != key(TEXTS, cut_at(4))
 
     def test_what_a_function_is_given_counts(self) -> None:
-        assert key(TEXTS, functools.partial(max, 3)) != key(TEXTS, functools.partial(max, 4))
+        assert key([7, 8], functools.partial(max, 3)) != key([7, 8], functools.partial(max, 4))
 
     def test_what_an_object_holds_counts(self) -> None:
         assert key(TEXTS, Scaled(2)) != key(TEXTS, Scaled(3))
@@ -349,7 +364,7 @@ class TestKeys:
         for _ in range(2):
             assert lengths_of(TEXTS, measured).tolist() == LENGTHS
 
-        assert len(calls(counting.calls)) == len(TEXTS) + SPOT_CHECKS
+        assert len(calls(counting.calls)) == NAMED + len(TEXTS) + READ
 
 
 class TestDamage:
@@ -445,12 +460,23 @@ class TestDamage:
 
         self.found(path, "they are those of another dataset or function")
 
+    def test_only_the_longest_sample_that_is_no_longer_as_long(self, tmp_path: Path) -> None:
+        texts = ["a" * (number % 9) for number in range(5000)]
+        texts[4321] = "a" * 20
+        lengths_of(texts, len, cache_dir=tmp_path)
+        texts[4321] = "a" * 30
+        with pytest.warns(StatefulWarning, match="sample 4321 has length 30, and they say 20"):
+            found = lengths_of(texts, len, cache_dir=tmp_path)
+
+        assert int(found.max()) == 30
+
     def test_samples_that_are_no_longer_as_long(self, path: Path) -> None:
-        changed = [text + "b" for text in TEXTS]
-        with pytest.warns(StatefulWarning, match=r"because sample \d+ has length \d+, and they say \d+\. All samples"):
+        named = np.linspace(0, len(TEXTS) - 1, NAMED).astype(int)
+        changed = [text if number in named else text + "b" for number, text in enumerate(TEXTS)]
+        with pytest.warns(StatefulWarning, match=r"because sample \d+ has length \d+, and they say \d+: data or .*All"):
             found = lengths_of(changed, len, cache_dir=path.parent)
 
-        assert found.tolist() == [length + 1 for length in LENGTHS]
+        assert found.tolist() == [len(text) for text in changed]
 
     def test_a_missing_array_is_simply_measured(self, path: Path) -> None:
         path.unlink()
@@ -484,7 +510,7 @@ class TestProcesses:
 
         assert list(found.values()) == [LENGTHS, LENGTHS]
         by_process = sorted(calls(tmp_path / "calls").count(str(pid)) for pid in found)
-        assert by_process == [SPOT_CHECKS, len(TEXTS)]
+        assert by_process == [READ, NAMED + len(TEXTS)]
 
     @pytest.mark.timeout(120)
     @pytest.mark.parametrize("num_workers", [0, 1])
@@ -494,7 +520,7 @@ class TestProcesses:
         (tmp_path / "stays").write_text("")
         process = self.context.Process(target=measure, args=(tmp_path, num_workers))
         process.start()
-        while len(calls(tmp_path / "calls")) < 6:
+        while len(calls(tmp_path / "calls")) < NAMED + 6:
             assert process.is_alive()
             time.sleep(0.02)
         process.kill()
@@ -508,8 +534,8 @@ class TestProcesses:
             found = lengths_of(TEXTS, counting, cache_dir=tmp_path / "cache")
 
         assert found.tolist() == LENGTHS
-        assert calls(tmp_path / "calls").count(str(os.getpid())) == len(TEXTS)
-        assert len(calls(tmp_path / "calls")) >= before + len(TEXTS)
+        assert calls(tmp_path / "calls").count(str(os.getpid())) == NAMED + len(TEXTS)
+        assert len(calls(tmp_path / "calls")) == before + NAMED + len(TEXTS)
         assert not caught
 
     @pytest.mark.timeout(120)
@@ -523,4 +549,4 @@ class TestProcesses:
             found = lengths_of(TEXTS, Counting(tmp_path / "calls", tmp_path / "stays"), cache_dir=tmp_path / "cache")
 
         assert found.tolist() == LENGTHS
-        assert calls(tmp_path / "calls").count(str(os.getpid())) == len(TEXTS)
+        assert calls(tmp_path / "calls").count(str(os.getpid())) == NAMED + len(TEXTS)

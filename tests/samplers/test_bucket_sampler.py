@@ -133,7 +133,6 @@ class TestArguments:
         "options",
         [
             {"boundaries": 5},
-            {"boundaries": None},
             {"boundaries": np.array([10, 40]), "window": 40},
         ],
         ids=str,

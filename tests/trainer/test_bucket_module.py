@@ -182,14 +182,13 @@ def test_samples_are_measured_once_and_not_again_on_resume(tmp_path: Path) -> No
 
     stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)
     train(make, callbacks=[stop], reload_dataloaders_every_n_epochs=1)
-    again = Counter(map(int, calls.read_text().split()))
-    assert set(again) == set(EVERY_SAMPLE)
+    assert set(map(int, calls.read_text().split())) == set(EVERY_SAMPLE)
     calls.unlink()
     resumed = train(make, ckpt_path=tmp_path / "stop.ckpt", seed=99)
     assert stop.ledger is not None
     assert_stitches([stop.ledger, resumed.ledger], train(lambda: bucketed(val=None)).ledger, 0)
-    # A few are looked at, to see that the file is still right.
-    assert len(set(calls.read_text().split())) <= 8
+    # Some are looked at, to see that the file is still right.
+    assert len(calls.read_text().split()) % (16 + 32 + 2) == 0
 
 
 def noting_process(path: Path, sample: dict[str, torch.Tensor]) -> int:
@@ -206,8 +205,10 @@ def test_lengths_are_measured_by_processes_of_their_own_and_kept_where_asked_for
     )  # fmt: skip
     data.train_dataloader()
     measured = Counter((tmp_path / "pids").read_text().split())
+    # Here only those are looked at by which a file is told from others.
+    assert measured.pop(str(os.getpid())) == 16
     assert len(measured) == 2
-    assert str(os.getpid()) not in measured
+    assert sum(measured.values()) == 300
     (kept,) = (tmp_path / "a" / "b").glob("*.npy")
     assert np.load(kept).tolist() == Texts(300).num_tokens
 
@@ -435,11 +436,11 @@ def test_sizes_of_buckets_say_nothing_about_evaluation() -> None:
         data.val_dataloader()
 
 
-def test_evaluation_says_how_many_samples_it_leaves_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_evaluation_says_how_many_samples_it_leaves_out() -> None:
     data = bucketed(train=None, max_tokens=15, too_long="drop")
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
+    with pytest.warns(StatefulWarning, match="2 of 9 samples for evaluation are too long"):
         served = [int(index) for batch in data.val_dataloader() for index in batch["id"]]
-    assert len(served) == 9 or "longer than a batch may be" in caplog.text
+    assert len(served) == 7
 
 
 # Refusals

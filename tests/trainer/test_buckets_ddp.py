@@ -274,9 +274,9 @@ def test_one_rank_measures_and_the_others_read(everything: Everything) -> None:
     assert {who for who, _ in calls} <= pids
     measuring = [pid for pid, counts in of_pid.items() if set(counts) == set(EVERY_SAMPLE)]
     assert len(measuring) == 1
-    # The other looks at a few, to see whether it can believe the file.
+    # The other looks at some, to see whether it can believe the file.
     (reading,) = pids - set(measuring)
-    assert len(of_pid[reading]) <= 8
+    assert sum(of_pid[reading].values()) < sum(of_pid[measuring[0]].values())
     assert found[0]["ledger"] != found[1]["ledger"]
     for run, whole in zip(found, everything.uninterrupted(2, "tokens"), strict=True):
         assert batches(run["ledger"]) == batches(whole["ledger"], 0)
