@@ -535,7 +535,7 @@ class TestProcesses:
 
         assert found.tolist() == LENGTHS
         assert calls(tmp_path / "calls").count(str(os.getpid())) == NAMED + len(TEXTS)
-        assert len(calls(tmp_path / "calls")) == before + NAMED + len(TEXTS)
+        assert len(calls(tmp_path / "calls")) >= before + NAMED + len(TEXTS)
         assert not caught
 
     @pytest.mark.timeout(120)
