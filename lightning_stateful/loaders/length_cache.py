@@ -81,7 +81,7 @@ class LengthCache:
             },
             "function": _describe_function(length),
         }
-        key = hashlib.blake2b(json.dumps(self._described, sort_keys=True).encode(), digest_size=8).hexdigest()
+        key = hashlib.blake2b(_spelled(self._described).encode(), digest_size=8).hexdigest()
         self.path = folder / f"lengths-{key}.npy"
 
     def read_or(self, measure: Callable[[], NDArray[Any]]) -> NDArray[Any]:
@@ -130,7 +130,7 @@ class LengthCache:
         return (None, reason) if reason else (lengths, "")
 
     def _reason_against(self, header: Any, lengths: NDArray[Any]) -> str:
-        if not isinstance(header, dict) or header.get("of") != self._described:
+        if not isinstance(header, dict) or _spelled(header.get("of")) != _spelled(self._described):
             return "they are those of another dataset or function"
         if lengths.shape != (len(self._dataset),) or header.get("digest") != digest(lengths):
             return "the file is damaged"
@@ -185,11 +185,15 @@ def _some_lengths(dataset: Any, length: Callable[[Any], int], what: str) -> list
         return [measure_one(dataset, length, index, what=what) for index in places.tolist()]
 
 
-def _plain_attributes(dataset: Any) -> dict[str, Any]:
+def _spelled(described: Any) -> str:
+    return json.dumps(described, sort_keys=True)
+
+
+def _plain_attributes(dataset: Any) -> dict[str, str]:
     """What a dataset was built with, as far as it is kept as plain data: a split, a longest length."""
     plain = (bool, int, float, str, type(None))
     held = getattr(dataset, "__dict__", {})
-    return {name: value for name, value in sorted(held.items()) if isinstance(value, plain) and name[:2] != "__"}
+    return {name: repr(value)[:200] for name, value in sorted(held.items()) if isinstance(value, plain)}
 
 
 def _describe_function(function: Any) -> dict[str, Any]:
