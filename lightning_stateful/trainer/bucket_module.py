@@ -172,4 +172,5 @@ class BucketDataModule(StatefulDataModule):
     def _size_for_evaluation(self) -> int | None:
         if self.eval_batch_size is not None:
             return self.eval_batch_size
-        return as_int("batch_size", self.batch_size) if self.batch_size and not np.ndim(self.batch_size) else None
+        several = self.batch_size is None or np.ndim(self.batch_size) > 0
+        return None if several else as_int("batch_size", self.batch_size)
