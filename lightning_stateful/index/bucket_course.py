@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_stateful.index.permutation import Indices
+from lightning_stateful.index.runs import spell_out
 
 
 class Steps(NamedTuple):
@@ -88,9 +89,7 @@ class BucketCourse:
         sizes = steps.stops - steps.starts
         turns = rank % np.minimum(sizes, self.width)
         counts = (sizes - turns + self.width - 1) // self.width
-        ends = np.cumsum(counts)
-        within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-        return np.repeat(steps.starts + turns, counts) + within * self.width, counts
+        return spell_out(steps.starts + turns, counts, self.width), counts
 
     def _size_at(self, step: int) -> int:
         return int(self._sizes[np.searchsorted(self._first_steps, step, side="right") - 1])

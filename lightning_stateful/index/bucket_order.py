@@ -18,7 +18,7 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.index.remainder import Remainder
 from lightning_stateful.index.replanning import no_step, read_position, refuse_within_epoch, save_position
 from lightning_stateful.index.seeding import derive_seed
-from lightning_stateful.index.slots import Batches
+from lightning_stateful.index.slots import Batches, say_repeats
 
 _MOST_COURSES = 4
 
@@ -76,18 +76,18 @@ class BucketOrder:
         """
         if width == position.width:
             return position
-        done = (position.consumed - position.since) // position.width
+        done = position.steps_since
         history = (*position.origin, position.width, done) if done else position.origin
         slots = position.consumed // position.width * width
         return Position(epoch=position.epoch, consumed=slots, width=width, since=slots, origin=history)
 
     def steps(self, position: Position) -> int:
         """Steps of the position's epoch, counted from its beginning, on as many ranks as the position is wide."""
-        return position.since // position.width + self._plan(position).course.num_steps
+        return position.steps_before + self._plan(position).course.num_steps
 
     def batches(self, position: Position, first: int, last: int, rank: int) -> Batches:
         """The batches of ``rank`` in the steps ``first <= step < last`` of the position's epoch."""
-        plan, begun = self._plan(position), position.since // position.width
+        plan, begun = self._plan(position), position.steps_before
         steps = plan.course.steps(plan.take(np.arange(first - begun, last - begun)))
         places, sizes = plan.course.share(steps, rank)
         seed = self.seed if self.shuffle else None
@@ -127,16 +127,14 @@ class BucketOrder:
 
     def report(self, position: Position) -> dict[str, Any]:
         """Samples served of this epoch."""
-        plan, done = self._plan(position), (position.consumed - position.since) // position.width
-        steps = plan.course.steps(plan.take(np.arange(done)))
+        plan = self._plan(position)
+        steps = plan.course.steps(plan.take(np.arange(position.steps_since)))
         before = len(self.buckets.samples) - len(plan.left)
         return {"samples": before + int((steps.stops - steps.starts).sum())}
 
     def repeats(self, width: int) -> list[str]:
         """What is served twice because ranks take equal steps, in words."""
-        repeated = self._plan(self.begin(0, width)).course.num_repeated
-        total = len(self.buckets.samples)
-        return [f"{repeated} of {total} samples are served twice in every epoch"] if repeated else []
+        return say_repeats(self._plan(self.begin(0, width)).course.num_repeated, len(self.buckets.samples))
 
     def work(self, width: int) -> int:
         """Samples that have to be looked at to find one batch of one rank."""

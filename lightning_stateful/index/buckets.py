@@ -14,8 +14,9 @@ from lightning_stateful.index.boundaries import equal_counts, given, least_paddi
 from lightning_stateful.index.budget import Budget
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.grouping import Grouping
-from lightning_stateful.index.lengths import Histogram, check_lengths, digest, histogram
+from lightning_stateful.index.lengths import Histogram, check_lengths, describe_lengths, digest, histogram
 from lightning_stateful.index.permutation import Indices
+from lightning_stateful.index.runs import bounds_of
 from lightning_stateful.index.too_long import Fitting, TooLong, fit, num_samples
 
 Boundaries = Sequence[int] | Literal["least_padding", "equal_counts"]
@@ -101,7 +102,7 @@ class Buckets:
                 **budget.describe(),
                 **asked,
                 "too_long": too_long,
-                "lengths": {"samples": len(lengths), "digest": digest(lengths)},
+                "lengths": describe_lengths(lengths),
             },
         )
 
@@ -151,7 +152,7 @@ def _with_alone(ends: tuple[int, ...], fitting: Fitting) -> tuple[int, ...]:
 def _fill(ends: tuple[int, ...], fitting: Fitting) -> tuple[list[int], list[int]]:
     """Samples of each bucket, and the longest there is in it; of an empty one its end."""
     places = np.searchsorted(fitting.lengths.values, np.array(ends), side="right")
-    below = np.concatenate([[0], np.cumsum(fitting.lengths.counts)])
+    below = bounds_of(fitting.lengths.counts)
     counts = np.diff(below[np.concatenate([[0], places])])
     longest = [
         int(fitting.lengths.values[place - 1]) if count else end

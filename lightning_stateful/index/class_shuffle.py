@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stateful.index.permutation import Indices, splitmix64
-from lightning_stateful.index.seeding import derive_words
+from lightning_stateful.index.permutation import Indices, hashed_words
+from lightning_stateful.index.runs import spell_out
 
 # Up to here elements are sorted by hashed words: mixing is no good shuffle of few. With 8 rounds some keys show at
 # strides of half a class, with 10 none does.
@@ -21,9 +21,9 @@ class ClassShuffle:
 
     What :class:`~lightning_stateful.index.permutation.KeyedPermutation` does for one range this does for many, the
     classes. An element costs the same however many others are asked for, and what becomes of it depends on its class
-    and the labels alone, not on the other classes. Its rounds of xor, odd
-    multiplication and xor-shift run over elements of all classes together, each with the words of its class; results
-    outside a class are mixed again. Classes of up to 1,024 elements are tables.
+    and the labels alone, not on the other classes. Its rounds of xor, odd multiplication and xor-shift run over
+    elements of all classes together, each with the words of its class; results outside a class are mixed again.
+    Classes of up to 1,024 elements are tables.
 
     Args:
         starts: The first element of each class and, last, the end of the last; int64 of shape ``(classes + 1,)``.
@@ -45,7 +45,7 @@ class ClassShuffle:
         bits = np.array([(size - 1).bit_length() for size in mixed.tolist()], dtype=np.uint64)
         masks = np.uint64(2**64 - 1) >> (np.uint64(64) - bits)
         numbers = starts[:-1][~self._sorted] * (2 * _NUM_ROUNDS) + np.arange(2 * _NUM_ROUNDS)[:, None]
-        words = _hashed(numbers, "class shuffle", *labels).reshape(2, _NUM_ROUNDS, len(mixed))
+        words = hashed_words(numbers, "class shuffle", *labels).reshape(2, _NUM_ROUNDS, len(mixed))
         keys = (words & masks).astype(self._dtype)
         self._keys, self._multipliers = keys[0], keys[1] | self._dtype(1)
         self._masks = masks.astype(self._dtype)
@@ -92,12 +92,6 @@ def _shuffled_table(starts: Indices, chosen: NDArray[np.bool_], labels: tuple[An
     """Where each of the chosen classes begins in a table of their elements, and that table, each class shuffled."""
     counts = np.diff(starts) * chosen
     table_starts = np.cumsum(counts) - counts
-    elements = np.arange(counts.sum()) + np.repeat(starts[:-1] - table_starts, counts)
-    words = _hashed(elements, "class tables", *labels)
+    elements = spell_out(starts[:-1], counts)
+    words = hashed_words(elements, "class tables", *labels)
     return table_starts, elements[np.lexsort((words, np.repeat(np.arange(len(counts)), counts)))]
-
-
-def _hashed(numbers: Indices, *labels: Any) -> NDArray[np.uint64]:
-    """A word for each of some numbers, all different."""
-    first, second = derive_words(2, *labels)
-    return splitmix64(splitmix64(numbers.astype(np.uint64) ^ np.uint64(first)) ^ np.uint64(second))

@@ -11,6 +11,7 @@ from lightning_stateful.index.leftovers import deal_out
 from lightning_stateful.index.mixture import Mixture
 from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.phases import Outset, Phase, amounts_of, plan_phases
+from lightning_stateful.index.runs import spell_out
 from lightning_stateful.index.slots import Batches
 from lightning_stateful.index.sources import EpochCut, StreamCut, deal_out_steps, present
 from lightning_stateful.index.steps import StepRule
@@ -101,7 +102,7 @@ class Course:
         else:
             steps = np.arange(first, last, dtype=np.int64)
             starts, sizes = deal_out_steps(self._num_turns, self._step, steps, rank)
-            sources, places = self._of_turns(_spell_out(starts, sizes))
+            sources, places = self._of_turns(spell_out(starts, sizes))
             indices, passes = self._look_up(sources, places, np.ones_like(sources))
         return Batches(indices, sizes, passes)
 
@@ -113,8 +114,8 @@ class Course:
         passes = np.zeros_like(indices)
         for source in present(sources):
             of = np.flatnonzero(sources == source)
-            where = _spell_out(ends[of] - sizes[of], sizes[of])
-            places = _spell_out(starts[of], sizes[of])
+            where = spell_out(ends[of] - sizes[of], sizes[of])
+            places = spell_out(starts[of], sizes[of])
             indices[where], passes[where] = self._mixture.sources.look_up(source, places, seed)
         return indices, passes
 
@@ -189,14 +190,3 @@ def _cut_sources(outset: Outset) -> Sequence[EpochCut | StreamCut]:
 
 def _within(phase: Phase, first: int, last: int) -> tuple[int, int]:
     return phase.first + first - phase.begin, phase.first + last - phase.begin
-
-
-def _spell_out(starts: Indices, sizes: Indices) -> Indices:
-    """``start, start + 1, ...``, ``size`` of them, for each pair."""
-    if not sizes.size:
-        return starts
-    size = int(sizes[0])
-    if (sizes == size).all():
-        return (starts[:, None] + np.arange(size)).ravel() if size > 1 else starts
-    ends = np.cumsum(sizes)
-    return np.repeat(starts - (ends - sizes), sizes) + np.arange(int(ends[-1]))

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.checks import check_num_samples
 from lightning_stateful.index.orders import ShuffledOrder
-from lightning_stateful.index.permutation import Indices, splitmix64
-from lightning_stateful.index.seeding import derive_words
+from lightning_stateful.index.permutation import Indices, hashed_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ReplacementOrder:
 
     def take(self, slots: Indices, epoch: int) -> Indices:
         """Sample indices at ``slots``."""
-        words = _words(slots, "replacement", self.seed, epoch)
+        words = hashed_words(slots, "replacement", self.seed, epoch)
         drawn: Indices = (words % np.uint64(max(self.length, 1))).astype(np.int64)
         return drawn
 
@@ -107,7 +106,7 @@ class WeightedOrder:
         if not slots.size:
             return slots
         if self.replacement:
-            uniform = _uniform(_words(slots, "weighted", self.seed, epoch))
+            uniform = _uniform(hashed_words(slots, "weighted", self.seed, epoch))
             # side="right" skips samples of weight zero; the last one with weight closes the interval.
             drawn = np.searchsorted(self._cumulated, uniform * self._cumulated[-1], side="right")
             last = np.searchsorted(self._cumulated, self._cumulated[-1], side="left")
@@ -167,16 +166,11 @@ class SubsetOrder:
 @lru_cache(maxsize=4)
 def _race(order: WeightedOrder, epoch: int, number: int) -> Indices:
     runners = np.flatnonzero(order._scaled)
-    uniform = _uniform(_words(runners, "weighted race", order.seed, epoch, number))
+    uniform = _uniform(hashed_words(runners, "weighted race", order.seed, epoch, number))
     with np.errstate(over="ignore"):
         arrival = -np.log1p(-uniform) / order._scaled[runners]
     winners: Indices = runners[np.argsort(arrival, kind="stable")[: order.num_samples]]
     return winners
-
-
-def _words(slots: Indices, *labels: str | int) -> NDArray[np.uint64]:
-    first, second = derive_words(2, *labels)
-    return splitmix64(splitmix64(slots.astype(np.uint64) ^ np.uint64(first)) ^ np.uint64(second))
 
 
 def _uniform(words: NDArray[np.uint64]) -> NDArray[np.float64]:

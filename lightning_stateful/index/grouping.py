@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_stateful.index.class_shuffle import ClassShuffle
 from lightning_stateful.index.lengths import chunks
 from lightning_stateful.index.permutation import Indices
+from lightning_stateful.index.runs import bounds_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class Grouping:
             classes: From a part's first sample and its lengths to their classes; negative for samples to leave out.
             counts: Samples of each class.
         """
-        starts = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))]).astype(np.int64)
+        starts = bounds_of(np.asarray(counts, dtype=np.int64))
         if len(counts) == 1 and starts[-1] == len(lengths):
             return cls(starts, None)
         members = np.empty(int(starts[-1]), dtype=np.uint32 if len(lengths) <= 2**32 else np.int64)

@@ -99,3 +99,8 @@ def digest(array: NDArray[Any]) -> str:
     for _, chunk in chunks(array):
         hashed.update(chunk.astype("<i8").tobytes())
     return hashed.hexdigest()
+
+
+def describe_lengths(lengths: NDArray[Any]) -> dict[str, Any]:
+    """What a state says of lengths."""
+    return {"samples": len(lengths), "digest": digest(lengths)}

@@ -14,7 +14,7 @@ from lightning_stateful.index.mixture import Mixture
 from lightning_stateful.index.phases import amounts_of
 from lightning_stateful.index.places import by_name, read_lengths, read_places
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.slots import Batches
+from lightning_stateful.index.slots import Batches, say_repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +80,19 @@ class MixtureOrder:
         """Steps of the position's epoch, counted from its beginning, on as many ranks as the position is wide."""
         if self.mixture.num_steps is not None:
             return self.mixture.num_steps
-        return position.since // position.width + self._course(position).num_steps
+        return position.steps_before + self._course(position).num_steps
 
     def places(self, position: Position) -> tuple[int, ...]:
         """Samples served of every source: in this epoch, or since training began where places carry over."""
-        return self._course(position).places((position.consumed - position.since) // position.width)
+        return self._course(position).places(position.steps_since)
 
     def batches(self, position: Position, first: int, last: int, rank: int) -> Batches:
         """The batches of ``rank`` in the steps ``first <= step < last`` of the position's epoch."""
-        begun = position.since // position.width
+        begun = position.steps_before
         return self._course(position).batches(first - begun, last - begun, rank)
 
     def _own_steps(self, position: Position) -> int:
-        return max((self.mixture.num_steps or 0) - position.since // position.width, 0)
+        return max((self.mixture.num_steps or 0) - position.steps_before, 0)
 
     @property
     def _is_measured(self) -> bool:
@@ -101,14 +101,14 @@ class MixtureOrder:
     def _course(self, position: Position, num_steps: int | None = None) -> Course:
         if self.mixture.num_steps is not None and num_steps is None:
             num_steps = self._own_steps(position)
-        begun = position.since // position.width
+        begun = position.steps_before
         return _course(self.mixture, position.epoch, begun, position.width, position.origin, num_steps)
 
     def repeats(self, width: int) -> list[str]:
         """What is served twice because ranks take equal steps, in words."""
         repeated = self._course(self.begin(0, width)).num_repeated
         total = sum(amounts_of(self.mixture))
-        return [f"{repeated} of {total} samples are served twice in every epoch"] if repeated else []
+        return say_repeats(repeated, total)
 
     def work(self, width: int) -> int:
         """Samples that have to be looked at to find one batch of one rank."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.seeding import derive_words
+from lightning_stateful.index.seeding import Label, derive_words
 
 Indices = NDArray[np.int64]
 
@@ -81,14 +81,18 @@ def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x
 
 
+def hashed_words(numbers: NDArray[Any], *labels: Label) -> NDArray[np.uint64]:
+    """A word for each of some numbers from 0 on, all different, chosen by the labels (see :func:`derive_seed`)."""
+    first, second = derive_words(2, *labels)
+    # Hashed twice: with one hash, two keys would walk through the same words at another offset.
+    return splitmix64(splitmix64(numbers.astype(np.uint64) ^ np.uint64(first)) ^ np.uint64(second))
+
+
 class _Table:
     """A small permutation, sorted once."""
 
     def __init__(self, length: int, key: int) -> None:
-        first, second = derive_words(2, "permutation table", length, key)
-        counter = np.arange(length, dtype=np.uint64)
-        # Hashed twice: with one hash, two keys would walk through the same words at another offset.
-        words = splitmix64(splitmix64(counter ^ np.uint64(first)) ^ np.uint64(second))
+        words = hashed_words(np.arange(length), "permutation table", length, key)
         # No two words are equal, so every sorting algorithm gives this order; the default is the fastest.
         self._table: Indices = np.argsort(words).astype(np.int64)
 

@@ -41,6 +41,16 @@ class Position:
                 f"got epoch={self.epoch}, consumed={self.consumed}, width={self.width}."
             )
 
+    @property
+    def steps_before(self) -> int:
+        """Steps of the epoch that were done when its rest was planned."""
+        return self.since // self.width
+
+    @property
+    def steps_since(self) -> int:
+        """Steps done since then."""
+        return (self.consumed - self.since) // self.width
+
     def to_dict(self) -> dict[str, int]:
         """Plain data for a state."""
         return {"epoch": self.epoch, "consumed": self.consumed, "width": self.width}

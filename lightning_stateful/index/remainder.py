@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_stateful.index.permutation import Indices
+from lightning_stateful.index.runs import bounds_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,5 +60,4 @@ class Remainder:
         gap = np.searchsorted(left_from, pieces, side="right") - 1
         kept = pieces < left_to[gap]
         sizes = np.diff(cuts)[kept]
-        places = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        return Remainder(self.take(pieces[kept]), places)
+        return Remainder(self.take(pieces[kept]), bounds_of(sizes))

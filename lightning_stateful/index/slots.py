@@ -191,6 +191,11 @@ class SlotPlan:
             step, size = stop, min(2 * size, largest)
 
 
+def say_repeats(repeated: int, total: int) -> list[str]:
+    """What is served twice, in words; empty if nothing is."""
+    return [f"{repeated} of {total} samples are served twice in every epoch"] if repeated else []
+
+
 def _cut(values: Indices, sizes: Indices) -> Iterator[list[int]]:
     """Consecutive parts of ``sizes``, as lists."""
     # One by one: many lists made at once would set the garbage collector off.

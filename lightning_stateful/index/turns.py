@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_stateful.index.permutation import Indices, splitmix64
+from lightning_stateful.index.permutation import Indices, hashed_words
 from lightning_stateful.index.proportions import Proportions
-from lightning_stateful.index.seeding import derive_words
+from lightning_stateful.index.runs import spell_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Turns:
         """A block's sources, evenly spread; ties in the order of the sources."""
         counts = self.proportions.counts(block, block + 1)[0]
         members = np.repeat(np.arange(counts.size), counts)
-        number = np.arange(members.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        number = spell_out(np.zeros_like(counts), counts)
         # Whole numbers in place of (number + 0.5) / count: equal fractions must tie.
         scale = math.lcm(*counts[counts > 0].tolist())
         parts = scale // counts[members] if scale < 2**40 else 1 / counts[members]
@@ -139,7 +139,5 @@ class Turns:
 
     def _words(self, begin: int, end: int) -> Indices:
         size = self.proportions.block
-        first, second = derive_words(2, "turns", self.key or 0)
-        places = np.arange(begin * size, end * size, dtype=np.int64).astype(np.uint64)
-        words = splitmix64(splitmix64(places ^ np.uint64(first)) ^ np.uint64(second))
+        words = hashed_words(np.arange(begin * size, end * size), "turns", self.key or 0)
         return words.reshape(-1, size)  # type: ignore[return-value]

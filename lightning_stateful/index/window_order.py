@@ -16,7 +16,8 @@ from lightning_stateful.index.leftovers import deal_out
 from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.replanning import no_step, read_position, refuse_within_epoch, save_position
-from lightning_stateful.index.slots import Batches
+from lightning_stateful.index.runs import bounds_of, spell_out
+from lightning_stateful.index.slots import Batches, say_repeats
 from lightning_stateful.index.windows import OpenWindows, Windows
 
 
@@ -60,8 +61,7 @@ class WindowOrder:
     def slots(self) -> Indices:
         """Batches before each window and, last, in all; int64 of shape ``(windows + 1,)``."""
         if "slots" not in self._kept:
-            counts = self.windows.count_batches()
-            self._kept["slots"] = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+            self._kept["slots"] = bounds_of(self.windows.count_batches())
         return self._kept["slots"]
 
     # Positions
@@ -78,7 +78,7 @@ class WindowOrder:
         if width == position.width:
             return position
         slots = position.consumed // position.width * width
-        served, group = self._slot(position, self._done(position)), self._group(position)
+        served, group = self._slot(position, position.steps_since), self._group(position)
         origin = (served, group) if served else ()
         return Position(epoch=position.epoch, consumed=slots, width=width, since=slots, origin=origin)
 
@@ -88,11 +88,11 @@ class WindowOrder:
         full, rest = divmod(left, position.width)
         if not full and self.drop_last and not position.consumed:
             raise no_step(len(self.windows.samples), position.width)
-        return position.since // position.width + full + (rest > 0 and not self.drop_last)
+        return position.steps_before + full + (rest > 0 and not self.drop_last)
 
     def batches(self, position: Position, first: int, last: int, rank: int) -> Batches:
         """The batches of ``rank`` in the steps ``first <= step < last`` of the position's epoch."""
-        begun, width = position.since // position.width, position.width
+        begun, width = position.steps_before, position.width
         served, total = self._slot(position, 0), int(self.slots[-1])
         num_full, rest = divmod(total - served, width)
         slots = served + np.arange(first - begun, min(last - begun, num_full)) * width + rank
@@ -103,9 +103,6 @@ class WindowOrder:
             indices = np.concatenate([indices, left[share]])
             sizes = np.append(sizes, share.stop - share.start)
         return Batches(indices, sizes, np.zeros_like(indices))
-
-    def _done(self, position: Position) -> int:
-        return (position.consumed - position.since) // position.width
 
     def _slot(self, position: Position, steps: int) -> int:
         """Batches served before a step that comes ``steps`` after the rest of the epoch was dealt out."""
@@ -136,9 +133,7 @@ class WindowOrder:
             places[run], counts[run] = opened.starts[batch] + offset, opened.sizes[batch]
             samples.append(opened.samples)
             offset += len(opened.samples)
-        ends = np.cumsum(counts)
-        within = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-        return np.concatenate(samples)[np.repeat(places, counts) + within], counts
+        return np.concatenate(samples)[spell_out(places, counts)], counts
 
     def _shuffled(self, slots: Indices, position: Position) -> Indices:
         """Batches in the order in which they are served: groups of neighbours change places within their window."""
@@ -159,7 +154,7 @@ class WindowOrder:
 
     def report(self, position: Position) -> dict[str, Any]:
         """Samples served of this epoch."""
-        served = self._slot(position, self._done(position))
+        served = self._slot(position, position.steps_since)
         window = int(np.searchsorted(self.slots, served, side="right")) - 1
         _, sizes = self._read(np.arange(self.slots[window], served), position)
         return {"samples": min(window * self.windows.window, len(self.windows.samples)) + int(sizes.sum())}
@@ -169,9 +164,7 @@ class WindowOrder:
         total = int(self.slots[-1])
         rest = 0 if self.drop_last else total % width
         left = int(self._read(np.arange(total - rest, total), self.begin(0, width))[1].sum())
-        if not rest or left >= width:
-            return []
-        return [f"{width - left} of {len(self.windows.samples)} samples are served twice in every epoch"]
+        return say_repeats(max(width - left, 0) if rest else 0, len(self.windows.samples))
 
     def work(self, width: int) -> int:
         """Samples that have to be looked at to find one batch of one rank."""

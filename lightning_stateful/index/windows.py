@@ -13,7 +13,7 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.budget import Budget, QuadraticCost
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.grouping import Grouping
-from lightning_stateful.index.lengths import check_lengths, chunks, digest, histogram
+from lightning_stateful.index.lengths import check_lengths, chunks, describe_lengths, digest, histogram
 from lightning_stateful.index.permutation import Indices, keyed_permutation
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.too_long import TooLong, fit, num_samples
@@ -119,7 +119,7 @@ class Windows:
             sizes=sizes,
             num_dropped=fitting.num_dropped,
             num_alone=fitting.num_alone,
-            described={**described, "lengths": {"samples": len(lengths), "digest": digest(lengths)}},
+            described={**described, "lengths": describe_lengths(lengths)},
         )
 
     def __len__(self) -> int:

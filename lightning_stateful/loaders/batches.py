@@ -13,7 +13,7 @@ from lightning_stateful.index.orders import Order
 from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.seeding import derive_seed
-from lightning_stateful.index.slots import BatchOrder, SlotPlan
+from lightning_stateful.index.slots import BatchOrder, SlotPlan, say_repeats
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.samplers.cursor import Cursor
@@ -48,7 +48,7 @@ class BatchPlan:
     def repeats(self) -> list[str]:
         """What is served twice, in words; empty if nothing is."""
         repeated, length = self.rule.num_repeated(len(self.order)), len(self.order)
-        return [f"{repeated} of {length} samples are served twice in every epoch"] if repeated else []
+        return say_repeats(repeated, length)
 
     def begin(self, epoch: int, held: Position | None = None) -> Position:
         """The beginning of ``epoch``, whatever the run held before."""

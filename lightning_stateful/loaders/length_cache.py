@@ -98,6 +98,7 @@ class LengthCache:
             lock = FileLock(self.path.with_suffix(".lock"))
             lock.acquire()
         except (OSError, NotImplementedError) as error:
+            # The latter is filelock's, where a file system knows no locks.
             raise ConfigurationError(
                 f"{self._what} cannot be kept in {str(self._folder)!r}: {error}. Pass a cache_dir that can be written."
             ) from None

@@ -1,11 +1,10 @@
 import dataclasses
 import json
 from collections import Counter
-from random import Random
 
 import numpy as np
 import pytest
-from support.buckets import is_within, random_window_order, usable_widths
+from support.buckets import is_within, random_cases, random_histories, random_window_order
 from support.mixtures import plan, samples_of, serve
 
 from lightning_stateful.errors import DamagedStateError, PositionError, StateMismatchError
@@ -22,30 +21,11 @@ def make(lengths=tuple(range(1, 41)), *, shuffle_batches=True, drop_last=False, 
 
 
 def cases(count, seed, **fixed):
-    """Random orders, each with the numbers of ranks for which an epoch has a step."""
-    rng = Random(seed)
-    while count:
-        order = random_window_order(rng, **fixed)
-        usable = usable_widths(order, WIDTHS)
-        if usable:
-            yield order, usable, rng
-            count -= 1
+    return random_cases(random_window_order, WIDTHS, count, seed, **fixed)
 
 
 def histories(count, seed, **fixed):
-    """What random orders serve while the number of ranks changes now and then: the order, its steps, the last width."""
-    for order, usable, rng in cases(count, seed, **fixed):
-        position, steps = order.begin(rng.randint(0, 3), rng.choice(usable)), []
-        for phase in range(rng.randint(2, 5)):
-            width = position.width if phase == 0 else rng.choice(usable)
-            if rng.random() < 0.3:
-                saved = json.loads(json.dumps(order.save(position)))
-                position = order.restore(saved, order.describe(), changed=False)
-            made = plan(order, width)
-            num_steps = rng.randint(0, made.num_batches(position))
-            steps += serve(order, position, width)[:num_steps]
-            position = made.after(position, num_steps)
-        yield order, steps + serve(order, position, position.width), position.width
+    return random_histories(random_window_order, WIDTHS, count, seed, **fixed)
 
 
 def test_every_history_serves_each_sample_once_apart_from_repeats_in_the_last_step():

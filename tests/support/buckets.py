@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, groupby
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_stateful.index.budget import Budget, QuadraticCost
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.window_order import WindowOrder
 from lightning_stateful.index.windows import Windows
+from support.mixtures import plan, serve
 
 Step = tuple[int, int]
 
@@ -196,3 +198,34 @@ def has_steps(order: BatchOrder, width: int) -> bool:
 def usable_widths(order: BatchOrder, widths: Sequence[int]) -> list[int]:
     """The numbers of ranks on which an epoch has a step."""
     return [width for width in widths if has_steps(order, width)]
+
+
+def random_cases(
+    draw: Callable[..., BatchOrder], widths: Sequence[int], count: int, seed: int, **fixed: Any
+) -> Iterator[tuple[Any, list[int], random.Random]]:
+    """Random orders, each with the numbers of ranks for which an epoch has a step."""
+    rng = random.Random(seed)
+    while count:
+        order = draw(rng, **fixed)
+        usable = usable_widths(order, widths)
+        if usable:
+            yield order, usable, rng
+            count -= 1
+
+
+def random_histories(
+    draw: Callable[..., BatchOrder], widths: Sequence[int], count: int, seed: int, **fixed: Any
+) -> Iterator[tuple[Any, Any, int]]:
+    """What random orders serve while the number of ranks changes now and then: the order, its steps, the last width."""
+    for order, usable, rng in random_cases(draw, widths, count, seed, **fixed):
+        position, steps = order.begin(rng.randint(0, 3), rng.choice(usable)), []
+        for phase in range(rng.randint(2, 5)):
+            width = position.width if phase == 0 else rng.choice(usable)
+            if rng.random() < 0.3:
+                saved = json.loads(json.dumps(order.save(position)))
+                position = order.restore(saved, order.describe(), changed=False)
+            made = plan(order, width)
+            num_steps = rng.randint(0, made.num_batches(position))
+            steps += serve(order, position, width)[:num_steps]
+            position = made.after(position, num_steps)
+        yield order, steps + serve(order, position, position.width), position.width

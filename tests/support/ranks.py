@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,6 +75,48 @@ def run_on_ranks(
     logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(num_ranks))
     assert codes == [0] * num_ranks, f"ranks ended with {codes}:\n{logs}"
     return [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(num_ranks)]
+
+
+def start_ranks(module: str, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """Two ranks that run a module as a script, each the leader of its own processes."""
+    environment = environment_of_ranks(2)
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(folder)],
+            env={**environment, "RANK": rank, "LOCAL_RANK": rank},
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in ("0", "1")
+    ]
+
+
+def ledger_of(folder: Path, rank: int) -> list[Any]:
+    """What a rank has written down so far."""
+    path = folder / f"ledger{rank}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End ranks, and their workers, with SIGKILL."""
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def kill_after(count: int, module: str, folder: Path) -> None:
+    """Run two ranks that are killed once the first has begun so many steps."""
+    processes = start_ranks(module, folder)
+    try:
+        deadline = time.monotonic() + 60
+        while len(ledger_of(folder, 0)) < count and time.monotonic() < deadline:
+            assert all(process.poll() is None for process in processes), "the run was over before it was killed"
+            time.sleep(0.005)
+        assert len(ledger_of(folder, 0)) >= count
+    finally:
+        kill(processes)
 
 
 def _main(folder: Path) -> None:

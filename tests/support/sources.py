@@ -21,7 +21,7 @@ from lightning_stateful import (
     WeightSchedule,
 )
 from support.ledger import LedgerModel, Numbers
-from support.runs import seeded, train
+from support.runs import assert_same_end, assert_stitches, seeded, train
 
 Event = tuple[Any, ...]
 
@@ -179,3 +179,24 @@ def samples(ledger: list[Event], epoch: int | None = None) -> list[int]:
 def samples_of(source: str, ledger: list[Event]) -> list[int]:
     """What was trained on of one source, in order."""
     return [index for index in samples(ledger) if source_of(index) == source]
+
+
+def assert_goes_on_from_every_moment(
+    folder: Path, make: Callable[[], Any], moments: list[tuple[str, int, int]], run: Any = train, **options: Any
+) -> None:
+    """A run resumed from checkpoints of many moments does, each time, what it would have done without the stop."""
+    options = {"max_epochs": 2, **options}
+    saver = SaveAt(folder, moments)
+    saving = run(make, callbacks=[saver], **options)
+    whole = run(make, **options)
+    # Saving changes nothing.
+    assert saving.ledger == whole.ledger
+    assert_same_end(saving, whole)
+    assert len(saver.ledgers) == len(moments), "a moment was never reached"
+    for number, moment in enumerate(moments):
+        resumed = run(make, ckpt_path=saver.path(number), seed=99, **options)
+        try:
+            assert_stitches([saver.ledgers[number], resumed.ledger], whole.ledger)
+            assert_same_end(resumed, whole)
+        except AssertionError as error:
+            raise AssertionError(f"stopped at {moment}") from error

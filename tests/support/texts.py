@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +12,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_stateful import BucketDataModule, QuadraticCost
 from support.ledger import Numbers
-from support.runs import assert_same_end, assert_stitches, train
-from support.sources import Event, SaveAt, trained
+from support.sources import Event, trained
 
 NUM_SAMPLES = 47
 MAX_TOKENS = 40
@@ -113,27 +111,6 @@ def batches(ledger: list[Event], epoch: int | None = None) -> list[tuple[int, ..
 def samples(ledger: list[Event], epoch: int | None = None) -> list[int]:
     """What was trained on, in one epoch or in all."""
     return [index for batch in batches(ledger, epoch) for index in batch]
-
-
-def assert_goes_on_from_every_moment(
-    folder: Path, make: Callable[[], Any], moments: list[tuple[str, int, int]], **options: Any
-) -> None:
-    """A run resumed from checkpoints of many moments does, each time, what it would have done without the stop."""
-    options = {"max_epochs": 2, **options}
-    saver = SaveAt(folder, moments)
-    saving = train(make, callbacks=[saver], **options)
-    whole = train(make, **options)
-    # Saving changes nothing.
-    assert saving.ledger == whole.ledger
-    assert_same_end(saving, whole)
-    assert len(saver.ledgers) == len(moments), "a moment was never reached"
-    for number, moment in enumerate(moments):
-        resumed = train(make, ckpt_path=saver.path(number), seed=99, **options)
-        try:
-            assert_stitches([saver.ledgers[number], resumed.ledger], whole.ledger)
-            assert_same_end(resumed, whole)
-        except AssertionError as error:
-            raise AssertionError(f"stopped at {moment}") from error
 
 
 def cost_of(name: str, longest: int) -> Fraction:

@@ -17,13 +17,12 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ledger import LedgerModel, Numbers
 from support.runs import Outcome, StopAt, assert_same_end, assert_stitches, seeded, train
-from support.sources import trained
+from support.sources import assert_goes_on_from_every_moment, trained
 from support.texts import (
     MODULES,
     NUM_SAMPLES,
     VAL_FIRST,
     Texts,
-    assert_goes_on_from_every_moment,
     batches,
     bucketed,
     fits,

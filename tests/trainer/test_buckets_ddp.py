@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import text_cases
-from support.ranks import environment_of_ranks, run_on_ranks
+from support.ranks import kill_after, ledger_of, run_on_ranks
 from support.runs import assert_stitches
 from support.sources import trained
 from support.text_cases import HANDED_OVER, NAMES, NUM_SAMPLES, NUM_VAL, RESUMED, VAL_FIRST, hand_over
@@ -22,41 +17,6 @@ from support.texts import batches, fits, ids_of, length_of, padding_of, samples
 
 EVERY_SAMPLE = list(range(NUM_SAMPLES))
 Runs = list[dict[str, Any]]
-
-
-def start(folder: Path) -> list[subprocess.Popen[bytes]]:
-    environment = environment_of_ranks(2)
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "support.killed_texts", str(folder)],
-            env={**environment, "RANK": rank, "LOCAL_RANK": rank},
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for rank in ("0", "1")
-    ]
-
-
-def lines(folder: Path, rank: int) -> list[Any]:
-    path = folder / f"ledger{rank}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def kill_after(count: int, folder: Path) -> None:
-    """Train in processes that are killed once the first has begun so many steps."""
-    processes = start(folder)
-    try:
-        deadline = time.monotonic() + 60
-        while len(lines(folder, 0)) < count and time.monotonic() < deadline:
-            assert all(process.poll() is None for process in processes), "the run was over before it was killed"
-            time.sleep(0.005)
-        assert len(lines(folder, 0)) >= count
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 class Everything:
@@ -70,8 +30,8 @@ class Everything:
         # The processes that finish what others left also go on where two were killed.
         self.killed = folder / "killed_run"
         self.killed.mkdir()
-        kill_after(6, self.killed)
-        self.lines_when_killed = [len(lines(self.killed, rank)) for rank in range(2)]
+        kill_after(6, "support.killed_texts", self.killed)
+        self.lines_when_killed = [len(ledger_of(self.killed, rank)) for rank in range(2)]
         self.two_again = self._on(2, text_cases.ON_TWO_AGAIN)
 
     def _on(self, number: int, cases: list[Any]) -> list[dict[str, Any]]:
@@ -295,7 +255,7 @@ def test_ranks_with_other_lengths_or_budgets_are_refused_on_every_rank(everythin
 def test_ranks_killed_within_an_epoch_train_on_exactly_the_uninterrupted_batches(everything: Everything) -> None:
     for rank, weights in enumerate(everything.of(everything.two_again, "killed_run")):
         whole = everything.two[rank]["workers"]["whole"]
-        ours = lines(everything.killed, rank)
+        ours = ledger_of(everything.killed, rank)
         assert everything.lines_when_killed[rank] < len(whole["ledger"])
         # A kill between the step and its checkpoint repeats that step, to the same weights.
         once = [line for number, line in enumerate(ours) if line not in ours[max(number - 3, 0) : number]]

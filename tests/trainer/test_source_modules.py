@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.cli import LightningCLI
+from support import sources
 from support.ledger import LedgerModel, Numbers
 from support.runs import StopAt, assert_same_end, assert_stitches, train
 from support.sources import (
@@ -15,7 +16,6 @@ from support.sources import (
     LENGTHS,
     MODULES,
     Beside,
-    SaveAt,
     SourcesModel,
     datasets,
     ids_of,
@@ -47,21 +47,7 @@ MOMENTS = [
 def assert_goes_on_from_every_moment(
     folder: Path, make: Any, moments: list[tuple[str, int, int]] = MOMENTS, **options: Any
 ) -> None:
-    options = {"max_epochs": 2, **options}
-    saver = SaveAt(folder, moments)
-    saving = train_on(make, callbacks=[saver], **options)
-    whole = train_on(make, **options)
-    # Saving changes nothing.
-    assert saving.ledger == whole.ledger
-    assert_same_end(saving, whole)
-    assert len(saver.ledgers) == len(moments), "a moment was never reached"
-    for number, moment in enumerate(moments):
-        resumed = train_on(make, ckpt_path=saver.path(number), seed=99, **options)
-        try:
-            assert_stitches([saver.ledgers[number], resumed.ledger], whole.ledger)
-            assert_same_end(resumed, whole)
-        except AssertionError as error:
-            raise AssertionError(f"stopped at {moment}") from error
+    sources.assert_goes_on_from_every_moment(folder, make, moments, train_on, **options)
 
 
 @pytest.mark.parametrize("name", MODULES)

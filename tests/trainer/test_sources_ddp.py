@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import source_cases
-from support.ranks import environment_of_ranks, run_on_ranks
+from support.ranks import kill, kill_after, ledger_of, run_on_ranks, start_ranks
 from support.runs import assert_stitches
 from support.source_cases import CONFIGS, UNEVEN, WHOLE_EPOCHS, file_name, hand_over, plain
 from support.sources import FIRSTS, ids_of, samples, samples_of, source_of, train_on, trained
@@ -201,52 +195,18 @@ def test_ranks_with_other_weights_or_lengths_are_refused_on_every_rank(ranks: Ra
 # Killed
 
 
-def start(folder: Path) -> list[subprocess.Popen[bytes]]:
-    environment = environment_of_ranks(2)
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "support.killed_ranks", str(folder)],
-            env={**environment, "RANK": rank, "LOCAL_RANK": rank},
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for rank in ("0", "1")
-    ]
-
-
-def lines(folder: Path, rank: int) -> list[Any]:
-    path = folder / f"ledger{rank}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def kill(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def test_ranks_killed_twice_train_on_exactly_the_uninterrupted_batches(
     ranks: Ranks, folder: Path, tmp_path: Path
 ) -> None:
     for count in (13, 34):
-        processes = start(tmp_path)
-        try:
-            deadline = time.monotonic() + 60
-            while len(lines(tmp_path, 0)) < count and time.monotonic() < deadline:
-                assert all(process.poll() is None for process in processes), "the run was over before it was killed"
-                time.sleep(0.005)
-            assert len(lines(tmp_path, 0)) >= count
-        finally:
-            kill(processes)
-    processes = start(tmp_path)
+        kill_after(count, "support.killed_ranks", tmp_path)
+    processes = start_ranks("support.killed_ranks", tmp_path)
     try:
         assert [process.wait(timeout=60) for process in processes] == [0, 0]
     finally:
         kill(processes)
     for rank in range(2):
-        ours, whole = lines(tmp_path, rank), lines(folder / "not_killed", rank)
+        ours, whole = ledger_of(tmp_path, rank), ledger_of(folder / "not_killed", rank)
         assert len(whole) == 50
         # A kill between the step and its checkpoint repeats that step, to the same weights.
         once = [line for number, line in enumerate(ours) if line not in ours[max(number - 3, 0) : number]]
