@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_stateful.audit import AuditResult, check_resume
     from lightning_stateful.index import QuadraticCost, WeightSchedule
-    from lightning_stateful.loaders import StatefulLoader
+    from lightning_stateful.loaders import StatefulLoader, is_patched, patch_dataloader
     from lightning_stateful.samplers import (
         BucketBatchSampler,
+        DDPSamplerWrapper,
         MixtureBatchSampler,
         RoundRobinBatchSampler,
         StatefulDistributedSampler,
@@ -36,6 +37,7 @@ _HOMES = {
     "AuditResult": "audit",
     "BucketBatchSampler": "samplers",
     "BucketDataModule": "trainer",
+    "DDPSamplerWrapper": "samplers",
     "MixtureBatchSampler": "samplers",
     "MixtureDataModule": "trainer",
     "QuadraticCost": "index",
@@ -47,12 +49,15 @@ _HOMES = {
     "StatefulLoader": "loaders",
     "WeightSchedule": "index",
     "check_resume": "audit",
+    "is_patched": "loaders",
+    "patch_dataloader": "loaders",
 }
 
 __all__ = [
     "AuditResult",
     "BucketBatchSampler",
     "BucketDataModule",
+    "DDPSamplerWrapper",
     "MixtureBatchSampler",
     "MixtureDataModule",
     "QuadraticCost",
@@ -64,6 +69,8 @@ __all__ = [
     "StatefulLoader",
     "WeightSchedule",
     "check_resume",
+    "is_patched",
+    "patch_dataloader",
 ]
 
 

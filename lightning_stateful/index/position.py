@@ -21,6 +21,7 @@ class Position:
         width: Number of replicas that the epoch was begun with.
         since: Slots consumed when the rest of the epoch was planned (batch orders; 0 if it was when the epoch began).
         origin: What had been served then, as the order counts it; empty for nothing.
+        carried: What a user's sampler needs beside, as text; empty for nothing.
 
     Raises:
         PositionError: A value is negative, or the width is zero.
@@ -31,6 +32,7 @@ class Position:
     width: int = 1
     since: int = 0
     origin: tuple[int, ...] = ()
+    carried: str = ""
 
     def __post_init__(self) -> None:
         for name in ("epoch", "consumed", "width"):

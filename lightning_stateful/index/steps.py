@@ -30,12 +30,14 @@ class StepRule:
         num_replicas: Data-parallel ranks.
         drop_last: Leave out the last step if it is not full.
         exact: For evaluation: never repeat a slot unless there are fewer slots than ranks.
+        pad: Fill the last step up to equal shares with slots of its own, in place of splitting it as evenly as it goes.
     """
 
     batch_size: int
     num_replicas: int = 1
     drop_last: bool = False
     exact: bool = False
+    pad: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_replicas"):
@@ -72,6 +74,9 @@ class StepRule:
     def share(self, remaining: int, rank: int) -> Indices:
         """Offsets, from the first remaining slot, that ``rank`` serves in the next step; shape ``(batch,)``, int64."""
         size = self.step_size(remaining)
+        if self.pad and size:
+            equal = -(-size // self.num_replicas)
+            return (rank * equal + np.arange(equal, dtype=np.int64)) % size
         if 0 < size < self.num_replicas:
             return np.array([rank % size], dtype=np.int64)
         part = split_evenly(size, self.num_replicas, rank)
@@ -80,6 +85,8 @@ class StepRule:
     def num_repeated(self, remaining: int) -> int:
         """Slots that are served a second time in the rest of the epoch: fewer than ``num_replicas``."""
         rest = remaining - self.served(remaining, self.num_steps(remaining) - 1) if remaining else 0
+        if self.pad and self.num_steps(remaining):
+            return -rest % self.num_replicas
         short = 0 < rest < self.num_replicas and self.num_steps(remaining) > 0
         return self.num_replicas - rest if short else 0
 
@@ -88,7 +95,7 @@ class StepRule:
         return remaining % self.full if self.drop_last else 0
 
     def _short(self, quotient: int, rest: int) -> bool:
-        return quotient > 0 and 0 < rest < self.num_replicas and not self.drop_last
+        return quotient > 0 and 0 < rest < self.num_replicas and not self.drop_last and not self.pad
 
     def _merges(self, quotient: int, rest: int) -> bool:
         return self.exact and self.batch_size == 1 and self._short(quotient, rest)

@@ -1,8 +1,19 @@
 """Floor 2: DataLoaders that are a function of a position."""
 
-from lightning_stateful.loaders.seeded import SeededDataset, keep_randomness, seed_randomness
+from lightning_stateful.loaders.patched import is_patched
+from lightning_stateful.loaders.seeded import SeededDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.loaders.takeover import take_over
+from lightning_stateful.loaders.takeover import patch_dataloader, take_over
 from lightning_stateful.loaders.torch_samplers import order_of
+from lightning_stateful.samplers.randomness import keep_randomness, seed_randomness
 
-__all__ = ["SeededDataset", "StatefulLoader", "keep_randomness", "order_of", "seed_randomness", "take_over"]
+__all__ = [
+    "SeededDataset",
+    "StatefulLoader",
+    "is_patched",
+    "keep_randomness",
+    "order_of",
+    "patch_dataloader",
+    "seed_randomness",
+    "take_over",
+]

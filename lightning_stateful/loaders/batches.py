@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_stateful.index.orders import Order
-from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.slots import BatchOrder, SlotPlan, say_repeats
+from lightning_stateful.index.step_plan import StepPlan
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.topology import Topology
+from lightning_stateful.loaders.seeded import Keyed
 from lightning_stateful.samplers.cursor import Cursor
+from lightning_stateful.samplers.sampler_plan import SamplerCut, SamplerPlan
 from lightning_stateful.samplers.world import detect_topology
 
 _BLOCK = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan:
+class BatchPlan(StepPlan):
     """Cuts an order into the batches of one rank.
 
     Attributes:
@@ -36,11 +38,6 @@ class BatchPlan:
     rule: StepRule
     rank: int
 
-    @property
-    def num_replicas(self) -> int:
-        """Data-parallel ranks."""
-        return self.rule.num_replicas
-
     def num_slots(self) -> int:
         """Slots of a whole epoch."""
         return len(self.order)
@@ -50,46 +47,13 @@ class BatchPlan:
         repeated, length = self.rule.num_repeated(len(self.order)), len(self.order)
         return say_repeats(repeated, length)
 
-    def begin(self, epoch: int, held: Position | None = None) -> Position:
-        """The beginning of ``epoch``, whatever the run held before."""
-        return Position(epoch=epoch, width=self.num_replicas)
-
-    def end(self, position: Position) -> Position:
-        """The end of the position's epoch."""
-        return replace(position, consumed=len(self.order))
-
     def is_over(self, position: Position) -> bool:
         """Whether nothing is left of the position's epoch."""
         return not self.in_first_pass(position) or not self.num_batches(position)
 
-    def in_first_pass(self, position: Position) -> bool:
-        """Whether a position lies before the end of the epoch, and in no later pass within it."""
-        return position.consumed < len(self.order)
-
-    def pass_after(self, position: Position, passes: int) -> Position:
-        """The beginning of a later pass within the epoch, ``passes`` after the one that ``position`` lies in."""
-        length = len(self.order)
-        return replace(position, consumed=(position.consumed // length + passes) * length)
-
-    def remaining(self, position: Position) -> int:
-        """Slots left in the epoch, or in the pass within the epoch that a cyclic position lies in."""
-        length = len(self.order)
-        return length - position.consumed % length if length else 0
-
-    def num_batches(self, position: Position | None = None) -> int:
-        """Batches from ``position`` (by default: a whole epoch) to the end of the pass."""
-        return self.rule.num_steps(len(self.order) if position is None else self.remaining(position))
-
-    def after(self, position: Position, steps: int) -> Position:
-        """The position within the same epoch after ``steps`` more steps of this pass."""
-        served = self.rule.served(self.remaining(position), steps)
-        return replace(position, consumed=position.consumed + served)
-
     def num_samples(self) -> int:
         """Samples of this rank in a whole epoch."""
-        plain = self._num_plain(len(self.order))
-        tail = len(self.order) - plain * self.rule.full
-        return plain * self.rule.batch_size + sum(share.size for share in self._shares(tail))
+        return self.num_shared()
 
     def keyed(self, position: Position, seed: int) -> Iterator[tuple[int, list[int]]]:
         """:meth:`indices`, each batch with a key to seed its samples by."""
@@ -104,7 +68,7 @@ class BatchPlan:
         remaining = self.remaining(position)
         size = rule.batch_size
         own = self.rank * size + np.arange(size, dtype=np.int64)
-        plain = self._num_plain(remaining)
+        plain = self.num_plain(remaining)
         block = max(_BLOCK // size, 1)
         for start in range(0, plain, block):
             count = min(block, plain - start)
@@ -112,19 +76,8 @@ class BatchPlan:
             table = self.order.take((starts[:, None] + own).ravel(), epoch).reshape(count, size)
             slot += count * rule.full
             yield from table.tolist()
-        for share in self._shares(remaining - plain * rule.full):
+        for share in self.last_shares(remaining - plain * rule.full):
             yield self.order.take(slot + share, epoch).tolist()
-
-    def _num_plain(self, remaining: int) -> int:
-        """Steps that are full and alike, computed many at a time: all but the last two."""
-        return max(remaining // self.rule.full - 1, 0)
-
-    def _shares(self, remaining: int) -> Iterator[Indices]:
-        """The last steps one by one: offsets from the first of ``remaining`` slots."""
-        done = 0
-        while self.rule.num_steps(remaining - done):
-            yield done + self.rule.share(remaining - done, self.rank)
-            done += self.rule.step_size(remaining - done)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +139,10 @@ class SlotCut:
         return SlotPlan(self.order, self.topology())
 
 
+AnyPlan = BatchPlan | SlotPlan | SamplerPlan
+AnyCut = Cut | SlotCut | SamplerCut
+
+
 class PositionedBatches:
     """A batch sampler that begins wherever :attr:`start` says when it is iterated.
 
@@ -193,50 +150,65 @@ class PositionedBatches:
         plan: Which batches.
         seed: Seed of the samples, or None to yield bare indices. With a seed each batch is ``(key, indices)``, as
             :class:`~lightning_stateful.loaders.seeded.SeededDataset` wants them.
+        is_batched: Whether the loader collates batches; if not, each "batch" is one index of the dataset.
     """
 
-    def __init__(self, plan: BatchPlan | SlotPlan, seed: int | None) -> None:
+    def __init__(self, plan: AnyPlan, seed: int | None, *, is_batched: bool = True) -> None:
         self.plan = plan
         self.seed = seed
+        self.is_batched = is_batched
         self.start = Position()
 
     def __iter__(self) -> Iterator[Any]:
-        return self.plan.indices(self.start) if self.seed is None else self.plan.keyed(self.start, self.seed)
+        plan = self.plan
+        if self.is_batched:
+            return plan.indices(self.start) if self.seed is None else plan.keyed(self.start, self.seed)
+        unwrap = isinstance(plan, BatchPlan)
+        if self.seed is None:
+            return (batch[0] if unwrap else batch for batch in plan.indices(self.start))
+        keyed: Iterator[tuple[Any, Any]] = plan.keyed(self.start, self.seed)
+        return (Keyed(key, batch[0] if unwrap else batch) for key, batch in keyed)
 
     def __len__(self) -> int:
         return self.plan.num_batches()
 
 
-class PassIndices(DistributedSampler[int]):
+class PassIndices(DistributedSampler[Any]):
     """The loader's indices from the beginning of its pass, for those who look at ``loader.sampler``.
 
     It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of; the epoch
     that they set here is a count of their ``iter()`` calls and says nothing about where the loader stands.
     """
 
-    def __init__(self, cut: Cut | SlotCut, cursor: Cursor) -> None:
+    def __init__(self, cut: AnyCut, cursor: Cursor, *, is_batched: bool = True) -> None:
         self._cut = cut
         self._cursor = cursor
+        self._is_batched = is_batched
 
-    def __iter__(self) -> Iterator[int]:
-        for batch in self._cut.plan().indices(self._cursor.position):
-            yield from batch
+    def __iter__(self) -> Iterator[Any]:
+        plan = self._cut.plan()
+        for batch in plan.indices(self._cursor.position):
+            if self._is_batched or isinstance(plan, BatchPlan):
+                yield from batch
+            else:
+                yield batch
 
     def __len__(self) -> int:
-        return self._cut.plan().num_samples()
+        plan = self._cut.plan()
+        return plan.num_samples() if self._is_batched else plan.num_batches()
 
     def set_epoch(self, epoch: int) -> None:
         """Nothing: see :meth:`StatefulLoader.set_epoch`."""
 
 
-class PassBatches(Sampler[list[int]]):
+class PassBatches(Sampler[Any]):
     """The loader's batches from the beginning of its pass, for those who look at ``loader.batch_sampler``."""
 
-    def __init__(self, cut: SlotCut, cursor: Cursor) -> None:
+    def __init__(self, cut: SlotCut | SamplerCut, cursor: Cursor) -> None:
         self._cut = cut
         self._cursor = cursor
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         return self._cut.plan().indices(self._cursor.position)
 
     def __len__(self) -> int:

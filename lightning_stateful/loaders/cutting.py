@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch.utils.data import Sampler
-
-from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
-from lightning_stateful.index.orders import Order
+from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.loaders.batches import Cut, SlotCut
 from lightning_stateful.loaders.sources import describe_lengths, describe_sources
-from lightning_stateful.loaders.torch_samplers import order_of, reason_against_batch_sampler
+from lightning_stateful.loaders.torch_samplers import cuts_samples, has_order, order_of
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.cursor import Cursor
+from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.identity import describe_dataset
+from lightning_stateful.samplers.sampler_plan import SamplerCut
+from lightning_stateful.samplers.user_sampler import UserSampler
 
 
 class Cutting(NamedTuple):
@@ -27,7 +28,7 @@ class Cutting(NamedTuple):
         accept: Names of differences that the batch sampler lets pass.
     """
 
-    cut: Cut | SlotCut
+    cut: Cut | SlotCut | SamplerCut
     cursor: Cursor
     accept: tuple[str, ...] = ()
 
@@ -35,13 +36,16 @@ class Cutting(NamedTuple):
 def cutting_of(
     dataset: Any,
     *,
-    batch_size: int,
+    batch_size: int | None,
     shuffle: bool,
-    sampler: Sampler[Any] | Order | None,
+    sampler: Any,
     batch_sampler: Any,
     drop_last: bool,
     seed: int,
     exact: bool,
+    replace_samplers: bool,
+    generator: Any,
+    accept: tuple[str, ...],
     num_replicas: int | None,
     rank: int | None,
 ) -> Cutting:
@@ -49,7 +53,7 @@ def cutting_of(
 
     Raises:
         ConfigurationError: Arguments contradict each other, or are out of range.
-        UnsupportedLoaderError: The sampler's batches cannot be computed from a position.
+        UnsupportedLoaderError: The sampler cannot be repeated.
     """
     if batch_sampler is not None:
         if batch_size != 1 or shuffle or sampler is not None or drop_last:
@@ -63,19 +67,63 @@ def cutting_of(
                     "with batch_size in place of batch_sampler."
                 )
             return _of_batches(dataset, batch_sampler, num_replicas, rank)
-        if reason := reason_against_batch_sampler(batch_sampler):
-            raise UnsupportedLoaderError(f"StatefulLoader cannot use this batch_sampler: {reason}")
+        if not cuts_samples(batch_sampler):
+            cut = _user_cut(batch_sampler, seed, accept, exact=exact, whole_batches=True)
+            return _of_sampler(dataset, cut, num_replicas, rank)
         batch_size, drop_last, sampler = batch_sampler.batch_size, batch_sampler.drop_last, batch_sampler.sampler
     if sampler is not None and shuffle:
         raise ConfigurationError("sampler takes the place of shuffle; pass one or the other.")
-    order = order_of(dataset, sampler=sampler, shuffle=shuffle, seed=seed)
     # Checks the batch size now: the number of ranks, and so the rule, is known only when batches are asked for.
-    StepRule(batch_size=batch_size)
-    cut = Cut(
-        order=order, batch_size=batch_size, drop_last=drop_last, exact=exact, num_replicas=num_replicas, rank=rank
+    StepRule(batch_size=1 if batch_size is None else batch_size)
+    if isinstance(sampler, SamplerCut) or not has_order(sampler, replace=replace_samplers, generator=generator):
+        cut = _user_cut(sampler, seed, accept, exact=exact and batch_size is not None, whole_batches=batch_size is None)
+        cut = replace(cut, batch_size=1 if cut.order.whole_batches else batch_size or 1)
+        return _of_sampler(dataset, replace(cut, tail="drop") if drop_last else cut, num_replicas, rank)
+    order = order_of(dataset, sampler=sampler, shuffle=shuffle, seed=seed)
+    cut_of_order = Cut(
+        order=order,
+        batch_size=batch_size or 1,
+        drop_last=drop_last,
+        # What is not collated cannot be served two at a time.
+        exact=exact and batch_size is not None,
+        num_replicas=num_replicas,
+        rank=rank,
     )
     # A state is compared with what decides the sequence of samples; batch size, workers and ranks do not.
-    return Cutting(cut, Cursor(order, {"drop_last": drop_last, "dataset": describe_dataset(dataset)}))
+    described = {"drop_last": drop_last, "dataset": describe_dataset(dataset)}
+    return Cutting(cut_of_order, Cursor(order, described))
+
+
+def _user_cut(sampler: Any, seed: int, accept: tuple[str, ...], *, exact: bool, whole_batches: bool) -> SamplerCut:
+    """A user's sampler, wrapped or not."""
+    if isinstance(sampler, SamplerCut):
+        return replace(sampler, exact=exact or sampler.exact)
+    if not isinstance(sampler, DDPSamplerWrapper):
+        source = UserSampler(sampler, seed=seed, whole_batches=whole_batches, accept=accept)
+        return SamplerCut(order=source, exact=exact)
+    source = UserSampler(
+        sampler.sampler,
+        seed=sampler.seed or seed,
+        whole_batches=whole_batches,
+        length=sampler.length,
+        accept=(*accept, *sampler.accept),
+    )
+    return SamplerCut(
+        order=source,
+        exact=exact,
+        tail=sampler.tail,
+        shuffles=sampler.shuffle_samples_between_gpus,
+        num_replicas=sampler.num_replicas,
+        rank=sampler.rank,
+    )
+
+
+def _of_sampler(dataset: Any, cut: SamplerCut, num_replicas: int | None, rank: int | None) -> Cutting:
+    cut.order.examine()
+    if (num_replicas, rank) != (None, None):
+        cut = replace(cut, num_replicas=num_replicas, rank=rank)
+    described = {**cut.describe(), "dataset": describe_dataset(dataset)}
+    return Cutting(cut, Cursor(cut.order, described), cut.order.accept)
 
 
 def _of_batches(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.batches import PositionedBatches
 
 
@@ -18,12 +19,81 @@ class Engine(NamedTuple):
     batches: PositionedBatches
     generator: torch.Generator
 
+    @classmethod
+    def of(cls, dataset: Any, batches: PositionedBatches, options: dict[str, Any]) -> Engine:
+        """A loader of torch's over batches."""
+        how: dict[str, Any] = {"batch_sampler": batches}
+        if not batches.is_batched:
+            how = {"batch_size": None, "sampler": batches}
+        generator = torch.Generator()
+        return cls(DataLoader(dataset, **how, generator=generator, **options), batches, generator)
+
+    @classmethod
+    def within(cls, loader: DataLoader[Any], dataset: Any, batches: PositionedBatches, worker_init_fn: Any) -> Engine:
+        """A user's own loader, with its class, its attributes and options that this version knows nothing of."""
+        generator = torch.Generator()
+        which = "batch_sampler" if batches.is_batched else "sampler"
+        # Past torch's guard against changes: nothing has been iterated yet, and workers are none.
+        changed = {"dataset": dataset, "generator": generator, "worker_init_fn": worker_init_fn, "_iterator": None}
+        vars(loader).update({which: batches, **changed})
+        return cls(loader, batches, generator)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nobody has changed how the loader is iterated."""
+        kind = type(self.loader)
+        return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
     def fetch_in_process(self) -> Callable[[], Any]:
         """What torch's iterator does without workers or pinned memory, without its bookkeeping for each batch."""
         dataset: Any = self.loader.dataset
         collate = self.loader.collate_fn
-        fetch_many = getattr(dataset, "__getitems__", None)
         batches = iter(self.batches)
+        if not self.batches.is_batched:
+            return lambda: collate(dataset[next(batches)])
+        fetch_many = getattr(dataset, "__getitems__", None)
         if fetch_many is not None:
             return lambda: collate(fetch_many(next(batches)))
         return lambda: collate([dataset[index] for index in next(batches)])
+
+    def fetch(self, count: int) -> Callable[[], Any]:
+        """What the loader's own iterator does, for a pass of ``count`` batches."""
+        iterator = iter(self.loader)
+        return iterator.__next__ if self.is_plain else _counted(iterator, count, type(self.loader).__qualname__)
+
+
+def is_torchdatas(loader: Any) -> bool:
+    """Whether a loader is torchdata's, which adds a state and nothing else; the state is kept here."""
+    return type(loader).__module__.startswith("torchdata.")
+
+
+def _counted(iterator: Any, count: int, name: str) -> Callable[[], Any]:
+    """Batches of a loader with an ``__iter__`` of its own, which has to give one for each that was planned."""
+    served = 0
+
+    def fetch() -> Any:
+        nonlocal served
+        batch = next(iterator, _END)
+        if batch is _END and served < count and count < _NEVER:
+            raise _other_count(name, f"only {served}", count)
+        if batch is _END:
+            raise StopIteration
+        served += 1
+        # What it does after its last batch is part of it.
+        if served == count and next(iterator, _END) is not _END:
+            raise _other_count(name, "more", count)
+        return batch
+
+    return fetch
+
+
+_END = object()
+# Passes of which the end is not known are planned to have more batches than this.
+_NEVER = 2**40
+
+
+def _other_count(name: str, served: str, count: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name}.__iter__ gave {served} of {count} batches, so what was trained on cannot be told from their number. "
+        "Let it give one batch for each of DataLoader's, or do its work in the dataset or collate_fn."
+    )

@@ -9,7 +9,7 @@ from lightning_stateful import state as format_
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder, SlotPlan
-from lightning_stateful.loaders.batches import BatchPlan
+from lightning_stateful.index.step_plan import StepPlan
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.cursor import read_position
 
@@ -44,8 +44,14 @@ class LoaderGroup:
 
     def num_batches(self) -> int:
         """Steps of a whole epoch."""
-        lengths = [len(loader) for loader in self.loaders.values()]
+        lengths = [loader.plan.num_batches() for loader in self.loaders.values()]
         return min(lengths) if self.mode == "min_size" else max(lengths)
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the number of steps of an epoch is known before its end."""
+        sized = [loader.is_sized for loader in self.loaders.values()]
+        return any(sized) if self.mode == "min_size" else all(sized)
 
     def position(self, path: str, epoch: int, batch: int) -> Position | None:
         """Where the loader at ``path`` stands before step ``batch`` of ``epoch``; None when it is exhausted."""
@@ -139,7 +145,7 @@ class LoaderGroup:
         epoch = epochs.pop()
         for path, position in positions.items():
             plan = self.loaders[path].plan
-            if not self._cyclic and isinstance(plan, BatchPlan) and position.consumed > plan.num_slots():
+            if not self._cyclic and isinstance(plan, StepPlan) and position.consumed > plan.num_slots():
                 raise PositionError(
                     f"{where}, loader {path!r}, has consumed {position.consumed} samples of an epoch that has only "
                     f"{plan.num_slots()}. Resume from a checkpoint of this dataset."

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.index.lengths import digest
 from lightning_stateful.loaders.measuring import measure_one
-from lightning_stateful.loaders.seeded import keep_randomness
 from lightning_stateful.samplers.identity import describe_dataset
 from lightning_stateful.samplers.lengths import read_array
+from lightning_stateful.samplers.randomness import keep_randomness
 
 _VERSION = 1
 # Lengths that are part of the key, and lengths that are measured again at each reading.

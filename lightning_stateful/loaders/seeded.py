@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,27 +10,14 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.samplers.randomness import seed_randomness
 
 
-def seed_randomness(seed: int) -> None:
-    """Seed the CPU generators of torch, NumPy and ``random`` that augmentation uses; other devices are left alone."""
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
+class Keyed(NamedTuple):
+    """An index that a dataset is asked for by itself (``batch_size=None``), and the key to seed it by."""
 
-
-@contextmanager
-def keep_randomness() -> Iterator[None]:
-    """Put the CPU generators of torch, NumPy and ``random`` back at the end."""
-    of_torch, of_python = torch.get_rng_state(), random.getstate()
-    of_numpy: Any = np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(of_torch)
-        random.setstate(of_python)
-        # NumPy takes a list here many times faster than the array it gave.
-        np.random.set_state((of_numpy[0], of_numpy[1].tolist(), *of_numpy[2:]))
+    key: int
+    index: Any
 
 
 class SeededDataset(Dataset[Any]):
@@ -65,23 +49,27 @@ class SeededDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.__dict__["dataset"])
 
-    def __getitem__(self, index: int) -> Any:
-        """A sample by its bare index, unseeded: for a ``worker_init_fn`` that looks into its dataset."""
+    def __getitem__(self, index: Any) -> Any:
+        """What stands at a :class:`Keyed` index; at a bare one unseeded, for a ``worker_init_fn`` that looks in."""
+        if isinstance(index, Keyed):
+            seed_randomness(derive_seed(index.key, _label(index.index, 0)))
+            index = index.index
         return self.__dict__["dataset"][index]
 
-    def __getitems__(self, keyed: tuple[int | list[int], list[int]]) -> Any:
+    def __getitems__(self, keyed: tuple[int | list[int], Any]) -> Any:
         """Read ``indices`` of ``(key, indices)``, each under its own seed; there may be a key for each of them."""
-        key, indices = keyed
+        key, indices = keyed[0], list(keyed[1])
         keys = key if isinstance(key, list) else [key] * len(indices)
         dataset = self.__dict__["dataset"]
         if _runs_no_user_code(dataset):
-            seed_randomness(derive_seed(keys[-1], indices[-1]))
+            seed_randomness(derive_seed(keys[-1], _label(indices[-1], 0)))
             return dataset.__getitems__(indices)
         if _fetches_batches(dataset):
-            return [_fetch_one(dataset, key, index) for key, index in zip(keys, indices, strict=True)]
+            fetched = zip(keys, indices, strict=True)
+            return [_fetch_one(dataset, key, index, number) for number, (key, index) in enumerate(fetched)]
         samples = []
-        for key, index in zip(keys, indices, strict=True):
-            seed_randomness(derive_seed(key, index))
+        for number, (key, index) in enumerate(zip(keys, indices, strict=True)):
+            seed_randomness(derive_seed(key, _label(index, number)))
             samples.append(dataset[index])
         return samples
 
@@ -98,8 +86,16 @@ def _runs_no_user_code(dataset: Any) -> bool:
     return arrow and getattr(dataset, "_format_type", "custom") != "custom"
 
 
-def _fetch_one(dataset: Any, key: int, index: int) -> Any:
-    seed_randomness(derive_seed(key, index))
+def _label(index: Any, number: int) -> Any:
+    """What a sample's randomness goes by: its index, or, of an index that is no number, its place in the batch."""
+    if isinstance(index, (int, str)):
+        return index
+    single = isinstance(index, (np.generic, torch.Tensor)) and index.ndim == 0
+    return int(index) if single else f"item {number}"
+
+
+def _fetch_one(dataset: Any, key: int, index: Any, number: int) -> Any:
+    seed_randomness(derive_seed(key, _label(index, number)))
     samples = dataset.__getitems__([index])
     if not isinstance(samples, list) or len(samples) != 1:
         raise ConfigurationError(

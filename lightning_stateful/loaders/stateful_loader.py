@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.index.checks import as_int
-from lightning_stateful.index.orders import Order
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.seeding import derive_seed
-from lightning_stateful.index.slots import BatchOrder, SlotPlan
+from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.topology import Topology
-from lightning_stateful.loaders.batches import BatchPlan, Cut, PassBatches, PassIndices, PositionedBatches
+from lightning_stateful.loaders.batches import AnyPlan, PassBatches, PassIndices, PositionedBatches, SlotCut
 from lightning_stateful.loaders.cutting import cutting_of
-from lightning_stateful.loaders.engine import Engine
-from lightning_stateful.loaders.seeded import SeededDataset, keep_randomness
+from lightning_stateful.loaders.engine import Engine, is_torchdatas
+from lightning_stateful.loaders.passes import Count, Pass
+from lightning_stateful.loaders.seeded import SeededDataset
+from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.sampler_plan import SamplerCut
+from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.state import accepted_names
 
 # What the inner DataLoader takes over from this one, where this version of torch has it.
@@ -48,14 +52,14 @@ class StatefulLoader(DataLoader[Any]):
 
     Args:
         dataset: A map-style dataset with a length.
-        batch_size: Samples in a batch of one rank.
+        batch_size: Samples in a batch of one rank; None to hand what the sampler yields to the dataset as it is.
         shuffle: Whether each epoch has an order of its own.
-        sampler: In place of ``shuffle``: one of torch's own samplers, of which the kind and the parameters are
-            taken, or an :class:`~lightning_stateful.index.orders.Order`.
-        batch_sampler: In place of ``batch_size``, ``sampler`` and ``drop_last``: a ``torch.utils.data.BatchSampler``
-            around one of torch's own samplers, a batch sampler of this package, or a
-            :class:`~lightning_stateful.index.slots.BatchOrder`. Of one of this package's, batch sizes are part of the
-            configuration, and a position that it holds is left behind: load the state into the loader.
+        sampler: In place of ``shuffle``: any sampler, perhaps in a
+            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper`, or an
+            :class:`~lightning_stateful.index.orders.Order`.
+        batch_sampler: In place of ``batch_size``, ``sampler`` and ``drop_last``: any batch sampler, perhaps wrapped
+            likewise, or a :class:`~lightning_stateful.index.slots.BatchOrder`. Of one of this package's, batch sizes
+            are part of the configuration, and a position that it holds is left behind: load the state into the loader.
         drop_last: Leave out the last step of an epoch if it is not full.
         seed: Chooses the orders and the randomness of samples.
         num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
@@ -63,6 +67,8 @@ class StatefulLoader(DataLoader[Any]):
         seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, epoch,
             sample).
         exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.
+        replace_samplers: Replace torch's own random samplers by orders of the same distribution, of which every place
+            is reached at once. A plain shuffle always is such an order.
         accept: Names of differences between a state and this configuration to let pass on load, for example
             ``("dataset.length",)``.
         **options: Any other option of :class:`torch.utils.data.DataLoader`.
@@ -73,16 +79,16 @@ class StatefulLoader(DataLoader[Any]):
 
     Raises:
         ConfigurationError: An argument is out of range.
-        UnsupportedLoaderError: The dataset is iterable, or the sampler is none of torch's own.
+        UnsupportedLoaderError: The dataset is iterable, or the sampler yields something else whenever it is begun.
     """
 
     def __init__(
         self,
         dataset: Any,
         *,
-        batch_size: int = 1,
+        batch_size: int | None = 1,
         shuffle: bool = False,
-        sampler: Sampler[Any] | Order | None = None,
+        sampler: Any = None,
         batch_sampler: Any = None,
         drop_last: bool = False,
         seed: int = 0,
@@ -90,16 +96,19 @@ class StatefulLoader(DataLoader[Any]):
         rank: int | None = None,
         seed_samples: bool = True,
         exact: bool = False,
+        replace_samplers: bool = False,
         accept: Collection[str] = (),
         **options: Any,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        by_sampler = sampler is not None or batch_sampler is not None
+        if isinstance(dataset, IterableDataset) or not (by_sampler or hasattr(dataset, "__len__")):
             raise UnsupportedLoaderError(
                 f"{type(dataset).__name__} has no random access by index; StatefulLoader needs a map-style dataset "
                 "with __getitem__ and __len__."
             )
         if not options.pop("in_order", True):
             raise ConfigurationError("in_order=False hands batches over in no fixed order and cannot be resumed.")
+        self._original: DataLoader[Any] | None = None
         self.seed = seed = as_int("seed", seed)
         self.seed_samples = seed_samples
         self.cut, self._cursor, accepted = cutting_of(
@@ -111,26 +120,30 @@ class StatefulLoader(DataLoader[Any]):
             drop_last=drop_last,
             seed=seed,
             exact=exact,
+            replace_samplers=replace_samplers,
+            generator=options.pop("generator", None),
+            accept=accepted_names(accept),
             num_replicas=num_replicas,
             rank=rank,
         )
         self.order = self.cut.order
-        self.accept = (*accepted, *accepted_names(accept))
+        self.accept = tuple(dict.fromkeys([*accepted, *accepted_names(accept)]))
         self._generation = 0
-        self._running: _Count | None = None
+        self._running: Count | None = None
         self._engine: Engine | None = None
-        indices = PassIndices(self.cut, self._cursor)
-        if isinstance(self.cut, Cut):
-            how: dict[str, Any] = {
-                "batch_size": self.cut.batch_size,
-                "sampler": indices,
-                "drop_last": self.cut.drop_last,
-            }
-            super().__init__(dataset, **how, **options)
-        else:
-            super().__init__(dataset, batch_sampler=PassBatches(self.cut, self._cursor), **options)
+        is_batched = batch_size is not None
+        indices = PassIndices(self.cut, self._cursor, is_batched=is_batched)
+        # Not super(): between this class and torch's there may be a user's, which has been constructed already.
+        if isinstance(self.cut, SlotCut) or (
+            isinstance(self.cut, SamplerCut) and self.cut.order.whole_batches and is_batched
+        ):
+            DataLoader.__init__(self, dataset, batch_sampler=PassBatches(self.cut, self._cursor), **options)
             # torch puts a sampler of its own beside a batch sampler, in which Fabric would see something to replace.
             object.__setattr__(self, "sampler", indices)
+        else:
+            how: dict[str, Any] = {"drop_last": self.cut.drop_last} if is_batched else {}
+            size = self.cut.batch_size if is_batched else None
+            DataLoader.__init__(self, dataset, batch_size=size, sampler=indices, **how, **options)
 
     @property
     def topology(self) -> Topology:
@@ -138,7 +151,7 @@ class StatefulLoader(DataLoader[Any]):
         return self.cut.topology()
 
     @property
-    def plan(self) -> BatchPlan | SlotPlan:
+    def plan(self) -> AnyPlan:
         """The batches of this rank, as a function of a position."""
         return self.cut.plan()
 
@@ -155,11 +168,22 @@ class StatefulLoader(DataLoader[Any]):
         return self.position.epoch
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, wherever the loader stands."""
+        """Batches of a whole epoch, wherever the loader stands.
+
+        Raises:
+            TypeError: The sampler does not know its length.
+        """
+        if not self.is_sized:
+            raise TypeError(f"The sampler {self.order.name} has no len(), so this loader has none.")  # type: ignore[union-attr]
         return self.plan.num_batches()
 
+    @property
+    def is_sized(self) -> bool:
+        """Whether the number of batches of an epoch is known before its end."""
+        return not isinstance(self.order, UserSampler) or self.order.is_sized
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
-        return _Pass(self)
+        return Pass(self)
 
     @property
     def _iterator(self) -> Any:
@@ -201,7 +225,7 @@ class StatefulLoader(DataLoader[Any]):
 
     def report_at(self, position: Position) -> dict[str, Any]:
         """:meth:`position_report` at another position."""
-        if isinstance(self.order, BatchOrder):
+        if isinstance(self.order, (BatchOrder, UserSampler)):
             return {"epoch": position.epoch, **self.order.report(position)}
         return {"epoch": position.epoch, "samples": position.consumed}
 
@@ -221,7 +245,11 @@ class StatefulLoader(DataLoader[Any]):
         """The batches from ``position`` to the end of its pass, without moving the loader."""
         count, fetch = self._fetcher(position)
         for _ in range(count):
-            yield fetch()
+            try:
+                batch = fetch()
+            except StopIteration:
+                return
+            yield batch
 
     def _fetcher(self, position: Position) -> tuple[int, Callable[[], Any]]:
         """How many batches there are from ``position`` on, and what gets the next of them."""
@@ -233,13 +261,13 @@ class StatefulLoader(DataLoader[Any]):
             self._engine = self._build_engine(plan)
         engine = self._engine
         engine.batches.start = position
-        if not self.num_workers and not self.pin_memory:
+        if not self.num_workers and not self.pin_memory and engine.is_plain:
             fetch = engine.fetch_in_process()
         else:
             # torch draws a base seed for its workers here; not from the generator that the model uses.
             base = derive_seed("workers", self.seed, self.topology.rank, position.epoch, position.consumed)
             engine.generator.manual_seed(base)
-            fetch = iter(engine.loader).__next__
+            fetch = engine.fetch(count)
         if self.num_workers or not self.seed_samples:
             return count, fetch
 
@@ -250,77 +278,38 @@ class StatefulLoader(DataLoader[Any]):
 
         return count, fetch_aside
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether nothing is left of the epoch of which the latest batch was handed over."""
+        handed = 0 if self._running is None else self._running.handed
+        return self.plan.is_over(self.plan.after(self._cursor.position, handed))
+
     def _normal(self, position: Position) -> Position:
         """The beginning of the next epoch in place of the end of one."""
         plan = self.plan
         return plan.begin(position.epoch + 1, position) if position.consumed and plan.is_over(position) else position
 
-    def _build_engine(self, plan: BatchPlan | SlotPlan) -> Engine:
-        options = {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None)}
-        batches = PositionedBatches(plan, derive_seed("samples", self.seed) if self.seed_samples else None)
-        generator = torch.Generator()
-        loader = DataLoader(
-            SeededDataset(self.dataset) if self.seed_samples else self.dataset,
-            batch_sampler=batches,
-            generator=generator,
-            **options,
-        )
-        return Engine(loader, batches, generator)
+    def _build_engine(self, plan: AnyPlan) -> Engine:
+        seed = derive_seed("samples", self.seed) if self.seed_samples else None
+        batches = PositionedBatches(plan, seed, is_batched=self.batch_sampler is not None)
+        dataset = SeededDataset(self.dataset) if self.seed_samples else self.dataset
+        if self._original is not None and not is_torchdatas(self._original):
+            return Engine.within(self._original, dataset, batches, self.worker_init_fn)
+        return Engine.of(dataset, batches, {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None)})
 
+    def adopt(self, original: DataLoader[Any]) -> None:
+        """Read through a copy of the loader that this one was made of, and have its attributes."""
+        self._original = copy.copy(original)
 
-class _Count:
-    """Batches that a pass has handed over.
+    def __getattr__(self, name: str) -> Any:
+        original = vars(self).get("_original")
+        if original is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(original, name)
 
-    Loader and pass share it in place of knowing each other: a cycle would keep worker processes alive until the
-    garbage collector finds it.
-    """
-
-    __slots__ = ("handed",)
-
-    def __init__(self) -> None:
-        self.handed = 0
-
-
-class _Pass:
-    """One pass over a loader; it looks up where to begin at the first ``next()``."""
-
-    def __init__(self, loader: StatefulLoader) -> None:
-        self._loader = loader
-        self._count = _Count()
-        self._generation = -1
-        self._total = 0
-        self._fetch: Callable[[], Any] = tuple
-
-    def __iter__(self) -> _Pass:
-        return self
-
-    def __next__(self) -> Any:
-        if self._generation != self._loader._generation:
-            self._begin()
-        count = self._count
-        if count.handed == self._total:
-            raise StopIteration
-        try:
-            batch = self._fetch()
-        except Exception:
-            # A sample could not be read: its batch is tried again at the next call.
-            self._generation = -1
-            raise
-        count.handed += 1
-        if count.handed == self._total:
-            self._end()
-        return batch
-
-    def _begin(self) -> None:
-        loader = self._loader
-        # A new pass begins where the last one began, unless it is this one, which goes on.
-        origin = loader.position if loader._running is self._count else loader._normal(loader._cursor.position)
-        loader._cursor.position, loader._running = origin, self._count
-        self._count.handed = 0
-        self._generation = loader._generation
-        self._total, self._fetch = loader._fetcher(origin)
-
-    def _end(self) -> None:
-        loader = self._loader
-        if loader._running is self._count:
-            loader._cursor.position, loader._running = loader.position, None
+    def __setattr__(self, name: str, value: Any) -> None:
+        original = vars(self).get("_original")
+        if original is not None and name not in vars(self) and name in vars(original):
+            setattr(original, name, value)
+        else:
+            super().__setattr__(name, value)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from lightning_stateful.errors import UnsupportedLoaderError
-from lightning_stateful.index.slots import BatchOrder
-from lightning_stateful.loaders.batches import Cut
+from lightning_stateful.loaders.batches import SlotCut
 from lightning_stateful.loaders.stateful_loader import OPTIONS, StatefulLoader
-from lightning_stateful.loaders.torch_samplers import order_of, reason_against_batch_sampler
+from lightning_stateful.loaders.torch_samplers import cuts_samples, without_lightnings
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
+from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
+from lightning_stateful.samplers.repeated import Repeated
+from lightning_stateful.samplers.sampler_plan import SamplerCut
 from lightning_stateful.state import accepted_names
 
 
@@ -25,24 +28,27 @@ def take_over(
     seed_samples: bool = True,
     shuffle: bool | None = None,
     exact: bool = False,
+    replace_samplers: bool = False,
     accept: Collection[str] = (),
     where: str = "the loader",
 ) -> StatefulLoader:
     """Build a StatefulLoader with a DataLoader's dataset, sampler, batch size and options.
 
     Args:
-        loader: A ``DataLoader`` over a map-style dataset, or a StatefulLoader, of which the settings stay.
+        loader: A ``DataLoader`` over a map-style dataset, of which class and attributes are kept, or a StatefulLoader,
+            of which the settings stay.
         seed: Seed for a loader that is not yet stateful.
         num_replicas: Data-parallel ranks.
         rank: This rank.
         seed_samples: As in :class:`StatefulLoader`.
         shuffle: False to serve the samples in order, whatever the sampler.
         exact: As in :class:`StatefulLoader`.
-        accept: Names of differences to let pass on load.
+        replace_samplers: As in :class:`StatefulLoader`.
+        accept: Names of differences to let pass.
         where: How an error calls the loader.
 
     Raises:
-        UnsupportedLoaderError: With the reason, for a loader whose batches cannot be computed from a position.
+        UnsupportedLoaderError: With the reason, for a loader whose batches cannot be told from a position.
     """
     if isinstance(loader, StatefulLoader):
         seed, seed_samples, accept = loader.seed, loader.seed_samples, (*loader.accept, *accepted_names(accept))
@@ -50,40 +56,117 @@ def take_over(
             num_replicas, rank = loader.cut.num_replicas, loader.cut.rank
     elif reason := _reason_against(loader):
         raise UnsupportedLoaderError(f"Cannot take over {where}: {reason}")
+    original = loader._original if isinstance(loader, StatefulLoader) else loader
     try:
-        cutting = _batches_of(loader, shuffle) or _samples_of(loader, seed, shuffle, exact)
+        kind: Any = type(loader if original is None else original)
+        made = _class_of_patched(kind)(
+            loader.dataset,
+            **_cutting(loader, shuffle, exact),
+            seed=seed,
+            num_replicas=num_replicas,
+            rank=rank,
+            seed_samples=seed_samples,
+            replace_samplers=replace_samplers,
+            generator=loader.generator,
+            accept=accept,
+            **{name: getattr(loader, name) for name in OPTIONS if getattr(loader, name, None)},
+        )
     except UnsupportedLoaderError as error:
         raise UnsupportedLoaderError(f"Cannot take over {where}: {error}") from None
-    return StatefulLoader(
-        loader.dataset,
-        **cutting,
+    if original is not None:
+        made.adopt(original)
+    return made
+
+
+def patch_dataloader(
+    loader: DataLoader[Any],
+    *,
+    seed: int = 0,
+    num_replicas: int | None = None,
+    rank: int | None = None,
+    seed_samples: bool = True,
+    replace_samplers: bool = False,
+    accept: Collection[str] = (),
+) -> StatefulLoader:
+    """Make a DataLoader deal its batches out to the ranks and resume exactly, whatever its sampler.
+
+    The result is an instance of the loader's class and has its dataset, options and attributes; the loader itself is
+    left as it is. Patching twice is patching once. Within Lightning, ``StatefulDataCallback`` does this.
+
+    Args:
+        loader: A DataLoader over a map-style dataset, with any sampler or batch sampler, which may be wrapped in a
+            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper` to say how it is dealt out.
+        seed: Chooses the orders, and the randomness of samplers and samples.
+        num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
+        rank: This rank; by default that of the process group, or 0.
+        seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, epoch,
+            sample).
+        replace_samplers: Replace torch's own random samplers by orders of the same distribution, of which every place
+            is reached at once. A plain shuffle always is such an order.
+        accept: Names of differences to let pass when a state is loaded; ``"nondeterministic"`` lets pass a sampler
+            that yields something else every time.
+
+    Returns:
+        A loader with ``state_dict``, ``load_state_dict`` and ``set_epoch``.
+
+    Raises:
+        UnsupportedLoaderError: With the reason, for a loader whose batches cannot be told from a position.
+    """
+    if isinstance(loader, StatefulLoader):
+        return loader
+    return take_over(
+        loader,
         seed=seed,
         num_replicas=num_replicas,
         rank=rank,
         seed_samples=seed_samples,
+        replace_samplers=replace_samplers,
         accept=accept,
-        **{name: getattr(loader, name) for name in OPTIONS if getattr(loader, name, None)},
     )
 
 
-def _batches_of(loader: Any, shuffle: bool | None) -> dict[str, Any]:
-    """The arguments that say how whole batches are chosen; empty where samples are."""
-    batches = loader.order if isinstance(loader, StatefulLoader) else loader.batch_sampler
-    if not isinstance(batches, (StatefulBatchSampler, BatchOrder)):
-        return {}
-    return {"batch_sampler": batches.unshuffled() if shuffle is False else batches}
+@cache
+def _class_of_patched(kind: type[DataLoader[Any]]) -> type[StatefulLoader]:
+    """A StatefulLoader that is an instance of ``kind`` as well."""
+    if issubclass(StatefulLoader, kind):
+        return StatefulLoader
+    made: Any = type(f"Stateful{kind.__name__}", (StatefulLoader, kind), {"__doc__": kind.__doc__})
+    return made  # type: ignore[no-any-return]  # made of both
 
 
-def _samples_of(loader: Any, seed: int, shuffle: bool | None, exact: bool) -> dict[str, Any]:
-    """The arguments that say how samples are chosen and cut into batches."""
-    sampler: Any = loader.order if isinstance(loader, StatefulLoader) else loader.batch_sampler.sampler
-    if shuffle is False:
-        sampler = SequentialSampler(loader.dataset)
-    exact = exact or (isinstance(loader, StatefulLoader) and isinstance(loader.cut, Cut) and loader.cut.exact)
+def _cutting(loader: Any, shuffle: bool | None, exact: bool) -> dict[str, Any]:
+    """The arguments that say how samples or batches are chosen."""
+    if isinstance(loader, StatefulLoader):
+        return _cutting_again(loader, shuffle, exact)
+    batches = without_lightnings(loader.batch_sampler)
+    if isinstance(batches, DDPSamplerWrapper) and shuffle is False:
+        batches = batches.sampler
+    if isinstance(batches, StatefulBatchSampler):
+        return {"batch_sampler": batches.unshuffled() if shuffle is False else batches}
+    if batches is not None and not cuts_samples(batches):
+        return {"batch_sampler": Repeated(batches) if shuffle is False else batches, "exact": exact}
+    sampler = without_lightnings(loader.sampler if batches is None else batches.sampler)
     return {
-        "sampler": order_of(loader.dataset, sampler=sampler, seed=seed),
-        "batch_size": loader.batch_sampler.batch_size,
-        "drop_last": loader.batch_sampler.drop_last,
+        "sampler": SequentialSampler(loader.dataset) if shuffle is False else sampler,
+        "batch_size": None if batches is None else batches.batch_size,
+        "drop_last": batches is not None and batches.drop_last,
+        "exact": exact,
+    }
+
+
+def _cutting_again(loader: StatefulLoader, shuffle: bool | None, exact: bool) -> dict[str, Any]:
+    cut: Any = loader.cut
+    dataset: Any = loader.dataset
+    if isinstance(cut, SlotCut):
+        return {"batch_sampler": cut.order.unshuffled() if shuffle is False else cut.order}
+    exact, is_batched = exact or cut.exact, loader.batch_sampler is not None
+    if isinstance(cut, SamplerCut) and cut.order.whole_batches and is_batched:
+        return {"batch_sampler": Repeated(cut.order.sampler) if shuffle is False else cut, "exact": exact}
+    sampler: Any = cut if isinstance(cut, SamplerCut) else cut.order
+    return {
+        "sampler": SequentialSampler(dataset) if shuffle is False else sampler,
+        "batch_size": cut.batch_size if is_batched else None,
+        "drop_last": cut.drop_last,
         "exact": exact,
     }
 
@@ -94,13 +177,6 @@ def _reason_against(loader: Any) -> str:
         return f"it is a {name} and not a torch.utils.data.DataLoader, so its batches cannot be reached by position."
     if isinstance(loader.dataset, IterableDataset):
         return f"{type(loader.dataset).__qualname__} is an IterableDataset, which has no random access."
-    own_iteration = type(loader).__iter__ is not DataLoader.__iter__
-    if own_iteration and not type(loader).__module__.startswith("torchdata."):
-        return f"{name} has its own __iter__; return a plain DataLoader, or do its work in the dataset or collate_fn."
-    if loader.batch_sampler is None:
-        return "batch_size=None leaves batching to the dataset; pass a batch_size."
-    if reason := reason_against_batch_sampler(loader.batch_sampler):
-        return reason
     if not getattr(loader, "in_order", True):
         return "in_order=False hands batches over in no fixed order."
     return ""

@@ -17,7 +17,6 @@ from torch.utils.data import (
 from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.index.draws import ReplacementOrder, SubsetOrder, WeightedOrder
 from lightning_stateful.index.orders import Order, SequentialOrder, ShuffledOrder
-from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 
 _DISTRIBUTED = (DistributedSampler, StatefulDistributedSampler)
@@ -63,14 +62,36 @@ def order_of(dataset: Any, *, sampler: Any = None, shuffle: bool = False, seed: 
     )
 
 
-def reason_against_batch_sampler(batch_sampler: Any) -> str:
-    """Why a batch sampler's batches cannot be computed from a position; empty if they can."""
-    if isinstance(batch_sampler, StatefulBatchSampler) or _is(batch_sampler, BatchSampler):
-        return ""
-    return (
-        f"the batch sampler {type(batch_sampler).__qualname__} decides on whole batches, which cannot be computed from "
-        "a position. Use batch_size= and one of torch's own samplers, or a batch sampler of lightning_stateful."
-    )
+def has_order(sampler: Any, *, replace: bool, generator: Any = None) -> bool:
+    """Whether a sampler stands for an order rather than for itself.
+
+    Args:
+        sampler: A sampler, an order, or None.
+        replace: Whether torch's own samplers are to be replaced by orders of the same distribution.
+        generator: The loader's generator, if it has one.
+    """
+    if sampler is None or isinstance(sampler, Order) or _is(sampler, SequentialSampler, StatefulDistributedSampler):
+        return True
+    if _is(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        # What shuffle=True makes: it names a distribution, and no sampler of one's own.
+        theirs = type(sampler).__module__.startswith("torchdata.")
+        return replace or theirs or sampler.generator is None or sampler.generator is generator
+    return replace and _is(sampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, *_DISTRIBUTED)
+
+
+def cuts_samples(batch_sampler: Any) -> bool:
+    """Whether a batch sampler does no more than cut what a sampler yields into batches."""
+    return _is(batch_sampler, BatchSampler)
+
+
+def without_lightnings(sampler: Any) -> Any:
+    """The sampler or batch sampler that Lightning has wrapped in one of its own, or the sampler itself."""
+    while type(sampler).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric"):
+        held = getattr(getattr(sampler, "dataset", None), "_sampler", None) or getattr(sampler, "_batch_sampler", None)
+        if held is None:
+            return sampler
+        sampler = held
+    return sampler
 
 
 def _is(sampler: Any, *kinds: type) -> bool:

@@ -10,6 +10,7 @@ from lightning_stateful.errors import DamagedStateError, Difference, PositionErr
 from lightning_stateful.index.orders import Order
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder
+from lightning_stateful.samplers.user_sampler import UserSampler
 
 
 class Cursor:
@@ -23,7 +24,7 @@ class Cursor:
         An envelope of the order's kind (see :mod:`lightning_stateful.state`).
     """
 
-    def __init__(self, order: Order | BatchOrder, config: Mapping[str, Any]) -> None:
+    def __init__(self, order: Order | BatchOrder | UserSampler, config: Mapping[str, Any]) -> None:
         self.order = order
         self.config = {**order.describe(), **config}
         self.position = Position()
@@ -31,7 +32,8 @@ class Cursor:
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
         """The state at ``position``, or at the one held; a fresh plain dict."""
         held = self.position if position is None else position
-        return self._envelope(self.order.save(held) if isinstance(self.order, BatchOrder) else held.to_dict())
+        saved = self.order.save(held) if isinstance(self.order, (BatchOrder, UserSampler)) else held.to_dict()
+        return self._envelope(saved)
 
     def _present(self) -> dict[str, Any]:
         return self._envelope(Position().to_dict())
@@ -71,9 +73,12 @@ class Cursor:
         if isinstance(self.order, BatchOrder):
             changed = bool(format_.differences(state, self._present()))
             return _read_in_batches(self.order, state, changed=changed, cyclic=cyclic, where=where)
-        if not _counts_alike(state, self.order.kind, Position().to_dict()):
+        own: dict[str, Any] = Position().to_dict()
+        if isinstance(self.order, UserSampler):
+            own[self.order.kind] = None
+        if not _counts_alike(state, self.order.kind, own):
             raise _other_slots(state, self.order.kind, where)
-        position = read_position(state, where=where)
+        position = read_position(state, where=where, order=self.order)
         length = len(self.order)
         if position.consumed > length and not cyclic:
             raise PositionError(
@@ -117,13 +122,15 @@ def _other_slots(state: Mapping[str, Any], kind: str, where: str) -> StateMismat
     return StateMismatchError([Difference(path="kind", saved=state["kind"], present=kind, remedy=remedy)], where=where)
 
 
-def read_position(state: Mapping[str, Any], *, where: str) -> Position:
-    """The position in a checked envelope.
+def read_position(state: Mapping[str, Any], *, where: str, order: Any = None) -> Position:
+    """The position in a checked envelope, for an order of that kind.
 
     Raises:
         DamagedStateError, PositionError: With ``where`` in the message.
     """
     try:
+        if isinstance(order, UserSampler):
+            return order.restore(state["position"])
         return Position.from_dict(state["position"])
     except (DamagedStateError, PositionError) as error:
         raise type(error)(f"{where}: {error}. Resume from another checkpoint.") from None

@@ -17,17 +17,17 @@ _DIGESTED_INDICES = 2**16
 
 
 def describe_dataset(dataset: Any) -> dict[str, Any]:
-    """Describe a sized dataset by what can be read cheaply.
+    """Describe a dataset by what can be read cheaply.
 
-    Its length; the fingerprint of a Hugging Face dataset; names and sizes of files if it lists their paths in an
-    attribute ``files``; of a ``Subset`` also the chosen indices (up to 65,536 of them, evenly spaced) and of a
-    ``ConcatDataset`` the lengths of its parts. A dataset may say more, or something else, by a method
+    Its length, if it has one; the fingerprint of a Hugging Face dataset; names and sizes of files if it lists their
+    paths in an attribute ``files``; of a ``Subset`` also the chosen indices (up to 65,536 of them, evenly spaced) and
+    of a ``ConcatDataset`` the lengths of its parts. A dataset may say more, or something else, by a method
     ``describe() -> dict`` of plain data.
 
     Returns:
         Plain data that is equal for equal data, wherever it lies.
     """
-    described: dict[str, Any] = {"length": len(dataset)}
+    described: dict[str, Any] = {"length": len(dataset) if hasattr(dataset, "__len__") else "unknown"}
     fingerprint = getattr(dataset, "_fingerprint", None)
     if isinstance(fingerprint, str):
         described["fingerprint"] = fingerprint

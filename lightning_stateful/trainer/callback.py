@@ -12,7 +12,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import counters
-from lightning_stateful.trainer.checkpoint import data_state_in, find_data_state, read_callback_state
+from lightning_stateful.trainer.checkpoint import (
+    data_state_in,
+    find_data_state,
+    read_callback_state,
+    warn_of_missing_state,
+)
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
 from lightning_stateful.trainer.finders import refuse_finders
 from lightning_stateful.trainer.logs import log_data
@@ -26,7 +31,7 @@ from lightning_stateful.trainer.training_data import Settings, TrainingData, top
 class StatefulDataCallback(pl.Callback):
     """Makes ``Trainer.fit(ckpt_path=...)`` go on at the very next batch, wherever the loaders come from.
 
-    Training loaders over map-style datasets with torch's own samplers are replaced by loaders whose batches are a
+    Training loaders over map-style datasets, with whatever sampler, are replaced by loaders whose batches are a
     function of Lightning's own counters; evaluation loaders by ones that give every sample once over all ranks. A
     :class:`StatefulDataModule` brings a callback of its own along; add one yourself for loaders that come from
     anywhere else.
@@ -36,7 +41,8 @@ class StatefulDataCallback(pl.Callback):
         seed_samples: Make what torch, NumPy and ``random`` draw inside datasets a function of (seed, epoch, sample).
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         accept: Names of differences between a checkpoint and the present data to let pass, for example
-            ``("dataset.length", "seed")``.
+            ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
+        replace_samplers: Replace torch's own random samplers by orders, of which every place is reached at once.
         log_sources: Log what has been served of every source of a mixture (see :meth:`position_report`) whenever the
             trainer logs, as ``sources/<name>/samples`` and so on.
         log_padding: Log ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths in the same way.
@@ -59,6 +65,7 @@ class StatefulDataCallback(pl.Callback):
         seed_samples: bool = True,
         seed_model: bool = True,
         accept: Collection[str] = (),
+        replace_samplers: bool = False,
         log_sources: bool = False,
         log_padding: bool = False,
         brought_along: bool = False,
@@ -69,6 +76,7 @@ class StatefulDataCallback(pl.Callback):
             seed_samples=seed_samples,
             seed_model=seed_model,
             accept=accept,
+            replace_samplers=replace_samplers,
             log_sources=log_sources,
             log_padding=log_padding,
         )
@@ -205,7 +213,7 @@ class StatefulDataCallback(pl.Callback):
         if state is not None:
             moment = data.load(state, moment)
         elif moment.data != (0, 0):
-            _warn_of_missing_state(moment)
+            warn_of_missing_state(moment)
         loops["fit_loop"] = counters.rewritten(loops["fit_loop"], moment)
         resume = Resume(moment=moment, global_step=checkpoint["global_step"], state=state, metrics=metrics)
         self._go_on(data, resume)
@@ -262,6 +270,8 @@ class StatefulDataCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the first epoch after a resume run as it would have without the stop."""
         self._previous, self._awaits_start = None, False
+        if self._data is not None:
+            self._data.check_in_use()
         self._in_resumed_epoch = self._resume is not None
         if self._resume is not None:
             restore_metrics(trainer, self._resume.metrics)
@@ -318,13 +328,3 @@ class StatefulDataCallback(pl.Callback):
         """The key under which Lightning saves the data module's state, if it holds the data's."""
         module = None if trainer is None else getattr(trainer, "datamodule", None)
         return type(module).__qualname__ if getattr(module, "holds_data_state", False) else None
-
-
-def _warn_of_missing_state(moment: Moment) -> None:
-    rank_zero_warn(
-        "The checkpoint has no data state: it was made without lightning-stateful, or before there were loaders. The "
-        f"run goes on at batch {moment.batch} of epoch {moment.epoch}, as the loop counters say, in this toolkit's "
-        "order. The checkpoint's run had another order, so some samples of this epoch are trained on twice and others "
-        "not at all; from the next epoch on every sample comes once.",
-        category=StatefulWarning,
-    )

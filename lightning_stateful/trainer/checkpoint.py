@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_stateful.errors import (
     DamagedStateError,
     Difference,
     StateError,
+    StatefulWarning,
     StateMismatchError,
     StateVersionError,
 )
@@ -78,3 +81,14 @@ def find_data_state(
 def data_state_in(module_state: Any) -> Mapping[str, Any] | None:
     """The data's state within a data module's state, which may hold more of the user's own."""
     return module_state.get(STATE_KEY) if isinstance(module_state, Mapping) else None
+
+
+def warn_of_missing_state(moment: Moment) -> None:
+    """Say what a run does that is resumed from a checkpoint without a data state."""
+    rank_zero_warn(
+        "The checkpoint has no data state: it was made without lightning-stateful, or before there were loaders. The "
+        f"run goes on at batch {moment.batch} of epoch {moment.epoch}, as the loop counters say, in this toolkit's "
+        "order. The checkpoint's run had another order, so some samples of this epoch are trained on twice and others "
+        "not at all; from the next epoch on every sample comes once.",
+        category=StatefulWarning,
+    )

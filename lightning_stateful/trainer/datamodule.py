@@ -62,6 +62,7 @@ class StatefulDataModule(pl.LightningDataModule):
         seed_samples: Make what torch, NumPy and ``random`` draw inside datasets a function of (seed, epoch, sample).
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         accept: Names of differences between a checkpoint and the present data to let pass.
+        replace_samplers: Replace torch's own random samplers, in loaders that a subclass returns, by orders.
         log_sources: Log what has been served of every source of a mixture whenever the trainer logs.
         log_padding: Log the padding of batches of like lengths whenever the trainer logs.
         **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader.
@@ -93,6 +94,7 @@ class StatefulDataModule(pl.LightningDataModule):
         seed_samples: bool = True,
         seed_model: bool = True,
         accept: Collection[str] = (),
+        replace_samplers: bool = False,
         log_sources: bool = False,
         log_padding: bool = False,
         **loader_options: Any,
@@ -103,6 +105,7 @@ class StatefulDataModule(pl.LightningDataModule):
             seed_samples=seed_samples,
             seed_model=seed_model,
             accept=accept,
+            replace_samplers=replace_samplers,
             log_sources=log_sources,
             log_padding=log_padding,
         )

@@ -14,6 +14,7 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.takeover import take_over
+from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.trainer.agreement import build_alike
 from lightning_stateful.trainer.structure import Structure
 from lightning_stateful.trainer.training_data import Settings, topology_of
@@ -51,7 +52,13 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
 
 def _lengths(structure: Structure) -> dict[str, Any]:
     views = {path: view for path, view in structure.loaders.items() if isinstance(view, LoaderView)}
-    return {f"{path}.length" if path else "length": view.plan.num_slots() for path, view in views.items()}
+    described = {}
+    for path, view in views.items():
+        prefix = f"{path}." if path else ""
+        described[f"{prefix}length"] = view.plan.num_slots()
+        if isinstance(view.order, UserSampler):
+            described[f"{prefix}begins"] = view.order.examine().begins
+    return described
 
 
 def _view(trainer: pl.Trainer, loader: Any, where: str, settings: Settings, topology: Topology) -> Any:
@@ -63,6 +70,8 @@ def _view(trainer: pl.Trainer, loader: Any, where: str, settings: Settings, topo
             rank=topology.rank,
             seed_samples=settings.seed_samples,
             exact=True,
+            replace_samplers=settings.replace_samplers,
+            accept=settings.accept,
             where=where,
         )
     except UnsupportedLoaderError as error:
@@ -72,11 +81,11 @@ def _view(trainer: pl.Trainer, loader: Any, where: str, settings: Settings, topo
             )
         return loader
 
-    for repeats in taken.plan.repeats() if isinstance(taken.order, BatchOrder) else ():
+    for repeats in taken.plan.repeats() if isinstance(taken.order, (BatchOrder, UserSampler)) else ():
         rank_zero_warn(f"{where}: {repeats}, because ranks take equal steps.", category=StatefulWarning)
 
     def locate() -> Position | None:
         # Randomness and, if the loader shuffles, its order follow the training epoch, as a plain loader's would.
-        return Position(epoch=trainer.current_epoch, width=topology.num_replicas) if len(taken) else None
+        return Position(epoch=trainer.current_epoch, width=topology.num_replicas) if taken.plan.num_batches() else None
 
     return LoaderView(taken, locate, keeps_indices=trainer.predicting)

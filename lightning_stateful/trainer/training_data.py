@@ -19,9 +19,11 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.group import MODES, LoaderGroup
+from lightning_stateful.loaders.patched import is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.takeover import take_over
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
+from lightning_stateful.samplers.user_sampler import WAYS, UserSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.agreement import build_alike
@@ -42,6 +44,7 @@ class Settings:
         seed_samples: Seed the samples' randomness.
         seed_model: Seed the model's randomness.
         accept: Names of differences to let pass on load.
+        replace_samplers: Replace torch's own random samplers by orders.
         log_sources: Log what has been served of every source.
         log_padding: Log the padding of batches of like lengths.
     """
@@ -50,6 +53,7 @@ class Settings:
     seed_samples: bool = True
     seed_model: bool = True
     accept: Collection[str] = ()
+    replace_samplers: bool = False
     log_sources: bool = False
     log_padding: bool = False
 
@@ -87,9 +91,11 @@ class TrainingData:
         )
         self._first_path = next(iter(self.group.loaders), "")
         self._counted_epoch, self._first_step, self._num_handed = -1, 0, 0
+        # The epoch of which a checkpoint says that all batches are done: their number need not be known.
+        self._ended_epoch = -1
         self.structure: Any = structure.rebuilt(lambda path, loader: self._view(path))
         self.group.refuse_short_sources(self.num_batches())
-        self._report_repeats()
+        self._report()
         self._warn_of_cut_epochs()
 
     @classmethod
@@ -113,6 +119,7 @@ class TrainingData:
                 f"{prefix}batch_size": loader.batch_size,
                 f"{prefix}kind": state["kind"],
                 f"{prefix}config": state["config"],
+                f"{prefix}begins": loader.order.examine().begins if isinstance(loader.order, UserSampler) else "",
             }
         return described
 
@@ -160,7 +167,25 @@ class TrainingData:
             )
         if moment.running and not moment.ended:
             moment = _in_present_steps(moment, step, ended=step >= self.num_batches())
-        return replace(moment, batch=self.num_batches()) if moment.ended else moment
+        if moment.ended:
+            self._ended_epoch = moment.epoch
+        return replace(moment, batch=self.num_batches()) if moment.ended and self.group.is_sized else moment
+
+    def check_in_use(self) -> None:
+        """Make sure that Lightning trains on these loaders, and not on others that something has put in their place.
+
+        Raises:
+            ConfigurationError: It does not.
+        """
+        combined: Any = self._trainer.fit_loop._combined_loader
+        found = [] if combined is None else combined.flattened
+        if not is_patched(found) or [view.loader for view in found] != list(self.group.loaders.values()):
+            names = ", ".join(type(loader).__qualname__ for loader in found) or "nothing"
+            raise ConfigurationError(
+                f"Lightning is about to train on loaders that are not the callback's ({names}): something has "
+                "replaced them after they were set up, and a resume would not be exact. Leave trainer.fit_loop's "
+                "loaders alone, and let train_dataloader return what is to be trained on."
+            )
 
     def check_one_batch_a_step(self) -> None:
         """Refuse a training step that took several batches, or fetched ahead, through ``dataloader_iter``.
@@ -190,6 +215,7 @@ class TrainingData:
             rank=topology.rank,
             seed_samples=settings.seed_samples,
             shuffle=False if overfits else None,
+            replace_samplers=settings.replace_samplers,
             accept=settings.accept,
             where=where,
         )
@@ -200,10 +226,12 @@ class TrainingData:
             )
         return taken
 
-    def _report_repeats(self) -> None:
+    def _report(self) -> None:
         for path, loader in self.group.loaders.items():
             plan = loader.plan
             where = f"Training data {path!r}" if path else "Training data"
+            if isinstance(loader.order, UserSampler):
+                rank_zero_info(f"{where}: {loader.order.name} {WAYS[loader.order.way]}")
             for repeats in plan.repeats():
                 rank_zero_info(
                     f"{where}: {repeats}, because {plan.num_replicas} ranks take equal steps. drop_last=True leaves "
@@ -229,19 +257,23 @@ class TrainingData:
             if path == self._first_path and epoch != self._counted_epoch:
                 self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
             # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
-            return None if counters.step_is_beyond_epoch(trainer, step) else self.group.position(path, epoch, step)
+            is_over = epoch == self._ended_epoch or counters.step_is_beyond_epoch(trainer, step)
+            return None if is_over else self.group.position(path, epoch, step)
 
         def before_batch() -> None:
             if path == self._first_path:
                 self._num_handed += 1
+            seed_batch()
+
+        def seed_batch() -> None:
             if seeds_model:
                 seed_model(seed, rank, "batch", *counters.next_step(trainer))
 
-        return LoaderView(loader, locate, before_batch)
+        return LoaderView(loader, locate, before_batch, seed_batch)
 
 
 def _is_shuffled(loader: Any) -> bool:
-    batches = loader.order if isinstance(loader, StatefulLoader) else loader.batch_sampler
+    batches = loader.order if isinstance(loader, StatefulLoader) else loader.batch_sampler or loader.sampler
     if isinstance(batches, StatefulBatchSampler):
         batches = batches.order
     if isinstance(batches, BatchOrder):

@@ -21,21 +21,26 @@ class LoaderView:
         loader: The loader.
         locate: Where a pass that begins now should begin; None for nowhere, because the loader is exhausted.
         before_batch: Called after a batch is read and before it is handed over.
+        at_end: Called when there is no further batch, which Lightning asks for ahead where it cannot know.
         keeps_indices: Also offer the indices of each batch, as Lightning's prediction writers want them.
     """
+
+    is_view = True
 
     def __init__(
         self,
         loader: StatefulLoader,
         locate: Callable[[], Position | None],
         before_batch: Callable[[], None] | None = None,
+        at_end: Callable[[], None] | None = None,
         *,
         keeps_indices: bool = False,
     ) -> None:
         self.loader = loader
         self._locate = locate
         self._before_batch = before_batch
-        if keeps_indices:
+        self._at_end = at_end
+        if keeps_indices and loader.is_sized and loader.batch_sampler is not None:
             self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)  # type: ignore[arg-type]  # never None here
 
     def __iter__(self) -> Iterator[Any]:
@@ -49,6 +54,8 @@ class LoaderView:
             if self._before_batch is not None:
                 self._before_batch()
             yield batch
+        if self._at_end is not None:
+            self._at_end()
 
     def __len__(self) -> int:
         return len(self.loader)

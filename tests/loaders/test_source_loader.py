@@ -284,12 +284,13 @@ class TestTakenOver:
 
         assert sampler.state_dict() == before
 
-    def test_a_batch_sampler_derived_from_torchs_is_still_refused(self) -> None:
+    def test_a_batch_sampler_derived_from_torchs_is_run_as_it_is(self) -> None:
         class Own(BatchSampler):
             pass
 
-        with pytest.raises(ConfigurationError, match=r"the batch sampler .*Own decides on whole batches"):
-            take_over(self.plain(Own(range(23), 2, False)))
+        taken = take_over(self.plain(Own(range(23), 2, False)))
+
+        assert list(taken.batch_sampler)[:2] == [[0, 1], [2, 3]]
 
     def test_any_batch_sampler_over_an_order_is_taken_over(self) -> None:
         sampler = StatefulBatchSampler(RoundRobinBatchSampler(LENGTHS, 2).order)

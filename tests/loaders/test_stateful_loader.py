@@ -23,7 +23,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
     SequentialSampler,
     get_worker_info,
@@ -75,11 +74,6 @@ class OwnSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return 2
-
-
-class Backwards(BatchSampler):
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(list(super().__iter__())[::-1])
 
 
 def to_tuple(samples: list[int]) -> tuple[int, ...]:
@@ -437,12 +431,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"batch_size": None}, ConfigurationError, "batch_size must be an int of at least 1, got None"),
             ({"batch_size": 0}, ConfigurationError, "batch_size must be an int of at least 1, got 0"),
             ({"batch_size": 2.0}, ConfigurationError, r"batch_size must be an int of at least 1, got 2\.0"),
             ({"in_order": False}, ConfigurationError, "in_order=False hands batches over in no fixed order"),
             ({"sampler": OwnSampler()}, ConfigurationError, "sampler takes the place of shuffle"),
-            ({"sampler": OwnSampler(), "shuffle": False}, UnsupportedLoaderError, "OwnSampler is none of torch's own"),
             ({"batch_sampler": [[0, 1]], "batch_size": 3}, ConfigurationError, "batch_sampler takes the place of"),
             ({"num_replicas": 2, "rank": 2}, ConfigurationError, r"rank must be in range\(2\), got 2"),
         ],
@@ -452,15 +444,6 @@ class TestRefusals:
     ) -> None:
         with pytest.raises(error, match=message):
             len(a_loader(**options))
-
-    @pytest.mark.parametrize(
-        "batch_sampler",
-        [Backwards(RandomSampler(range(12)), batch_size=2, drop_last=False), [[0, 1], [2, 3]]],
-        ids=["a subclass with an order of its own", "a list of batches"],
-    )
-    def test_a_batch_sampler_that_is_not_torchs_own_is_refused(self, batch_sampler: Any) -> None:
-        with pytest.raises(UnsupportedLoaderError):
-            StatefulLoader(Numbers(), batch_sampler=batch_sampler)
 
     def test_a_dataset_without_random_access_is_refused(self) -> None:
         with pytest.raises(UnsupportedLoaderError, match="Stream has no random access by index"):

@@ -34,24 +34,6 @@ class Stream(IterableDataset[int]):
         return iter(DATA)
 
 
-class OwnSampler(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter([2, 1, 0])
-
-    def __len__(self) -> int:
-        return 3
-
-
-class OwnBatches(BatchSampler):
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter([[0, 1], [5]])
-
-
-class OwnLoader(DataLoader[int]):
-    def __iter__(self) -> Any:
-        return (batch * 2 for batch in super().__iter__())
-
-
 class QuietLoader(DataLoader[int]):
     """A subclass that iterates as its base does."""
 
@@ -245,18 +227,6 @@ class TestRefusals:
         [
             (lambda: [1, 2], "it is a list and not a torch.utils.data.DataLoader"),
             (lambda: DataLoader(Stream()), "Stream is an IterableDataset, which has no random access"),
-            (lambda: OwnLoader(DATA), "OwnLoader has its own __iter__; return a plain DataLoader"),
-            (lambda: a_loader(batch_size=None), "batch_size=None leaves batching to the dataset"),
-            (
-                lambda: DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)),
-                "the batch sampler OwnBatches decides on whole batches",
-            ),
-            (
-                lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]),
-                "the batch sampler list decides on whole batches",
-            ),
-            (lambda: a_loader(sampler=OwnSampler()), "The sampler OwnSampler is none of torch's own"),
-            (lambda: a_loader(sampler=[3, 2, 1]), "The sampler list is none of torch's own"),
             (lambda: a_loader(in_order=False), "in_order=False hands batches over in no fixed order"),
         ],
     )

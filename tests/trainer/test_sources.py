@@ -169,19 +169,10 @@ class Endless(IterableDataset[int]):
         return iter(range(10))
 
 
-class OwnLoop(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        yield from super().__iter__()
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: plain(10, shuffle=False, sampler=Descending()), "Descending is none of torch's own"),
-        (lambda: plain(10, shuffle=False, batch_size=1, batch_sampler=[[0, 1], [2]]), "batch sampler list"),
         (lambda: DataLoader(Endless(), batch_size=2), "Endless is an IterableDataset"),
-        (lambda: plain(10, batch_size=None), "batch_size=None"),
-        (lambda: OwnLoop(Numbers(10)), "OwnLoop has its own __iter__"),
         (lambda: [{"x": 1}, {"x": 2}], "not a torch.utils.data.DataLoader"),
     ],
 )
