@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
@@ -244,11 +243,14 @@ class StatefulLoader(DataLoader[Any]):
     def batches(self, position: Position) -> Iterator[Any]:
         """The batches from ``position`` to the end of its pass, without moving the loader."""
         count, fetch = self._fetcher(position)
-        for _ in range(count):
+        learns = isinstance(self.order, UserSampler) and self.order.way == "feedback"
+        for step in range(count):
             try:
                 batch = fetch()
             except StopIteration:
                 return
+            if learns:
+                self.order.note_handed(self.plan.after(position, step))  # type: ignore[union-attr]  # by its way
             yield batch
 
     def _fetcher(self, position: Position) -> tuple[int, Callable[[], Any]]:

@@ -146,6 +146,7 @@ class SamplerPlan(StepPlan):
             own = self._shuffled(len(slots), own, epoch, slot) if self.shuffles else own
             return [slots[offset] for offset in own.tolist()]
         if not all(map(_can_be_split, slots)):
+            self._log_repeats("batches", len(slots), epoch)
             return [slots[self.rank % len(slots)]]
         whole, rest = slots[: len(slots) // ranks * ranks], slots[len(slots) // ranks * ranks :]
         # Evaluation serves what is left together with the last full step, which has a batch for each rank.
@@ -154,19 +155,24 @@ class SamplerPlan(StepPlan):
         part = split_evenly(len(samples), ranks, self.rank)
         share = samples[part.start : part.stop]
         if not share and not own_batch:
-            self._log_repeats(len(samples), epoch)
+            self._log_repeats("samples", len(samples), epoch)
             share = [samples[self.rank % len(samples)]]
         return [*own_batch, share] if share else own_batch
 
     def _shuffled(self, count: int, own: Indices, epoch: int, slot: int) -> Indices:
         return keyed_permutation(count, derive_seed("ranks", self.order.seed, epoch, slot)).take(own)
 
-    def _log_repeats(self, count: int, epoch: int) -> None:
+    def _log_repeats(self, what: str, count: int, epoch: int) -> None:
         if self.rank == self.num_replicas - 1:
             _log.info(
-                "%s: %d samples were left for the last step of epoch %d on %d ranks; %d of them are served twice.",
-                self.order.name, count, epoch, self.num_replicas, self.num_replicas - count,
-            )  # fmt: skip
+                "%s: %d %s were left for the last step of epoch %d on %d ranks; %d of them are served twice.",
+                self.order.name,
+                count,
+                what,
+                epoch,
+                self.num_replicas,
+                self.num_replicas - count,
+            )
 
     def _check_end(self, winding: Winding, remaining: int, position: Position) -> None:
         """Make sure that a sampler with a length ends where it says."""

@@ -184,6 +184,13 @@ class UserSampler:
             return None
         return live.end
 
+    def note_handed(self, position: Position) -> None:
+        """The batch at ``position`` is about to be trained on: what training teaches the sampler comes after it."""
+        number, slot = divmod(position.consumed, len(self))
+        live = self.live
+        if self.is_sized and live is not None and (live.epoch, live.number) == (position.epoch, number):
+            live.note_handed(slot)
+
     def save(self, position: Position) -> dict[str, Any]:
         """A position as plain data, with what the sampler needs to go on from there."""
         return {**position.to_dict(), self.kind: self._place(position).to_dict()}

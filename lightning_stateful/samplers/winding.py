@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # Slots between two states of a sampler that has its own, and what is kept of the latest slots: prefetching workers and
 # open accumulation windows are as far as training may lie behind.
 _SNAPSHOT_STRIDE, _KEPT_SNAPSHOTS, _KEPT_SLOTS = 16, 512, 8192
+# The states of a sampler that depends on training may be large; they serve an open accumulation window again.
+_KEPT_HANDED = 32
 # Slots that are drawn at a time, and the seconds after which it should not be more.
 _MOST_DRAWN, _LONG_DRAW = 4096, 0.002
 # Seconds from which on the cost of winding is worth a word.
@@ -54,6 +56,7 @@ class Winding:
         self._marks: deque[tuple[int, str]] = deque(maxlen=_KEPT_SNAPSHOTS)
         self._states: deque[tuple[int, Any]] = deque(maxlen=_KEPT_SNAPSHOTS)
         self._history: deque[Any] = deque(maxlen=_KEPT_SLOTS)
+        self._handed: deque[tuple[int, int, Any]] = deque(maxlen=_KEPT_HANDED)
         if source.way != "wound":
             self._marks = deque(maxlen=_KEPT_SLOTS)
 
@@ -75,6 +78,10 @@ class Winding:
         taken, self._ready = self._ready[:count], self._ready[count:]
         return taken
 
+    def note_handed(self, slot: int) -> None:
+        """Remember how the sampler stands as the batch at ``slot`` is handed over, which may be served again."""
+        self._handed.append((slot, self.drawn, self._source.own_state()))
+
     def place_at(self, slot: int) -> Place:
         """What has to be known of the sampler to go on from ``slot``."""
         way = self._source.way
@@ -92,17 +99,26 @@ class Winding:
         return Place(slot=at, state=() if state is None else (state,), mark=mark)
 
     def _place_in_history(self, slot: int) -> Place:
-        # Taken as it is now, with all that training has taught it; what it decided on before comes after it.
-        ahead = self.drawn - slot
+        # As it is now, with all that training has taught it; if the batch there has been handed over, as it was then.
         if self._iterator is None:
             return self._place
-        if not 0 <= ahead <= len(self._history):
+        drawn, state = next(((at, held) for of, at, held in self._handed if of == slot), (self.drawn, None))
+        if state is None and self._handed and slot < self._handed[0][0]:
+            warnings.warn(
+                f"{self._source.name} depends on training, and its state is not known any more as it was {_KEPT_HANDED} "
+                "batches ago, where the open accumulation window began. A run resumed from this checkpoint is not exact.",
+                StatefulWarning,
+                stacklevel=2,
+            )
+        ahead = drawn - slot
+        if ahead < 0 or self.drawn - slot > len(self._history):
             raise ConfigurationError(
                 f"{self._source.name} has yielded {self.drawn} items of epoch {self.epoch}, of which training has "
                 f"used {slot}; more than {_KEPT_SLOTS} cannot be kept. Use fewer workers or shorter windows."
             )
-        pending = [to_plain(item) for item in islice(self._history, len(self._history) - ahead, None)]
-        return Place(slot=self.drawn, state=(self._source.own_state(),), pending=tuple(pending))
+        first = len(self._history) - (self.drawn - slot)
+        pending = [to_plain(item) for item in islice(self._history, first, first + ahead)]
+        return Place(slot=drawn, state=(self._source.own_state() if state is None else state,), pending=tuple(pending))
 
     # Beginning
 
