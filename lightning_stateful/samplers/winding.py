@@ -105,8 +105,9 @@ class Winding:
         drawn, state = next(((at, held) for of, at, held in self._handed if of == slot), (self.drawn, None))
         if state is None and self._handed and slot < self._handed[0][0]:
             warnings.warn(
-                f"{self._source.name} depends on training, and its state is not known any more as it was {_KEPT_HANDED} "
-                "batches ago, where the open accumulation window began. A run resumed from this checkpoint is not exact.",
+                f"{self._source.name} depends on training, and how it stood where the open accumulation window began, "
+                f"more than {_KEPT_HANDED} batches ago, is not known any more. A run that is resumed from this "
+                "checkpoint is not exact.",
                 StatefulWarning,
                 stacklevel=2,
             )
