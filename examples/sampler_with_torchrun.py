@@ -9,7 +9,6 @@ On the same number of processes it ends with the weights of a run that was not k
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -58,7 +57,7 @@ def main() -> None:
                 parts = {"model": encoder.state_dict(), "optimizer": optimizer.state_dict()}
                 written = arguments.checkpoint.with_suffix(".part")
                 torch.save({**parts, "loader": loader.state_dict(), "step": step}, written)
-                os.replace(written, arguments.checkpoint)
+                written.replace(arguments.checkpoint)
                 print(f"step {step}: loss {loss.item():.3f}", flush=True)
     if rank == 0:
         print(f"weights {digest(encoder)} after step {step}", flush=True)

@@ -10,7 +10,7 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError, Pos
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder, SlotPlan
 from lightning_stateful.index.step_plan import StepPlan
-from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loaders.patched import AnyLoader
 from lightning_stateful.samplers.cursor import read_position
 
 MODES = ("min_size", "max_size", "max_size_cycle")
@@ -32,7 +32,7 @@ class LoaderGroup:
         ConfigurationError: The mode is none of the three.
     """
 
-    def __init__(self, loaders: Mapping[str, StatefulLoader], mode: str = "max_size_cycle") -> None:
+    def __init__(self, loaders: Mapping[str, AnyLoader], mode: str = "max_size_cycle") -> None:
         if mode not in MODES:
             raise ConfigurationError(f"Training loaders can be combined in the modes {MODES}, got {mode!r}.")
         self.loaders = dict(loaders)
@@ -179,5 +179,5 @@ class LoaderGroup:
         return self._begun[path]
 
 
-def _carries_over(loader: StatefulLoader) -> bool:
+def _carries_over(loader: AnyLoader) -> bool:
     return isinstance(loader.order, BatchOrder) and loader.order.carries_over

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loaders.stream_loader import StreamLoader
+
+# What the toolkit makes of a DataLoader.
+AnyLoader = StatefulLoader | StreamLoader
 
 
 def is_patched(loaders: Any) -> bool:
-    """Whether what would be iterated is a StatefulLoader, everywhere in a structure.
+    """Whether what would be iterated is a loader of this package, everywhere in a structure.
 
     Args:
         loaders: A loader, or lists, tuples, dicts and ``CombinedLoader`` of them, nested in any way; also what Fabric's
@@ -20,7 +24,7 @@ def is_patched(loaders: Any) -> bool:
         what its workers fetch ahead would count as trained on.
     """
     leaves = list(_leaves(loaders))
-    return bool(leaves) and all(isinstance(leaf, StatefulLoader) for leaf in leaves)
+    return bool(leaves) and all(isinstance(leaf, (StatefulLoader, StreamLoader)) for leaf in leaves)
 
 
 def _leaves(loaders: Any) -> Any:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.loaders.batches import SlotCut
 from lightning_stateful.loaders.stateful_loader import OPTIONS, StatefulLoader
+from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.loaders.torch_samplers import cuts_samples, without_lightnings
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
@@ -31,8 +32,8 @@ def take_over(
     replace_samplers: bool = False,
     accept: Collection[str] = (),
     where: str = "the loader",
-) -> StatefulLoader:
-    """Build a StatefulLoader with a DataLoader's dataset, sampler, batch size and options.
+) -> StatefulLoader | StreamLoader:
+    """Build a StatefulLoader with a DataLoader's dataset, sampler, batch size and options; a StreamLoader of a stream.
 
     Args:
         loader: A ``DataLoader`` over a map-style dataset, of which class and attributes are kept, or a StatefulLoader,
@@ -50,6 +51,10 @@ def take_over(
     Raises:
         UnsupportedLoaderError: With the reason, for a loader whose batches cannot be told from a position.
     """
+    if isinstance(loader, StreamLoader):
+        return loader
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) and not exact:
+        return StreamLoader(loader, seed=seed, num_replicas=num_replicas, rank=rank, accept=accept)
     if isinstance(loader, StatefulLoader):
         seed, seed_samples, accept = loader.seed, loader.seed_samples, (*loader.accept, *accepted_names(accept))
         if (loader.cut.num_replicas, loader.cut.rank) != (None, None):
@@ -87,7 +92,7 @@ def patch_dataloader(
     seed_samples: bool = True,
     replace_samplers: bool = False,
     accept: Collection[str] = (),
-) -> StatefulLoader:
+) -> StatefulLoader | StreamLoader:
     """Make a DataLoader deal its batches out to the ranks and resume exactly, whatever its sampler.
 
     The result is an instance of the loader's class and has its dataset, options and attributes; the loader itself is
@@ -95,7 +100,8 @@ def patch_dataloader(
 
     Args:
         loader: A DataLoader over a map-style dataset, with any sampler or batch sampler, which may be wrapped in a
-            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper` to say how it is dealt out.
+            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper` to say how it is dealt out; or over an
+            iterable dataset, which is read again on a resume.
         seed: Chooses the orders, and the randomness of samplers and samples.
         num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
         rank: This rank; by default that of the process group, or 0.
@@ -112,7 +118,7 @@ def patch_dataloader(
     Raises:
         UnsupportedLoaderError: With the reason, for a loader whose batches cannot be told from a position.
     """
-    if isinstance(loader, StatefulLoader):
+    if isinstance(loader, (StatefulLoader, StreamLoader)):
         return loader
     return take_over(
         loader,

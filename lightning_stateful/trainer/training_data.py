@@ -19,8 +19,9 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.group import MODES, LoaderGroup
-from lightning_stateful.loaders.patched import is_patched
+from lightning_stateful.loaders.patched import AnyLoader, is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.loaders.takeover import take_over
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.user_sampler import WAYS, UserSampler
@@ -204,7 +205,7 @@ class TrainingData:
                 "training_step receive the batch."
             )
 
-    def _take_over(self, loader: Any, path: str, topology: Topology) -> StatefulLoader:
+    def _take_over(self, loader: Any, path: str, topology: Topology) -> AnyLoader:
         settings = self._settings
         where = f"the training loader {path!r}" if path else "the training loader"
         overfits = _overfit_batches(self._trainer) > 0
@@ -232,6 +233,11 @@ class TrainingData:
             where = f"Training data {path!r}" if path else "Training data"
             if isinstance(loader.order, UserSampler):
                 rank_zero_info(f"{where}: {loader.order.name} {WAYS[loader.order.way]}")
+            if isinstance(loader, StreamLoader):
+                rank_zero_info(
+                    f"{where}: {loader.order.name} is a stream, which a resume reads again. Every rank trains on what "
+                    "its own dataset gives it."
+                )
             for repeats in plan.repeats():
                 rank_zero_info(
                     f"{where}: {repeats}, because {plan.num_replicas} ranks take equal steps. drop_last=True leaves "

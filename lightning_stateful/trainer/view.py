@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 
 from lightning_stateful.index.position import Position
-from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loaders.patched import AnyLoader
 
 
 class LoaderView:
@@ -29,7 +29,7 @@ class LoaderView:
 
     def __init__(
         self,
-        loader: StatefulLoader,
+        loader: AnyLoader,
         locate: Callable[[], Position | None],
         before_batch: Callable[[], None] | None = None,
         at_end: Callable[[], None] | None = None,
@@ -49,7 +49,8 @@ class LoaderView:
         if position is None:
             return
         if "batch_sampler" in vars(self):
-            self.batch_sampler.seen_batch_indices = list(self.loader.plan.indices(position))
+            plan: Any = self.loader.plan
+            self.batch_sampler.seen_batch_indices = list(plan.indices(position))
         for batch in self.loader.batches(position):
             if self._before_batch is not None:
                 self._before_batch()

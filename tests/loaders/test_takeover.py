@@ -226,7 +226,6 @@ class TestRefusals:
         ("make", "reason"),
         [
             (lambda: [1, 2], "it is a list and not a torch.utils.data.DataLoader"),
-            (lambda: DataLoader(Stream()), "Stream is an IterableDataset, which has no random access"),
             (lambda: a_loader(in_order=False), "in_order=False hands batches over in no fixed order"),
         ],
     )

@@ -11,7 +11,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ledger import LedgerModel, Numbers
 from support.runs import StopAt, assert_same_end, assert_stitches, numbers_module, seeded, train
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
@@ -164,15 +164,10 @@ class Descending(Sampler[int]):
         return 10
 
 
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(10))
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: DataLoader(Endless(), batch_size=2), "Endless is an IterableDataset"),
+        (lambda: plain(10, in_order=False), "in_order=False"),
         (lambda: [{"x": 1}, {"x": 2}], "not a torch.utils.data.DataLoader"),
     ],
 )

@@ -1,0 +1,143 @@
+"""A loader over an iterable dataset."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_stateful import check_resume, is_patched, patch_dataloader
+from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
+from lightning_stateful.loaders.stream_loader import StreamLoader
+
+
+class Draws(IterableDataset[Any]):
+    """Numbers drawn from all three global generators, told the epoch."""
+
+    def __init__(self, length: int = 13) -> None:
+        self.length, self.epoch = length, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        for number in range(first, self.length, step):
+            drawn = random.randrange(10**6), int(np.random.randint(10**6)), int(torch.randint(10**6, ()))
+            yield torch.tensor([self.epoch, number, *drawn])
+
+
+def patched(length: int = 13, num_replicas: int = 1, rank: int = 0, **options: Any) -> Any:
+    loader = DataLoader(Draws(length), **{"batch_size": 2, **options})
+    return patch_dataloader(loader, seed=3, num_replicas=num_replicas, rank=rank)
+
+
+def read(loader: Any) -> list[Any]:
+    return [batch.tolist() for batch in loader]
+
+
+def test_a_stream_is_patched_into_a_loader_of_streams_once() -> None:
+    loader = patched()
+
+    assert isinstance(loader, StreamLoader)
+    assert is_patched([loader])
+    assert patch_dataloader(loader) is loader
+
+
+@pytest.mark.filterwarnings("ignore::lightning_stateful.errors.StatefulWarning")
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_run_stopped_anywhere_goes_on_exactly(num_replicas: int) -> None:
+    result = check_resume(
+        lambda ranks, rank: patched(num_replicas=ranks, rank=rank), num_replicas=num_replicas, stops="every"
+    )
+
+    assert result, result
+
+
+def test_workers_go_on_exactly_too() -> None:
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+    whole, stopped, resumed = (patched(**options) for _ in range(3))
+    expected = read(whole)
+    iterator = iter(stopped)
+    assert [next(iterator).tolist() for _ in range(3)] == expected[:3]
+    resumed.load_state_dict(stopped.state_dict())
+
+    with pytest.warns(StatefulWarning, match="3 batches of Draws were read again"):
+        assert read(resumed) == expected[3:]
+
+
+def test_ranks_and_epochs_draw_otherwise() -> None:
+    loader = patched()
+    drawn = [read(loader), read(loader), read(patched(num_replicas=2, rank=1))]
+
+    assert [batch[0][:2] for batch in drawn[1]] == [[1, number] for number in range(0, 13, 2)]
+    assert len({str([row[2:] for batch in run for row in batch]) for run in drawn}) == 3
+
+
+def test_a_resume_tells_its_cost() -> None:
+    loader, fresh = patched(), patched()
+    next(iter(loader))
+    fresh.load_state_dict(loader.state_dict())
+
+    with pytest.warns(StatefulWarning, match=r"1 batches of Draws were read again.*took \d+\.\d s"):
+        read(fresh)
+
+
+def test_the_process_keeps_its_randomness() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    expected = random.Random(5).random(), torch.rand(1, generator=torch.Generator().manual_seed(5))
+    for number, _ in enumerate(patched()):
+        if number == 2:
+            break
+
+    assert (random.random(), torch.rand(1)) == expected
+
+
+def test_another_number_of_ranks_is_refused_within_an_epoch_and_not_between() -> None:
+    loader = patched()
+    iterator = iter(loader)
+    next(iterator)
+
+    with pytest.raises(StateMismatchError, match="ranks: saved 1, now 2"):
+        patched(num_replicas=2).load_state_dict(loader.state_dict())
+    list(iterator)
+    patched(num_replicas=2).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("other", "what"), [({"num_workers": 1}, "num_workers: saved 0, now 1"), ({"seed": 4}, "seed: saved 3, now 4")]
+)
+def test_what_changes_the_stream_is_refused(other: dict[str, Any], what: str) -> None:
+    state = patched().state_dict()
+    seed = other.pop("seed", 3)
+    changed = patch_dataloader(DataLoader(Draws(), batch_size=2, **other), seed=seed)
+
+    with pytest.raises(StateMismatchError, match=what):
+        changed.load_state_dict(state)
+
+
+def test_a_stream_that_has_become_shorter_is_refused() -> None:
+    loader, shorter = patched(), patched(3)
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    shorter.load_state_dict(loader.state_dict())
+
+    with pytest.raises(PositionError, match="4 batches of Draws were used in epoch 0, but now it ends after 2"):
+        next(iter(shorter))
+
+
+def test_a_loader_of_streams_has_the_attributes_of_its_loader_and_no_length() -> None:
+    loader = patched(batch_size=3)
+    loader.worker_init_fn = print
+
+    assert (loader.batch_size, loader.worker_init_fn) == (3, print)
+    with pytest.raises(TypeError, match="Draws is a stream"):
+        len(loader)
