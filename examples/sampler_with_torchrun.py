@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
+    parser.add_argument("--stop", type=int, default=0, help="step after which to break off, as if killed")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -59,6 +60,8 @@ def main() -> None:
                 torch.save({**parts, "loader": loader.state_dict(), "step": step}, written)
                 written.replace(arguments.checkpoint)
                 print(f"step {step}: loss {loss.item():.3f}", flush=True)
+            if step == arguments.stop:
+                return
     if rank == 0:
         print(f"weights {digest(encoder)} after step {step}", flush=True)
     dist.destroy_process_group()

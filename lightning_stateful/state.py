@@ -50,6 +50,8 @@ _REMEDIES = {
     "too_long": "Pass the saved too_long",
     "mode": "Combine the loaders in the saved mode",
     "loaders": "Return the same loaders, under the same names",
+    "sampler": "Build the sampler as when the checkpoint was written",
+    "sequence": "The sampler does not begin an epoch as it did: build it with the same data and settings",
     "module": "Use the data module that the checkpoint was made with",
 }
 

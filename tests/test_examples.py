@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,3 +40,31 @@ def test_a_transformer_on_text_in_buckets_wastes_little_and_goes_on_after_a_stop
     assert shuffled > 50
     assert in_buckets < 5
     assert lines[3] == "stopped after step 9 and resumed: same batches True, same weights True"
+
+
+def test_a_sampler_of_ones_own_goes_on_under_fabric(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["sampler_with_fabric.py", "--epochs", "2", "--stop", "70"])
+
+    runpy.run_path(str(EXAMPLES / "sampler_with_fabric.py"), run_name="__main__")
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("loss after 100 steps: ")
+    assert lines[1] == "stopped after step 70 and resumed: same batches True, same weights True"
+
+
+def test_a_bare_loop_under_torchrun_goes_on_after_it_was_broken_off(tmp_path: Path) -> None:
+    def run(checkpoint: str, *options: str) -> list[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        script = [str(EXAMPLES / "sampler_with_torchrun.py"), "--checkpoint", str(tmp_path / checkpoint)]
+        command = [*launcher, *script, "--epochs", "1", *options]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
+
+    whole, stopped, resumed = run("whole.pt"), run("last.pt", "--stop", "17"), run("last.pt")
+
+    assert stopped[-1].startswith("step 10: ")
+    assert resumed[0] == "goes on after step 10, in epoch 0"
+    assert resumed[-1] == whole[-1]
+    assert whole[-1].endswith(" after step 25")

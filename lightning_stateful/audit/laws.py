@@ -210,7 +210,14 @@ def read_settings(source: Any) -> dict[str, Any]:
     held = {name: value for name, value in getattr(source, "__dict__", {}).items() if name in names}
     # Datasets and functions are the same if they are the same object.
     plain = {name: value if isinstance(value, _PLAIN) else id(value) for name, value in held.items()}
-    return {"len()": len(source) if hasattr(source, "__len__") else None, **plain}
+    return {"len()": _length(source), **plain}
+
+
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except TypeError:  # None of its own, or none that is known.
+        return None
 
 
 LAWS: dict[str, Callable[..., None]] = {

@@ -47,7 +47,7 @@ class StepPlan(ABC):
     def pass_after(self, position: Position, passes: int) -> Position:
         """The beginning of a later pass within the epoch, ``passes`` after the one that ``position`` lies in."""
         length = self.num_slots()
-        return replace(position, consumed=(position.consumed // length + passes) * length)
+        return replace(position, consumed=(position.consumed // length + passes) * length, carried="")
 
     def remaining(self, position: Position) -> int:
         """Slots left in the epoch, or in the pass within the epoch that a cyclic position lies in."""

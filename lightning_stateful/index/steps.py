@@ -86,7 +86,7 @@ class StepRule:
         """Slots that are served a second time in the rest of the epoch: fewer than ``num_replicas``."""
         rest = remaining - self.served(remaining, self.num_steps(remaining) - 1) if remaining else 0
         if self.pad and self.num_steps(remaining):
-            return -rest % self.num_replicas
+            return 0 if self.drop_last else -rest % self.num_replicas
         short = 0 < rest < self.num_replicas and self.num_steps(remaining) > 0
         return self.num_replicas - rest if short else 0
 

@@ -68,7 +68,7 @@ def cutting_of(
                 )
             return _of_batches(dataset, batch_sampler, num_replicas, rank)
         if not cuts_samples(batch_sampler):
-            cut = _user_cut(batch_sampler, seed, accept, exact=exact, whole_batches=True)
+            cut = _user_cut(batch_sampler, seed, accept, exact=exact, whole_batches=True, is_collated=True)
             return _of_sampler(dataset, cut, num_replicas, rank)
         batch_size, drop_last, sampler = batch_sampler.batch_size, batch_sampler.drop_last, batch_sampler.sampler
     if sampler is not None and shuffle:
@@ -94,17 +94,20 @@ def cutting_of(
     return Cutting(cut_of_order, Cursor(order, described))
 
 
-def _user_cut(sampler: Any, seed: int, accept: tuple[str, ...], *, exact: bool, whole_batches: bool) -> SamplerCut:
+def _user_cut(
+    sampler: Any, seed: int, accept: tuple[str, ...], *, exact: bool, whole_batches: bool, is_collated: bool = False
+) -> SamplerCut:
     """A user's sampler, wrapped or not."""
     if isinstance(sampler, SamplerCut):
         return replace(sampler, exact=exact or sampler.exact)
     if not isinstance(sampler, DDPSamplerWrapper):
-        source = UserSampler(sampler, seed=seed, whole_batches=whole_batches, accept=accept)
+        source = UserSampler(sampler, seed=seed, whole_batches=whole_batches, is_collated=is_collated, accept=accept)
         return SamplerCut(order=source, exact=exact)
     source = UserSampler(
         sampler.sampler,
         seed=sampler.seed or seed,
         whole_batches=whole_batches,
+        is_collated=is_collated,
         length=sampler.length,
         accept=(*accept, *sampler.accept),
     )

@@ -18,6 +18,7 @@ class Engine(NamedTuple):
     loader: DataLoader[Any]
     batches: PositionedBatches
     generator: torch.Generator
+    options: dict[str, Any]
 
     @classmethod
     def of(cls, dataset: Any, batches: PositionedBatches, options: dict[str, Any]) -> Engine:
@@ -26,17 +27,19 @@ class Engine(NamedTuple):
         if not batches.is_batched:
             how = {"batch_size": None, "sampler": batches}
         generator = torch.Generator()
-        return cls(DataLoader(dataset, **how, generator=generator, **options), batches, generator)
+        return cls(DataLoader(dataset, **how, generator=generator, **options), batches, generator, options)
 
     @classmethod
-    def within(cls, loader: DataLoader[Any], dataset: Any, batches: PositionedBatches, worker_init_fn: Any) -> Engine:
+    def within(
+        cls, loader: DataLoader[Any], dataset: Any, batches: PositionedBatches, options: dict[str, Any]
+    ) -> Engine:
         """A user's own loader, with its class, its attributes and options that this version knows nothing of."""
         generator = torch.Generator()
         which = "batch_sampler" if batches.is_batched else "sampler"
-        # Past torch's guard against changes: nothing has been iterated yet, and workers are none.
-        changed = {"dataset": dataset, "generator": generator, "worker_init_fn": worker_init_fn, "_iterator": None}
-        vars(loader).update({which: batches, **changed})
-        return cls(loader, batches, generator)
+        known = {name: value for name, value in options.items() if name in vars(loader)}
+        # Past torch's guard against changes: workers begin anew.
+        vars(loader).update({**known, which: batches, "dataset": dataset, "generator": generator, "_iterator": None})
+        return cls(loader, batches, generator, options)
 
     @property
     def is_plain(self) -> bool:

@@ -12,6 +12,7 @@ from lightning_stateful.index.slots import BatchOrder, SlotPlan
 from lightning_stateful.index.step_plan import StepPlan
 from lightning_stateful.loaders.patched import AnyLoader
 from lightning_stateful.samplers.cursor import read_position
+from lightning_stateful.samplers.user_sampler import UserSampler
 
 MODES = ("min_size", "max_size", "max_size_cycle")
 
@@ -29,13 +30,20 @@ class LoaderGroup:
         at one step; every other step of that epoch, and all later epochs, are computed from it.
 
     Raises:
-        ConfigurationError: The mode is none of the three.
+        ConfigurationError: The mode is none of the three, or has to know where a loader ends that does not say.
     """
 
     def __init__(self, loaders: Mapping[str, AnyLoader], mode: str = "max_size_cycle") -> None:
         if mode not in MODES:
             raise ConfigurationError(f"Training loaders can be combined in the modes {MODES}, got {mode!r}.")
         self.loaders = dict(loaders)
+        unknown = [path for path, loader in self.loaders.items() if not loader.is_sized]
+        if unknown and len(self.loaders) > 1 and mode != "min_size":
+            raise ConfigurationError(
+                f"Loaders {unknown} do not say where they end, so in the mode {mode!r} nobody knows, on a resume, "
+                "which of them had ended before. Combine them in the mode 'min_size', or say how much an epoch is: "
+                "DDPSamplerWrapper(sampler, length=...)."
+            )
         self.mode = mode
         self._cyclic = mode == "max_size_cycle" and len(self.loaders) > 1
         self._anchor: dict[str, Position] = {}
@@ -154,6 +162,9 @@ class LoaderGroup:
         self._begun, self._anchor = {}, {}
         new = {path: self._fresh(path, epoch) for path in self.loaders if path not in positions}
         self._begun, self._anchor = {}, {**positions, **new}
+        for loader in self.loaders.values():
+            if isinstance(loader.order, UserSampler):
+                loader.order.live = None  # Where an earlier run of it stands is not asked any more.
         self._anchor_batch = max(self.num_batches() - self._remaining(), 0)
         return epoch, self._anchor_batch
 
@@ -180,4 +191,7 @@ class LoaderGroup:
 
 
 def _carries_over(loader: AnyLoader) -> bool:
-    return isinstance(loader.order, BatchOrder) and loader.order.carries_over
+    order = loader.order
+    if isinstance(order, UserSampler):
+        return order.way == "feedback"
+    return isinstance(order, BatchOrder) and order.carries_over

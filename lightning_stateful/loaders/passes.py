@@ -46,7 +46,11 @@ class Pass:
         except StopIteration:
             # The sampler has ended without having said so.
             self._total = count.handed
+            began = self._loader._cursor.position.epoch
             self._end()
+            if self._loader.epoch == began and not count.handed:
+                # An epoch without a batch is over as well.
+                self._loader.seek(self._loader.plan.begin(began + 1))
             raise
         except Exception:
             # A sample could not be read: its batch is tried again at the next call.

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.samplers.marks import digest, is_plain_index
 from lightning_stateful.samplers.randomness import seed_randomness
 
 
@@ -90,8 +91,10 @@ def _label(index: Any, number: int) -> Any:
     """What a sample's randomness goes by: its index, or, of an index that is no number, its place in the batch."""
     if isinstance(index, (int, str)):
         return index
+    if not is_plain_index(index):
+        return f"item {number}"
     single = isinstance(index, (np.generic, torch.Tensor)) and index.ndim == 0
-    return int(index) if single else f"item {number}"
+    return int(index) if single else digest(index)
 
 
 def _fetch_one(dataset: Any, key: int, index: Any, number: int) -> Any:

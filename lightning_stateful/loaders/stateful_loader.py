@@ -120,7 +120,7 @@ class StatefulLoader(DataLoader[Any]):
             seed=seed,
             exact=exact,
             replace_samplers=replace_samplers,
-            generator=options.pop("generator", None),
+            generator=options.get("generator"),
             accept=accepted_names(accept),
             num_replicas=num_replicas,
             rank=rank,
@@ -259,8 +259,9 @@ class StatefulLoader(DataLoader[Any]):
         count = plan.num_batches(position)
         if not count:
             return 0, tuple
-        if self._engine is None or self._engine.batches.plan != plan:
-            self._engine = self._build_engine(plan)
+        options = self._options()
+        if self._engine is None or self._engine.batches.plan != plan or self._engine.options != options:
+            self._engine = self._build_engine(plan, options)
         engine = self._engine
         engine.batches.start = position
         if not self.num_workers and not self.pin_memory and engine.is_plain:
@@ -283,21 +284,27 @@ class StatefulLoader(DataLoader[Any]):
     @property
     def is_at_end(self) -> bool:
         """Whether nothing is left of the epoch of which the latest batch was handed over."""
-        handed = 0 if self._running is None else self._running.handed
-        return self.plan.is_over(self.plan.after(self._cursor.position, handed))
+        if isinstance(self.order, UserSampler) and (self.order.live is None or self.order.live.end is None):
+            return False
+        plan, handed = self.plan, 0 if self._running is None else self._running.handed
+        return plan.is_over(plan.after(self._cursor.position, handed))
 
     def _normal(self, position: Position) -> Position:
         """The beginning of the next epoch in place of the end of one."""
         plan = self.plan
         return plan.begin(position.epoch + 1, position) if position.consumed and plan.is_over(position) else position
 
-    def _build_engine(self, plan: AnyPlan) -> Engine:
+    def _options(self) -> dict[str, Any]:
+        """Options of torch's loader, which may be set anew between epochs."""
+        return {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None)}
+
+    def _build_engine(self, plan: AnyPlan, options: dict[str, Any]) -> Engine:
         seed = derive_seed("samples", self.seed) if self.seed_samples else None
         batches = PositionedBatches(plan, seed, is_batched=self.batch_sampler is not None)
         dataset = SeededDataset(self.dataset) if self.seed_samples else self.dataset
         if self._original is not None and not is_torchdatas(self._original):
-            return Engine.within(self._original, dataset, batches, self.worker_init_fn)
-        return Engine.of(dataset, batches, {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None)})
+            return Engine.within(self._original, dataset, batches, options)
+        return Engine.of(dataset, batches, options)
 
     def adopt(self, original: DataLoader[Any]) -> None:
         """Read through a copy of the loader that this one was made of, and have its attributes."""
@@ -311,7 +318,8 @@ class StatefulLoader(DataLoader[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         original = vars(self).get("_original")
-        if original is not None and name not in vars(self) and name in vars(original):
+        # What this class knows nothing of belongs to the loader that it was made of.
+        if original is not None and name not in vars(self) and not hasattr(StatefulLoader, name):
             setattr(original, name, value)
         else:
             super().__setattr__(name, value)

@@ -114,8 +114,8 @@ class StreamLoader(DataLoader[Any]):
         accept: Collection[str] = (),
     ) -> None:
         # Not torch's constructor: the copy has been constructed.
-        self.__dict__["_loader"] = copy.copy(loader)
-        vars(self._loader).update(_iterator=None, generator=torch.Generator())
+        self.__dict__["_original"] = copy.copy(loader)
+        vars(self._original).update(_iterator=None, generator=torch.Generator())
         self.seed = as_int("seed", seed)
         self.accept = accepted_names(accept)
         self._num_replicas, self._rank = num_replicas, rank
@@ -241,7 +241,7 @@ class StreamLoader(DataLoader[Any]):
             batch = upcoming
 
     def _begin(self, position: Position) -> Any:
-        loader: Any = self._loader
+        loader: Any = self._original
         seed = derive_seed("stream", self.seed, position.epoch, self.topology.rank)
         if callable(getattr(loader.dataset, "set_epoch", None)):
             loader.dataset.set_epoch(position.epoch)
@@ -265,13 +265,13 @@ class StreamLoader(DataLoader[Any]):
         return fetch
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_loader" not in vars(self):
+        if name.startswith("__") or "_original" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._loader, name)
+        return getattr(self._original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What the user's loader has is set there: a worker_init_fn, persistent workers to be ended.
-        if name in vars(self._loader):
-            setattr(self._loader, name, value)
+        if name in vars(self._original) and name not in vars(self):
+            setattr(self._original, name, value)
         else:
             object.__setattr__(self, name, value)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cache
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.loaders.batches import SlotCut
+from lightning_stateful.loaders.kinds import class_of_patched
 from lightning_stateful.loaders.stateful_loader import OPTIONS, StatefulLoader
 from lightning_stateful.loaders.stream_loader import StreamLoader
-from lightning_stateful.loaders.torch_samplers import cuts_samples, without_lightnings
+from lightning_stateful.loaders.torch_samplers import cuts_samples, has_order, without_lightnings
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.repeated import Repeated
@@ -51,10 +51,15 @@ def take_over(
     Raises:
         UnsupportedLoaderError: With the reason, for a loader whose batches cannot be told from a position.
     """
+    if getattr(type(loader), "is_view", False) is True:
+        # What a trainer was given in place of one of its loaders.
+        loader = loader.loader
     if isinstance(loader, StreamLoader):
         return loader
-    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) and not exact:
-        return StreamLoader(loader, seed=seed, num_replicas=num_replicas, rank=rank, accept=accept)
+    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) and not exact
+    if is_stream and getattr(loader, "in_order", True):
+        stream: Any = class_of_patched(StreamLoader, type(loader))
+        return stream(loader, seed=seed, num_replicas=num_replicas, rank=rank, accept=accept)  # type: ignore[no-any-return]  # made of both
     if isinstance(loader, StatefulLoader):
         seed, seed_samples, accept = loader.seed, loader.seed_samples, (*loader.accept, *accepted_names(accept))
         if (loader.cut.num_replicas, loader.cut.rank) != (None, None):
@@ -64,7 +69,7 @@ def take_over(
     original = loader._original if isinstance(loader, StatefulLoader) else loader
     try:
         kind: Any = type(loader if original is None else original)
-        made = _class_of_patched(kind)(
+        made: StatefulLoader = class_of_patched(StatefulLoader, kind)(
             loader.dataset,
             **_cutting(loader, shuffle, exact),
             seed=seed,
@@ -131,15 +136,6 @@ def patch_dataloader(
     )
 
 
-@cache
-def _class_of_patched(kind: type[DataLoader[Any]]) -> type[StatefulLoader]:
-    """A StatefulLoader that is an instance of ``kind`` as well."""
-    if issubclass(StatefulLoader, kind):
-        return StatefulLoader
-    made: Any = type(f"Stateful{kind.__name__}", (StatefulLoader, kind), {"__doc__": kind.__doc__})
-    return made  # type: ignore[no-any-return]  # made of both
-
-
 def _cutting(loader: Any, shuffle: bool | None, exact: bool) -> dict[str, Any]:
     """The arguments that say how samples or batches are chosen."""
     if isinstance(loader, StatefulLoader):
@@ -152,8 +148,13 @@ def _cutting(loader: Any, shuffle: bool | None, exact: bool) -> dict[str, Any]:
     if batches is not None and not cuts_samples(batches):
         return {"batch_sampler": Repeated(batches) if shuffle is False else batches, "exact": exact}
     sampler = without_lightnings(loader.sampler if batches is None else batches.sampler)
+    if shuffle is False and batches is None and not has_order(sampler, replace=True):
+        # What it yields need not be numbers of samples.
+        sampler = Repeated(sampler)
+    elif shuffle is False:
+        sampler = SequentialSampler(loader.dataset)
     return {
-        "sampler": SequentialSampler(loader.dataset) if shuffle is False else sampler,
+        "sampler": sampler,
         "batch_size": None if batches is None else batches.batch_size,
         "drop_last": batches is not None and batches.drop_last,
         "exact": exact,
@@ -169,8 +170,11 @@ def _cutting_again(loader: StatefulLoader, shuffle: bool | None, exact: bool) ->
     if isinstance(cut, SamplerCut) and cut.order.whole_batches and is_batched:
         return {"batch_sampler": Repeated(cut.order.sampler) if shuffle is False else cut, "exact": exact}
     sampler: Any = cut if isinstance(cut, SamplerCut) else cut.order
+    if shuffle is False:
+        whole = isinstance(cut, SamplerCut) and cut.order.whole_batches
+        sampler = Repeated(cut.order.sampler) if whole else SequentialSampler(dataset)
     return {
-        "sampler": SequentialSampler(dataset) if shuffle is False else sampler,
+        "sampler": sampler,
         "batch_size": cut.batch_size if is_batched else None,
         "drop_last": cut.drop_last,
         "exact": exact,
@@ -181,8 +185,8 @@ def _reason_against(loader: Any) -> str:
     name = type(loader).__qualname__
     if not isinstance(loader, DataLoader):
         return f"it is a {name} and not a torch.utils.data.DataLoader, so its batches cannot be reached by position."
-    if isinstance(loader.dataset, IterableDataset):
-        return f"{type(loader.dataset).__qualname__} is an IterableDataset, which has no random access."
     if not getattr(loader, "in_order", True):
         return "in_order=False hands batches over in no fixed order."
+    if isinstance(loader.dataset, IterableDataset):
+        return f"{type(loader.dataset).__qualname__} is an IterableDataset, which has no random access."
     return ""

@@ -70,7 +70,8 @@ def has_order(sampler: Any, *, replace: bool, generator: Any = None) -> bool:
         replace: Whether torch's own samplers are to be replaced by orders of the same distribution.
         generator: The loader's generator, if it has one.
     """
-    if sampler is None or isinstance(sampler, Order) or _is(sampler, SequentialSampler, StatefulDistributedSampler):
+    ours = type(sampler) is StatefulDistributedSampler
+    if sampler is None or ours or isinstance(sampler, Order) or _is(sampler, SequentialSampler):
         return True
     if _is(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         # What shuffle=True makes: it names a distribution, and no sampler of one's own.

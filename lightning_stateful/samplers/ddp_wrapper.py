@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
 from lightning_stateful.samplers.cursor import Cursor
+from lightning_stateful.samplers.items import knows_how_to_split
 from lightning_stateful.samplers.sampler_plan import SamplerCut, SamplerPlan, Tail
 from lightning_stateful.samplers.user_sampler import Length, UserSampler
 from lightning_stateful.samplers.world import detect_topology
@@ -69,14 +70,22 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
     ) -> None:
         if num_replicas is not None or rank is not None:
             detect_topology(num_replicas, rank)
-        # Wrapping twice is wrapping once.
-        while isinstance(sampler, DDPSamplerWrapper):
-            sampler = sampler.sampler
+        # Wrapping twice is wrapping once; what is left at its default stays as the first wrapper has it.
+        if isinstance(sampler, DDPSamplerWrapper):
+            first: DDPSamplerWrapper = sampler
+            tail = first.tail if tail == "split" else tail
+            shuffle_samples_between_gpus = shuffle_samples_between_gpus or first.shuffle_samples_between_gpus
+            length = first.length if length == "len" else length
+            seed, accept = seed or first.seed, (*accepted_names(accept), *first.accept)
+            sampler = first.sampler
         # Not torch's constructor: it wants a dataset, and to know the ranks now.
         self.sampler: Any = sampler
         self.num_replicas, self.rank = num_replicas, rank  # type: ignore[assignment]  # None until there are ranks
-        self.tail, self.shuffle_samples_between_gpus = tail, shuffle_samples_between_gpus
-        self.length, self.seed, self.accept = length, as_int("seed", seed), accepted_names(accept)
+        self.tail: Tail = tail
+        self.shuffle_samples_between_gpus: bool = shuffle_samples_between_gpus
+        self.length: Length = length
+        self.seed: int = as_int("seed", seed)
+        self.accept: tuple[str, ...] = accepted_names(accept)
         source = UserSampler(sampler, seed=self.seed, length=length, accept=self.accept)
         source.whole_batches = _yields_batches(source)
         self._cursor = Cursor(source, self._cut(source).describe())
@@ -131,12 +140,17 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
         plan = self.plan
         began = self._began = self._here(plan)
         self._yielded = 0
-        for done, item in enumerate(plan.indices(began) if self.source.whole_batches else _single(plan, began), 1):
+        source, total = self.source, plan.num_batches(began)
+        items = plan.indices(began) if source.whole_batches else _single(plan, began)
+        for done, item in enumerate(items, 1):
             if self._latest is latest:
                 self._yielded = done
-                if plan.is_over(plan.after(began, done)):
+                if done == total or (not source.is_sized and plan.is_over(plan.after(began, done))):
                     self._cursor.position = plan.begin(began.epoch + 1)
             yield item
+        if self._latest is latest and not self._yielded:
+            # An epoch without items is over as well.
+            self._cursor.position = plan.begin(began.epoch + 1)
 
     def _here(self, plan: SamplerPlan) -> Position:
         held = self._cursor.position
@@ -186,6 +200,7 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
     def _move(self, position: Position) -> None:
         self._cursor.position = position
         self._began, self._yielded, self._latest = None, 0, None
+        self.source.live = None
 
 
 def _single(plan: SamplerPlan, began: Position) -> Iterator[Any]:
@@ -196,4 +211,8 @@ def _yields_batches(source: UserSampler) -> bool:
     if source.is_known:
         return isinstance(source.sampler, BatchSampler)
     first = source.examine().first
-    return isinstance(first, (list, tuple)) or (isinstance(first, (np.ndarray, torch.Tensor)) and first.ndim > 0)
+    if isinstance(first, (np.ndarray, torch.Tensor)):
+        return first.ndim > 0
+    # A tuple names a sample, of a dataset of several, say.
+    listed = isinstance(first, Sequence) and not isinstance(first, (str, bytes, tuple))
+    return listed or knows_how_to_split(first)

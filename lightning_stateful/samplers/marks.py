@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 # Marks stand at the slots 0, 1, 2, 4, 8 and so on, then at the multiples of this.
-STRIDE = 1024
+STRIDE = 8192
+
+_INTEGERS = (int, np.integer)
 
 
 def next_mark(slot: int) -> int:
@@ -26,9 +28,20 @@ def digest(item: Any, before: str = "") -> str:
     Slots are told apart by the numbers, strings, arrays and containers in them; of another object its ``id`` attribute
     counts, or else what it contains, or only its type.
     """
+    if type(item) is int:
+        return hashlib.blake2b(b"%bi%d;" % (before.encode(), item), digest_size=8).hexdigest()
     hashed = hashlib.blake2b(before.encode(), digest_size=8)
     _feed(hashed, item, 0)
     return hashed.hexdigest()
+
+
+def is_plain_index(item: Any) -> bool:
+    """Whether an index, or a batch of them, is told apart from others by what it holds: numbers, strings and such."""
+    if isinstance(item, (int, str, bytes, np.integer, range)):
+        return True
+    if isinstance(item, (np.ndarray, torch.Tensor)):
+        return not item.is_floating_point() if isinstance(item, torch.Tensor) else item.dtype.kind in "biuSU"
+    return isinstance(item, (list, tuple)) and (set(map(type, item)) == {int} or all(map(is_plain_index, item)))
 
 
 def _feed(hashed: Any, item: Any, depth: int) -> None:
@@ -38,8 +51,9 @@ def _feed(hashed: Any, item: Any, depth: int) -> None:
         hashed.update(f"{type(item).__name__}{item!r};".encode())
     elif isinstance(item, (np.ndarray, torch.Tensor)):
         _feed(hashed, item.tolist(), depth)
-    elif isinstance(item, (list, tuple)) and item and set(map(type, item)) == {int}:
-        hashed.update(repr(list(item)).encode())
+    elif isinstance(item, (list, tuple, range)) and all(issubclass(kind, _INTEGERS) for kind in set(map(type, item))):
+        # The common case, in one go: an index is the same index in whatever type.
+        hashed.update(repr(list(map(int, item))).encode())
     elif isinstance(item, Mapping):
         _feed(hashed, list(item.items()), depth + 1)
     elif isinstance(identity := getattr(item, "id", None), (str, int)):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import io
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -29,24 +32,26 @@ def to_plain(value: Any, path: str = "state_dict()") -> Any:
     """
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
-    if isinstance(value, (float, np.generic)):
-        return {_TAG: ["float", repr(value)]} if isinstance(value, float) else to_plain(np.asarray(value), path)
+    if type(value) is float:
+        return {_TAG: ["float", repr(value)]}
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return {_TAG: ["scalar", value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
     if isinstance(value, Mapping):
         return _mapping_to_plain(value, path)
-    if isinstance(value, list):
+    if type(value) is list:
         return [to_plain(item, f"{path}[{number}]") for number, item in enumerate(value)]
     for kind, made in _SEQUENCES.items():
         if type(value) is made:
             # Sets have no order: sorted, equal sets give equal states.
             items = sorted(value, key=repr) if kind.endswith("set") else value
-            return {_TAG: [kind, [to_plain(item, f"{path}[{number}]") for number, item in enumerate(items)]]}
-    if isinstance(value, (bytes, bytearray)):
-        return {_TAG: ["bytes", base64.b85encode(value).decode()]}
+            parts = [to_plain(item, f"{path}[{number}]") for number, item in enumerate(items)]
+            return {_TAG: [kind, parts, *([value.maxlen] if kind == "deque" else [])]}
+    if type(value) in (bytes, bytearray):
+        return {_TAG: [type(value).__name__, base64.b64encode(value).decode()]}
     if isinstance(value, torch.Tensor):
-        return {_TAG: ["tensor", to_plain(value.detach().cpu().numpy(), path)]}
+        return {_TAG: ["tensor", _saved(partial(torch.save, value.detach().cpu().clone()))]}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        raw = base64.b85encode(np.ascontiguousarray(value).tobytes()).decode()
-        return {_TAG: ["array", value.dtype.str, list(value.shape), raw]}
+        return {_TAG: ["array", _saved(lambda file: np.save(file, value, allow_pickle=False))]}
     raise StateError(
         f"The sampler's {path} is a {type(value).__qualname__}, which cannot be kept in a checkpoint. Return numbers, "
         "strings, containers, arrays or tensors."
@@ -68,31 +73,45 @@ def from_plain(value: Any) -> Any:
     try:
         kind, *parts = value[_TAG]
         return _from_tagged(kind, parts)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, IndexError, RuntimeError, EOFError, UnpicklingError) as error:
         raise DamagedStateError(f"A sampler's state holds {value!r}, which nothing can be made of.") from error
 
 
+def _saved(save: Callable[[Any], Any]) -> str:
+    file = io.BytesIO()
+    save(file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def _mapping_to_plain(value: Mapping[Any, Any], path: str) -> Any:
-    if _TAG not in value and all(type(key) is str for key in value) and type(value) in (dict, OrderedDict):
+    kinds: dict[Any, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+    if type(value) not in kinds:
+        raise StateError(
+            f"The sampler's {path} is a {type(value).__qualname__}, which cannot be kept in a checkpoint. Return a "
+            "dict."
+        )
+    if _TAG not in value and all(type(key) is str for key in value) and type(value) is dict:
         return {key: to_plain(item, f"{path}[{key!r}]") for key, item in value.items()}
-    kind = "counter" if isinstance(value, Counter) else "dict"
     pairs = [[to_plain(key, path), to_plain(item, f"{path}[{key!r}]")] for key, item in value.items()]
-    return {_TAG: [kind, pairs]}
+    return {_TAG: [kinds[type(value)], pairs]}
 
 
 def _from_tagged(kind: str, parts: list[Any]) -> Any:
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](from_plain(item) for item in parts[0])
-    if kind in ("dict", "counter"):
-        pairs = {from_plain(key): from_plain(item) for key, item in parts[0]}
-        return Counter(pairs) if kind == "counter" else pairs
+        items = [from_plain(item) for item in parts[0]]
+        return deque(items, parts[1]) if kind == "deque" else _SEQUENCES[kind](items)
+    if kind in ("dict", "counter", "ordered"):
+        pairs = [(from_plain(key), from_plain(item)) for key, item in parts[0]]
+        return Counter(dict(pairs)) if kind == "counter" else OrderedDict(pairs) if kind == "ordered" else dict(pairs)
     if kind == "float":
         return float(parts[0])
-    if kind == "bytes":
-        return base64.b85decode(parts[0])
+    raw = base64.b64decode(parts[-1], validate=True)
+    if kind in ("bytes", "bytearray"):
+        return raw if kind == "bytes" else bytearray(raw)
+    if kind == "scalar":
+        return np.frombuffer(raw, dtype=parts[0])[0]
     if kind == "tensor":
-        return torch.from_numpy(from_plain(parts[0]))
+        return torch.load(io.BytesIO(raw), weights_only=True)
     if kind != "array":
         raise ValueError(kind)
-    dtype, shape, raw = parts
-    return np.frombuffer(base64.b85decode(raw), dtype=dtype).reshape(shape).copy()
+    return np.load(io.BytesIO(raw), allow_pickle=False)

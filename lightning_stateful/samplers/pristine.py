@@ -3,122 +3,175 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
-_CONTAINERS = (list, deque, dict, set, bytearray, np.ndarray, torch.Tensor)
+_CONTAINERS = (list, deque, dict, set, tuple, bytearray, np.ndarray, torch.Tensor)
+# Others say how many ranks there are.
+_RANKS = frozenset({"num_replicas", "world_size", "rank", "num_samples", "total_size"})
 # Larger arrays are left as they are.
 _MOST_BYTES = 2**28
+# From so many on, lists in a list are not told apart one by one.
+_MANY = 1024
 
-PutBack = Callable[[], Any]
+Memo = dict[int, "_Held"]
 
 
 class Pristine:
     """Remembers the numbers and containers that samplers hold, and puts them back in place.
 
     Many samplers shuffle a list of theirs in place whenever they are iterated, so that an epoch depends on all those
-    before. Begun from what they held at first, it is a function of the epoch alone. Lists, dicts, sets, deques, arrays
-    and tensors are remembered, containers in containers too; every other object is left as it is.
+    before. Begun from what they held at first, it is a function of the epoch alone. Lists, dicts, sets, tuples,
+    deques, arrays and tensors are remembered, containers in containers too; every other object is left as it is. What
+    somebody else sets on a sampler in between is remembered from then on.
 
     Args:
         samplers: The samplers.
     """
 
     def __init__(self, samplers: Iterable[Any]) -> None:
+        self._samplers = [sampler for sampler in samplers if hasattr(sampler, "__dict__")]
+        memo: Memo = {}
         self._held = [
-            (vars(sampler), {name: _remember(value) for name, value in vars(sampler).items() if _is_data(value)})
-            for sampler in samplers
-            if hasattr(sampler, "__dict__")
+            {name: _remember(value, memo) for name, value in vars(sampler).items() if _is_data(name, value)}
+            for sampler in self._samplers
         ]
+        self._left: list[dict[str, Any]] = []
 
     def restore(self) -> None:
         """Put everything back, in the very containers that held it, so that other names for them see it too."""
-        for attributes, held in self._held:
-            for name, put_back in held.items():
-                attributes[name] = put_back()
+        self._take_in()
+        for sampler, held in zip(self._samplers, self._held, strict=True):
+            for name, part in held.items():
+                vars(sampler)[name] = part.put_back()
+        self.leave()
+
+    def leave(self) -> None:
+        """Note what the sampler's own iterating has left in it."""
+        self._left = [
+            {name: value for name, value in vars(sampler).items() if _is_data(name, value)}
+            for sampler in self._samplers
+        ]
+
+    def _take_in(self) -> None:
+        for sampler, held, left in zip(self._samplers, self._held, self._left, strict=False):
+            for name, value in vars(sampler).items():
+                before = left.get(name, held)
+                same = value is before or (isinstance(value, _SCALARS) and value == before)
+                if _is_data(name, value) and not same:
+                    held[name] = _remember(value, {})
 
 
-def _is_data(value: Any) -> bool:
-    return isinstance(value, (*_SCALARS, *_CONTAINERS))
+class _Held:
+    """A value that is left as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def put_back(self) -> Any:
+        """The value, with what it held at first."""
+        return self.value
 
 
-def _remember(value: Any) -> PutBack:
-    """What puts the contents of a container back, and returns it."""
-    if isinstance(value, np.ndarray):
-        return _remember_array(value) if value.flags.writeable and value.nbytes <= _MOST_BYTES else lambda: value
-    if isinstance(value, torch.Tensor):
-        return _remember_tensor(value) if value.nbytes <= _MOST_BYTES else lambda: value
-    if isinstance(value, dict):
-        return _remember_dict(value)
-    if isinstance(value, (list, deque)):
-        return _remember_list(value)
-    if isinstance(value, (set, bytearray)):
-        return _remember_plain(value)
-    return lambda: value
+class _List(_Held):
+    def fill(self, memo: Memo) -> None:
+        self.items = list(self.value)
+        self.parts = [] if _is_flat(self.value) else [_remember(item, memo) for item in self.value]
+
+    def put_back(self) -> Any:
+        parts, self.parts = self.parts, []  # a list may hold itself
+        items = [part.put_back() for part in parts] or self.items
+        self.parts = parts
+        if not isinstance(self.value, tuple):
+            self.value.clear()
+            self.value.extend(items)
+        return self.value
 
 
-def _remember_list(value: Any) -> PutBack:
-    if not any(issubclass(kind, _CONTAINERS) for kind in set(map(type, value))):
-        copied = list(value)
+class _Lists(_Held):
+    """A long list of flat lists, remembered in one go."""
 
-        def put_back() -> Any:
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.items = list(value)
+        self.copies = list(map(tuple, value))
+
+    def put_back(self) -> Any:
+        for item, copied in zip(self.items, self.copies, strict=True):
+            item[:] = copied
+        self.value[:] = self.items
+        return self.value
+
+
+class _Dict(_Held):
+    is_busy = False
+
+    def fill(self, memo: Memo) -> None:
+        self.parts = {key: _remember(item, memo) for key, item in self.value.items()}
+
+    def put_back(self) -> Any:
+        if not self.is_busy:  # a dict may hold itself
+            self.is_busy = True
+            items = {key: part.put_back() for key, part in self.parts.items()}
+            self.is_busy = False
+            self.value.clear()
+            self.value.update(items)
+        return self.value
+
+
+class _Copied(_Held):
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.copied = value.detach().clone() if isinstance(value, torch.Tensor) else value.copy()
+
+    def put_back(self) -> Any:
+        value, copied = self.value, self.copied
+        if isinstance(value, np.ndarray):
+            value[...] = copied
+        elif isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                value.copy_(copied)
+        elif isinstance(value, set):
             value.clear()
-            value.extend(copied)
-            return value
-
-        return put_back
-    items = [_remember(item) for item in value]
-
-    def put_all_back() -> Any:
-        value.clear()
-        value.extend(item() for item in items)
+            value.update(copied)
+        else:
+            value[:] = copied
         return value
 
-    return put_all_back
+
+def _is_data(name: str, value: Any) -> bool:
+    return name not in _RANKS and isinstance(value, (*_SCALARS, *_CONTAINERS))
 
 
-def _remember_dict(value: dict[Any, Any]) -> PutBack:
-    items = {key: _remember(item) for key, item in value.items()}
-
-    def put_back() -> Any:
-        value.clear()
-        value.update({key: item() for key, item in items.items()})
-        return value
-
-    return put_back
-
-
-def _remember_plain(value: Any) -> PutBack:
-    copied = value.copy()
-
-    def put_back() -> Any:
-        value.clear()
-        value.update(copied) if isinstance(value, set) else value.extend(copied)
-        return value
-
-    return put_back
+def _remember(value: Any, memo: Memo) -> _Held:
+    if not isinstance(value, _CONTAINERS):
+        return _Held(value)
+    if id(value) not in memo:
+        memo[id(value)] = made = _kind_of(value)
+        if isinstance(made, (_List, _Dict)):
+            made.fill(memo)
+    return memo[id(value)]
 
 
-def _remember_array(value: np.ndarray[Any, Any]) -> PutBack:
-    copied = value.copy()
+def _kind_of(value: Any) -> _Held:
+    if isinstance(value, np.ndarray):
+        return _Copied(value) if value.flags.writeable and value.nbytes <= _MOST_BYTES else _Held(value)
+    if isinstance(value, torch.Tensor):
+        dense = value.layout == torch.strided and value.is_contiguous() and not value.is_inference()
+        return _Copied(value) if dense and value.nbytes <= _MOST_BYTES else _Held(value)
+    if isinstance(value, (set, bytearray)):
+        return _Copied(value)
+    if isinstance(value, dict):
+        return _Dict(value)
+    if type(value) is list and len(value) > _MANY and set(map(type, value)) == {list} and _is_flat(chain(*value)):
+        return _Lists(value)
+    return _List(value)
 
-    def put_back() -> Any:
-        value[...] = copied
-        return value
 
-    return put_back
-
-
-def _remember_tensor(value: torch.Tensor) -> PutBack:
-    copied = value.detach().clone()
-
-    def put_back() -> Any:
-        with torch.no_grad():
-            value.copy_(copied)
-        return value
-
-    return put_back
+def _is_flat(items: Iterable[Any]) -> bool:
+    return not any(issubclass(kind, _CONTAINERS) for kind in set(map(type, items)))

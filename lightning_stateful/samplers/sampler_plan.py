@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +20,8 @@ from lightning_stateful.index.slots import say_repeats
 from lightning_stateful.index.step_plan import StepPlan
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.topology import Topology, split_evenly
+from lightning_stateful.samplers.items import knows_how_to_split
+from lightning_stateful.samplers.marks import is_plain_index
 from lightning_stateful.samplers.trial import wrong_length
 from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.samplers.winding import Winding
@@ -52,6 +56,11 @@ class SamplerPlan(StepPlan):
         """Slots of a whole epoch; :data:`ENDLESS` where its end is found only when it is there."""
         return len(self.order)
 
+    def begin(self, epoch: int, held: Position | None = None) -> Position:
+        """The beginning of ``epoch``, with what is already known of the sampler there."""
+        carried = held.carried if held is not None and (held.epoch, held.consumed) == (epoch, 0) else ""
+        return Position(epoch=epoch, width=self.num_replicas, carried=carried)
+
     def is_over(self, position: Position) -> bool:
         """Whether nothing is left of the position's epoch, as far as is known."""
         end = self.order.known_end(position)
@@ -84,19 +93,18 @@ class SamplerPlan(StepPlan):
 
     def keyed(self, position: Position, seed: int) -> Iterator[tuple[int, Any]]:
         """:meth:`indices`, each batch with a key to seed its samples by."""
-        number = position.consumed // len(self.order)
+        number = position.consumed // (len(self.order) or 1)
         key = derive_seed("samples", seed, position.epoch, number)
         for slot, batch in self.numbered(position):
-            plain = isinstance(batch, list) and set(map(type, batch)) == {int}
             # What is no plain index cannot tell its samples' randomness apart, so the slot has to.
-            yield (key, batch) if plain else (derive_seed(key, "slot", slot), batch)
+            yield (key if is_plain_index(batch) else derive_seed(key, "slot", slot)), batch
 
     def numbered(self, position: Position) -> Iterator[tuple[int, Any]]:
         """The rank's batches, each with the number of its first slot, from ``position`` to the end of the pass."""
         steps = self._steps(self.order.wind(position), position)
         if not self.order.whole_batches:
             return steps
-        return ((slot, _copied(batch[0]) if len(batch) == 1 else _joined(batch)) for slot, batch in steps)
+        return ((slot, batch[0] if len(batch) == 1 else _joined(batch)) for slot, batch in steps)
 
     def _steps(self, winding: Winding, position: Position) -> Iterator[tuple[int, list[Any]]]:
         rule, full, size, rank = self.rule, self.rule.full, self.rule.batch_size, self.rank
@@ -108,7 +116,7 @@ class SamplerPlan(StepPlan):
             ready = winding.look_ahead(ahead)
             left = remaining if self.order.is_sized else ready
             if ready < min(ahead, left):
-                raise wrong_length(self.order, f"only {slot % len(self.order) + ready}", position.epoch)
+                raise wrong_length(self.order, f"only {slot % (len(self.order) or 1) + ready}", position.epoch)
             plain = min(ready // full, left // full - 1)
             if plain > 0:
                 slots = winding.take(plain * full)
@@ -121,14 +129,15 @@ class SamplerPlan(StepPlan):
                 break
             if winding.look_ahead(step) < step:
                 raise wrong_length(
-                    self.order, f"only {slot % len(self.order) + winding.look_ahead(step)}", position.epoch
+                    self.order, f"only {slot % (len(self.order) or 1) + winding.look_ahead(step)}", position.epoch
                 )
             slots = winding.take(step)
             remaining -= step
+            # Before what may be the last batch that anybody asks for.
+            self._check_end(winding, remaining, position.epoch)
             yield slot + int(rule.share(left, rank)[0]), self._last(slots, left, position.epoch, slot)
             slot += step
             ahead = min(full, remaining) if self.order.is_sized else 2 * full
-        self._check_end(winding, remaining, position)
 
     def _own(self, slots: list[Any], start: int, full: int, size: int, epoch: int, slot: int) -> list[Any]:
         """The rank's slots of a full step that begins at ``start``."""
@@ -145,9 +154,8 @@ class SamplerPlan(StepPlan):
             own = rule.share(left, self.rank)
             own = self._shuffled(len(slots), own, epoch, slot) if self.shuffles else own
             return [slots[offset] for offset in own.tolist()]
-        if not all(map(_can_be_split, slots)):
-            self._log_repeats("batches", len(slots), epoch)
-            return [slots[self.rank % len(slots)]]
+        if not all(map(self._can_be_split, slots)):
+            return [self._part_of_objects(slots, epoch)]
         whole, rest = slots[: len(slots) // ranks * ranks], slots[len(slots) // ranks * ranks :]
         # Evaluation serves what is left together with the last full step, which has a batch for each rank.
         own_batch = [whole[self.rank]] if whole else []
@@ -158,6 +166,22 @@ class SamplerPlan(StepPlan):
             self._log_repeats("samples", len(samples), epoch)
             share = [samples[self.rank % len(samples)]]
         return [*own_batch, share] if share else own_batch
+
+    def _can_be_split(self, batch: Any) -> bool:
+        if isinstance(batch, (np.ndarray, torch.Tensor)):
+            return batch.ndim > 0
+        plain = isinstance(batch, Sequence) and not isinstance(batch, (str, bytes))
+        return plain and (self.order.is_collated or not isinstance(batch, tuple))
+
+    def _part_of_objects(self, slots: list[Any], epoch: int) -> Any:
+        """The rank's part of batches that are objects of some kind: split if they know how to, as lhotse's do."""
+        ranks = self.num_replicas
+        if all(map(knows_how_to_split, slots)):
+            joined = reduce(add, slots)
+            if len(joined) >= ranks:
+                return joined.split(ranks)[self.rank]
+        self._log_repeats("batches", len(slots), epoch)
+        return slots[self.rank % len(slots)]
 
     def _shuffled(self, count: int, own: Indices, epoch: int, slot: int) -> Indices:
         return keyed_permutation(count, derive_seed("ranks", self.order.seed, epoch, slot)).take(own)
@@ -174,11 +198,16 @@ class SamplerPlan(StepPlan):
                 self.num_replicas - count,
             )
 
-    def _check_end(self, winding: Winding, remaining: int, position: Position) -> None:
-        """Make sure that a sampler with a length ends where it says."""
+    def _check_end(self, winding: Winding, remaining: int, epoch: int) -> None:
+        """Make sure, once no step is left, that a sampler with a length ends where it says."""
         order = self.order
-        if order.is_sized and not order.is_cut and not remaining and winding.look_ahead(1):
-            raise wrong_length(order, f"more than {len(order)}", position.epoch)
+        if not order.is_sized or order.is_cut or order.way == "feedback" or self.rule.num_steps(remaining):
+            return
+        found = winding.look_ahead(remaining + 1)
+        if found > remaining:
+            raise wrong_length(order, f"more than {len(order)}", epoch)
+        if found < remaining:
+            raise wrong_length(order, f"only {len(order) - remaining + found}", epoch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,17 +266,8 @@ class SamplerCut:
         return {**self.order.describe(), "drop_last": self.drop_last}
 
 
-def _can_be_split(batch: Any) -> bool:
-    return isinstance(batch, (list, tuple)) or (isinstance(batch, (np.ndarray, torch.Tensor)) and batch.ndim > 0)
-
-
 def _listed(batch: Any) -> list[Any]:
     return batch.tolist() if isinstance(batch, (np.ndarray, torch.Tensor)) else list(batch)
-
-
-def _copied(batch: Any) -> Any:
-    # A sampler may shuffle the very list again that it has yielded.
-    return list(batch) if type(batch) is list else batch
 
 
 def _joined(batches: list[Any]) -> list[Any]:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.marks import digest
 from lightning_stateful.samplers.own_words import from_plain
+from lightning_stateful.samplers.repeated import Repeated
 
 if TYPE_CHECKING:
     from lightning_stateful.samplers.user_sampler import UserSampler
 
 # Slots at the beginning of an epoch that are compared, and epochs in which one may chance to begin like another.
 _COMPARED, _EPOCHS = 64, 8
+# Seconds for which a sampler is followed to its end.
+_PATIENCE = 0.2
 
 
 class Trial:
-    """Winds a sampler through the beginning of an epoch twice.
+    """Winds a sampler through the beginning of an epoch several times.
 
-    If the two differ, but agree where the sampler's data are put back to what they were at first, it will be begun
+    It should give the same after it was dropped in the middle, and, as far as that does not take long, after it was
+    followed to its end. If it does so only where its data are put back to what they were at first, it will be begun
     like that in every epoch. torch's own samplers, and those that depend on training, are taken at their word.
 
     Attributes:
-        begins: Digest of how epoch 0 begins; empty where that was not looked at. It has to be equal on all ranks.
+        begins: Digest of how epoch 0 begins; empty where that was not looked at, or is never the same. It has to be
+            equal on all ranks, and in a resumed run.
         first: The first slot of epoch 0, or None.
 
     Args:
@@ -38,41 +45,65 @@ class Trial:
         self._source = source
         self.begins = ""
         self.first: Any = None
+        self._length: int | None = None
         if source.is_known:
             return
         if source.way == "feedback":
             self.first = self._peek()
             return
-        first = self._wind(0, note_first=True)
-        self.begins = digest(first)
-        if not self._repeats(first):
-            self._accept_or_refuse()
-        self._compare_length(len(first))
+        try:
+            begins = self._examine()
+        finally:
+            # The sampler is left as it was found.
+            if source.pristine is not None:
+                source.pristine.restore()
+        self.begins = begins
 
     def _peek(self) -> Any:
         # Its own state undoes what looking at it may have done.
         source = self._source
         state = source.own_state()
-        with source.surroundings.entered():
+        with source.entered():
             first = next(source.begin(0, 0), None)
             source.sampler.load_state_dict(from_plain(state))
         return first
 
-    def _repeats(self, first: list[str]) -> bool:
-        if first == self._wind(0):
-            return True
+    def _examine(self) -> str:
+        started = time.perf_counter()
+        first = self._wind(0, note_first=True)
+        is_slow = time.perf_counter() - started > _PATIENCE
+        followed = self._wind(0, to_the_end=not is_slow)
+        if first == followed:
+            self._compare_length()
+            if is_slow or first == self._wind(0):
+                return digest(first)
         source = self._source
         source.restores = True
-        first = self._wind(0)
-        if first != self._wind(0):
-            return False
-        self.begins = digest(first)
-        if all(first == self._wind(epoch) for epoch in range(1, _EPOCHS)):
+        # Put back, it has to begin as it did the very first time.
+        if not first == self._wind(0, to_the_end=True) == self._wind(0):
+            self._accept_or_refuse()
+            return ""
+        self._compare_length()
+        if all(first == self._wind(epoch) for epoch in range(1, _EPOCHS)) and not self._is_alike(first):
+            if "nondeterministic" in source.accept:
+                source.restores, source.is_repeatable = False, False
+                return ""
             raise UnsupportedLoaderError(
                 f"{source.name} counts its epochs by itself, so a resumed run could not say which one it is. Give it "
                 "set_epoch(epoch), and let the order depend on that."
             )
-        return True
+        return digest(first)
+
+    def _is_alike(self, first: list[str]) -> bool:
+        """Whether every epoch is meant to be the same: so it is after one that was served whole."""
+        source = self._source
+        if isinstance(source.sampler, Repeated):
+            return True
+        self._wind(0, to_the_end=True)
+        source.restores = False
+        again = self._wind(0)
+        source.restores = True
+        return self._length is not None and again == first
 
     def _accept_or_refuse(self) -> None:
         source = self._source
@@ -87,26 +118,42 @@ class Trial:
             )
         source.restores, source.is_repeatable = False, False
 
-    def _wind(self, epoch: int, *, note_first: bool = False) -> list[str]:
+    def _wind(self, epoch: int, *, note_first: bool = False, to_the_end: bool = False) -> list[str]:
         """Digests of the first slots: a sampler may change later what it has yielded."""
         source = self._source
         found: list[str] = []
-        with source.surroundings.entered():
-            for slot in islice(source.begin(epoch, 0), _COMPARED):
+        with source.entered():
+            started = time.perf_counter()
+            slots = source.begin(epoch, 0)
+            # next() and not a loop: a sampler that is its own iterator may begin anew at iter().
+            while len(found) < _COMPARED and (slot := next(slots, _END)) is not _END:
                 if note_first and not found:
                     self.first = slot
                 found.append(digest(slot))
+            if to_the_end:
+                self._length = len(found) if len(found) < _COMPARED else self._follow(slots, started)
         return found
 
-    def _compare_length(self, found: int) -> None:
-        source = self._source
-        if (
-            found < _COMPARED
-            and source.is_sized
-            and found != len(source)
-            and not (source.is_cut and found > len(source))
-        ):
-            raise wrong_length(source, found, 0)
+    def _follow(self, slots: Any, started: float) -> int | None:
+        """How many slots there are, if that is soon found."""
+        count = _COMPARED
+        # A sampler that fails further on is another matter, to be seen when it gets there.
+        with suppress(Exception):
+            while time.perf_counter() - started < _PATIENCE:
+                passed = sum(1 for _ in islice(slots, 256))
+                count += passed
+                if passed < 256:
+                    return count
+        return None
+
+    def _compare_length(self) -> None:
+        source, found = self._source, self._length
+        if found is None or not source.is_sized or found == len(source) or (source.is_cut and found > len(source)):
+            return
+        raise wrong_length(source, found, 0)
+
+
+_END = object()
 
 
 def wrong_length(source: UserSampler, found: int | str, epoch: int) -> ConfigurationError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,6 +21,8 @@ from torch.utils.data import (
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
+from lightning_stateful.samplers import claims
+from lightning_stateful.samplers.items import only_next
 from lightning_stateful.samplers.own_words import to_plain
 from lightning_stateful.samplers.place import Place
 from lightning_stateful.samplers.pristine import Pristine
@@ -46,7 +50,6 @@ _TORCHS_OWN = (
     SubsetRandomSampler,
     WeightedRandomSampler,
     DistributedSampler,
-    BatchSampler,
 )
 
 
@@ -66,6 +69,7 @@ class UserSampler:
         sampler: Any iterable over indices (or over batches of them), to be iterated once an epoch.
         seed: Chooses its randomness.
         whole_batches: Whether it yields whole batches.
+        is_collated: Whether these are certainly batches of indices, of whatever type; else a tuple names one sample.
         length: Items that it yields in an epoch: ``"len"`` for its own ``len()`` if it has one, ``"unknown"`` to find
             out where it ends, or a number after which an epoch is cut off.
         accept: With ``"nondeterministic"`` in it, a sampler that cannot be repeated is accepted, with a warning.
@@ -82,34 +86,35 @@ class UserSampler:
         *,
         seed: int = 0,
         whole_batches: bool = False,
+        is_collated: bool = False,
         length: Length = "len",
         accept: Collection[str] = (),
     ) -> None:
         self.sampler = sampler
         self.seed = as_int("seed", seed)
         self.whole_batches = whole_batches
+        self.is_collated = is_collated
         self.accept = accepted_names(accept)
         self.name = type(sampler).__qualname__
         if not hasattr(sampler, "__iter__"):
             raise ConfigurationError(f"{self.name} cannot be iterated; a sampler has __iter__.")
-        if hasattr(sampler, "__next__") and not callable(getattr(sampler, "set_epoch", None)):
-            raise ConfigurationError(
-                f"{self.name} is an iterator, which is over after one epoch. Pass an object whose __iter__ begins anew."
-            )
         self.way = _way_of(sampler)
         self.surroundings = Surroundings(sampler)
-        self.length_given = length
+        self.length_given = length if isinstance(length, str) else as_int("length", length)
+        claims.take_over(self)
         with self.surroundings.alone():
-            self._length = self._measure(length)
-            # torch's own samplers are known not to change when they are iterated.
-            self.is_known = type(sampler) in _TORCHS_OWN and all(
-                type(part) in _TORCHS_OWN for part in self.surroundings.samplers.values()
-            )
+            self._length = self._measure()
+            self.is_known = _is_known(sampler)
             self.pristine = None if self.is_known else Pristine(self.surroundings.samplers.values())
         self.restores = False
         self.is_repeatable = True
+        # The latest run, and how a sampler that depends on training stood when its latest pass began.
         self.live: Winding | None = None
+        self.pass_begun: tuple[int, int, Any] | None = None
         self._trial: Trial | None = None
+        self._middle = {"of a pass": False}
+        # A run that is dropped leaves the sampler as it was found.
+        weakref.finalize(self, _put_back, self.pristine, self._middle).atexit = False
 
     @property
     def kind(self) -> str:
@@ -133,12 +138,13 @@ class UserSampler:
     def describe(self) -> dict[str, Any]:
         """What determines the sequence, as far as it can be read off, as plain data to be compared."""
         length = "unknown" if self._length is None else self._length
-        return {"seed": self.seed, "sampler": {"class": self.name, "way": self.way, "length": length}}
+        described = {"class": self.name, "way": self.way, "length": length}
+        return {"seed": self.seed, "sampler": described, "sequence": self.examine().begins}
 
     def begin(self, epoch: int, number: int) -> Iterator[Any]:
         """Begin a pass of an epoch; to be called, and iterated, within the surroundings."""
         self.prepare(epoch, number)
-        return iter(self.sampler)
+        return only_next(iter(self.sampler))
 
     def prepare(self, epoch: int, number: int) -> None:
         """Everything before ``iter()``."""
@@ -147,6 +153,27 @@ class UserSampler:
             self.pristine.restore()
         self.surroundings.seed(self.seed, epoch, number)
         self.set_epoch(epoch)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run the sampler in its surroundings, and note what it leaves in its data."""
+        # What depends on training is seeded before every draw, and has nothing to go on with.
+        with self.surroundings.entered(keep_inner=self.way != "feedback"):
+            try:
+                yield
+            finally:
+                if self.pristine is not None and (self.restores or self._trial is None):
+                    self.pristine.leave()
+
+    def note_begun(self, run: Winding) -> None:
+        """A run of the sampler goes on from now on, and changes what it holds."""
+        self.live = run
+        self._middle["of a pass"] = self.restores
+        claims.claim(self, run)
+
+    def put_back(self) -> None:
+        """Put what the sampler holds back to what it was at first, if a run has been in the middle of it."""
+        _put_back(self.pristine, self._middle)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler, and those within it, which epoch it is."""
@@ -166,7 +193,7 @@ class UserSampler:
 
     def wind(self, position: Position) -> Winding:
         """A run of the sampler from ``position`` to the end of its pass; it begins when it is first asked."""
-        number, slot = divmod(position.consumed, len(self))
+        number, slot = self._pass_of(position)
         place = Place.from_text(position.carried)
         if position.consumed and not self.is_repeatable:
             warnings.warn(
@@ -186,7 +213,7 @@ class UserSampler:
 
     def note_handed(self, position: Position) -> None:
         """The batch at ``position`` is about to be trained on: what training teaches the sampler comes after it."""
-        number, slot = divmod(position.consumed, len(self))
+        number, slot = self._pass_of(position)
         live = self.live
         if self.is_sized and live is not None and (live.epoch, live.number) == (position.epoch, number):
             live.note_handed(slot)
@@ -211,7 +238,7 @@ class UserSampler:
         return {unit: position.consumed, "sampler": {"class": self.name, "way": self.way}}
 
     def _place(self, position: Position) -> Place:
-        number, slot = divmod(position.consumed, len(self))
+        number, slot = self._pass_of(position)
         live = self.live
         if live is not None and (live.epoch, live.number) == (position.epoch, number) and live.begun <= slot:
             return live.place_at(slot)
@@ -220,22 +247,43 @@ class UserSampler:
             return Place(state=(self.own_state(),))
         return Place.from_text(position.carried)
 
-    def own_state(self) -> Any:
-        """The sampler's own state, as plain data."""
-        return to_plain(self.sampler.state_dict(), f"{self.name}.state_dict()")
+    def _pass_of(self, position: Position) -> tuple[int, int]:
+        """Which pass over the sampler within the epoch, and which slot of it."""
+        return divmod(position.consumed, len(self) or 1)
 
-    def _measure(self, length: Length) -> int | None:
+    def __getstate__(self) -> dict[str, Any]:
+        # A run cannot be copied; a copy begins one of its own, where it stands.
+        return {**vars(self), "live": None}
+
+    def own_state(self, state: Any = None) -> Any:
+        """The sampler's own state, as plain data; by default as it is now."""
+        return to_plain(self.sampler.state_dict() if state is None else state, f"{self.name}.state_dict()")
+
+    def _measure(self) -> int | None:
+        length = self.length_given
         if length == "unknown":
             return None
-        if length != "len":
-            length = as_int("length", length)
-            if length < 1:
-                raise ConfigurationError(f"length must be at least 1, 'len' or 'unknown', got {length}.")
+        if isinstance(length, int) and length >= 1:
             return length
+        if length != "len":
+            raise ConfigurationError(f"length must be at least 1, 'len' or 'unknown', got {length!r}.")
         try:
             return len(self.sampler)
         except (TypeError, NotImplementedError):
             return None
+
+
+def _put_back(pristine: Pristine | None, middle: dict[str, bool]) -> None:
+    if pristine is not None and middle["of a pass"]:
+        pristine.restore()
+    middle["of a pass"] = False
+
+
+def _is_known(sampler: Any) -> bool:
+    # torch's own samplers are known not to change when they are iterated.
+    if type(sampler) is BatchSampler:
+        return _is_known(sampler.sampler)
+    return type(sampler) in _TORCHS_OWN
 
 
 def _way_of(sampler: Any) -> Way:

@@ -15,11 +15,13 @@ from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.checkpoint import (
     data_state_in,
     find_data_state,
+    module_name,
     read_callback_state,
     warn_of_missing_state,
 )
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
 from lightning_stateful.trainer.finders import refuse_finders
+from lightning_stateful.trainer.in_use import check_in_use
 from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.metrics import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.moment import Moment, Resume
@@ -81,8 +83,8 @@ class StatefulDataCallback(pl.Callback):
             log_padding=log_padding,
         )
         self._trainer: pl.Trainer | None = None
+        # The loaders; those built before Lightning asked for them, and those of the fit before.
         self._data: TrainingData | None = None
-        # Loaders built before Lightning asked for them, and those of the fit before.
         self._prepared: TrainingData | None = None
         self._previous: TrainingData | None = None
         # What the run goes on with, up to its first batch or validation; whether Lightning has yet to restore its part.
@@ -92,6 +94,7 @@ class StatefulDataCallback(pl.Callback):
         self._validation_epoch = -1
         self._batch: counters.BatchBegun | None = None
         self._interrupted: Moment | None = None
+        self._unchecked = True
 
     @property
     def state_key(self) -> str:
@@ -143,7 +146,7 @@ class StatefulDataCallback(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The moment of training, and the data's state where no data module holds it; fresh plain data."""
-        module = self._module_name(self._trainer)
+        module = module_name(self._trainer)
         moment = self._moment()
         return {
             "version": VERSION,
@@ -171,7 +174,7 @@ class StatefulDataCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the data's state where the data module has left it out of its own."""
-        name = self._module_name(trainer)
+        name = module_name(trainer)
         if name is not None and data_state_in(checkpoint.get(name)) is None:
             checkpoint["callbacks"][self.state_key]["data"] = self.data_state()
 
@@ -208,7 +211,7 @@ class StatefulDataCallback(pl.Callback):
         loops = checkpoint["loops"]
         own = checkpoint["callbacks"].get(self.state_key)
         moment, metrics = (counters.locate(loops["fit_loop"]), {}) if own is None else read_callback_state(own)
-        state = find_data_state(checkpoint, own, self._module_name(trainer), self.settings.accept)
+        state = find_data_state(checkpoint, own, module_name(trainer), self.settings.accept)
         data = self._build_as_of(moment)
         if state is not None:
             moment = data.load(state, moment)
@@ -269,10 +272,11 @@ class StatefulDataCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the first epoch after a resume run as it would have without the stop."""
-        self._previous, self._awaits_start = None, False
-        if self._data is not None:
-            self._data.check_in_use()
+        self._previous, self._awaits_start, self._unchecked = None, False, True
+        check_in_use(trainer, self._data)
         self._in_resumed_epoch = self._resume is not None
+        if self._data is not None:
+            self._data.pending = None
         if self._resume is not None:
             restore_metrics(trainer, self._resume.metrics)
             counters.step_plateau_schedulers(trainer, self._resume.moment)
@@ -280,12 +284,15 @@ class StatefulDataCallback(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed what the model draws before the first batch of an epoch."""
-        self._resume = None
+        self._resume, self._unchecked = None, True  # others may still put loaders in place of ours
         self._seed_model(trainer, "epoch start")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """From here on the loop's counters say where training is."""
         self._resume = None
+        if self._unchecked:
+            check_in_use(trainer, self._data)
+        self._unchecked = False
         self._batch = counters.note_batch(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -322,9 +329,3 @@ class StatefulDataCallback(pl.Callback):
                 "StatefulDataCallback works inside a Trainer; pass it to Trainer(callbacks=[...])."
             )
         return self._trainer
-
-    @staticmethod
-    def _module_name(trainer: pl.Trainer | None) -> str | None:
-        """The key under which Lightning saves the data module's state, if it holds the data's."""
-        module = None if trainer is None else getattr(trainer, "datamodule", None)
-        return type(module).__qualname__ if getattr(module, "holds_data_state", False) else None

@@ -78,6 +78,12 @@ def find_data_state(
     return own.get("data") if held is None and own is not None else held
 
 
+def module_name(trainer: Any) -> str | None:
+    """The key under which Lightning saves the data module's state, if it holds the data's."""
+    module = None if trainer is None else getattr(trainer, "datamodule", None)
+    return type(module).__qualname__ if getattr(module, "holds_data_state", False) else None
+
+
 def data_state_in(module_state: Any) -> Mapping[str, Any] | None:
     """The data's state within a data module's state, which may hold more of the user's own."""
     return module_state.get(STATE_KEY) if isinstance(module_state, Mapping) else None

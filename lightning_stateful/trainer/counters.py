@@ -127,7 +127,8 @@ def next_step(trainer: pl.Trainer) -> tuple[int, int]:
     """
     epoch: Any = trainer.fit_loop.epoch_progress.current
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    return epoch.processed, batch.processed
+    # Between epochs the batch counters are still those of the last one.
+    return epoch.processed, batch.processed if epoch.started > epoch.processed else 0
 
 
 def step_is_beyond_epoch(trainer: pl.Trainer, step: int) -> bool:

@@ -19,7 +19,7 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.group import MODES, LoaderGroup
-from lightning_stateful.loaders.patched import AnyLoader, is_patched
+from lightning_stateful.loaders.patched import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.loaders.takeover import take_over
@@ -94,6 +94,8 @@ class TrainingData:
         self._counted_epoch, self._first_step, self._num_handed = -1, 0, 0
         # The epoch of which a checkpoint says that all batches are done: their number need not be known.
         self._ended_epoch = -1
+        # Epoch and step that a resume goes on at: Lightning may ask for a batch before it has restored its counters.
+        self.pending: tuple[int, int] | None = None
         self.structure: Any = structure.rebuilt(lambda path, loader: self._view(path))
         self.group.refuse_short_sources(self.num_batches())
         self._report()
@@ -120,7 +122,6 @@ class TrainingData:
                 f"{prefix}batch_size": loader.batch_size,
                 f"{prefix}kind": state["kind"],
                 f"{prefix}config": state["config"],
-                f"{prefix}begins": loader.order.examine().begins if isinstance(loader.order, UserSampler) else "",
             }
         return described
 
@@ -170,23 +171,9 @@ class TrainingData:
             moment = _in_present_steps(moment, step, ended=step >= self.num_batches())
         if moment.ended:
             self._ended_epoch = moment.epoch
-        return replace(moment, batch=self.num_batches()) if moment.ended and self.group.is_sized else moment
-
-    def check_in_use(self) -> None:
-        """Make sure that Lightning trains on these loaders, and not on others that something has put in their place.
-
-        Raises:
-            ConfigurationError: It does not.
-        """
-        combined: Any = self._trainer.fit_loop._combined_loader
-        found = [] if combined is None else combined.flattened
-        if not is_patched(found) or [view.loader for view in found] != list(self.group.loaders.values()):
-            names = ", ".join(type(loader).__qualname__ for loader in found) or "nothing"
-            raise ConfigurationError(
-                f"Lightning is about to train on loaders that are not the callback's ({names}): something has "
-                "replaced them after they were set up, and a resume would not be exact. Leave trainer.fit_loop's "
-                "loaders alone, and let train_dataloader return what is to be trained on."
-            )
+            moment = replace(moment, batch=self.num_batches()) if self.group.is_sized else moment
+        self.pending = (moment.epoch, moment.batch)
+        return moment
 
     def check_one_batch_a_step(self) -> None:
         """Refuse a training step that took several batches, or fetched ahead, through ``dataloader_iter``.
@@ -259,7 +246,7 @@ class TrainingData:
         seeds_model, seed, rank = self._settings.seed_model, loader.seed, loader.topology.rank
 
         def locate() -> Position | None:
-            epoch, step = counters.next_step(trainer)
+            epoch, step = self.pending or counters.next_step(trainer)
             if path == self._first_path and epoch != self._counted_epoch:
                 self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
             # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
@@ -273,7 +260,7 @@ class TrainingData:
 
         def seed_batch() -> None:
             if seeds_model:
-                seed_model(seed, rank, "batch", *counters.next_step(trainer))
+                seed_model(seed, rank, "batch", *(self.pending or counters.next_step(trainer)))
 
         return LoaderView(loader, locate, before_batch, seed_batch)
 

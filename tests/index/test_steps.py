@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -282,3 +283,64 @@ def test_what_is_no_positive_int_is_refused_by_name(name, value):
 def test_a_rule_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         StepRule(batch_size=1).batch_size = 2
+
+
+PADDED = st.builds(StepRule, batch_size=st.integers(1, 8), num_replicas=st.integers(1, 8), pad=st.just(True))
+
+
+def simulate_padded(rule, remaining):
+    """The steps of an epoch: every step deals equal shares, the last one around in a circle of its own slots."""
+    slots, steps = list(range(remaining)), []
+    while slots:
+        step, slots = slots[: rule.full], slots[rule.full :]
+        equal = -(-len(step) // rule.num_replicas)
+        dealt = list(itertools.islice(itertools.cycle(step), equal * rule.num_replicas))
+        steps.append([dealt[rank * equal : (rank + 1) * equal] for rank in range(rule.num_replicas)])
+    return steps
+
+
+@property_test
+@given(PADDED, REMAINING)
+def test_padded_shares_are_those_of_a_slow_simulation(rule, remaining):
+    assert serve(rule, remaining) == simulate_padded(rule, remaining)
+
+
+@property_test
+@given(PADDED, REMAINING)
+def test_padded_steps_and_what_they_serve_are_counted(rule, remaining):
+    steps = simulate_padded(rule, remaining)
+    assert rule.num_steps(remaining) == len(steps)
+    assert [rule.served(remaining, count) for count in range(len(steps))] == [
+        count * rule.full for count in range(len(steps))
+    ]
+    assert rule.served(remaining, len(steps)) == remaining
+
+
+@property_test
+@given(PADDED, REMAINING)
+def test_padding_gives_every_rank_the_same_number_of_slots_and_leaves_none_out(rule, remaining):
+    steps = serve(rule, remaining)
+    assert all(len({len(batch) for batch in step}) == 1 for step in steps)
+    assert sorted(count_slots(steps)) == list(range(remaining))
+
+
+@property_test
+@given(PADDED, REMAINING)
+def test_what_padding_repeats_is_counted_and_stands_in_the_last_step(rule, remaining):
+    steps = serve(rule, remaining)
+    times = count_slots(steps)
+    assert times.total() - len(times) == rule.num_repeated(remaining) < rule.num_replicas
+    assert set(count_slots(steps[:-1]).values()) <= {1}
+
+
+def test_padding_fills_the_last_step_from_its_own_slots_in_turn():
+    rule = StepRule(batch_size=2, num_replicas=3, pad=True)
+    assert serve(rule, 10) == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [6, 7]]]
+
+
+def test_padding_repeats_fewer_slots_than_ranks_in_turn():
+    assert serve(StepRule(batch_size=4, num_replicas=5, pad=True), 2) == [[[0], [1], [0], [1], [0]]]
+
+
+def test_nothing_is_repeated_where_drop_last_leaves_the_padded_step_out():
+    assert StepRule(batch_size=1, num_replicas=2, pad=True, drop_last=True).num_repeated(5) == 0

@@ -1,0 +1,209 @@
+"""Samplers and loaders that the toolkit has not written obey the eight laws as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+from support.ledger import Numbers
+from support.samplers import (
+    BATCHED,
+    DRAWS,
+    LENGTH,
+    LOADERS,
+    PERMUTATIONS,
+    BatchesWithoutLen,
+    Endless,
+    GlobalRandom,
+    HardNegatives,
+    ShuffledBatches,
+    WithoutLen,
+)
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as TorchdataDistributedSampler
+
+from lightning_stateful.loaders import StatefulLoader, take_over
+from lightning_stateful.samplers import DDPSamplerWrapper
+from lightning_stateful.testing import LAWS
+
+Make = Callable[[int, int], Any]
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+class Names(Sampler[str]):
+    """Names in place of numbers."""
+
+    def __iter__(self) -> Any:
+        return iter([f"sample {number}" for number in torch.randperm(LENGTH).tolist()])
+
+
+class Arrays(ShuffledBatches):
+    """Batches as tensors."""
+
+    def __iter__(self) -> Any:
+        return map(torch.tensor, super().__iter__())
+
+
+def wrapped(sampler: Callable[[], Any], **options: Any) -> Make:
+    return lambda num_replicas, rank: DDPSamplerWrapper(sampler(), num_replicas, rank, **options)
+
+
+def loader_of(sampler: Callable[[], Any], **options: Any) -> Make:
+    return lambda num_replicas, rank: StatefulLoader(
+        list(range(LENGTH)), sampler=sampler(), num_replicas=num_replicas, rank=rank, **{"batch_size": 3, **options}
+    )
+
+
+def loader_of_batches(sampler: Callable[[], Any]) -> Make:
+    return lambda num_replicas, rank: StatefulLoader(
+        list(range(LENGTH)), batch_sampler=sampler(), num_replicas=num_replicas, rank=rank
+    )
+
+
+def patched(make: Callable[[], DataLoader[Any]], **options: Any) -> Make:
+    return lambda num_replicas, rank: take_over(make(), num_replicas=num_replicas, rank=rank, **options)
+
+
+def samples_of(item: Any) -> list[Hashable]:
+    if isinstance(item, dict):
+        return [int(number) for number in item["id"].reshape(-1).tolist()]
+    if isinstance(item, torch.Tensor):
+        return list(item.reshape(-1).tolist())
+    return list(item) if isinstance(item, (list, tuple)) else [item]
+
+
+SAMPLERS = {**PERMUTATIONS, **DRAWS, **BATCHED}
+UNBATCHED = {**PERMUTATIONS, **DRAWS}
+# One of each way, sized or not, in batches or not.
+SOME = {name: SAMPLERS[name] for name in ("without len", "own state", "class balanced", "batches without len")}
+WRAPPERS: dict[str, Make] = {
+    **{f"wrapper, {name}": wrapped(make) for name, make in SAMPLERS.items()},
+    **{f"wrapper, {name}, tail dropped": wrapped(make, tail="drop", seed=4) for name, make in SOME.items()},
+    **{
+        f"wrapper, {name}, between ranks": wrapped(make, shuffle_samples_between_gpus=True)
+        for name, make in SOME.items()
+    },
+    "wrapper, endless, cut": wrapped(Endless, length=9),
+    "wrapper, batches cut": wrapped(ShuffledBatches, length=5),
+    "wrapper, length not believed": wrapped(ShuffledBatches, length="unknown"),
+    "wrapper, samples of a length not believed": wrapped(GlobalRandom, length="unknown"),
+    "wrapper, hard negatives": wrapped(HardNegatives),
+    "wrapper, a list": wrapped(lambda: list(range(LENGTH))),
+    "wrapper, a list of batches": wrapped(lambda: [[0, 1, 2], [3], [4, 5, 6, 7], [8, 9]]),
+    "wrapper, names": wrapped(Names),
+    "wrapper, batches as tensors": wrapped(Arrays),
+    "wrapper, BatchSampler": wrapped(lambda: BatchSampler(GlobalRandom(), 3, False)),
+    "wrapper, BatchSampler without len": wrapped(lambda: BatchSampler(WithoutLen(), 3, False)),
+    "wrapper, torchdata's distributed": wrapped(lambda: TorchdataDistributedSampler(range(LENGTH), 2, 1, seed=3)),
+    "wrapper, one sample": wrapped(lambda: [7]),
+    "wrapper, one batch": wrapped(lambda: [[7, 8]]),
+}
+OVER_LOADERS: dict[str, Make] = {
+    **{f"patched, {name}": patched(make) for name, make in LOADERS.items()},
+    **{
+        f"patched, {name}, replaced": patched(
+            lambda make=make: DataLoader(Numbers(LENGTH), 3, sampler=make()), replace_samplers=True
+        )
+        for name, make in UNBATCHED.items()
+    },
+    **{
+        f"loader, {name}, tail dropped": loader_of(make, drop_last=True)
+        for name, make in UNBATCHED.items()
+        if name in SOME
+    },
+    "loader, samples not seeded": loader_of(GlobalRandom, seed_samples=False),
+    "loader, for evaluation": loader_of(GlobalRandom, exact=True, batch_size=1),
+    "loader, one by one": loader_of(GlobalRandom, batch_size=None),
+    "loader, batches for evaluation": lambda num_replicas, rank: StatefulLoader(
+        list(range(LENGTH)), batch_sampler=ShuffledBatches(), num_replicas=num_replicas, rank=rank, exact=True
+    ),
+    "loader, hard negatives": loader_of_batches(HardNegatives),
+    "loader, wrapper as sampler": loader_of(lambda: DDPSamplerWrapper(GlobalRandom(), seed=2)),
+    "loader, wrapper as sampler, endless": loader_of(lambda: DDPSamplerWrapper(Endless(), length=17)),
+    "loader, wrapper as sampler, without len": loader_of(lambda: DDPSamplerWrapper(WithoutLen())),
+    "loader, wrapper as sampler, tail dropped": loader_of(lambda: DDPSamplerWrapper(GlobalRandom(), tail="drop")),
+    "loader, wrapper as batch sampler": loader_of_batches(
+        lambda: DDPSamplerWrapper(ShuffledBatches(), shuffle_samples_between_gpus=True, seed=2)
+    ),
+    "loader, wrapper as batch sampler, tail dropped": loader_of_batches(
+        lambda: DDPSamplerWrapper(BatchesWithoutLen(), tail="drop")
+    ),
+}
+IMPLEMENTERS = {**WRAPPERS, **OVER_LOADERS}
+
+
+def another(name: str) -> Any:
+    if name.startswith("wrapper"):
+        return DDPSamplerWrapper(list(range(LENGTH)), 1, 0, seed=99)
+    return StatefulLoader(list(range(LENGTH + 3)), batch_size=3, num_replicas=1, rank=0, seed=99)
+
+
+def settings_of(source: Any) -> dict[str, Any]:
+    """Settings of objects with and without a length."""
+    sized = source.is_sized if isinstance(source, StatefulLoader) else source.source.is_sized
+    names = (
+        "batch_size",
+        "drop_last",
+        "num_replicas",
+        "rank",
+        "tail",
+        "seed",
+        "shuffle_samples_between_gpus",
+        "accept",
+    )
+    held = {name: vars(source)[name] for name in names if name in vars(source)}
+    return {"length": len(source) if sized else None, **held}
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("name", IMPLEMENTERS)
+def test_every_sampler_that_is_not_ours_obeys_every_law(name: str, law: str) -> None:
+    options: dict[str, Any] = {}
+    if law == "rank-free":
+        options = {"resize": (1, 3, 4), "key": samples_of, "drop_last": "tail dropped" in name, "stops": "spread"}
+    if law == "not configuration":
+        options = {"make_other": lambda: another(name), "settings": settings_of, "stops": "spread"}
+    LAWS[law](IMPLEMENTERS[name], **options)
+
+
+@pytest.mark.parametrize("name", ["global random", "own state", "shuffled batches", "batches without len"])
+def test_with_two_workers_a_patched_loader_obeys_the_laws_on_resuming(name: str) -> None:
+    def make(num_replicas: int, rank: int) -> StatefulLoader:
+        loader = LOADERS[name]()
+        options = {"sampler": loader.sampler, "batch_size": 2}
+        if name in BATCHED:
+            options = {"batch_sampler": loader.batch_sampler}
+        return take_over(DataLoader(loader.dataset, num_workers=2, **options), num_replicas=num_replicas, rank=rank)
+
+    for law in ("suffix", "echo"):
+        LAWS[law](make, num_epochs=1, stops=[3])
+
+
+WORDS_OF_A_WRAPPER: list[dict[str, Any]] = [{"seed": 1}, {"tail": "drop"}, {"length": 5}, {"length": "unknown"}]
+
+
+@pytest.mark.parametrize("options", WORDS_OF_A_WRAPPER, ids=str)
+def test_a_wrapper_refuses_every_single_other_setting(options: dict[str, Any]) -> None:
+    def other() -> Any:
+        return wrapped(ShuffledBatches, **options)(1, 0)
+
+    LAWS["not configuration"](wrapped(ShuffledBatches), make_other=other, settings=settings_of, stops="spread")
+
+
+@pytest.mark.parametrize("name", sorted({*PERMUTATIONS, *DRAWS, *BATCHED} - {"global random"}))
+def test_a_wrapper_refuses_the_state_of_another_sampler(name: str) -> None:
+    def other() -> Any:
+        return wrapped(SAMPLERS[name])(1, 0)
+
+    LAWS["not configuration"](wrapped(GlobalRandom), make_other=other, settings=settings_of, num_epochs=1, stops=[0, 3])
+
+
+@pytest.mark.xfail(
+    strict=True, reason="read_settings() asks for the length of an object that has __len__ but no length"
+)
+@pytest.mark.parametrize("name", ["wrapper, without len", "patched, without len"])
+def test_settings_can_be_read_of_an_object_without_a_length(name: str) -> None:
+    LAWS["not configuration"](IMPLEMENTERS[name], num_epochs=1, stops=[0, 3])

@@ -1,0 +1,830 @@
+"""Loaders over samplers that the toolkit has not written: dealt out, seeded and resumed like any other."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.overrides.distributed import (
+    UnrepeatedDistributedSamplerWrapper,
+    _IndexBatchSamplerWrapper,
+)
+from support.samplers import (
+    BATCHED,
+    LENGTH,
+    LOADERS,
+    PERMUTATIONS,
+    WEIGHTS,
+    BatchesWithoutLen,
+    ByTheClock,
+    ClassBalanced,
+    Endless,
+    GlobalRandom,
+    HandedOn,
+    OwnState,
+    SaysTooLittle,
+    SaysTooMuch,
+    ShuffledBatches,
+    ShufflesInPlace,
+)
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader.sampler import BatchSampler as TorchdataBatchSampler
+from torchdata.stateful_dataloader.sampler import RandomSampler as TorchdataRandomSampler
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as TorchdataDistributedSampler
+
+from lightning_stateful.errors import ConfigurationError, StateMismatchError, UnsupportedLoaderError
+from lightning_stateful.index import ReplacementOrder, SequentialOrder, ShuffledOrder, SubsetOrder, WeightedOrder
+from lightning_stateful.loaders import StatefulLoader, patch_dataloader, take_over
+from lightning_stateful.samplers import DDPSamplerWrapper, StatefulDistributedSampler
+
+DATA = list(range(LENGTH))
+Make = Callable[[], DataLoader[Any]]
+
+TAKEN_FOR_OURS = "torchdata's StatefulDistributedSampler is taken for ours, which has the same name, and so replaced"
+TORN = "an index that is a tuple is taken for a batch, and torn apart in the last step"
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+def a_loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(DATA, **options)
+
+
+def batches_of(loader: Any) -> list[list[Any]]:
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
+
+
+def on_ranks(make: Make, num_replicas: int, **options: Any) -> list[StatefulLoader]:
+    return [patch_dataloader(make(), num_replicas=num_replicas, rank=rank, **options) for rank in range(num_replicas)]
+
+
+def samples(loaders: list[Any]) -> list[int]:
+    return sorted(index for loader in loaders for batch in batches_of(loader) for index in batch)
+
+
+def kinds(loader: Any) -> tuple[str, ...]:
+    state = patch_dataloader(loader).state_dict()
+    return (state["kind"], *sorted(state["position"].keys() - {"epoch", "consumed", "width"}))
+
+
+def advanced(loader: StatefulLoader, count: int) -> StatefulLoader:
+    iterator = iter(loader)
+    for _ in range(count):
+        next(iterator)
+    return loader
+
+
+def resumed(make: Callable[[], StatefulLoader], state: Any) -> StatefulLoader:
+    loader = make()
+    loader.load_state_dict(state)
+    return loader
+
+
+SAMPLED: dict[str, Callable[[], Any]] = {
+    **PERMUTATIONS,
+    "DistributedSampler": lambda: DistributedSampler(DATA, 2, 1, seed=3),
+    "DistributedSampler, unshuffled": lambda: DistributedSampler(DATA, 5, 4, shuffle=False),
+    "DistributedSampler, tail dropped": lambda: DistributedSampler(DATA, 4, 0, drop_last=True),
+    "torchdata's distributed": lambda: TorchdataDistributedSampler(DATA, 2, 1, seed=3),
+    "torchdata's distributed, tail dropped": lambda: TorchdataDistributedSampler(DATA, 4, 1, drop_last=True),
+    "torchdata's random": lambda: TorchdataRandomSampler(DATA),
+    "ours": lambda: StatefulDistributedSampler(DATA, 2, 1),
+    "wrapped": lambda: DDPSamplerWrapper(GlobalRandom()),
+    "wrapped with ranks of its own": lambda: DDPSamplerWrapper(GlobalRandom(), seed=3),
+    "Lightning's": lambda: DistributedSamplerWrapper(GlobalRandom(), num_replicas=2, rank=1),
+    "Lightning's for prediction": lambda: UnrepeatedDistributedSamplerWrapper(GlobalRandom(), num_replicas=2, rank=1),
+    "Lightning's around torchdata's": lambda: DistributedSamplerWrapper(
+        TorchdataDistributedSampler(DATA, 2, 1), num_replicas=2, rank=0
+    ),
+    "Lightning's around a wrapper": lambda: DistributedSamplerWrapper(
+        DDPSamplerWrapper(GlobalRandom()), num_replicas=2, rank=0
+    ),
+    "a list": lambda: DATA[::-1],
+}
+
+
+class TestEverySampleOnce:
+    @pytest.mark.parametrize("num_replicas", [1, 2, 3])
+    @pytest.mark.parametrize("name", SAMPLED)
+    def test_over_samples(self, name: str, num_replicas: int) -> None:
+        ranks = on_ranks(lambda: a_loader(batch_size=3, sampler=SAMPLED[name]()), num_replicas)
+
+        assert samples(ranks) == DATA
+        assert len({len(batches_of(rank)) for rank in ranks}) == 1
+
+    @pytest.mark.parametrize("num_replicas", [1, 2, 3])
+    @pytest.mark.parametrize("name", SAMPLED)
+    def test_over_samples_that_a_batch_sampler_of_torchs_cuts(self, name: str, num_replicas: int) -> None:
+        def make() -> DataLoader[Any]:
+            return a_loader(batch_sampler=BatchSampler(SAMPLED[name](), 3, drop_last=False))
+
+        assert samples(on_ranks(make, num_replicas)) == DATA
+
+    @pytest.mark.parametrize("num_replicas", [2, 3])
+    @pytest.mark.parametrize("kind", [ShuffledBatches, ShufflesInPlace, BatchesWithoutLen])
+    def test_over_batches(self, kind: Any, num_replicas: int) -> None:
+        # Only of fewer samples than ranks, left for the very last step, some come twice.
+        counts = Counter(samples(on_ranks(lambda: a_loader(batch_sampler=kind()), num_replicas)))
+
+        assert set(counts) == set(DATA)
+        assert counts.total() - LENGTH < num_replicas
+
+    @pytest.mark.parametrize("num_replicas", [2, 3])
+    def test_in_the_second_epoch_too(self, num_replicas: int) -> None:
+        ranks = on_ranks(lambda: a_loader(batch_sampler=ShufflesInPlace()), num_replicas)
+        first = [batches_of(rank) for rank in ranks]
+        second = [batches_of(rank) for rank in ranks]
+
+        assert sorted(n for rank in second for batch in rank for n in batch) == DATA
+        assert first != second
+
+    @pytest.mark.parametrize("num_replicas", [2, 3])
+    @pytest.mark.parametrize("kind", [DistributedSampler, TorchdataDistributedSampler])
+    @pytest.mark.parametrize("replace", [False, True])
+    def test_whatever_ranks_a_distributed_sampler_was_built_for(
+        self, kind: Any, num_replicas: int, replace: bool
+    ) -> None:
+        ranks = [
+            patch_dataloader(
+                a_loader(batch_size=2, sampler=kind(DATA, num_replicas, rank)),
+                num_replicas=num_replicas,
+                rank=rank,
+                replace_samplers=replace,
+            )
+            for rank in range(num_replicas)
+        ]
+
+        assert samples(ranks) == DATA
+
+    def test_an_epoch_of_a_distributed_sampler_differs_from_the_next(self) -> None:
+        patched = patch_dataloader(a_loader(batch_size=22, sampler=TorchdataDistributedSampler(DATA, 1, 0)))
+
+        assert batches_of(patched) != batches_of(patched)
+
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            DistributedSampler,
+            pytest.param(TorchdataDistributedSampler, marks=pytest.mark.xfail(strict=True, reason=TAKEN_FOR_OURS)),
+        ],
+    )
+    def test_one_rank_serves_a_distributed_sampler_as_it_is(self, kind: Any) -> None:
+        sampler = DistributedSampler(DATA, 1, 0, seed=3)
+        expected = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            expected += list(sampler)
+        patched = patch_dataloader(a_loader(batch_size=2, sampler=kind(DATA, 2, 1, seed=3)))
+
+        assert [n for _ in range(2) for batch in batches_of(patched) for n in batch] == expected
+
+
+class TestLightningsWrappers:
+    @pytest.mark.parametrize("num_replicas", [1, 2, 3])
+    def test_a_batch_sampler_that_keeps_indices_is_unwrapped(self, num_replicas: int) -> None:
+        def wrapped() -> DataLoader[Any]:
+            return a_loader(batch_sampler=_IndexBatchSamplerWrapper(ShuffledBatches()))
+
+        plain = on_ranks(lambda: a_loader(batch_sampler=ShuffledBatches()), num_replicas)
+        assert [batches_of(rank) for rank in on_ranks(wrapped, num_replicas)] == [batches_of(rank) for rank in plain]
+
+    def test_one_around_torchs_batch_sampler_may_be_dealt_out_by_samples(self) -> None:
+        batches = BatchSampler(GlobalRandom(), 4, drop_last=True)
+        patched = patch_dataloader(a_loader(batch_sampler=_IndexBatchSamplerWrapper(batches)))
+
+        assert (patched.batch_size, patched.drop_last, len(patched)) == (4, True, 5)
+
+    def test_one_within_another_is_unwrapped(self) -> None:
+        sampler = DistributedSamplerWrapper(GlobalRandom(), num_replicas=2, rank=1)
+        batches = _IndexBatchSamplerWrapper(BatchSampler(sampler, 4, drop_last=False))
+
+        assert samples(on_ranks(lambda: a_loader(batch_sampler=batches), 2)) == DATA
+
+    @pytest.mark.parametrize("kind", [DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper])
+    def test_a_plain_shuffle_within_one_is_an_order(self, kind: Any) -> None:
+        sampler = kind(RandomSampler(DATA), num_replicas=2, rank=0)
+
+        assert patch_dataloader(a_loader(batch_size=4, sampler=sampler)).order == ShuffledOrder(LENGTH, 0)
+
+    def test_a_plain_sequence_within_one_is_an_order(self) -> None:
+        sampler = UnrepeatedDistributedSamplerWrapper(SequentialSampler(DATA), num_replicas=2, rank=0, shuffle=False)
+
+        assert patch_dataloader(a_loader(batch_size=4, sampler=sampler)).order == SequentialOrder(LENGTH)
+
+    def test_the_sampler_itself_is_not_changed(self) -> None:
+        sampler = DistributedSamplerWrapper(GlobalRandom(), num_replicas=2, rank=1)
+        list(patch_dataloader(a_loader(batch_size=4, sampler=sampler)))
+
+        assert (sampler.num_replicas, sampler.rank, len(list(sampler))) == (2, 1, 11)
+
+
+class TestOrders:
+    @pytest.mark.parametrize(
+        ("options", "order"),
+        [
+            ({}, SequentialOrder(LENGTH)),
+            ({"shuffle": True}, ShuffledOrder(LENGTH, 7)),
+            ({"shuffle": True, "generator": torch.Generator()}, ShuffledOrder(LENGTH, 7)),
+            ({"shuffle": True, "batch_size": None}, ShuffledOrder(LENGTH, 7)),
+            ({"sampler": RandomSampler(DATA)}, ShuffledOrder(LENGTH, 7)),
+            ({"sampler": SequentialSampler(DATA)}, SequentialOrder(LENGTH)),
+            ({"batch_sampler": BatchSampler(SequentialSampler(DATA), 2, True)}, SequentialOrder(LENGTH)),
+            ({"batch_sampler": TorchdataBatchSampler(TorchdataRandomSampler(DATA), 2, True)}, ShuffledOrder(LENGTH, 7)),
+        ],
+    )
+    @pytest.mark.parametrize("replace", [False, True])
+    def test_a_plain_shuffle_and_a_plain_sequence_always_are_orders(
+        self, options: dict[str, Any], order: Any, replace: bool
+    ) -> None:
+        assert patch_dataloader(a_loader(**options), seed=7, replace_samplers=replace).order == order
+
+    @pytest.mark.parametrize(
+        ("make", "order", "kind"),
+        [
+            (lambda: RandomSampler(DATA, replacement=True), ReplacementOrder(LENGTH, LENGTH, 7), "replacement"),
+            (lambda: RandomSampler(DATA, num_samples=9), ShuffledOrder(LENGTH, 7, 9), "shuffled"),
+            (lambda: RandomSampler(DATA, generator=torch.Generator()), ShuffledOrder(LENGTH, 7), "shuffled"),
+            (lambda: DistributedSampler(DATA, 2, 1), ShuffledOrder(LENGTH, 7), "shuffled"),
+            pytest.param(
+                lambda: TorchdataDistributedSampler(DATA, 2, 1, seed=3),
+                ShuffledOrder(LENGTH, 3),
+                "shuffled",
+                marks=pytest.mark.xfail(strict=True, reason=TAKEN_FOR_OURS),
+            ),
+            (lambda: DistributedSampler(DATA, 2, 1, shuffle=False), SequentialOrder(LENGTH), "sequential"),
+        ],
+    )
+    def test_torchs_own_samplers_are_replaced_by_orders_on_request(self, make: Any, order: Any, kind: str) -> None:
+        replaced = patch_dataloader(a_loader(sampler=make()), seed=7, replace_samplers=True)
+        as_it_is = patch_dataloader(a_loader(sampler=make()), seed=7)
+
+        assert replaced.order == order
+        assert replaced.state_dict()["kind"] == kind
+        assert as_it_is.state_dict()["kind"] == "sampler"
+
+    def test_draws_of_subsets_and_weights_are_replaced_too(self) -> None:
+        subset = patch_dataloader(a_loader(sampler=SubsetRandomSampler([3, 1])), replace_samplers=True).order
+        weighted = patch_dataloader(a_loader(sampler=WeightedRandomSampler(WEIGHTS, 5)), replace_samplers=True).order
+
+        assert isinstance(subset, SubsetOrder)
+        assert isinstance(weighted, WeightedOrder)
+
+    def test_a_sampler_of_ones_own_is_not_replaced(self) -> None:
+        class Mine(RandomSampler):
+            pass
+
+        for sampler in (Mine(DATA), GlobalRandom(), ClassBalanced(), DDPSamplerWrapper(RandomSampler(DATA))):
+            patched = patch_dataloader(a_loader(sampler=sampler), replace_samplers=True)
+            assert patched.state_dict()["kind"] == "sampler"
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: RandomSampler(DATA, replacement=True),
+            lambda: RandomSampler(DATA, num_samples=9),
+            lambda: SubsetRandomSampler(DATA[3:9]),
+            lambda: WeightedRandomSampler(WEIGHTS, 30),
+        ],
+    )
+    def test_torchs_own_samplers_run_as_they_are(self, make: Any) -> None:
+        patched = patch_dataloader(a_loader(sampler=make(), batch_size=4))
+        own = list(make())
+        found = samples([patched])
+
+        assert len(found) == len(own)
+        assert patched.state_dict()["config"]["sampler"]["class"] == type(make()).__name__
+
+    def test_a_state_of_one_is_refused_by_the_other(self) -> None:
+        def make(replace: bool) -> StatefulLoader:
+            sampler = RandomSampler(DATA, replacement=True)
+            return patch_dataloader(a_loader(batch_size=4, sampler=sampler), replace_samplers=replace)
+
+        for replace in (False, True):
+            state = advanced(make(replace), 2).state_dict()
+            with pytest.raises(StateMismatchError, match="kind"):
+                make(not replace).load_state_dict(state)
+
+
+class TestWrappersInALoader:
+    @pytest.mark.parametrize("num_replicas", [1, 2, 3])
+    def test_the_loader_deals_out_what_the_wrapped_sampler_yields(self, num_replicas: int) -> None:
+        wrapped = on_ranks(lambda: a_loader(batch_size=2, sampler=DDPSamplerWrapper(GlobalRandom())), num_replicas)
+        plain = on_ranks(lambda: a_loader(batch_size=2, sampler=GlobalRandom()), num_replicas)
+
+        assert [batches_of(rank) for rank in wrapped] == [batches_of(rank) for rank in plain]
+
+    @pytest.mark.parametrize(("tail", "count"), [("split", {6: LENGTH}), ("pad", {6: LENGTH + 2}), ("drop", {6: 18})])
+    def test_the_tail_of_samples_is_the_wrappers(self, tail: Any, count: dict[int, int]) -> None:
+        ranks = on_ranks(lambda: a_loader(batch_size=3, sampler=DDPSamplerWrapper(GlobalRandom(), tail=tail)), 3)
+        found = samples(ranks)
+
+        assert len(found) == count[6]
+        assert set(found) <= set(DATA)
+        assert tail == "drop" or set(found) == set(DATA)
+
+    @pytest.mark.parametrize(("tail", "steps"), [("split", 3), ("pad", 3), ("drop", 2)])
+    def test_the_tail_of_batches_is_the_wrappers(self, tail: Any, steps: int) -> None:
+        ranks = on_ranks(lambda: a_loader(batch_sampler=DDPSamplerWrapper(ShuffledBatches(), tail=tail)), 3)
+        found = [batches_of(rank) for rank in ranks]
+        counts = Counter(n for rank in found for batch in rank for n in batch)
+
+        assert {len(rank) for rank in found} == {steps}
+        assert tail == "drop" or set(counts) == set(DATA)
+        assert tail != "split" or set(counts.values()) == {1}
+
+    @pytest.mark.parametrize("where", ["sampler", "batch_sampler"])
+    def test_slots_go_to_ranks_in_a_random_order_on_request(self, where: str) -> None:
+        def make(**options: Any) -> Make:
+            sampler = GlobalRandom() if where == "sampler" else ShuffledBatches()
+            size = {"batch_size": 4} if where == "sampler" else {}
+            return lambda: a_loader(**{where: DDPSamplerWrapper(sampler, **options)}, **size)
+
+        plain = on_ranks(make(), 2)
+        mixed = on_ranks(make(shuffle_samples_between_gpus=True), 2)
+        shares = [[batches_of(rank) for rank in ranks] for ranks in (plain, mixed)]
+
+        assert samples(mixed) == DATA
+        assert shares[0] != shares[1]
+        for one, other in zip(zip(*shares[0], strict=True), zip(*shares[1], strict=True), strict=True):
+            assert sorted(n for batch in one for n in batch) == sorted(n for batch in other for n in batch)
+
+    def test_a_length_makes_an_epoch_of_an_endless_sampler(self) -> None:
+        patched = patch_dataloader(a_loader(batch_size=4, sampler=DDPSamplerWrapper(Endless(), length=10)))
+
+        assert [len(batch) for batch in batches_of(patched)] == [4, 4, 2]
+        assert len(patched) == 3
+
+    def test_a_length_that_is_not_believed_is_found_out(self) -> None:
+        for kind, found in ((SaysTooMuch, 8), (SaysTooLittle, 8)):
+            patched = patch_dataloader(a_loader(batch_sampler=DDPSamplerWrapper(kind(), length="unknown")))
+            assert len(batches_of(patched)) == found
+
+    def test_the_seed_is_the_wrappers_unless_it_has_none(self) -> None:
+        def make(seed: int, own: int) -> list[list[int]]:
+            sampler = DDPSamplerWrapper(GlobalRandom(), seed=own)
+            return batches_of(patch_dataloader(a_loader(batch_size=4, sampler=sampler), seed=seed))
+
+        assert make(1, 5) == make(2, 5)
+        assert make(1, 0) != make(2, 0)
+        assert make(5, 0) == make(1, 5)
+
+    def test_ranks_of_the_wrappers_own_are_used(self) -> None:
+        ranks = [
+            patch_dataloader(a_loader(batch_size=2, sampler=DDPSamplerWrapper(GlobalRandom(), 2, rank)))
+            for rank in range(2)
+        ]
+
+        assert samples(ranks) == DATA
+        assert [rank.topology.rank for rank in ranks] == [0, 1]
+
+    def test_ranks_given_to_the_loader_come_before_the_wrappers(self) -> None:
+        patched = patch_dataloader(
+            a_loader(batch_size=2, sampler=DDPSamplerWrapper(GlobalRandom(), 2, 1)), num_replicas=3, rank=0
+        )
+
+        assert (patched.topology.num_replicas, patched.topology.rank) == (3, 0)
+
+    def test_what_the_wrapper_lets_pass_the_loader_lets_pass(self) -> None:
+        wrapper = DDPSamplerWrapper(ByTheClock(), accept=("nondeterministic",))
+
+        assert samples([patch_dataloader(a_loader(batch_size=4, sampler=wrapper))]) == DATA
+
+    def test_the_wrapper_itself_does_not_move(self) -> None:
+        wrapper = DDPSamplerWrapper(GlobalRandom(), 1, 0)
+        before = wrapper.state_dict()
+        list(patch_dataloader(a_loader(batch_size=4, sampler=wrapper)))
+
+        assert wrapper.state_dict() == before
+
+    def test_a_wrapper_resumes_in_a_loader_of_other_ranks(self) -> None:
+        def make() -> DataLoader[Any]:
+            sampler = DDPSamplerWrapper(ShuffledBatches(), shuffle_samples_between_gpus=True)
+            return a_loader(batch_sampler=sampler)
+
+        first = on_ranks(make, 2)
+        begun = [n for rank in first for n in _few(rank, 2)]
+        rest = [resumed(lambda rank=rank: on_ranks(make, 3)[rank], first[0].state_dict()) for rank in range(3)]
+
+        counts = Counter(begun + samples(rest))
+        assert set(counts) == set(DATA)
+        assert counts.total() - LENGTH < 3
+
+
+class TestRefusedSamplers:
+    def test_one_that_differs_from_run_to_run_is_refused_by_name(self) -> None:
+        with pytest.raises(UnsupportedLoaderError, match="ByTheClock yields something else when the same epoch is"):
+            patch_dataloader(a_loader(sampler=ByTheClock()))
+
+    @pytest.mark.parametrize("kind", [SaysTooMuch, SaysTooLittle])
+    @pytest.mark.parametrize("num_replicas", [1, 3])
+    def test_one_of_another_length_than_it_says_is_found(self, kind: Any, num_replicas: int) -> None:
+        with pytest.raises(ConfigurationError, match=rf"{kind.__name__} yields 8 items in epoch 0, but its len\(\)"):
+            patch_dataloader(a_loader(batch_sampler=kind()), num_replicas=num_replicas, rank=0)
+
+
+class Strings(Sampler[str]):
+    """Names of samples."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([f"name {number}" for number in torch.randperm(LENGTH).tolist()])
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class Pairs(Sampler[tuple[int, str]]):
+    """Indices with a choice that the dataset is to make."""
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return iter([(number, random.choice("ab")) for number in torch.randperm(LENGTH).tolist()])
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class NumpyInts(Sampler[Any]):
+    """What NumPy's permutation yields."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(np.random.permutation(LENGTH))
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class Tensors(Sampler[Any]):
+    """What torch's permutation yields."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randperm(LENGTH))
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class Drawn(Dataset[Any]):
+    """Samples that say which they are and what was drawn for them from torch, NumPy and ``random``."""
+
+    def __getitem__(self, index: Any) -> tuple[str, tuple[float, float, float]]:
+        return str(index), (torch.rand(1).item(), float(np.random.rand()), random.random())
+
+
+class DrawnTogether(Drawn):
+    """Reads whole batches."""
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def as_list(batch: Any) -> list[Any]:
+    return batch if isinstance(batch, list) else [batch]
+
+
+INDICES: dict[str, Callable[[], Sampler[Any]]] = {
+    "ints": GlobalRandom,
+    "NumPy's ints": NumpyInts,
+    "tensors": Tensors,
+    "strings": Strings,
+    "tuples": Pairs,
+    "own state": OwnState,
+}
+DRAWN_ALIKE = ["ints", "own state"]
+BY_SLOT = "of an index that is no int, randomness follows from the first slot of its batch and not from the sample"
+
+
+def drawn(sampler: str, num_replicas: int = 1, *, batch_size: int | None = 3, **options: Any) -> dict[str, Any]:
+    """What was drawn for each sample of an epoch."""
+    dataset = options.pop("dataset", None) or Drawn()
+    epoch: dict[str, Any] = {}
+    for rank in range(num_replicas):
+        loader = DataLoader(dataset, batch_size=batch_size, sampler=INDICES[sampler](), collate_fn=as_list, **options)
+        patched = patch_dataloader(loader, num_replicas=num_replicas, rank=rank)
+        for batch in patched:
+            epoch |= dict(batch)
+    assert len(epoch) == LENGTH
+    return epoch
+
+
+class TestAugmentation:
+    @pytest.mark.parametrize("batch_size", [3, None])
+    @pytest.mark.parametrize("name", INDICES)
+    def test_it_is_alike_for_any_number_of_workers(self, name: str, batch_size: int | None) -> None:
+        assert drawn(name, batch_size=batch_size) == drawn(name, batch_size=batch_size, num_workers=2)
+
+    @pytest.mark.parametrize("num_replicas", [2, 3])
+    @pytest.mark.parametrize("name", INDICES)
+    def test_it_is_alike_on_any_number_of_ranks_one_by_one(
+        self, name: str, num_replicas: int, request: pytest.FixtureRequest
+    ) -> None:
+        if (name, num_replicas) == ("tuples", 3):
+            request.applymarker(pytest.mark.xfail(strict=True, reason=TORN))
+        assert drawn(name, batch_size=None) == drawn(name, num_replicas, batch_size=None)
+
+    @pytest.mark.parametrize("num_replicas", [2, 3])
+    @pytest.mark.parametrize("name", INDICES)
+    def test_it_is_alike_on_any_number_of_ranks(
+        self, name: str, num_replicas: int, request: pytest.FixtureRequest
+    ) -> None:
+        if name not in DRAWN_ALIKE:
+            request.applymarker(pytest.mark.xfail(strict=True, reason=BY_SLOT))
+        assert drawn(name) == drawn(name, num_replicas)
+
+    @pytest.mark.parametrize("name", INDICES)
+    def test_it_is_alike_for_any_batch_size(self, name: str, request: pytest.FixtureRequest) -> None:
+        if name not in DRAWN_ALIKE:
+            request.applymarker(pytest.mark.xfail(strict=True, reason=BY_SLOT))
+        assert drawn(name) == drawn(name, batch_size=4)
+
+    @pytest.mark.parametrize("batch_size", [3, None])
+    @pytest.mark.parametrize("name", INDICES)
+    def test_it_is_alike_when_resumed(self, name: str, batch_size: int | None) -> None:
+        def make() -> StatefulLoader:
+            return patch_dataloader(
+                DataLoader(Drawn(), batch_size=batch_size, sampler=INDICES[name](), collate_fn=as_list)
+            )
+
+        patched = make()
+        iterator = iter(patched)
+        [next(iterator) for _ in range(3)]
+        fresh = resumed(make, patched.state_dict())
+
+        assert list(fresh) == list(iterator)
+
+    @pytest.mark.parametrize("name", INDICES)
+    def test_every_sample_is_drawn_for_by_itself(self, name: str) -> None:
+        for batch_size in (3, None):
+            assert len(set(drawn(name, batch_size=batch_size).values())) == LENGTH
+
+    @pytest.mark.parametrize("name", INDICES)
+    def test_it_differs_between_epochs_and_seeds(self, name: str) -> None:
+        def loader(seed: int) -> StatefulLoader:
+            plain = DataLoader(Drawn(), batch_size=3, sampler=INDICES[name](), collate_fn=as_list)
+            return patch_dataloader(plain, seed=seed)
+
+        patched = loader(0)
+        epochs = [{value for batch in one for _, value in batch} for one in (patched, patched, loader(1))]
+        assert len(set.union(*epochs)) == 3 * LENGTH
+
+    @pytest.mark.parametrize("name", INDICES)
+    def test_a_dataset_that_reads_batches_draws_the_same(self, name: str) -> None:
+        assert drawn(name, dataset=DrawnTogether()) == drawn(name)
+
+    @pytest.mark.parametrize("name", ["class balanced", "shuffled batches", "batches without len"])
+    def test_it_is_alike_in_batches_on_any_number_of_ranks(self, name: str) -> None:
+        def epoch(num_replicas: int) -> set[tuple[str, Any]]:
+            def make() -> DataLoader[Any]:
+                return DataLoader(Drawn(), batch_sampler=BATCHED[name](), collate_fn=as_list)
+
+            ranks = on_ranks(make, num_replicas)
+            return {sample for rank in ranks for batch in rank for sample in batch}
+
+        assert epoch(1) == epoch(2) == epoch(3)
+
+    def test_without_it_nothing_is_seeded(self) -> None:
+        def epoch(seed: int) -> list[Any]:
+            torch.manual_seed(seed)
+            plain = DataLoader(Drawn(), batch_size=4, sampler=GlobalRandom(), collate_fn=as_list)
+            return list(patch_dataloader(plain, seed_samples=False))
+
+        assert [n for n, _ in epoch(1)[0]] == [n for n, _ in epoch(2)[0]]
+        assert [drawn[0] for _, drawn in epoch(1)[0]] == [drawn[0] for _, drawn in epoch(1)[0]]
+        assert [drawn[0] for _, drawn in epoch(1)[0]] != [drawn[0] for _, drawn in epoch(2)[0]]
+
+
+class Opaque:
+    """A batch that only its dataset understands; it can be told apart by its id."""
+
+    def __init__(self, number: int) -> None:
+        self.id = f"cut {number}"
+
+
+class OpaqueBatches(Sampler[Opaque]):
+    def __iter__(self) -> Iterator[Opaque]:
+        return iter([Opaque(number) for number in torch.randperm(9).tolist()])
+
+
+class Mappings(Sampler[dict[str, Any]]):
+    """Says by a dict what to read."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter([{"file": "a", "rows": [number, number + 1]} for number in torch.randperm(9).tolist()])
+
+    def __len__(self) -> int:
+        return 9
+
+
+class Reads(Dataset[Any]):
+    """Answers to whatever it is asked for; it has no length."""
+
+    def __getitem__(self, index: Any) -> str:
+        return index.id if isinstance(index, Opaque) else str(index)
+
+
+class TestWithoutBatchSize:
+    @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"sampler": GlobalRandom()}])
+    @pytest.mark.parametrize("num_replicas", [1, 2, 11])
+    def test_single_samples_come_once_each(self, options: dict[str, Any], num_replicas: int) -> None:
+        ranks = on_ranks(lambda: a_loader(batch_size=None, **options), num_replicas)
+
+        assert sorted(int(sample) for rank in ranks for sample in rank) == DATA
+        assert [len(rank) for rank in ranks] == [LENGTH // num_replicas] * num_replicas
+        assert all(rank.batch_size is None and rank.batch_sampler is None for rank in ranks)
+
+    @pytest.mark.parametrize("num_replicas", [1, 2, 3])
+    def test_ready_batches_are_handed_to_the_dataset_and_split_at_the_end(self, num_replicas: int) -> None:
+        def make() -> DataLoader[Any]:
+            return DataLoader(HandedOn(), batch_size=None, sampler=BatchSampler(GlobalRandom(), 3, drop_last=False))
+
+        ranks = on_ranks(make, num_replicas)
+        served = [n for rank in ranks for batch in rank for n in batch["id"].tolist()]
+        assert sorted(served) == DATA
+
+    @pytest.mark.parametrize("kind", [OpaqueBatches, Mappings])
+    @pytest.mark.parametrize("num_replicas", [1, 3])
+    def test_objects_are_handed_to_the_dataset_as_they_are(self, kind: Any, num_replicas: int) -> None:
+        ranks = on_ranks(lambda: DataLoader(Reads(), batch_size=None, sampler=kind()), num_replicas)
+        served = sorted(batch for rank in ranks for batch in rank)
+
+        assert len(served) == len(set(served)) == 9
+
+    @pytest.mark.parametrize("kind", [OpaqueBatches, Mappings])
+    def test_objects_that_cannot_be_split_come_at_least_once(self, kind: Any) -> None:
+        ranks = on_ranks(lambda: DataLoader(Reads(), batch_size=None, sampler=kind()), 2)
+        counts = Counter(batch for rank in ranks for batch in rank)
+
+        assert (len(counts), counts.total()) == (9, 10)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    @pytest.mark.parametrize("kind", [OpaqueBatches, Mappings, GlobalRandom])
+    def test_resumed_it_goes_on_exactly(self, kind: Any, num_workers: int) -> None:
+        def make() -> StatefulLoader:
+            return patch_dataloader(DataLoader(Reads(), batch_size=None, sampler=kind(), num_workers=num_workers))
+
+        patched = make()
+        iterator = iter(patched)
+        [next(iterator) for _ in range(4)]
+
+        assert list(resumed(make, patched.state_dict())) == list(iterator)
+
+
+class WholeBatches(Dataset[int]):
+    """Reads whole batches, and knows how it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        raise NotImplementedError
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        self.asked.append(list(indices))
+        return list(indices)
+
+
+class TestDatasets:
+    @pytest.mark.parametrize("seed_samples", [False, True])
+    def test_one_that_reads_batches_is_asked_for_batches(self, seed_samples: bool) -> None:
+        dataset = WholeBatches()
+        patched = patch_dataloader(
+            DataLoader(dataset, batch_size=11, sampler=GlobalRandom()), seed_samples=seed_samples
+        )
+
+        assert samples([patched]) == DATA
+        assert {len(asked) for asked in dataset.asked} == ({1} if seed_samples else {11})
+
+    def test_one_of_string_keys_is_read_by_them(self) -> None:
+        dataset = {f"name {number}": number for number in DATA}
+
+        assert samples(on_ranks(lambda: DataLoader(dataset, batch_size=3, sampler=Strings()), 2)) == DATA
+
+    @pytest.mark.xfail(strict=True, reason=TORN)
+    def test_tuples_are_handed_to_the_dataset_as_they_are_one_by_one(self) -> None:
+        asked: list[Any] = []
+
+        class Asked(Dataset[Any]):
+            def __getitem__(self, index: Any) -> Any:
+                asked.append(index)
+                return 0
+
+        for rank in on_ranks(lambda: DataLoader(Asked(), batch_size=None, sampler=Pairs()), 3):
+            list(rank)
+
+        assert {type(index) for index in asked} == {tuple}
+
+    @pytest.mark.xfail(strict=True, reason=TORN)
+    def test_tuples_are_dealt_out_as_they_are_by_a_wrapper(self) -> None:
+        ranks = [list(DDPSamplerWrapper(Pairs(), 3, rank)) for rank in range(3)]
+
+        assert {type(item) for rank in ranks for item in rank} == {tuple}
+
+    def test_one_of_tuples_is_read_by_them(self) -> None:
+        dataset = {(number, choice): number for number in DATA for choice in "ab"}
+
+        assert samples(on_ranks(lambda: DataLoader(dataset, batch_size=3, sampler=Pairs()), 2)) == DATA
+
+    def test_batches_of_tuples_are_read_by_them(self) -> None:
+        dataset = {(number, choice): number for number in DATA for choice in "ab"}
+        batches = [[(n, "a"), (n + 1, "b")] for n in DATA[::2]]
+
+        assert samples(on_ranks(lambda: DataLoader(dataset, batch_sampler=batches), 2)) == DATA
+
+    def test_batches_as_arrays_are_read(self) -> None:
+        for make in (torch.tensor, np.array):
+            batches = [make([n, n + 1]) for n in DATA[::2]]
+            found = on_ranks(lambda batches=batches: a_loader(batch_sampler=batches), 3)
+            assert samples(found) == DATA
+
+    def test_batches_as_generators_are_read_on_one_rank(self) -> None:
+        class Lazy(Sampler[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                return (range(n, n + 2) for n in DATA[::2])
+
+        assert samples([patch_dataloader(a_loader(batch_sampler=Lazy()))]) == DATA
+
+    @pytest.mark.xfail(strict=True, reason="batches that are no lists, tuples or arrays are served twice and not split")
+    def test_ranges_are_split_at_the_end_like_lists(self) -> None:
+        batches = [range(n, n + 2) for n in DATA[::2]]
+
+        assert samples(on_ranks(lambda: a_loader(batch_sampler=batches), 2)) == DATA
+
+
+class TestWorkers:
+    @pytest.mark.parametrize("name", sorted(set(LOADERS) - {"torchdata's loader"}))
+    def test_what_workers_fetch_ahead_does_not_count(self, name: str) -> None:
+        def make(num_workers: int) -> StatefulLoader:
+            plain = LOADERS[name]()
+            how: dict[str, Any] = {"batch_sampler": plain.batch_sampler}
+            if type(plain.batch_sampler) in (BatchSampler, type(None)):
+                how = {"sampler": plain.sampler, "batch_size": plain.batch_size}
+            plain = DataLoader(plain.dataset, collate_fn=plain.collate_fn, num_workers=num_workers, **how)
+            return patch_dataloader(plain)
+
+        alone = advanced(make(0), 3)
+        patched = make(2)
+        iterator = iter(patched)
+        [next(iterator) for _ in range(3)]
+
+        assert patched.state_dict() == alone.state_dict()
+        rest = [batch["id"].tolist() for batch in iterator]
+        assert [batch["id"].tolist() for batch in resumed(lambda: make(1), alone.state_dict())] == rest
+
+    @pytest.mark.parametrize("prefetch_factor", [1, 8])
+    def test_however_far_they_are_ahead(self, prefetch_factor: int) -> None:
+        def make() -> StatefulLoader:
+            return patch_dataloader(
+                a_loader(batch_size=1, sampler=OwnState(), num_workers=2, prefetch_factor=prefetch_factor)
+            )
+
+        patched = make()
+        iterator = iter(patched)
+        [next(iterator) for _ in range(2)]
+        state = patched.state_dict()
+
+        assert state["position"]["consumed"] == 2
+        assert batches_of(resumed(make, state)) == batches_of(iterator)
+
+
+class TestTakingOverAgain:
+    @pytest.mark.parametrize("name", LOADERS)
+    def test_a_patched_loader_that_is_taken_over_serves_the_same(self, name: str) -> None:
+        def ids(loader: StatefulLoader) -> list[Any]:
+            return [(batch["id"].tolist(), batch["x"].tolist()) for batch in loader]
+
+        once, twice = patch_dataloader(LOADERS[name]()), take_over(patch_dataloader(LOADERS[name]()))
+
+        assert twice.state_dict() == once.state_dict()
+        assert ids(twice) == ids(once)
+
+    @pytest.mark.parametrize("name", LOADERS)
+    def test_on_several_ranks_too(self, name: str) -> None:
+        def ids(loader: StatefulLoader) -> list[Any]:
+            return [batch["id"].tolist() for batch in loader]
+
+        for rank in range(2):
+            once = patch_dataloader(LOADERS[name](), num_replicas=2, rank=rank)
+            twice = take_over(patch_dataloader(LOADERS[name]()), num_replicas=2, rank=rank)
+            assert ids(twice) == ids(once)
+
+
+def _few(loader: StatefulLoader, count: int) -> list[Any]:
+    iterator = iter(loader)
+    return [n for _ in range(count) for n in next(iterator).tolist()]

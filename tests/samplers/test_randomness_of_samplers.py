@@ -1,0 +1,115 @@
+"""Process-wide generators and those that an object holds: seeded in place, kept and put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_stateful.samplers.randomness import Randomness, keep_randomness, seed_generator, seed_randomness
+
+BITS = [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
+MAKES: dict[str, Callable[[], Any]] = {
+    "torch": torch.Generator,
+    "random": random.Random,
+    "RandomState": np.random.RandomState,
+    **{bits.__name__: lambda bits=bits: np.random.Generator(bits()) for bits in BITS},
+}
+every_generator = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+
+
+def draw() -> tuple[float, float, float, float]:
+    return torch.rand(()).item(), float(np.random.rand()), random.random(), random.gauss(0, 1)
+
+
+def draw_from(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    return [generator.random() if hasattr(generator, "random") else generator.rand() for _ in range(3)]
+
+
+def test_the_same_seed_gives_the_same_numbers() -> None:
+    with keep_randomness():
+        seed_randomness(5)
+        first = draw()
+        seed_randomness(5)
+
+        assert draw() == first
+
+
+@pytest.mark.parametrize("seed", [0, 2**32, 2**63, 2**64 - 1])
+def test_every_derived_seed_is_one_for_all_generators(seed: int) -> None:
+    with keep_randomness():
+        seed_randomness(seed)
+        first = draw()
+        seed_randomness(seed)
+
+        assert draw() == first
+
+
+def test_generators_are_put_back() -> None:
+    before = Randomness.now()
+    expected = draw()
+    before.restore()
+    with keep_randomness():
+        seed_randomness(7)
+        draw()
+
+    assert draw() == expected
+
+
+def test_a_half_used_pair_of_normal_numbers_is_put_back() -> None:
+    np.random.seed(1)
+    random.seed(1)
+    np.random.standard_normal(), random.gauss(0, 1)
+    before = Randomness.now()
+    expected = (np.random.standard_normal(), random.gauss(0, 1))
+    before.restore()
+    with keep_randomness():
+        seed_randomness(7)
+
+    assert (np.random.standard_normal(), random.gauss(0, 1)) == expected
+
+
+def test_generators_are_put_back_after_an_exception() -> None:
+    before = Randomness.now()
+    expected = draw()
+    before.restore()
+    with pytest.raises(ZeroDivisionError), keep_randomness():
+        random.seed(random.random() // 0)
+
+    assert draw() == expected
+
+
+@every_generator
+def test_a_generator_is_seeded_in_place(make: Callable[[], Any]) -> None:
+    first, second = make(), make()
+    draw_from(second)
+    seed_generator(first, 11)
+    seed_generator(second, 11)
+
+    assert draw_from(first) == draw_from(second)
+
+
+@every_generator
+def test_other_seeds_give_other_numbers(make: Callable[[], Any]) -> None:
+    found = []
+    for seed in (0, 1, 2**64 - 1):
+        generator = make()
+        seed_generator(generator, seed)
+        found.append(tuple(draw_from(generator)))
+
+    assert len(set(found)) == 3
+
+
+def test_a_bit_generator_that_two_share_is_seeded_for_both() -> None:
+    bits = np.random.PCG64(1)
+    seed_generator(np.random.Generator(bits), 3)
+    first = np.random.Generator(bits).random()
+    seed_generator(np.random.Generator(bits), 3)
+
+    assert np.random.Generator(bits).random() == first
