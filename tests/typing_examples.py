@@ -10,11 +10,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_stateful import (
     BucketBatchSampler,
     BucketDataModule,
+    DDPSamplerWrapper,
     QuadraticCost,
     StatefulDataCallback,
     StatefulDataModule,
     StatefulDistributedSampler,
     StatefulLoader,
+    is_patched,
+    patch_dataloader,
 )
 
 
@@ -42,6 +45,14 @@ def buckets() -> int:
     BucketBatchSampler("lengths.npy", batch_size=2, window=20, boundary_key=[0, 1], too_long="drop")
     BucketDataModule([[1], [2, 3]], lengths=lengths, max_tokens=4, log_padding=True, num_workers=2)
     return sum(len(batch) for batch in own)
+
+
+def any_sampler() -> bool:
+    tensors = TensorDataset(torch.arange(8))
+    wrapped = DDPSamplerWrapper([[0, 1], [2, 3]], 2, 0, tail="pad", length=2, shuffle_samples_between_gpus=True)
+    loader = patch_dataloader(DataLoader(tensors, batch_sampler=wrapped), seed=1, replace_samplers=True)
+    loader.load_state_dict(loader.state_dict())
+    return is_patched([loader, {"val": loader}]) and wrapped.epoch == loader.epoch
 
 
 class Images(StatefulDataModule):

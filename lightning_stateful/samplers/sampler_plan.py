@@ -188,7 +188,7 @@ class SamplerPlan(StepPlan):
 
     def _log_repeats(self, what: str, count: int, epoch: int) -> None:
         if self.rank == self.num_replicas - 1:
-            _log.info(
+            _log.warning(
                 "%s: %d %s were left for the last step of epoch %d on %d ranks; %d of them are served twice.",
                 self.order.name,
                 count,

@@ -44,7 +44,7 @@ class StatefulDataModule(pl.LightningDataModule):
 
     Two ways to use it. Pass datasets. Or subclass it: call ``super().__init__()``, then set ``self.train`` (and
     ``self.val`` and so on) in ``setup``, or override ``train_dataloader`` and its siblings and return any DataLoader
-    over a map-style dataset with one of torch's own samplers, or a list, dict or CombinedLoader of them.
+    over a map-style dataset with any sampler, or a list, dict or CombinedLoader of them.
 
     The module brings a :class:`StatefulDataCallback` along into its trainer, unless there is one already.
 
