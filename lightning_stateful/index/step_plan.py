@@ -10,6 +10,9 @@ from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.steps import StepRule
 
+# Slots of an epoch of which the end is not known before it is there.
+ENDLESS = 2**62
+
 
 class StepPlan(ABC):
     """Where steps begin and end, from the number of slots of an epoch.

@@ -249,8 +249,10 @@ class StatefulLoader(DataLoader[Any]):
                 batch = fetch()
             except StopIteration:
                 return
-            if learns:
-                self.order.note_handed(self.plan.after(position, step))  # type: ignore[union-attr]  # by its way
+            # Of an end that it cannot know, Lightning asks one batch ahead: the one before is trained on next.
+            next_step = step if self.is_sized else step - 1
+            if learns and next_step >= 0:
+                self.order.note_handed(self.plan.after(position, next_step))  # type: ignore[union-attr]  # by its way
             yield batch
 
     def _fetcher(self, position: Position) -> tuple[int, Callable[[], Any]]:

@@ -16,12 +16,11 @@ from lightning_stateful.errors import Difference, PositionError, StatefulWarning
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.seeding import derive_seed
-from lightning_stateful.index.step_plan import StepPlan
+from lightning_stateful.index.step_plan import ENDLESS, StepPlan
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.randomness import Randomness, keep_randomness, seed_randomness
-from lightning_stateful.samplers.user_sampler import ENDLESS
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.state import accepted_names
 

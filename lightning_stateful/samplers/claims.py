@@ -24,10 +24,16 @@ def claim(source: UserSampler, run: Winding | None) -> None:
     """Note that ``run`` iterates the sampler of ``source`` from now on, or that nobody's run goes on."""
     key = id(source.sampler)
     try:
-        held = weakref.ref(source.sampler, lambda _: _LATEST.pop(key, None) and None)
+        held = weakref.ref(source.sampler, lambda gone: _forget(key, gone))
     except TypeError:
         return  # A list, say, which many may iterate at a time.
     _LATEST[key] = _Claim(held, None if run is None else weakref.ref(run), weakref.ref(source))
+
+
+def _forget(key: int, gone: weakref.ref[Any]) -> None:
+    # Another sampler may stand at the same address by now.
+    if key in _LATEST and _LATEST[key].sampler is gone:
+        del _LATEST[key]
 
 
 def is_claimed(source: UserSampler, run: Winding) -> bool:

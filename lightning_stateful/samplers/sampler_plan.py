@@ -53,7 +53,7 @@ class SamplerPlan(StepPlan):
     shuffles: bool = False
 
     def num_slots(self) -> int:
-        """Slots of a whole epoch; :data:`ENDLESS` where its end is found only when it is there."""
+        """Slots of a whole epoch; more than there will be where its end is found only when it is there."""
         return len(self.order)
 
     def begin(self, epoch: int, held: Position | None = None) -> Position:
@@ -187,7 +187,8 @@ class SamplerPlan(StepPlan):
         return keyed_permutation(count, derive_seed("ranks", self.order.seed, epoch, slot)).take(own)
 
     def _log_repeats(self, what: str, count: int, epoch: int) -> None:
-        if self.rank == self.num_replicas - 1:
+        if self.rank == self.num_replicas - 1 and not self.order.has_reported:
+            self.order.has_reported = True
             _log.warning(
                 "%s: %d %s were left for the last step of epoch %d on %d ranks; %d of them are served twice.",
                 self.order.name,

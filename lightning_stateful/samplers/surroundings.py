@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
@@ -27,6 +27,9 @@ from lightning_stateful.samplers.randomness import (
 # How deep, and among how many things in all, generators and samplers are looked for.
 _DEEPEST, _MOST_THINGS, _LONG, _FEW = 6, 10_000, 1024, 16
 _CONTAINERS = (list, tuple, dict)
+# Where samplers that deal out to ranks by themselves keep how many there are, which, and their share.
+_REPLICAS, _RANK = ("num_replicas", "world_size", "_num_replicas", "_world_size"), ("rank", "_rank")
+_COUNTS = ("num_samples", "total_size", "num_selected_samples")
 _NO_HOLDERS = (type, Dataset, torch.Tensor, torch.nn.Module, np.ndarray)
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), np.int64, np.float64})
 
@@ -105,7 +108,7 @@ class Surroundings:
         except AssertionError as error:
             if not before:
                 raise
-            why = str(error).partition("\n")[0]
+            why = str(error).partition("\n")[0] or "without a word"
             raise ConfigurationError(
                 f"{self.name} deals batches out to ranks by itself, and failed when it was told that there is one rank "
                 f"(AssertionError: {why}). Build it for one rank (num_replicas=1, rank=0): the loader deals its "
@@ -170,18 +173,27 @@ def _as_one_rank(sampler: Any) -> dict[str, Any]:
     """What has to be set on a sampler that deals batches out by itself; empty for others."""
     held = getattr(sampler, "__dict__", {})
     settings = _ranks_in(held)
-    if settings and isinstance(sampler, DistributedSampler):
-        length = len(sampler.dataset)  # type: ignore[arg-type]  # torch takes its length, too
-        counts = {"num_samples": length, "total_size": length}
-        settings |= {name: count for name, count in counts.items() if name in held}
+    if not settings:
+        return {}
+    ranks = next(held[name] for name in _REPLICAS if name in settings)
+    counts = {name: held[name] for name in _COUNTS if isinstance(held.get(name), int)}
+    if isinstance(sampler, DistributedSampler) and isinstance(held.get("dataset"), Sized):
+        whole = len(held["dataset"])
+        return settings | {name: whole for name in ("num_samples", "total_size") if name in counts}
+    # Others count their share in various ways; that of a single rank is all of it.
+    if isinstance(ranks, int) and "num_samples" in counts:
+        settings["num_samples"] = counts.get("total_size", counts["num_samples"] * ranks)
+    if isinstance(ranks, int) and "num_selected_samples" in counts:
+        settings["num_selected_samples"] = counts["num_selected_samples"] * ranks
     return settings
 
 
 def _ranks_in(held: dict[str, Any]) -> dict[str, Any]:
     """What says there, unless there is one rank, that there is one; empty where nothing does."""
-    for replicas in ("num_replicas", "world_size"):
-        if replicas in held and "rank" in held and (held[replicas], held["rank"]) != (1, 0):
-            return {replicas: 1, "rank": 0}
+    for replicas in _REPLICAS:
+        for rank in _RANK:
+            if replicas in held and rank in held and (held[replicas], held[rank]) != (1, 0):
+                return {replicas: 1, rank: 0}
     return {}
 
 

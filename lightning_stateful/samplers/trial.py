@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.samplers.items import only_next
 from lightning_stateful.samplers.marks import digest
 from lightning_stateful.samplers.own_words import from_plain
 from lightning_stateful.samplers.repeated import Repeated
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 _COMPARED, _EPOCHS = 64, 8
 # Seconds for which a sampler is followed to its end.
 _PATIENCE = 0.2
+# Where the states of a sampler with states of its own are taken; see the winding.
+_OWN_STATE_AT = 16
 
 
 class Trial:
@@ -76,9 +81,11 @@ class Trial:
         if first == followed:
             self._compare_length()
             if is_slow or first == self._wind(0):
-                return digest(first)
+                return self._settle_way(first)
         source = self._source
         source.restores = True
+        if source.pristine is not None:
+            source.pristine.keep_changed()
         # Put back, it has to begin as it did the very first time.
         if not first == self._wind(0, to_the_end=True) == self._wind(0):
             self._accept_or_refuse()
@@ -92,7 +99,34 @@ class Trial:
                 f"{source.name} counts its epochs by itself, so a resumed run could not say which one it is. Give it "
                 "set_epoch(epoch), and let the order depend on that."
             )
+        return self._settle_way(first)
+
+    def _settle_way(self, first: list[str]) -> str:
+        """Make sure that a sampler's own state leads where it should; if not, it is wound like any other."""
+        source = self._source
+        if source.way == "own_state" and len(first) > _OWN_STATE_AT:
+            with source.entered():
+                slots = source.begin(0, 0)
+                for _ in range(_OWN_STATE_AT):
+                    next(slots)
+                source.surroundings.seed(source.seed, 0, 0, _OWN_STATE_AT)
+                state = source.own_state()
+                expected = [digest(slot) for slot in islice(slots, _OWN_STATE_AT)]
+            with source.entered():
+                source.prepare(0, 0)
+                source.surroundings.seed(source.seed, 0, 0, _OWN_STATE_AT)
+                source.sampler.load_state_dict(from_plain(state))
+                found = [digest(slot) for slot in islice(only_next(iter(source.sampler)), _OWN_STATE_AT)]
+            if found != expected:
+                source.way = "wound"
         return digest(first)
+
+    def _refuse_threads(self, threads: set[threading.Thread]) -> None:
+        if threads and "nondeterministic" not in self._source.accept:
+            raise UnsupportedLoaderError(
+                f"{self._source.name} draws in a thread of its own, whose randomness cannot be told from the process's."
+                " Let it draw in __iter__ itself, or accept an inexact resume with accept=('nondeterministic',)."
+            )
 
     def _is_alike(self, first: list[str]) -> bool:
         """Whether every epoch is meant to be the same: so it is after one that was served whole."""
@@ -112,7 +146,8 @@ class Trial:
                 f"{source.name} yields something else when the same epoch is begun a second time, though torch, NumPy, "
                 "random and the generators that it holds were seeded alike. So neither could ranks agree on it, nor a "
                 "resumed run go on in it. Let it draw from those (not from the time, the system or the order of a "
-                "set), or from a generator seeded in set_epoch(epoch); or give it state_dict() and "
+                "set), or from a generator seeded in set_epoch(epoch), and begin anew whenever it is iterated (an "
+                "iterator does not, nor what is shuffled in place in another object); or give it state_dict() and "
                 "load_state_dict() and depends_on_training = True, if it depends on what training computes; or accept "
                 "an inexact resume with accept=('nondeterministic',)."
             )
@@ -123,15 +158,18 @@ class Trial:
         source = self._source
         found: list[str] = []
         with source.entered():
-            started = time.perf_counter()
+            started, threads = time.perf_counter(), set(threading.enumerate())
             slots = source.begin(epoch, 0)
             # next() and not a loop: a sampler that is its own iterator may begin anew at iter().
             while len(found) < _COMPARED and (slot := next(slots, _END)) is not _END:
                 if note_first and not found:
                     self.first = slot
+                    self._refuse_threads(set(threading.enumerate()) - threads)
                 found.append(digest(slot))
             if to_the_end:
                 self._length = len(found) if len(found) < _COMPARED else self._follow(slots, started)
+        if source.pristine is not None and not source.restores:
+            source.pristine.note_changed()
         return found
 
     def _follow(self, slots: Any, started: float) -> int | None:
@@ -139,7 +177,8 @@ class Trial:
         count = _COMPARED
         # A sampler that fails further on is another matter, to be seen when it gets there.
         with suppress(Exception):
-            while time.perf_counter() - started < _PATIENCE:
+            most = len(self._source) if self._source.is_cut else math.inf
+            while count <= most and time.perf_counter() - started < _PATIENCE:
                 passed = sum(1 for _ in islice(slots, 256))
                 count += passed
                 if passed < 256:
@@ -158,7 +197,7 @@ _END = object()
 
 def wrong_length(source: UserSampler, found: int | str, epoch: int) -> ConfigurationError:
     """What to say of a sampler that yields more or fewer items than it says."""
-    says = f"length={len(source)} was given" if source.is_cut else f"its len() is {len(source)}"
+    says = f"length={len(source)} was given" if source.is_cut else f"its len() is {len(source)} (when it was wrapped)"
     return ConfigurationError(
         f"{source.name} yields {found} items in epoch {epoch}, but {says}. Steps and the end of an epoch follow from "
         "that: correct it, or wrap the sampler in DDPSamplerWrapper(sampler, length='unknown'), which finds out where "

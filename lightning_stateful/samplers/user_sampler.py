@@ -21,6 +21,7 @@ from torch.utils.data import (
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
+from lightning_stateful.index.step_plan import ENDLESS
 from lightning_stateful.samplers import claims
 from lightning_stateful.samplers.items import only_next
 from lightning_stateful.samplers.own_words import to_plain
@@ -31,9 +32,6 @@ from lightning_stateful.samplers.surroundings import Surroundings
 from lightning_stateful.samplers.trial import Trial
 from lightning_stateful.samplers.winding import Winding
 from lightning_stateful.state import accepted_names
-
-# Slots of an epoch of which the end is not known before it is there.
-ENDLESS = 2**62
 
 Way = Literal["wound", "own_state", "feedback"]
 # What to say of each way.
@@ -108,6 +106,7 @@ class UserSampler:
             self.pristine = None if self.is_known else Pristine(self.surroundings.samplers.values())
         self.restores = False
         self.is_repeatable = True
+        self.has_reported = False
         # The latest run, and how a sampler that depends on training stood when its latest pass began.
         self.live: Winding | None = None
         self.pass_begun: tuple[int, int, Any] | None = None
@@ -132,7 +131,7 @@ class UserSampler:
         return isinstance(self.length_given, int)
 
     def __len__(self) -> int:
-        """Slots of an epoch; :data:`ENDLESS` where that is not known."""
+        """Slots of an epoch; :data:`~lightning_stateful.index.step_plan.ENDLESS` where that is not known."""
         return ENDLESS if self._length is None else self._length
 
     def describe(self) -> dict[str, Any]:
@@ -215,7 +214,7 @@ class UserSampler:
         """The batch at ``position`` is about to be trained on: what training teaches the sampler comes after it."""
         number, slot = self._pass_of(position)
         live = self.live
-        if self.is_sized and live is not None and (live.epoch, live.number) == (position.epoch, number):
+        if live is not None and (live.epoch, live.number) == (position.epoch, number):
             live.note_handed(slot)
 
     def save(self, position: Position) -> dict[str, Any]:

@@ -45,8 +45,7 @@ class StatefulDataCallback(pl.Callback):
         accept: Names of differences between a checkpoint and the present data to let pass, for example
             ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
         replace_samplers: Replace torch's own random samplers by orders, of which every place is reached at once.
-        log_sources: Log what has been served of every source of a mixture (see :meth:`position_report`) whenever the
-            trainer logs, as ``sources/<name>/samples`` and so on.
+        log_sources: Log what has been served of every source of a mixture whenever the trainer logs.
         log_padding: Log ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths in the same way.
         brought_along: Whether a data module made this callback, and may change its settings.
 
@@ -93,8 +92,8 @@ class StatefulDataCallback(pl.Callback):
         self._in_resumed_epoch = False
         self._validation_epoch = -1
         self._batch: counters.BatchBegun | None = None
-        self._interrupted: Moment | None = None
         self._unchecked = True
+        self._interrupted: Moment | None = None
 
     @property
     def state_key(self) -> str:
@@ -284,7 +283,7 @@ class StatefulDataCallback(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed what the model draws before the first batch of an epoch."""
-        self._resume, self._unchecked = None, True  # others may still put loaders in place of ours
+        self._resume, self._unchecked = None, True
         self._seed_model(trainer, "epoch start")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:

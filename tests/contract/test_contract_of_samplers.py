@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -38,6 +39,13 @@ class Names(Sampler[str]):
 
     def __iter__(self) -> Any:
         return iter([f"sample {number}" for number in torch.randperm(LENGTH).tolist()])
+
+
+class Longer(Endless):
+    """Has more than anybody wants, and an end after all, which is soon found when it is looked into."""
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), 100)
 
 
 class Arrays(ShuffledBatches):
@@ -86,7 +94,7 @@ WRAPPERS: dict[str, Make] = {
         f"wrapper, {name}, between ranks": wrapped(make, shuffle_samples_between_gpus=True)
         for name, make in SOME.items()
     },
-    "wrapper, endless, cut": wrapped(Endless, length=9),
+    "wrapper, cut": wrapped(Longer, length=9),
     "wrapper, batches cut": wrapped(ShuffledBatches, length=5),
     "wrapper, length not believed": wrapped(ShuffledBatches, length="unknown"),
     "wrapper, samples of a length not believed": wrapped(GlobalRandom, length="unknown"),
@@ -108,6 +116,7 @@ OVER_LOADERS: dict[str, Make] = {
             lambda make=make: DataLoader(Numbers(LENGTH), 3, sampler=make()), replace_samplers=True
         )
         for name, make in UNBATCHED.items()
+        if name in ("weighted", "without len", "own state")
     },
     **{
         f"loader, {name}, tail dropped": loader_of(make, drop_last=True)
@@ -122,7 +131,7 @@ OVER_LOADERS: dict[str, Make] = {
     ),
     "loader, hard negatives": loader_of_batches(HardNegatives),
     "loader, wrapper as sampler": loader_of(lambda: DDPSamplerWrapper(GlobalRandom(), seed=2)),
-    "loader, wrapper as sampler, endless": loader_of(lambda: DDPSamplerWrapper(Endless(), length=17)),
+    "loader, wrapper as sampler, cut": loader_of(lambda: DDPSamplerWrapper(Longer(), length=17)),
     "loader, wrapper as sampler, without len": loader_of(lambda: DDPSamplerWrapper(WithoutLen())),
     "loader, wrapper as sampler, tail dropped": loader_of(lambda: DDPSamplerWrapper(GlobalRandom(), tail="drop")),
     "loader, wrapper as batch sampler": loader_of_batches(
@@ -133,6 +142,8 @@ OVER_LOADERS: dict[str, Make] = {
     ),
 }
 IMPLEMENTERS = {**WRAPPERS, **OVER_LOADERS}
+# Those that are stopped after every item, one of each way; the others at the ends of epochs and within them.
+STOPPED_EVERYWHERE = ("wrapper, without len", "wrapper, own state", "patched, class balanced", "patched, own state")
 
 
 def another(name: str) -> Any:
@@ -161,15 +172,16 @@ def settings_of(source: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("name", IMPLEMENTERS)
 def test_every_sampler_that_is_not_ours_obeys_every_law(name: str, law: str) -> None:
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"stops": "every" if name in STOPPED_EVERYWHERE else "spread"}
     if law == "rank-free":
-        options = {"resize": (1, 3, 4), "key": samples_of, "drop_last": "tail dropped" in name, "stops": "spread"}
+        options = {"resize": (1, 3), "key": samples_of, "drop_last": "tail dropped" in name, "stops": "spread"}
+        options["num_epochs"] = 2 if name in STOPPED_EVERYWHERE else 1
     if law == "not configuration":
         options = {"make_other": lambda: another(name), "settings": settings_of, "stops": "spread"}
     LAWS[law](IMPLEMENTERS[name], **options)
 
 
-@pytest.mark.parametrize("name", ["global random", "own state", "shuffled batches", "batches without len"])
+@pytest.mark.parametrize("name", ["own state", "batches without len"])
 def test_with_two_workers_a_patched_loader_obeys_the_laws_on_resuming(name: str) -> None:
     def make(num_replicas: int, rank: int) -> StatefulLoader:
         loader = LOADERS[name]()
@@ -201,9 +213,6 @@ def test_a_wrapper_refuses_the_state_of_another_sampler(name: str) -> None:
     LAWS["not configuration"](wrapped(GlobalRandom), make_other=other, settings=settings_of, num_epochs=1, stops=[0, 3])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="read_settings() asks for the length of an object that has __len__ but no length"
-)
 @pytest.mark.parametrize("name", ["wrapper, without len", "patched, without len"])
 def test_settings_can_be_read_of_an_object_without_a_length(name: str) -> None:
     LAWS["not configuration"](IMPLEMENTERS[name], num_epochs=1, stops=[0, 3])

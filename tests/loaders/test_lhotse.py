@@ -21,7 +21,6 @@ dummies = pytest.importorskip("lhotse.testing.dummies")
 pytestmark = pytest.mark.filterwarnings("ignore:You are using Dynamic.*with an eagerly read CutSet:UserWarning")
 
 NUM_CUTS = 40
-WITH_RANK = "BucketingSampler keeps the rank that it was built with among the words of its own state"
 
 
 def cuts(first: int = 0, last: int = NUM_CUTS) -> Any:
@@ -119,13 +118,7 @@ def test_a_run_that_is_killed_twice_goes_on_exactly(name: str, num_replicas: int
     assert run_with_kills(name, num_replicas, kills)[0] == whole
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=WITH_RANK) if name == "buckets" else ())
-        for name in SAMPLERS
-    ],
-)
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_states_are_equal_on_all_ranks(name: str) -> None:
     for kills in ((3, 2), (1, 9), (10, 4)):
         states = run_with_kills(name, 2, kills)[1]

@@ -56,8 +56,6 @@ from lightning_stateful.samplers import DDPSamplerWrapper, StatefulDistributedSa
 DATA = list(range(LENGTH))
 Make = Callable[[], DataLoader[Any]]
 
-TAKEN_FOR_OURS = "torchdata's StatefulDistributedSampler is taken for ours, which has the same name, and so replaced"
-TORN = "an index that is a tuple is taken for a batch, and torn apart in the last step"
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
@@ -181,7 +179,7 @@ class TestEverySampleOnce:
         "kind",
         [
             DistributedSampler,
-            pytest.param(TorchdataDistributedSampler, marks=pytest.mark.xfail(strict=True, reason=TAKEN_FOR_OURS)),
+            TorchdataDistributedSampler,
         ],
     )
     def test_one_rank_serves_a_distributed_sampler_as_it_is(self, kind: Any) -> None:
@@ -261,12 +259,7 @@ class TestOrders:
             (lambda: RandomSampler(DATA, num_samples=9), ShuffledOrder(LENGTH, 7, 9), "shuffled"),
             (lambda: RandomSampler(DATA, generator=torch.Generator()), ShuffledOrder(LENGTH, 7), "shuffled"),
             (lambda: DistributedSampler(DATA, 2, 1), ShuffledOrder(LENGTH, 7), "shuffled"),
-            pytest.param(
-                lambda: TorchdataDistributedSampler(DATA, 2, 1, seed=3),
-                ShuffledOrder(LENGTH, 3),
-                "shuffled",
-                marks=pytest.mark.xfail(strict=True, reason=TAKEN_FOR_OURS),
-            ),
+            (lambda: TorchdataDistributedSampler(DATA, 2, 1, seed=3), ShuffledOrder(LENGTH, 3), "shuffled"),
             (lambda: DistributedSampler(DATA, 2, 1, shuffle=False), SequentialOrder(LENGTH), "sequential"),
         ],
     )
@@ -504,8 +497,6 @@ INDICES: dict[str, Callable[[], Sampler[Any]]] = {
     "tuples": Pairs,
     "own state": OwnState,
 }
-DRAWN_ALIKE = ["ints", "own state"]
-BY_SLOT = "of an index that is no int, randomness follows from the first slot of its batch and not from the sample"
 
 
 def drawn(sampler: str, num_replicas: int = 1, *, batch_size: int | None = 3, **options: Any) -> dict[str, Any]:
@@ -529,26 +520,16 @@ class TestAugmentation:
 
     @pytest.mark.parametrize("num_replicas", [2, 3])
     @pytest.mark.parametrize("name", INDICES)
-    def test_it_is_alike_on_any_number_of_ranks_one_by_one(
-        self, name: str, num_replicas: int, request: pytest.FixtureRequest
-    ) -> None:
-        if (name, num_replicas) == ("tuples", 3):
-            request.applymarker(pytest.mark.xfail(strict=True, reason=TORN))
+    def test_it_is_alike_on_any_number_of_ranks_one_by_one(self, name: str, num_replicas: int) -> None:
         assert drawn(name, batch_size=None) == drawn(name, num_replicas, batch_size=None)
 
     @pytest.mark.parametrize("num_replicas", [2, 3])
     @pytest.mark.parametrize("name", INDICES)
-    def test_it_is_alike_on_any_number_of_ranks(
-        self, name: str, num_replicas: int, request: pytest.FixtureRequest
-    ) -> None:
-        if name not in DRAWN_ALIKE:
-            request.applymarker(pytest.mark.xfail(strict=True, reason=BY_SLOT))
+    def test_it_is_alike_on_any_number_of_ranks(self, name: str, num_replicas: int) -> None:
         assert drawn(name) == drawn(name, num_replicas)
 
     @pytest.mark.parametrize("name", INDICES)
-    def test_it_is_alike_for_any_batch_size(self, name: str, request: pytest.FixtureRequest) -> None:
-        if name not in DRAWN_ALIKE:
-            request.applymarker(pytest.mark.xfail(strict=True, reason=BY_SLOT))
+    def test_it_is_alike_for_any_batch_size(self, name: str) -> None:
         assert drawn(name) == drawn(name, batch_size=4)
 
     @pytest.mark.parametrize("batch_size", [3, None])
@@ -716,7 +697,6 @@ class TestDatasets:
 
         assert samples(on_ranks(lambda: DataLoader(dataset, batch_size=3, sampler=Strings()), 2)) == DATA
 
-    @pytest.mark.xfail(strict=True, reason=TORN)
     def test_tuples_are_handed_to_the_dataset_as_they_are_one_by_one(self) -> None:
         asked: list[Any] = []
 
@@ -730,7 +710,6 @@ class TestDatasets:
 
         assert {type(index) for index in asked} == {tuple}
 
-    @pytest.mark.xfail(strict=True, reason=TORN)
     def test_tuples_are_dealt_out_as_they_are_by_a_wrapper(self) -> None:
         ranks = [list(DDPSamplerWrapper(Pairs(), 3, rank)) for rank in range(3)]
 
@@ -760,7 +739,6 @@ class TestDatasets:
 
         assert samples([patch_dataloader(a_loader(batch_sampler=Lazy()))]) == DATA
 
-    @pytest.mark.xfail(strict=True, reason="batches that are no lists, tuples or arrays are served twice and not split")
     def test_ranges_are_split_at_the_end_like_lists(self) -> None:
         batches = [range(n, n + 2) for n in DATA[::2]]
 

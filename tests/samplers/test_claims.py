@@ -1,15 +1,13 @@
-"""Which run of a sampler is the latest, and that a sampler is put back which a run was dropped in the middle of."""
+"""Which run of a sampler is the latest, and that a sampler is put back which a run was in the middle of."""
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
 import pytest
 
 from lightning_stateful.samplers import claims
-from lightning_stateful.samplers.pristine import Pristine
 
 
 class Plain:
@@ -36,125 +34,120 @@ class Alike(Plain):
         return 1
 
 
-def claimed(sampler: Any) -> tuple[Any, Pristine]:
-    """A run that has claimed the sampler, and what the sampler held then."""
-    run, pristine = Plain(), Pristine([sampler])
-    claims.claim(sampler, run, pristine)
-    return run, pristine
+class Source:
+    """What runs a sampler, and knows what it held at first."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.at_first = sampler, list(getattr(sampler, "items", ()))
+
+    def put_back(self) -> None:
+        self.sampler.items[:] = self.at_first
+
+
+def claimed(sampler: Any) -> tuple[Any, Any]:
+    """What runs the sampler, and a run that has claimed it."""
+    source: Any = Source(sampler)
+    run: Any = Plain()
+    claims.claim(source, run)
+    return source, run
 
 
 def test_the_latest_run_holds_the_claim() -> None:
     sampler = Plain()
-    first, _ = claimed(sampler)
-    assert claims.is_claimed(sampler, first)
-    second, _ = claimed(sampler)
+    source, first = claimed(sampler)
+    assert claims.is_claimed(source, first)
+    other, second = claimed(sampler)
 
-    assert claims.is_claimed(sampler, second)
-    assert not claims.is_claimed(sampler, first)
+    assert claims.is_claimed(other, second)
+    assert not claims.is_claimed(source, first)
 
 
 def test_a_sampler_that_nobody_runs_is_anybodys() -> None:
-    assert claims.is_claimed(Plain(), Plain())
+    source: Any = Source(Plain())
+    run: Any = Plain()
+
+    assert claims.is_claimed(source, run)
 
 
-def test_a_run_that_is_gone_claims_nothing() -> None:
+def test_an_earlier_run_does_not_get_the_claim_back_when_the_latest_is_gone() -> None:
     sampler = Plain()
-    first, _ = claimed(sampler)
+    source, first = claimed(sampler)
     claimed(sampler)
-    gc.collect()
 
-    assert claims.is_claimed(sampler, first)
-
-
-def test_samplers_are_claimed_one_by_one() -> None:
-    samplers = [Plain(), Plain()]
-    runs = [claimed(sampler)[0] for sampler in samplers]
-
-    assert [[claims.is_claimed(sampler, run) for run in runs] for sampler in samplers] == [[True, False], [False, True]]
+    assert not claims.is_claimed(source, first)
 
 
-@pytest.mark.xfail(strict=True, reason="samplers are told apart by ==")
-def test_samplers_that_are_equal_are_claimed_one_by_one() -> None:
-    first, second = Alike(), Alike()
-    run, _ = claimed(first)
-    other, _ = claimed(second)
+@pytest.mark.parametrize("kind", [Plain, Alike, Unhashable])
+def test_samplers_are_claimed_one_by_one_even_if_they_are_equal(kind: Any) -> None:
+    (first, of_first), (second, of_second) = claimed(kind()), claimed(kind())
 
-    assert claims.is_claimed(first, run)
-    assert claims.is_claimed(second, other)
+    assert claims.is_claimed(first, of_first)
+    assert claims.is_claimed(second, of_second)
+    assert not claims.is_claimed(first, of_second)
 
 
-@pytest.mark.parametrize("make", [lambda: [1, 2, 3], lambda: range(3), Unhashable], ids=["list", "range", "unhashable"])
+@pytest.mark.parametrize("make", [lambda: [1, 2, 3], lambda: range(3)], ids=["list", "range"])
 def test_what_cannot_be_noted_is_anybodys(make: Any) -> None:
     sampler = make()
-    runs = [claimed(sampler)[0] for _ in range(2)]
-    claims.release(sampler)
-    claims.put_back(sampler)
+    both = [claimed(sampler) for _ in range(2)]
+    claims.take_over(both[0][0])
 
-    assert [claims.is_claimed(sampler, run) for run in runs] == [True, True]
+    assert [claims.is_claimed(source, run) for source, run in both] == [True, True]
 
 
-def test_a_sampler_is_put_back_that_a_run_was_dropped_in_the_middle_of() -> None:
+def test_a_sampler_that_is_taken_over_is_put_back_to_what_it_held_at_first() -> None:
+    sampler = Plain()
+    before, _ = claimed(sampler)
+    sampler.items.reverse()
+    after: Any = Source(sampler)
+    claims.take_over(after)
+
+    assert sampler.items == before.at_first == [1, 2, 3]
+
+
+def test_a_run_of_a_sampler_that_was_taken_over_has_to_begin_again() -> None:
+    sampler = Plain()
+    source, run = claimed(sampler)
+    after: Any = Source(sampler)
+    claims.take_over(after)
+
+    assert not claims.is_claimed(source, run)
+
+
+def test_a_sampler_that_nobody_runs_is_taken_over_as_it_is() -> None:
+    sampler = Plain()
+    source: Any = Source(sampler)
+    run: Any = Plain()
+    sampler.items.reverse()
+    claims.take_over(source)
+
+    assert sampler.items == [3, 2, 1]
+    assert claims.is_claimed(source, run)
+
+
+def test_a_sampler_of_which_the_source_is_gone_is_taken_over_as_it_is() -> None:
     sampler = Plain()
     claimed(sampler)
     sampler.items.reverse()
-    claims.put_back(sampler)
-
-    assert sampler.items == [1, 2, 3]
-
-
-def test_a_sampler_that_was_released_is_left_as_it_is() -> None:
-    sampler = Plain()
-    run, _ = claimed(sampler)
-    claims.release(sampler)
-    sampler.items.reverse()
-    claims.put_back(sampler)
-
-    assert sampler.items == [3, 2, 1]
-    assert claims.is_claimed(sampler, run)
-
-
-@pytest.mark.parametrize("note", [claims.release, claims.put_back])
-def test_of_a_sampler_that_nobody_runs_nothing_is_noted(note: Any) -> None:
-    sampler = Plain()
-    sampler.items.reverse()
-    note(sampler)
+    source: Any = Source(sampler)
+    claims.take_over(source)
 
     assert sampler.items == [3, 2, 1]
 
 
-def test_a_claim_without_data_puts_nothing_back() -> None:
+def test_neither_a_run_nor_its_source_is_kept_alive() -> None:
     sampler = Plain()
-    claims.claim(sampler, Plain(), None)
-    sampler.items.reverse()
-    claims.put_back(sampler)
+    gone = [weakref.ref(held) for held in claimed(sampler)]
 
-    assert sampler.items == [3, 2, 1]
+    assert [held() for held in gone] == [None, None]
 
 
-def test_a_run_is_not_kept_alive() -> None:
-    sampler = Plain()
-    run = weakref.ref(claimed(sampler)[0])
-    gc.collect()
-
-    assert run() is None
-
-
-def test_a_sampler_is_not_kept_alive() -> None:
-    sampler = Plain()
-    claims.claim(sampler, Plain(), None)
-    gone = weakref.ref(sampler)
-    del sampler
-    gc.collect()
-
-    assert gone() is None
-
-
-@pytest.mark.xfail(strict=True, reason="what puts its data back holds the sampler, and is held by the claim")
-def test_a_sampler_whose_data_would_be_put_back_is_not_kept_alive() -> None:
+def test_a_sampler_is_not_kept_alive_and_forgotten_with_its_claim() -> None:
     sampler = Plain()
     claimed(sampler)
-    gone = weakref.ref(sampler)
+    gone, key = weakref.ref(sampler), id(sampler)
+    assert key in claims._LATEST
     del sampler
-    gc.collect()
 
     assert gone() is None
+    assert key not in claims._LATEST

@@ -109,9 +109,7 @@ def test_indices_are_alike_in_whatever_they_are_held(item: Any, same: Any) -> No
     "kind",
     [
         np.int64,
-        pytest.param(
-            np.int32, marks=pytest.mark.xfail(strict=True, reason="only int and int64 are taken for the common case")
-        ),
+        np.int32,
     ],
 )
 def test_lists_of_numpy_integers_are_like_lists_of_ints(kind: Any) -> None:

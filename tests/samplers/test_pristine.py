@@ -57,7 +57,6 @@ class TestContainers:
             assert sampler.held is held  # type: ignore[attr-defined]
             assert repr(plain(held)) == before
 
-    @pytest.mark.xfail(strict=True, reason="a dict without items is taken for one that is being put back")
     @pytest.mark.parametrize("held", [{}, Counter(), defaultdict(int), OrderedDict()], ids=lambda v: type(v).__name__)
     def test_a_dict_that_was_empty_is_emptied(self, held: Any) -> None:
         pristine = Pristine([Bag(held=held)])

@@ -300,3 +300,23 @@ class TestAlone:
         sampler = Bag(**held)
         with Surroundings(sampler).alone():
             assert vars(sampler) == held
+
+
+class TestSharesThatWereCounted:
+    @pytest.mark.parametrize(
+        ("held", "alone"),
+        [
+            ({"_world_size": 2, "_rank": 1}, {"_world_size": 1, "_rank": 0}),
+            ({"num_replicas": 2, "rank": 1, "num_samples": 5}, {"num_replicas": 1, "rank": 0, "num_samples": 10}),
+            (
+                {"num_replicas": 4, "rank": 1, "num_samples": 30, "total_size": 120, "num_selected_samples": 10},
+                {"num_replicas": 1, "rank": 0, "num_samples": 120, "total_size": 120, "num_selected_samples": 40},
+            ),
+        ],
+    )
+    def test_they_are_those_of_one_rank_for_a_while(self, held: dict[str, int], alone: dict[str, int]) -> None:
+        sampler = Bag(**held)
+        with Surroundings(sampler).alone():
+            assert vars(sampler) == alone
+
+        assert vars(sampler) == held

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import samplers as theirs
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
@@ -225,3 +229,65 @@ def test_exceptions_of_the_sampler_come_out_and_leave_the_process_alone() -> Non
 
     assert random.getstate() == before
     assert (sampler.num_replicas, sampler.rank) == (3, 2)
+
+
+class InAThread(Sampler[int]):
+    """Draws in a thread of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        drawn: queue.Queue[int] = queue.Queue(4)
+
+        def draw() -> None:
+            for _ in range(40):
+                drawn.put(random.randrange(40))
+
+        threading.Thread(target=draw, daemon=True).start()
+        for _ in range(40):
+            yield drawn.get()
+
+
+def test_a_sampler_that_draws_in_a_thread_of_its_own_is_refused() -> None:
+    with pytest.raises(UnsupportedLoaderError, match="InAThread draws in a thread of its own"):
+        DDPSamplerWrapper(InAThread())
+
+
+class ShufflesBesideScores(Sampler[int]):
+    """Shuffles a list in place; its scores are somebody else's to set."""
+
+    def __init__(self, scores: Any) -> None:
+        self.indices, self.scores = list(range(40)), scores
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.indices)
+        return iter(self.indices)
+
+
+def test_what_iterating_leaves_alone_stays_as_somebody_else_has_changed_it(tmp_path: Path) -> None:
+    mapped = np.lib.format.open_memmap(tmp_path / "scores.npy", "w+", "float64", (40,))
+    for scores in (np.ones(40), torch.ones(40), [1] * 40, mapped):
+        wrapper = DDPSamplerWrapper(ShufflesBesideScores(scores))
+        list(wrapper)
+        scores[3] = 7  # type: ignore[call-overload]
+        list(wrapper)
+
+        assert scores[3] == 7
+
+
+class StatesItsEpochOnly(theirs.ShuffledBatches):
+    """Has a state that does not say where it stands."""
+
+    def __init__(self) -> None:
+        super().__init__([[number] for number in range(40)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_state_that_leads_nowhere_is_done_without() -> None:
+    source = UserSampler(StatesItsEpochOnly(), whole_batches=True)
+    source.examine()
+
+    assert source.way == "wound"

@@ -21,7 +21,7 @@ from support.runs import Outcome, seeded
 from support.sampler_cases import cuts_loader, teach, torchdatas_distributed, train_with
 from support.samplers import BATCHES, LENGTH, loader
 
-NUM_EPOCHS, NUM_STEPS = 4, 10
+NUM_EPOCHS, NUM_STEPS = 3, 10
 KINDS = 11
 
 

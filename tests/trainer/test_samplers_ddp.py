@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ WHOLE_EPOCHS = [
     if name not in ("random with replacement", "weighted", "weighted without replacement", "class balanced")
 ]
 # How many samples of an epoch may be left that cannot be split over two ranks, and are served to both.
-REPEATED = {"unbatched": 1, "unbatched, by itself": 1, "lhotse's": 6}
+REPEATED = {"unbatched": 1, "unbatched, by itself": 1, "lhotse's": 1}
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +94,14 @@ def test_two_ranks_serve_what_one_serves(ranks: Ranks, of_one_rank: dict[str, An
         assert not alone - ours
 
 
-NOT_SPLIT = pytest.mark.xfail(strict=True, reason="a last batch that is no list is served to every rank as a whole")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=NOT_SPLIT) if name == "lhotse's" else name for name in WHOLE_EPOCHS]
-)
+@pytest.mark.parametrize("name", WHOLE_EPOCHS)
 def test_an_epoch_gives_every_sample_once_over_the_ranks(ranks: Ranks, name: str) -> None:
     runs = [run[name] for run in of(ranks, "uninterrupted")]
     for epoch in range(2):
-        assert sorted(over_both(runs, epoch)) == list(range(sampler_cases.LENGTH))
+        counts = Counter(over_both(runs, epoch))
+        assert set(counts) == set(range(sampler_cases.LENGTH))
+        # lhotse's last batch may be of one cut, which both ranks are given.
+        assert counts.total() - sampler_cases.LENGTH <= (1 if name == "lhotse's" else 0)
 
 
 # Stops
@@ -185,19 +184,16 @@ def test_evaluation_gives_every_sample_once_over_the_ranks(ranks: Ranks, name: s
         assert all(batch for rank in found for batch in rank[stage])
 
 
-NO_INDICES = pytest.mark.xfail(strict=True, reason="no indices are kept of loaders without len")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=NO_INDICES) if "without len" in name else name for name in TO_EVALUATE]
-)
+@pytest.mark.parametrize("name", TO_EVALUATE)
 def test_every_rank_writes_its_predictions_with_their_indices(ranks: Ranks, name: str) -> None:
     for rank in of(ranks, "evaluated"):
         found = rank[name]
         assert found["predictions"] == found["predict"]
         assert [predicted for _, predicted in found["written"]] == found["predict"]
-        assert [indices for indices, _ in found["written"]] == found["predict"]
-        assert found["written at the end"] == [found["predict"]]
+        # Lightning infers no indices for loaders without len.
+        expected = [[] for _ in found["predict"]] if "without len" in name else found["predict"]
+        assert [indices for indices, _ in found["written"]] == expected
+        assert found["written at the end"] == ([[]] if "without len" in name else [expected])
 
 
 # Refusals
@@ -207,7 +203,8 @@ def test_every_rank_writes_its_predictions_with_their_indices(ranks: Ranks, name
 def test_a_sampler_that_differs_from_rank_to_rank_is_refused_on_every_rank(ranks: Ranks, case: str) -> None:
     for rank in ranks:
         assert rank[case].startswith("RankMismatchError: The ranks disagree about the training data"), rank[case]
-        assert "begins: rank 0" in rank[case]
+        sequences = re.findall(r"rank [01]: [^\n]*?'sequence': '(\w+)'", rank[case])
+        assert len(set(sequences)) == 2, rank[case]
 
 
 def test_a_sampler_that_one_rank_refuses_is_refused_on_every_rank(ranks: Ranks) -> None:
