@@ -29,6 +29,8 @@ _DEEPEST, _MOST_THINGS, _LONG, _FEW = 6, 10_000, 1024, 16
 _CONTAINERS = (list, tuple, dict)
 # Where samplers that deal out to ranks by themselves keep how many there are, which, and their share.
 _REPLICAS, _RANK = ("num_replicas", "world_size", "_num_replicas", "_world_size"), ("rank", "_rank")
+# What Lightning notes of the samplers that are made while it asks for loaders.
+_LIGHTNINGS = "__pl_saved"
 _COUNTS = ("num_samples", "total_size", "num_selected_samples")
 _NO_HOLDERS = (type, Dataset, torch.Tensor, torch.nn.Module, np.ndarray)
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), np.int64, np.float64})
@@ -153,6 +155,8 @@ class Surroundings:
         slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
         held = {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
         for name, item in held.items():
+            if name.startswith(_LIGHTNINGS):
+                continue
             self._find(f"{path}.{name}" if path else name, item, depth + 1)
 
 

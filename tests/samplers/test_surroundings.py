@@ -302,6 +302,14 @@ class TestAlone:
             assert vars(sampler) == held
 
 
+def test_what_lightning_notes_of_a_sampler_is_no_part_of_it() -> None:
+    generator = random.Random(1)
+    sampler = Bag()
+    vars(sampler).update({"__pl_saved_args": (generator,), "rng": generator})
+
+    assert set(Surroundings(sampler).generators) == {"rng"}
+
+
 class TestSharesThatWereCounted:
     @pytest.mark.parametrize(
         ("held", "alone"),

@@ -358,8 +358,18 @@ class TestRewritten:
         trainer = a_trainer()
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         progress.load_state_dict(loops((1, 1, 0, 0), batch)["epoch_loop.batch_progress"])
+        trainer.fit_loop.epoch_progress.current.started = 1
 
         assert next_step(trainer) == (0, 3)
+
+    def test_between_epochs_the_next_step_is_the_first_whatever_the_batches_counted(self) -> None:
+        trainer = a_trainer()
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        progress.load_state_dict(loops((1, 1, 0, 0), (3, 3, 3, 3))["epoch_loop.batch_progress"])
+        epoch: Any = trainer.fit_loop.epoch_progress.current
+        epoch.started = epoch.processed = 1
+
+        assert next_step(trainer) == (1, 0)
 
 
 def leaves(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -448,8 +458,9 @@ class TestEpochSetTo:
     def test_the_batches_are_left_alone(self) -> None:
         trainer = a_trainer()
         continue_from(trainer, within(4, 3))
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         with epoch_set_to(trainer, 1):
-            assert next_step(trainer) == (1, 3)
+            assert batches.processed == 3
 
 
 class TestLimits:
