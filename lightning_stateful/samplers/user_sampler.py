@@ -136,9 +136,11 @@ class UserSampler:
 
     def describe(self) -> dict[str, Any]:
         """What determines the sequence, as far as it can be read off, as plain data to be compared."""
+        # It settles the way as well.
+        begins = self.examine().begins
         length = "unknown" if self._length is None else self._length
         described = {"class": self.name, "way": self.way, "length": length}
-        return {"seed": self.seed, "sampler": described, "sequence": self.examine().begins}
+        return {"seed": self.seed, "sampler": described, "sequence": begins}
 
     def begin(self, epoch: int, number: int) -> Iterator[Any]:
         """Begin a pass of an epoch; to be called, and iterated, within the surroundings."""

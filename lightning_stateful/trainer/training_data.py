@@ -121,7 +121,7 @@ class TrainingData:
                 f"{prefix}length": loader.plan.num_slots(),
                 f"{prefix}batch_size": loader.batch_size,
                 f"{prefix}kind": state["kind"],
-                f"{prefix}config": state["config"],
+                **{f"{prefix}{name}": value for name, value in state["config"].items()},
             }
         return described
 
