@@ -65,11 +65,6 @@ class Engine(NamedTuple):
         return iterator.__next__ if self.is_plain else _counted(iterator, count, type(self.loader).__qualname__)
 
 
-def is_torchdatas(loader: Any) -> bool:
-    """Whether a loader is torchdata's, which adds a state and nothing else; the state is kept here."""
-    return type(loader).__module__.startswith("torchdata.")
-
-
 def _counted(iterator: Any, count: int, name: str) -> Callable[[], Any]:
     """Batches of a loader with an ``__iter__`` of its own, which has to give one for each that was planned."""
     served = 0

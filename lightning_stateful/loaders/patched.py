@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_stateful.loaders.origins import is_lightnings
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.stream_loader import StreamLoader
 
@@ -42,6 +43,4 @@ def _leaves(loaders: Any) -> Any:
 
 
 def _is_lightnings(value: Any, name: str) -> bool:
-    # By name: this floor does not import Lightning.
-    theirs = type(value).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
-    return theirs and type(value).__name__ == name
+    return is_lightnings(value) and type(value).__name__ == name

@@ -16,7 +16,8 @@ from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.batches import AnyPlan, PassBatches, PassIndices, PositionedBatches, SlotCut
 from lightning_stateful.loaders.cutting import cutting_of
-from lightning_stateful.loaders.engine import Engine, is_torchdatas
+from lightning_stateful.loaders.engine import Engine
+from lightning_stateful.loaders.origins import is_torchdatas
 from lightning_stateful.loaders.passes import Count, Pass
 from lightning_stateful.loaders.seeded import SeededDataset
 from lightning_stateful.samplers.randomness import keep_randomness

@@ -17,6 +17,7 @@ from torch.utils.data import (
 from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.index.draws import ReplacementOrder, SubsetOrder, WeightedOrder
 from lightning_stateful.index.orders import Order, SequentialOrder, ShuffledOrder
+from lightning_stateful.loaders.origins import is_lightnings, is_torchdatas
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 
 _DISTRIBUTED = (DistributedSampler, StatefulDistributedSampler)
@@ -75,8 +76,7 @@ def has_order(sampler: Any, *, replace: bool, generator: Any = None) -> bool:
         return True
     if _is(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         # What shuffle=True makes: it names a distribution, and no sampler of one's own.
-        theirs = type(sampler).__module__.startswith("torchdata.")
-        return replace or theirs or sampler.generator is None or sampler.generator is generator
+        return replace or is_torchdatas(sampler) or sampler.generator is None or sampler.generator is generator
     return replace and _is(sampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, *_DISTRIBUTED)
 
 
@@ -87,7 +87,7 @@ def cuts_samples(batch_sampler: Any) -> bool:
 
 def without_lightnings(sampler: Any) -> Any:
     """The sampler or batch sampler that Lightning has wrapped in one of its own, or the sampler itself."""
-    while type(sampler).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric"):
+    while is_lightnings(sampler):
         held = getattr(getattr(sampler, "dataset", None), "_sampler", None) or getattr(sampler, "_batch_sampler", None)
         if held is None:
             return sampler
@@ -97,5 +97,6 @@ def without_lightnings(sampler: Any) -> Any:
 
 def _is(sampler: Any, *kinds: type) -> bool:
     # A subclass may yield anything; torchdata's samplers of the same names only add a state to the same sequence.
-    theirs = type(sampler).__module__.startswith("torchdata.")
-    return type(sampler) in kinds or (theirs and type(sampler).__name__ in {kind.__name__ for kind in kinds})
+    return type(sampler) in kinds or (
+        is_torchdatas(sampler) and type(sampler).__name__ in {kind.__name__ for kind in kinds}
+    )

@@ -10,13 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_stateful.samplers.surroundings import OF_RANKS
+
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _CONTAINERS = (list, deque, dict, set, tuple, bytearray, np.ndarray, torch.Tensor)
-# Others say how many ranks there are.
-_RANKS = frozenset(
-    {"num_replicas", "world_size", "rank", "_num_replicas", "_world_size", "_rank"}
-    | {"num_samples", "total_size", "num_selected_samples"}
-)
 # Larger arrays are left as they are.
 _MOST_BYTES = 2**28
 # From so many on, lists in a list are not told apart one by one.
@@ -204,7 +201,7 @@ class _Copied(_Held):
 
 
 def _is_data(name: str, value: Any) -> bool:
-    return name not in _RANKS and isinstance(value, (*_SCALARS, *_CONTAINERS))
+    return name not in OF_RANKS and isinstance(value, (*_SCALARS, *_CONTAINERS))
 
 
 def _remember(value: Any, memo: Memo) -> _Held:

@@ -116,7 +116,7 @@ class SamplerPlan(StepPlan):
             ready = winding.look_ahead(ahead)
             left = remaining if self.order.is_sized else ready
             if ready < min(ahead, left):
-                raise wrong_length(self.order, f"only {slot % (len(self.order) or 1) + ready}", position.epoch)
+                raise self._too_few(slot, ready, position.epoch)
             plain = min(ready // full, left // full - 1)
             if plain > 0:
                 slots = winding.take(plain * full)
@@ -127,10 +127,9 @@ class SamplerPlan(StepPlan):
             step = rule.step_size(left)
             if not step or not rule.num_steps(left):
                 break
-            if winding.look_ahead(step) < step:
-                raise wrong_length(
-                    self.order, f"only {slot % (len(self.order) or 1) + winding.look_ahead(step)}", position.epoch
-                )
+            ready = winding.look_ahead(step)
+            if ready < step:
+                raise self._too_few(slot, ready, position.epoch)
             slots = winding.take(step)
             remaining -= step
             # Before what may be the last batch that anybody asks for.
@@ -198,6 +197,9 @@ class SamplerPlan(StepPlan):
                 self.num_replicas,
                 self.num_replicas - count,
             )
+
+    def _too_few(self, slot: int, ready: int, epoch: int) -> ConfigurationError:
+        return wrong_length(self.order, f"only {slot % (len(self.order) or 1) + ready}", epoch)
 
     def _check_end(self, winding: Winding, remaining: int, epoch: int) -> None:
         """Make sure, once no step is left, that a sampler with a length ends where it says."""

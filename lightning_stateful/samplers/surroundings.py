@@ -32,6 +32,7 @@ _REPLICAS, _RANK = ("num_replicas", "world_size", "_num_replicas", "_world_size"
 # What Lightning notes of the samplers that are made while it asks for loaders.
 _LIGHTNINGS = "__pl_saved"
 _COUNTS = ("num_samples", "total_size", "num_selected_samples")
+OF_RANKS = frozenset({*_REPLICAS, *_RANK, *_COUNTS})
 _NO_HOLDERS = (type, Dataset, torch.Tensor, torch.nn.Module, np.ndarray)
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), np.int64, np.float64})
 

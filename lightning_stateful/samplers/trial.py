@@ -14,6 +14,7 @@ from lightning_stateful.samplers.items import only_next
 from lightning_stateful.samplers.marks import digest
 from lightning_stateful.samplers.own_words import from_plain
 from lightning_stateful.samplers.repeated import Repeated
+from lightning_stateful.samplers.winding import STATE_STRIDE
 
 if TYPE_CHECKING:
     from lightning_stateful.samplers.user_sampler import UserSampler
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 _COMPARED, _EPOCHS = 64, 8
 # Seconds for which a sampler is followed to its end.
 _PATIENCE = 0.2
-# Where the states of a sampler with states of its own are taken; see the winding.
-_OWN_STATE_AT = 16
 
 
 class Trial:
@@ -104,19 +103,19 @@ class Trial:
     def _settle_way(self, first: list[str]) -> str:
         """Make sure that a sampler's own state leads where it should; if not, it is wound like any other."""
         source = self._source
-        if source.way == "own_state" and len(first) > _OWN_STATE_AT:
+        if source.way == "own_state" and len(first) > STATE_STRIDE:
             with source.entered():
                 slots = source.begin(0, 0)
-                for _ in range(_OWN_STATE_AT):
+                for _ in range(STATE_STRIDE):
                     next(slots)
-                source.surroundings.seed(source.seed, 0, 0, _OWN_STATE_AT)
+                source.surroundings.seed(source.seed, 0, 0, STATE_STRIDE)
                 state = source.own_state()
-                expected = [digest(slot) for slot in islice(slots, _OWN_STATE_AT)]
+                expected = [digest(slot) for slot in islice(slots, STATE_STRIDE)]
             with source.entered():
                 source.prepare(0, 0)
-                source.surroundings.seed(source.seed, 0, 0, _OWN_STATE_AT)
+                source.surroundings.seed(source.seed, 0, 0, STATE_STRIDE)
                 source.sampler.load_state_dict(from_plain(state))
-                found = [digest(slot) for slot in islice(only_next(iter(source.sampler)), _OWN_STATE_AT)]
+                found = [digest(slot) for slot in islice(only_next(iter(source.sampler)), STATE_STRIDE)]
             if found != expected:
                 source.way = "wound"
         return digest(first)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Slots between two states of a sampler that has its own, and what is kept of the latest slots: prefetching workers and
 # open accumulation windows are as far as training may lie behind.
-_STRIDE, _KEPT_STATES, _KEPT_MARKS, _KEPT_SLOTS = 16, 512, 512, 8192
+STATE_STRIDE, _KEPT_STATES, _KEPT_MARKS, _KEPT_SLOTS = 16, 512, 512, 8192
 # The states of a sampler that depends on training may be large; they serve an open accumulation window again.
 _KEPT_HANDED = 32
 # Slots that are drawn at a time, and the seconds after which it should not be more.
@@ -251,11 +251,11 @@ class Winding:
         """Let the sampler yield many slots, or all up to where a state of its own is due."""
         source, before = self._source, len(self._ready)
         if source.way == "own_state":
-            if self.drawn % _STRIDE == 0 and self.drawn != self._seeded_at:
+            if self.drawn % STATE_STRIDE == 0 and self.drawn != self._seeded_at:
                 # Seeded first: a state may hold generators, which a resume then puts where they are now.
                 source.surroundings.seed(source.seed, self.epoch, self.number, self.drawn)
                 self._states.append((self.drawn, source.own_state()))
-            wanted = min(wanted, _STRIDE - self.drawn % _STRIDE)
+            wanted = min(wanted, STATE_STRIDE - self.drawn % STATE_STRIDE)
         slots = islice(self._iterator, wanted)  # type: ignore[arg-type]  # begun
         try:
             # What a sampler yielded before it failed stays.
