@@ -243,7 +243,7 @@ def test_one_rank_measures_and_the_others_read(everything: Everything) -> None:
 
 
 def test_ranks_with_other_lengths_or_budgets_are_refused_on_every_rank(everything: Everything) -> None:
-    for case, words in (("other_lengths", "digest"), ("other_budgets", "'max_tokens': 41")):
+    for case, words in (("other_lengths", "digest"), ("other_budgets", "max_tokens: rank 0: 40, rank 1: 41")):
         for rank in everything.two:
             assert rank[case].startswith("RankMismatchError: The ranks disagree about the training data"), rank[case]
             assert words in rank[case]

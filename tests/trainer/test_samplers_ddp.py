@@ -203,8 +203,9 @@ def test_every_rank_writes_its_predictions_with_their_indices(ranks: Ranks, name
 def test_a_sampler_that_differs_from_rank_to_rank_is_refused_on_every_rank(ranks: Ranks, case: str) -> None:
     for rank in ranks:
         assert rank[case].startswith("RankMismatchError: The ranks disagree about the training data"), rank[case]
-        sequences = re.findall(r"rank [01]: [^\n]*?'sequence': '(\w+)'", rank[case])
-        assert len(set(sequences)) == 2, rank[case]
+        sequences = re.findall(r"- sequence: rank 0: '(\w+)', rank 1: '(\w+)'", rank[case])
+        assert len(sequences) == 1, rank[case]
+        assert len(set(sequences[0])) == 2, rank[case]
 
 
 def test_a_sampler_that_one_rank_refuses_is_refused_on_every_rank(ranks: Ranks) -> None:
