@@ -6,6 +6,8 @@
     ├── ConfigurationError (ValueError)       an argument is wrong, alone or beside another
     │   └── UnsupportedLoaderError            a loader that cannot be taken over
     ├── RankMismatchError (RuntimeError)      ranks disagree about lengths or configuration
+    ├── StreamError (RuntimeError)            a stream broke off; the state is that of the last batch handed over
+    │   └── ShardError                        a shard could not be read
     └── StateError (ValueError)               a state cannot be used
         ├── DamagedStateError                 keys are missing or values have the wrong type
         ├── StateVersionError                 written by a version that this one cannot read
@@ -35,6 +37,14 @@ class UnsupportedLoaderError(ConfigurationError):
 
 class RankMismatchError(StatefulError, RuntimeError):
     """The ranks of one run disagree about their data; raised on every rank alike."""
+
+
+class StreamError(StatefulError, RuntimeError):
+    """A stream broke off, here or on another rank; the state is that of the last batch handed over."""
+
+
+class ShardError(StreamError):
+    """A shard could not be read, or what it holds could not be made a sample of."""
 
 
 class StateError(StatefulError, ValueError):
