@@ -52,11 +52,14 @@ _REMEDIES = {
     "loaders": "Return the same loaders, under the same names",
     "sampler": "Build the sampler as when the checkpoint was written",
     "sequence": "The sampler does not begin an epoch as it did: build it with the same data and settings",
+    "buffer_size": "Pass the saved buffer_size",
+    "steps": "Apply the saved functions to the stream's samples, in the saved order",
+    "in_turn": "Pass weights, or leave them out, as when the checkpoint was written",
     "module": "Use the data module that the checkpoint was made with",
 }
 
 
-def pack(kind: str, order_version: int, config: Mapping[str, Any], position: Mapping[str, int]) -> dict[str, Any]:
+def pack(kind: str, order_version: int, config: Mapping[str, Any], position: Mapping[str, Any]) -> dict[str, Any]:
     """Put one loader's state into a fresh envelope."""
     return {
         "version": VERSION,

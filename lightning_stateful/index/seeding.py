@@ -37,6 +37,30 @@ def derive_words(count: int, *labels: Label) -> list[int]:
     return [int.from_bytes(stream[8 * i : 8 * i + 8], "little") for i in range(count)]
 
 
+def mixed_seed(seed: int, *numbers: int) -> int:
+    """A seed for each of very many things that are counted, from one derived seed: much faster than a hash for each.
+
+    Args:
+        seed: What :func:`derive_seed` gave for what the things have in common.
+        *numbers: Integers below 2**64 that tell them apart, as many for all.
+
+    Returns:
+        An integer in ``range(2**64)``, equal on every platform.
+
+    Source:
+        The finalizer of SplitMix64, Steele, Lea and Flood, OOPSLA 2014, once for each number.
+    """
+    for number in numbers:
+        seed = (seed + number + 0x9E3779B97F4A7C15) & _WORD
+        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _WORD
+        seed ^= seed >> 31
+    return seed
+
+
+_WORD = 2**64 - 1
+
+
 def _encode(labels: tuple[Label, ...]) -> bytes:
     parts = []
     for label in labels:

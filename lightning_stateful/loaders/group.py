@@ -11,6 +11,7 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder, SlotPlan
 from lightning_stateful.index.step_plan import StepPlan
 from lightning_stateful.loaders.patched import AnyLoader
+from lightning_stateful.loaders.stream_order import StreamOrder
 from lightning_stateful.samplers.cursor import read_position
 from lightning_stateful.samplers.user_sampler import UserSampler
 
@@ -192,6 +193,8 @@ class LoaderGroup:
 
 def _carries_over(loader: AnyLoader) -> bool:
     order = loader.order
+    if isinstance(order, StreamOrder):
+        return True
     if isinstance(order, UserSampler):
         return order.way == "feedback"
     return isinstance(order, BatchOrder) and order.carries_over

@@ -1,128 +1,87 @@
-"""A DataLoader over an iterable dataset, which is read again up to where it is to go on."""
+"""A DataLoader over a stream, which goes on where the model stands, on any ranks and workers."""
 
 from __future__ import annotations
 
 import copy
-import time
-import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
-from lightning_stateful.errors import Difference, PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.seeding import derive_seed
-from lightning_stateful.index.step_plan import ENDLESS, StepPlan
-from lightning_stateful.index.steps import StepRule
+from lightning_stateful.index.step_plan import ENDLESS
 from lightning_stateful.index.topology import Topology
+from lightning_stateful.loaders.stream_course import StreamCourse
+from lightning_stateful.loaders.stream_options import StreamOptions
+from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
 from lightning_stateful.samplers.cursor import Cursor
-from lightning_stateful.samplers.randomness import Randomness, keep_randomness, seed_randomness
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.state import accepted_names
-
-_END = object()
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOrder:
-    """Batches of a stream: as many as come, in the order in which they come."""
-
-    name: str
-    seed: int
-    num_workers: int
-    kind: ClassVar[str] = "stream"
-    order_version: ClassVar[int] = 1
-
-    def __len__(self) -> int:
-        return ENDLESS
-
-    def take(self, slots: Any, epoch: int) -> Any:
-        """The batches by number: nothing else is known of them."""
-        return slots
-
-    def describe(self) -> dict[str, Any]:
-        """What the batches follow from, as far as it is known."""
-        return {"seed": self.seed, "dataset": {"class": self.name}, "num_workers": self.num_workers}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamPlan(StepPlan):
-    """Counts steps; a rank is given what its own stream gives.
-
-    Attributes:
-        rule: One batch a step.
-        rank: 0: there is one stream for each rank.
-        width: Data-parallel ranks.
-    """
-
-    rule: StepRule
-    rank: int
-    width: int
-
-    def num_slots(self) -> int:
-        """More than there will be."""
-        return ENDLESS
-
-    def begin(self, epoch: int, held: Position | None = None) -> Position:
-        """The beginning of ``epoch``."""
-        return Position(epoch=epoch, width=self.width)
-
-    def is_over(self, position: Position) -> bool:
-        """False: the end is not known before it is there."""
-        return False
-
-    def repeats(self) -> list[str]:
-        """Nothing that is known."""
-        return []
+from lightning_stateful.streams.lane import StreamConfig
 
 
 class StreamLoader(DataLoader[Any]):
-    """Goes on in an iterable dataset by reading again, and leaving out, what was trained on.
+    """Serves a stream so that a resume goes on at the very next batch.
 
-    Every rank reads the stream that its own dataset gives it: dealing data out to ranks is the dataset's task. The
-    dataset is told the epoch by ``set_epoch`` where it has that. What torch, NumPy and ``random`` draw while it is
-    read is seeded from (seed, epoch, rank), in workers as well. One batch is read ahead, to know the last.
+    Ranks and workers take the stream's shards in turn. Each rank makes known how far it has read in its shards, through
+    the key-value store of the process group, so that every state has all of them, of the very same step; and all ranks
+    stop at the same step, known one step ahead. On the same ranks and workers a resume goes on in exactly the same
+    order; on others, what is left of the shards is dealt out anew.
 
-    A resume takes as long as reading what came before in the epoch, and says so in a warning. It needs the same number
-    of ranks and workers.
+    An iterable dataset without shards divides itself, and needs the same ranks and workers within an epoch. If it has
+    no ``state_dict`` either, it is read again up to its place.
 
     Args:
         loader: The user's loader; a copy of it is read, of its class and with its attributes.
-        seed: Chooses the randomness.
+        config: How the stream is read; by default as the loader says.
+        options: How it is served.
+        seed: Chooses the randomness of what has none of its own.
+        seed_samples: Seed what torch, NumPy and ``random`` draw, by (seed, epoch, shard, sample).
         num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
         rank: This rank.
         accept: Names of differences between a state and this configuration to let pass.
 
     State:
-        The position after the batches handed over, counted on every rank alike.
-    """
+        The position after the batches handed over, and where in its shards each lane stands; equal on all ranks.
 
-    is_sized = False
+    Raises:
+        ConfigurationError: Of the first batch: there are more lanes than shards.
+    """
 
     def __init__(
         self,
         loader: DataLoader[Any],
         *,
+        config: StreamConfig | None = None,
+        options: StreamOptions | None = None,
         seed: int = 0,
+        seed_samples: bool = True,
         num_replicas: int | None = None,
         rank: int | None = None,
         accept: Collection[str] = (),
     ) -> None:
         # Not torch's constructor: the copy has been constructed.
         self.__dict__["_original"] = copy.copy(loader)
-        vars(self._original).update(_iterator=None, generator=torch.Generator())
-        self.seed = as_int("seed", seed)
+        vars(self._original).update(_iterator=None)
+        self.seed, self.seed_samples = as_int("seed", seed), seed_samples
+        self.options = StreamOptions() if options is None else options
         self.accept = accepted_names(accept)
         self._num_replicas, self._rank = num_replicas, rank
-        self.order = StreamOrder(type(loader.dataset).__qualname__, self.seed, loader.num_workers)
+        self.course = StreamCourse(self._original, config, self.options, self.seed, seed_samples, lambda: self.topology)
+        self.order = StreamOrder(
+            type(loader.dataset).__qualname__, self.course.config.describe(), self.options.steps_per_epoch or ENDLESS
+        )
         self._cursor = Cursor(self.order, {})
         self._began: Position | None = None
         self._handed = 0
         self._latest: object = None
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the number of steps of an epoch is known beforehand."""
+        return self.options.steps_per_epoch is not None
 
     @property
     def topology(self) -> Topology:
@@ -132,7 +91,7 @@ class StreamLoader(DataLoader[Any]):
     @property
     def plan(self) -> StreamPlan:
         """Counts steps."""
-        return StreamPlan(rule=StepRule(batch_size=1), rank=0, width=self.topology.num_replicas)
+        return StreamPlan(width=self.topology.num_replicas, num_steps=len(self.order))
 
     @property
     def position(self) -> Position:
@@ -146,22 +105,28 @@ class StreamLoader(DataLoader[Any]):
         return self.position.epoch
 
     def __len__(self) -> int:
-        raise TypeError(f"{self.order.name} is a stream; how many batches it gives is known at its end.")
+        if self.options.steps_per_epoch is None:
+            raise TypeError(f"{self.order.name} is a stream; how many batches it gives is known at its end.")
+        return self.options.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
         latest = self._latest = object()
         began = self._began = self._cursor.position
         self._handed = 0
-        for batch, is_last in self._read(began):
+        empty = True
+        for batch, is_last in self.course.read(began):
+            empty = False
             if self._latest is latest:
                 self._handed += 1
                 if is_last:
-                    self.seek(self.plan.begin(began.epoch + 1))
+                    self._stand(self.plan.begin(began.epoch + 1))
             yield batch
+        if empty and self._latest is latest:
+            self._stand(self.plan.begin(began.epoch + 1))
 
     def batches(self, position: Position) -> Iterator[Any]:
         """The batches from ``position`` to the end of the epoch, without moving the loader."""
-        return (batch for batch, _ in self._read(position))
+        return (batch for batch, _ in self.course.read(position))
 
     def set_epoch(self, epoch: int) -> None:
         """Stand at the beginning of ``epoch``; a position within that same epoch is kept."""
@@ -171,8 +136,8 @@ class StreamLoader(DataLoader[Any]):
 
     def seek(self, position: Position) -> None:
         """Stand at ``position``, from the next pass on."""
-        self._cursor.position = position
-        self._began, self._handed, self._latest = None, 0, None
+        self._stand(position)
+        self._latest = None
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the batches handed over: fresh plain data, equal on all ranks."""
@@ -185,83 +150,41 @@ class StreamLoader(DataLoader[Any]):
             StateError: The state is damaged, of a future version, or of another configuration.
         """
         where = "The loader's state"
-        position = self._cursor.read(state_dict, accept=self.accept, where=where)
-        self.seek(self._of_these_ranks(position, where))
+        self._cursor.read(state_dict, accept=self.accept, where=where)
+        self.seek(self.locate(state_dict, cyclic=False, where=where))
 
     def state_at(self, position: Position) -> dict[str, Any]:
-        """The state at another position."""
-        return self._cursor.state_dict(replace(position, width=self.topology.num_replicas))
+        """The state at another position.
+
+        Raises:
+            StreamError: It is too long ago.
+        """
+        state = self._cursor.state_dict(replace(position, width=self.topology.num_replicas))
+        state["position"].update(self.course.standing_at(position).to_dict())
+        return state
 
     def report_at(self, position: Position) -> dict[str, Any]:
-        """Epoch, and batches of each rank."""
-        return {"epoch": position.epoch, "batches": position.consumed}
+        """Epoch, steps, pass over the stream, and shards not read to their end or left out."""
+        return {"epoch": position.epoch, "batches": position.consumed, **self.course.standing_at(position).report()}
 
     def position_report(self) -> dict[str, Any]:
-        """Epoch, and batches of each rank, after what was handed over."""
+        """:meth:`report_at` after what was handed over."""
         return self.report_at(self.position)
 
     def locate(self, state_dict: Mapping[str, Any], *, cyclic: bool, where: str) -> Position:
-        """The position in a state whose differences were looked at before."""
-        return self._of_these_ranks(self._cursor.locate(state_dict, cyclic=cyclic, where=where), where)
+        """The position in a state whose differences were looked at before.
 
-    def _of_these_ranks(self, position: Position, where: str) -> Position:
-        ranks = self.topology.num_replicas
-        if position.consumed and position.width != ranks:
-            remedy = (
-                f"What {self.order.name} gives to one rank cannot be given to others: resume on {position.width}, or "
-                "from a checkpoint at the end of an epoch."
-            )
-            changed = Difference(path="ranks", saved=position.width, present=ranks, remedy=remedy)
-            raise StateMismatchError([changed], where=where)
-        return replace(position, width=ranks)
+        Raises:
+            StateError: It is damaged, or cannot be continued on these ranks and workers.
+        """
+        position = self._cursor.locate(state_dict, cyclic=cyclic, where=where)
+        here = replace(position, width=self.topology.num_replicas)
+        self.course.go_on(here, state_dict["position"], position.width, where=where)
+        return here
 
-    def _read(self, position: Position) -> Iterator[tuple[Any, bool]]:
-        """Batches from ``position`` on, and whether each is the last."""
-        fetch = self._begin(position)
-        started = time.perf_counter()
-        for done in range(position.consumed):
-            if fetch() is _END:
-                raise PositionError(
-                    f"{position.consumed} batches of {self.order.name} were used in epoch {position.epoch}, but now it "
-                    f"ends after {done}. Read the same data, or resume from another checkpoint."
-                )
-        if position.consumed:
-            seconds = time.perf_counter() - started
-            warnings.warn(
-                f"{position.consumed} batches of {self.order.name} were read again, and left out, to go on in epoch "
-                f"{position.epoch}, which took {seconds:.1f} s. A map-style dataset is there at once.",
-                StatefulWarning,
-                stacklevel=2,
-            )
-        batch = fetch()
-        while batch is not _END:
-            upcoming = fetch()
-            yield batch, upcoming is _END
-            batch = upcoming
-
-    def _begin(self, position: Position) -> Any:
-        loader: Any = self._original
-        seed = derive_seed("stream", self.seed, position.epoch, self.topology.rank)
-        if callable(getattr(loader.dataset, "set_epoch", None)):
-            loader.dataset.set_epoch(position.epoch)
-        loader.generator.manual_seed(seed)
-        if loader.num_workers:
-            iterator = iter(loader)
-            return lambda: next(iterator, _END)
-        with keep_randomness():
-            seed_randomness(seed)
-            iterator, held = iter(loader), Randomness.now()
-
-        def fetch() -> Any:
-            nonlocal held
-            # The model draws from the same generators in between.
-            with keep_randomness():
-                held.restore()
-                batch = next(iterator, _END)
-                held = Randomness.now()
-            return batch
-
-        return fetch
+    def _stand(self, position: Position) -> None:
+        self._cursor.position = position
+        self._began, self._handed = None, 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_original" not in vars(self):
@@ -270,7 +193,9 @@ class StreamLoader(DataLoader[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What the user's loader has is set there: a worker_init_fn, persistent workers to be ended.
-        if name in vars(self._original) and name not in vars(self):
+        if name == "_iterator":
+            self.course.set_iterator(value)
+        elif name in vars(self._original) and name not in vars(self):
             setattr(self._original, name, value)
         else:
             object.__setattr__(self, name, value)

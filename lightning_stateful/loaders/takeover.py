@@ -12,12 +12,14 @@ from lightning_stateful.loaders.batches import SlotCut
 from lightning_stateful.loaders.kinds import class_of_patched
 from lightning_stateful.loaders.stateful_loader import OPTIONS, StatefulLoader
 from lightning_stateful.loaders.stream_loader import StreamLoader
+from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.torch_samplers import cuts_samples, has_order, without_lightnings
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.repeated import Repeated
 from lightning_stateful.samplers.sampler_plan import SamplerCut
 from lightning_stateful.state import accepted_names
+from lightning_stateful.streams.stream import as_stream
 
 
 def take_over(
@@ -56,10 +58,18 @@ def take_over(
         loader = loader.loader
     if isinstance(loader, StreamLoader):
         return loader
-    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) and not exact
-    if is_stream and getattr(loader, "in_order", True):
+    if _is_stream(loader, exact) and getattr(loader, "in_order", True):
         stream: Any = class_of_patched(StreamLoader, type(loader))
-        return stream(loader, seed=seed, num_replicas=num_replicas, rank=rank, accept=accept)  # type: ignore[no-any-return]  # made of both
+        taken: StreamLoader = stream(
+            loader,
+            options=StreamOptions(exact=exact),
+            seed=seed,
+            seed_samples=seed_samples,
+            num_replicas=num_replicas,
+            rank=rank,
+            accept=accept,
+        )
+        return taken
     if isinstance(loader, StatefulLoader):
         seed, seed_samples, accept = loader.seed, loader.seed_samples, (*loader.accept, *accepted_names(accept))
         if (loader.cut.num_replicas, loader.cut.rank) != (None, None):
@@ -179,6 +189,13 @@ def _cutting_again(loader: StatefulLoader, shuffle: bool | None, exact: bool) ->
         "drop_last": cut.drop_last,
         "exact": exact,
     }
+
+
+def _is_stream(loader: Any, exact: bool) -> bool:
+    """Whether a loader reads a stream; for evaluation, one whose shards can be dealt out."""
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return False
+    return not exact or as_stream(loader.dataset) is not None
 
 
 def _reason_against(loader: Any) -> str:

@@ -21,7 +21,7 @@ class ShardIterator(ABC):
         """Where the next sample comes from, as fresh plain JSON data; None if only reading again leads there."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # many hold nothing
         """Let go of files."""
 
 
@@ -32,9 +32,13 @@ class Shards(ABC):
 
     Attributes:
         draws: Whether code of the user's runs at every sample, which may draw random numbers.
+        pinned: Whether each shard belongs to the lane of its own number, because the stream divides itself.
+        reread: Why a shard has to be read again from its beginning on a resume, in words; empty where that is quick.
     """
 
     draws: bool = False
+    pinned: bool = False
+    reread: str = ""
 
     @property
     @abstractmethod
@@ -55,6 +59,10 @@ class Shards(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What tells other data apart cheaply, as plain data."""
+
+    def warnings(self) -> list[str]:
+        """What a user should know before training, each with what to do about it."""
+        return []
 
     def sizes(self) -> list[int] | None:
         """Samples of each shard, where that is known without reading."""

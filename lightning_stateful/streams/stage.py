@@ -25,6 +25,20 @@ class Item(NamedTuple):
     value: Any
 
 
+class Run(NamedTuple):
+    """Samples that come one after the other, without a name for each.
+
+    Attributes:
+        shard: The shard of the first.
+        first: The place of the first in that shard.
+        values: The samples.
+    """
+
+    shard: int
+    first: int
+    values: list[Any]
+
+
 class Stage(ABC):
     """An iterator over a part of a stream that can be opened anew where it stands.
 
@@ -48,7 +62,15 @@ class Stage(ABC):
         """Leave out items; returns how many there were."""
         return sum(1 for _ in islice(self, count))
 
-    def close(self) -> None:
+    def take(self, number: int) -> list[Any]:
+        """The next items, as many as there are up to ``number``."""
+        return list(islice(self, number))
+
+    def take_runs(self, number: int) -> list[Run]:
+        """The next items, without an object for each where that can be avoided."""
+        return [Run(item.shard, item.number, [item.value]) for item in self.take(number)]
+
+    def close(self) -> None:  # noqa: B027  # many hold nothing
         """Let go of files and processes; nothing is read any more."""
 
 

@@ -17,6 +17,7 @@ from lightning_stateful.index.orders import SequentialOrder
 from lightning_stateful.index.padding import BudgetedOrder, StepPadding, measure
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder
+from lightning_stateful.index.step_plan import ENDLESS
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.group import MODES, LoaderGroup
 from lightning_stateful.loaders.patched import AnyLoader
@@ -27,6 +28,7 @@ from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.user_sampler import WAYS, UserSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.trainer import counters
+from lightning_stateful.trainer.accumulation import longest_accumulation
 from lightning_stateful.trainer.agreement import build_alike
 from lightning_stateful.trainer.moment import Moment
 from lightning_stateful.trainer.randomness import seed_model
@@ -98,6 +100,7 @@ class TrainingData:
         self.pending: tuple[int, int] | None = None
         self.structure: Any = structure.rebuilt(lambda path, loader: self._view(path))
         self.group.refuse_short_sources(self.num_batches())
+        self._prepare_streams()
         self._report()
         self._warn_of_cut_epochs()
 
@@ -214,6 +217,14 @@ class TrainingData:
             )
         return taken
 
+    def _prepare_streams(self) -> None:
+        streams = [loader.course for loader in self.group.loaders.values() if isinstance(loader, StreamLoader)]
+        for course in streams:
+            if self.num_batches() < ENDLESS:
+                course.limit_steps(self.num_batches())
+            # A window of accumulated gradients that is open is served again from its first batch.
+            course.look_back(longest_accumulation(self._trainer) - 1)
+
     def _report(self) -> None:
         for path, loader in self.group.loaders.items():
             plan = loader.plan
@@ -221,10 +232,7 @@ class TrainingData:
             if isinstance(loader.order, UserSampler):
                 rank_zero_info(f"{where}: {loader.order.name} {WAYS[loader.order.way]}")
             if isinstance(loader, StreamLoader):
-                rank_zero_info(
-                    f"{where}: {loader.order.name} is a stream, which a resume reads again. Every rank trains on what "
-                    "its own dataset gives it."
-                )
+                rank_zero_info(f"{where}: {loader.order.name} is a stream: {loader.course.say()}")
             for repeats in plan.repeats():
                 rank_zero_info(
                     f"{where}: {repeats}, because {plan.num_replicas} ranks take equal steps. drop_last=True leaves "

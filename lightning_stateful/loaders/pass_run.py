@@ -1,0 +1,227 @@
+"""One pass over a stream on this rank: reads ahead, agrees with the other ranks on its end, knows where it stood."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lightning_stateful.errors import StreamError
+from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.topology import Topology
+from lightning_stateful.loaders.lanes import LaneTask
+from lightning_stateful.loaders.rank_reader import RankReader, as_place
+from lightning_stateful.loaders.stream_options import StreamTail
+from lightning_stateful.streams.exchange import Exchange
+from lightning_stateful.streams.stage import Place
+from lightning_stateful.streams.standing import Standing
+
+END = object()
+
+
+class _Read(NamedTuple):
+    """A batch that was read, and where this rank's lanes stand after it."""
+
+    batch: Any
+    places: list[Place | str]
+
+
+class PassRun:
+    """The batches of this rank from where a pass stands to where it ends on all ranks.
+
+    Args:
+        standing: Where to begin.
+        reader: Reads this rank's lanes.
+        topology: The ranks.
+        connect: Makes what the ranks tell each other where they stand; None if there is nobody to tell.
+        tail: Whether ranks that end early repeat batches until all have ended.
+        seed: Seeds the workers.
+        keep: How many steps back :meth:`standing_at` can look.
+    """
+
+    def __init__(
+        self,
+        standing: Standing,
+        reader: RankReader,
+        topology: Topology,
+        connect: Callable[[], Exchange] | None,
+        *,
+        tail: StreamTail = "next",
+        seed: int = 0,
+        keep: int = 64,
+    ) -> None:
+        self._begun, self._reader, self._topology = standing, reader, topology
+        self._tail, self._seed, self._keep = tail, seed, keep
+        self._exchange = None if connect is None else connect()
+        self._buffer: deque[_Read] = deque()
+        self._num_read = 0
+        # Batches of its own that this rank has in this pass, once that is known.
+        self._own: int | None = None
+        self._last: list[Place | str] = []
+        self._num_repeated: int = (standing.places[topology.rank] or {}).get("repeated", 0)
+        # Met where this rank reads ahead, and where it has to be raised.
+        self._error: Exception | None = None
+        self._broken: Exception | None = None
+        self._is_over = self._is_closed = False
+        self.served = 0
+        self._start(standing)
+        self._places: dict[int, list[Place | str]] = {0: reader.places}
+        self._skip_unknown(standing)
+
+    def next(self) -> Any:
+        """The next batch; :data:`END` where the pass ends on all ranks.
+
+        Raises:
+            StreamError: A stream broke off, here or on another rank.
+        """
+        if not self.has_next():
+            return END
+        if self._broken:
+            self.close()
+            raise self._broken
+        read = self._buffer.popleft()
+        self.served += 1
+        self._places[self.served] = read.places
+        self._places.pop(self.served - self._keep, None)
+        return read.batch
+
+    def has_next(self) -> bool:
+        """Whether another batch follows, or an error in its place."""
+        if self._is_over or self._broken:
+            return not self._is_over
+        exchange = self._exchange
+        self._read_until(self.served + 1 if exchange is None else exchange.horizon(self.served))
+        if self._error is not None and not self._buffer:
+            self._broken = self._error
+        elif exchange is None:
+            self._is_over = not self._buffer
+        else:
+            try:
+                self._is_over = not exchange.happens(self.served)
+            except StreamError as error:
+                self._broken = error
+        return not self._is_over
+
+    def standing_at(self, served: int) -> Standing:
+        """Where all lanes stood after ``served`` batches of each rank.
+
+        Raises:
+            StreamError: That is too long ago, or another rank's place is not there.
+        """
+        if not served:
+            return self._begun
+        if self._exchange is not None:
+            return self._gathered(self._told(self._exchange.places_at(served)), served)
+        if served not in self._places:
+            raise StreamError(
+                f"Where the stream stood after {served} batches is not known any more, {self.served - served} batches "
+                f"later; the last {self._keep} are kept."
+            )
+        return self._gathered(self._alone(self._places[served]), served)
+
+    def final(self) -> Standing:
+        """Where all lanes stand at the end of the pass."""
+        if self._exchange is not None and not self.served:
+            return self._begun
+        if self._exchange is not None:
+            return self._gathered(self._told(self._exchange.gather_places(self.served)), self.served)
+        return self._gathered(self._alone(self._reader.places), self.served)
+
+    def goes_on(self, served: int) -> bool:
+        """Whether the next batch is the one after ``served``."""
+        return served == self.served and not self._is_closed
+
+    def close(self) -> None:
+        """Stop reading; where it stood can still be asked for until another pass begins."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._reader.end()
+
+    def _start(self, standing: Standing) -> None:
+        tasks = []
+        for worker in standing.workers_in_turn(self._topology.rank):
+            lane = worker * standing.num_replicas + self._topology.rank
+            tasks.append(LaneTask(worker, standing.portions[lane], standing.places[lane], standing.epoch))
+        self._reader.begin(tasks, derive_seed("stream", self._seed, standing.epoch, self._topology.rank))
+
+    def _skip_unknown(self, standing: Standing) -> None:
+        """Where nobody has written where this rank stood: read again what it was given."""
+        own = standing.places[self._topology.rank :: standing.num_replicas]
+        if not standing.steps or any(place is not None for place in own):
+            return
+        for _ in range(standing.steps):
+            self._reader.next()
+        self._places[0] = self._reader.places
+
+    def _read_until(self, number: int) -> None:
+        while self._num_read < number and self._error is None:
+            try:
+                batch = self._next_of_any()
+            except StopIteration:
+                return
+            except Exception as error:
+                # What was read before comes first.
+                self._error = error
+                if self._exchange is not None:
+                    self._exchange.fail(f"{type(error).__name__}: {error}")
+                return
+            self._num_read += 1
+            places = self._reader.places if self._own is None else self._repeated()
+            self._buffer.append(_Read(batch, places))
+            if self._exchange is not None:
+                self._exchange.announce(json.dumps(places))
+
+    def _next_of_any(self) -> Any:
+        """The next batch of this rank's own, or one that it repeats until the others have ended."""
+        try:
+            return self._reader.next()
+        except StopIteration:
+            pads = self._exchange is not None and self._tail == "pad"
+            if self._own is None:
+                self._own, self._last = self._num_read, self._reader.places
+                if self._exchange is not None:
+                    self._exchange.announce_end()
+                # On a resume, some had been repeated before.
+                missed = self._num_repeated if pads else 0
+            else:
+                missed = 0
+            if not pads:
+                raise
+        self._start_over()
+        for _ in range(missed):
+            self._next_repeated()
+        return self._next_repeated()
+
+    def _next_repeated(self) -> Any:
+        for _ in range(2):
+            try:
+                return self._reader.next()
+            except StopIteration:
+                self._start_over()
+        raise StreamError(
+            f"Rank {self._topology.rank} was dealt no shard, so it has no batch to repeat until the others have ended. "
+            'Use fewer ranks or workers, make more shards, or pass tail="next".'
+        )
+
+    def _start_over(self) -> None:
+        self._start(self._begun.at((None,) * self._begun.num_lanes))
+
+    def _repeated(self) -> list[Place | str]:
+        """Where this rank stands, in the words of its first worker, after one more repeated batch."""
+        self._num_repeated += 1
+        return [{**as_place(self._last[0]), "repeated": self._num_repeated}, *self._last[1:]]
+
+    def _alone(self, places: list[Place | str]) -> dict[int, list[Place]]:
+        return {self._topology.rank: [as_place(place) for place in places]}
+
+    def _told(self, ranks: Sequence[str]) -> dict[int, list[Place]]:
+        return {rank: [as_place(place) for place in json.loads(text)] for rank, text in enumerate(ranks)}
+
+    def _gathered(self, ranks: dict[int, list[Place]], served: int) -> Standing:
+        begun = self._begun
+        places: list[Place | None] = list(begun.places)
+        for rank, told in ranks.items():
+            places[rank :: begun.num_replicas] = told
+        return begun.at(tuple(places), steps=begun.steps + served)

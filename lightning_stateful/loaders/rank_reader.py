@@ -1,0 +1,197 @@
+"""What one rank reads of a stream: the batches of its lanes, in turn, and where each lane stands after each."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
+
+from lightning_stateful.errors import ConfigurationError, StatefulError, StreamError
+from lightning_stateful.loaders.lanes import Delivery, LaneDataset, LaneTask
+from lightning_stateful.streams.lane import Lane, StreamConfig
+from lightning_stateful.streams.stage import Place
+
+# What torch says when a worker is gone, or slow.
+_OF_WORKERS = re.compile(r"DataLoader (worker|timed out)|Pin memory thread")
+
+
+class RankReader:
+    """Runs the lanes of a rank in a copy of the user's loader, pass after pass.
+
+    Args:
+        loader: The user's loader; a copy of it is run, of its class and with its options.
+        config: How the stream is read.
+        seed: Seeds the workers; what ``collate_fn`` draws follows from it too.
+        seed_samples: Whether that is so.
+    """
+
+    def __init__(self, loader: DataLoader[Any], config: StreamConfig, seed: int, *, seed_samples: bool) -> None:
+        self._name, self._config = type(loader).__qualname__, config
+        self.num_workers = loader.num_workers
+        lanes = max(loader.num_workers, 1)
+        self._dataset = LaneDataset(config, loader.collate_fn, loader.dataset, seed if seed_samples else None, lanes)
+        self._generator = torch.Generator()
+        self.loader: Any = copy.copy(loader)
+        # Past torch's guard against changes.
+        vars(self.loader).update(
+            dataset=self._dataset,
+            batch_size=None,
+            batch_sampler=None,
+            sampler=_InfiniteConstantSampler(),
+            collate_fn=_as_it_is,
+            drop_last=False,
+            generator=self._generator,
+            _dataset_kind=_DatasetKind.Iterable,
+            _iterator=None,
+            _get_iterator=lambda: _Unwrapping(type(self.loader)._get_iterator(self.loader), self._arrived),
+        )
+        if loader.num_workers and loader.persistent_workers:
+            context: Any = loader.multiprocessing_context or torch.multiprocessing
+            self._dataset.queues = [context.SimpleQueue() for _ in range(loader.num_workers)]
+        self._arrived: deque[Delivery] = deque()
+        self._batches: Iterator[Any] | None = None
+        # A worker's is read when somebody wants it.
+        self.places: list[Place | str] = []
+
+    def begin(self, tasks: Sequence[LaneTask], seed: int) -> None:
+        """Begin to read.
+
+        Args:
+            tasks: What each lane reads, the one first whose batch comes first.
+            seed: Seeds torch's workers.
+        """
+        self.end()
+        self._arrived.clear()
+        self._generator.manual_seed(seed)
+        self.places = [self._begun(task) for task in sorted(tasks, key=lambda task: task.worker)]
+        self._dataset.tasks = list(tasks)
+        self._batches = self._iterated()
+        for queue, task in zip(self._dataset.queues, tasks, strict=False):
+            queue.put(task)
+
+    def _iterated(self) -> Iterator[Any]:
+        kind, loader = type(self.loader), self.loader
+        is_plain = kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+        if is_plain and not loader.num_workers and not loader.pin_memory:
+            # What torch's iterator does here, without its bookkeeping for each batch.
+            return _Unwrapping(iter(self._dataset), self._arrived)
+        return iter(loader)
+
+    def next(self) -> Any:
+        """The next batch; :attr:`places` then says where the lanes stand after it.
+
+        Raises:
+            StopIteration: The rank's share is read.
+            StreamError: A worker is gone, or a shard could not be read.
+        """
+        if self._batches is None:
+            raise StopIteration
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._note_ends()
+            if self._arrived:
+                raise self._other_count("fewer") from None
+            self._batches = None
+            raise
+        except Exception as error:
+            self.end()
+            ours = isinstance(error, StatefulError) or not isinstance(error, RuntimeError)
+            if ours or not _OF_WORKERS.search(str(error)):
+                raise
+            raise self._broken_off(error) from error
+        self._note_ends()
+        if not self._arrived:
+            raise self._other_count("more")
+        self._note(self._arrived.popleft())
+        return batch
+
+    def end(self) -> None:
+        """Stop reading; workers that are not persistent end."""
+        self._batches = None
+
+    def shut_down(self) -> None:
+        """End persistent workers as well."""
+        self.end()
+        self.loader._iterator = None
+
+    def _begun(self, task: LaneTask) -> Place:
+        return Lane(self._config, task.portions, task.place).place() if task.place is None else task.place
+
+    def _note_ends(self) -> None:
+        while self._arrived and self._arrived[0].is_end:
+            self._note(self._arrived.popleft())
+
+    def _note(self, delivery: Delivery) -> None:
+        # A new list: the old one is part of the history.
+        self.places = [*self.places]
+        self.places[delivery.worker] = delivery.place
+
+    def _other_count(self, which: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self._name}.__iter__ gives {which} batches than it reads, so nobody can say what the model was trained "
+            "on. Give one for each."
+        )
+
+    def _broken_off(self, error: Exception) -> StreamError:
+        reading = sorted({shard for task in self._dataset.tasks for shard in _shards_at(self, task)})
+        return StreamError(
+            f"The workers broke off: {error} They were reading {', '.join(reading)}. Nothing is lost: the state is "
+            "that of the last batch handed over. Look for a worker out of memory or a slow disk, and resume."
+        )
+
+
+class _Unwrapping:
+    """torch's iterator, which hands over the batches and puts aside where they come from."""
+
+    def __init__(self, iterator: Any, arrived: deque[Delivery]) -> None:
+        self._iterator, self._arrived = iterator, arrived
+
+    def __iter__(self) -> _Unwrapping:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            delivery = next(self._iterator)
+            batch = delivery.batch
+            self._arrived.append(delivery._replace(batch=None))
+            if not delivery.is_end:
+                return batch
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_iterator" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._iterator, name)
+
+
+def as_place(place: Place | str) -> Place:
+    """A place, which a worker gives as JSON."""
+    return json.loads(place) if isinstance(place, str) else place
+
+
+def _shards_at(reader: RankReader, task: LaneTask) -> list[str]:
+    """The shards that a lane has open, by name."""
+    place = as_place(reader.places[task.worker])
+    names = []
+    for name, portions in task.portions.items():
+        at = None if place is None else place["of"][name]
+        number = 0 if at is None else at["portion"]
+        if number < len(portions):
+            opened = max(at["opened"] - 1, 0) if at is not None else 0
+            names.append(reader._config.sources[name].shards.name(portions[number].shards[opened]))
+    return names
+
+
+def _as_it_is(delivery: Any) -> Any:
+    return delivery

@@ -1,0 +1,326 @@
+"""A stream over all epochs on this rank: pass after pass, and where all lanes stood at each of the latest steps."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed
+from torch.utils.data import DataLoader
+
+from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StatefulWarning, StateMismatchError
+from lightning_stateful.index.position import Position
+from lightning_stateful.index.topology import Topology
+from lightning_stateful.loaders.pass_run import PassRun
+from lightning_stateful.loaders.rank_reader import RankReader
+from lightning_stateful.loaders.stream_options import StreamOptions
+from lightning_stateful.streams.exchange import Exchange
+from lightning_stateful.streams.lane import ALONE, StreamConfig
+from lightning_stateful.streams.own_stream import OwnStream
+from lightning_stateful.streams.source import Source
+from lightning_stateful.streams.standing import Standing
+from lightning_stateful.streams.stream import as_stream
+
+# Steps that a trainer may have fetched beyond those that the model was trained on, and some more.
+_READ_AHEAD = 16
+
+
+class _Known(NamedTuple):
+    """Where all lanes stand before some step: said outright, or by a run and how much that had served."""
+
+    standing: Standing | None
+    run: PassRun | None = None
+    served: int = 0
+
+
+class StreamCourse:
+    """Reads a stream from any step that it has come by, and knows where all lanes stood there.
+
+    Args:
+        loader: The user's loader.
+        config: How the stream is read; None to read it as the loader says.
+        options: How it is served.
+        seed: Chooses the randomness of what has none of its own.
+        seed_samples: Seed what is drawn at samples.
+        topology: Gives the ranks.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        config: StreamConfig | None,
+        options: StreamOptions,
+        seed: int,
+        seed_samples: bool,
+        topology: Callable[[], Topology],
+    ) -> None:
+        self._loader, self._options, self._seed, self._seed_samples = loader, options, seed, seed_samples
+        self._topology = topology
+        self._batching: dict[str, Any] = {
+            "batch_size": loader.batch_size,
+            "is_batched": loader.batch_size is not None,
+            "drop_last": loader.drop_last,
+        }
+        stream = as_stream(loader.dataset, seed, seed_samples=seed_samples)
+        if config is None and stream is not None:
+            config = stream.config(**self._batching)
+        self._given = config
+        self._known: OrderedDict[tuple[int, int], _Known] = OrderedDict()
+        self._run: PassRun | None = None
+        self._reader: RankReader | None = None
+        self._limit = options.steps_per_epoch
+        # Steps that a state may lie behind the batches handed over, beside those that a trainer reads ahead.
+        self._lag = 0
+        for source in self.config.sources.values():
+            for text in source.shards.warnings():
+                warnings.warn(text, StatefulWarning, stacklevel=3)
+
+    @property
+    def config(self) -> StreamConfig:
+        """How the stream is read on the present ranks."""
+        return self._config_on(self._topology().num_replicas, self._num_workers)
+
+    def limit_steps(self, steps: int) -> None:
+        """End epochs after so many steps at the latest; the next goes on from there."""
+        self._limit = steps if self._limit is None else min(steps, self._limit)
+
+    def look_back(self, steps: int) -> None:
+        """Be able to say where the stream stood so many steps ago."""
+        self._lag = max(self._lag, steps)
+
+    def say(self) -> str:
+        """How it is dealt out and resumed, in words."""
+        sources = self.config.sources.values()
+        if any(source.shards.pinned for source in sources):
+            dealt = "every rank and worker trains on what its own dataset gives it"
+        else:
+            dealt = (
+                f"its {sum(source.shards.num_shards for source in sources)} shards are dealt out to ranks and workers"
+            )
+        again = "; ".join(sorted({source.shards.reread for source in sources if source.shards.reread}))
+        return f"{dealt}, and a resume " + (f"reads them again, because {again}." if again else "goes on within them.")
+
+    @property
+    def _keep(self) -> int:
+        return _READ_AHEAD + self._lag
+
+    def read(self, position: Position) -> Iterator[tuple[Any, bool]]:
+        """The batches from ``position`` to the end of the epoch, and whether each is the last.
+
+        Raises:
+            StreamError: A stream broke off, here or on another rank.
+            PositionError: Nobody knows where the stream stands at ``position``.
+        """
+        epoch, step = position.epoch, position.consumed
+        run = self._run_at(position)
+        endless = self._options.steps_per_epoch is not None
+        while self._limit is None or step < self._limit:
+            if not run.has_next():
+                # A limited epoch may begin where a pass ends.
+                if not endless and (self._limit is None or step):
+                    break
+                run = self._next_pass(run)
+                if not run.has_next():
+                    raise ConfigurationError(f"{self._name} has no batch to give in a whole pass.")
+            batch = run.next()
+            step += 1
+            self._know(epoch, step, _Known(None, run, run.served))
+            is_last = step == self._limit
+            if is_last:
+                self._know(epoch + 1, 0, _Known(None, run, run.served))
+            elif not endless and not run.has_next():
+                is_last = True
+                self._know(epoch + 1, 0, _Known(self._following(run)))
+            yield batch, is_last
+            if is_last:
+                return
+        at_limit = step == self._limit
+        self._know(epoch + 1, 0, self._known[epoch, step] if at_limit else _Known(self._following(run)))
+
+    def standing_at(self, position: Position) -> Standing:
+        """Where all lanes stand at ``position``.
+
+        Raises:
+            PositionError, StreamError: Nobody knows, or not any more.
+        """
+        known = self._known.get((position.epoch, position.consumed))
+        if known is not None and known.run is not None:
+            return known.run.standing_at(known.served)
+        if known is not None and known.standing is not None:
+            return known.standing
+        if position.consumed:
+            raise PositionError(
+                f"Where {self._name} stood before step {position.consumed} of epoch {position.epoch} is not known: it "
+                "was not read there, nor loaded from a state. Load a state, or begin with an epoch."
+            )
+        topology = self._topology()
+        return self._beginning(position.epoch, topology.num_replicas)
+
+    def go_on(self, position: Position, data: Mapping[str, Any], num_replicas: int, *, where: str) -> None:
+        """Know from a state where all lanes stand at ``position``.
+
+        Args:
+            position: The position, on the present ranks.
+            data: What :meth:`Standing.to_dict` made.
+            num_replicas: The ranks of the run that made it.
+            where: How an error calls the state.
+
+        Raises:
+            StateError: It is damaged, or cannot be continued on these ranks and workers.
+        """
+        workers = data.get("workers")
+        saved = self._config_on(num_replicas, workers if isinstance(workers, int) and workers > 0 else 1)
+        standing = self._here(Standing.from_dict(data, saved, num_replicas), where)
+        again = standing.read_again()
+        if again and self._options.replay == "refuse":
+            remedy = 'Pass replay="warn" to read them again, or give the dataset state_dict and load_state_dict.'
+            saying = f"{sum(again.values())} samples of {', '.join(again)} to be read again"
+            raise StateMismatchError(
+                [Difference(path="replay", saved=saying, present="refuse", remedy=remedy)], where=where
+            )
+        self._know(position.epoch, position.consumed, _Known(standing))
+
+    def set_iterator(self, iterator: Any) -> None:
+        """Keep or end persistent workers, as torch's ``_iterator`` does."""
+        if iterator is None and self._reader is not None:
+            self._reader.shut_down()
+
+    @property
+    def iterator(self) -> Any:
+        """Persistent workers."""
+        return None if self._reader is None else self._reader.loader._iterator
+
+    @property
+    def _name(self) -> str:
+        return type(self._loader.dataset).__qualname__
+
+    @property
+    def _num_workers(self) -> int:
+        return max(self._loader.num_workers, 1)
+
+    def _config_on(self, num_replicas: int, num_workers: int) -> StreamConfig:
+        if self._given is not None:
+            return self._given
+        shards = OwnStream(self._loader.dataset, num_replicas, num_workers)
+        source = Source(shards=shards, seed=self._seed, seed_samples=self._seed_samples)
+        return StreamConfig(sources={ALONE: source}, **self._batching)
+
+    def _beginning(self, epoch: int, num_replicas: int) -> Standing:
+        config, lanes = self.config, num_replicas * self._num_workers
+        for name, source in config.sources.items():
+            shards = source.shards.num_shards
+            if shards < lanes and not self._options.exact:
+                of = f" of source {name!r}" if name else ""
+                raise ConfigurationError(
+                    f"{num_replicas} ranks with {self._num_workers} workers each are {lanes} lanes, more than the "
+                    f"{shards} shards{of} that {self._name} has, so some would have nothing to read. Use "
+                    f"num_workers={shards // num_replicas}, fewer ranks, or make more and smaller shards"
+                    + (" (Hugging Face: dataset.reshard() for parquet files)." if shards else ".")
+                )
+        return Standing.beginning(config, epoch, num_replicas, self._num_workers)
+
+    def _here(self, standing: Standing, where: str) -> Standing:
+        """A standing on the present ranks and workers."""
+        present = self._topology().num_replicas, self._num_workers
+        saved = standing.num_replicas, standing.num_workers
+        if present == saved:
+            return standing
+        pinned = any(source.shards.pinned for source in standing.config.sources.values())
+        if not pinned and (standing.is_known or not standing.steps):
+            return standing.on(*present)
+        if pinned and not standing.has_begun:
+            return self._beginning(standing.epoch, present[0])
+        remedy = (
+            f"What {self._name} gives to one rank and worker cannot be given to others: resume on {saved[0]} ranks "
+            f"with num_workers={self._loader.num_workers and saved[1]}, or from a checkpoint at the end of an epoch."
+        )
+        changed = [
+            Difference(path=name, saved=before, present=now, remedy=remedy)
+            for name, before, now in zip(("ranks", "workers"), saved, present, strict=True)
+            if before != now
+        ]
+        raise StateMismatchError(changed, where=where)
+
+    def _run_at(self, position: Position) -> PassRun:
+        known = self._known.get((position.epoch, position.consumed))
+        if known is not None and known.run is not None and known.run is self._run and known.run.goes_on(known.served):
+            # Its batches are read ahead already.
+            return known.run
+        standing = self._here(self.standing_at(position), "The stream")
+        again = standing.read_again(range(self._topology().rank, standing.num_lanes, standing.num_replicas))
+        started = time.perf_counter()
+        run = self._begin(standing)
+        if again:
+            run.has_next()
+            why = "; ".join(sorted({source.shards.reread for source in self.config.sources.values()}))
+            warnings.warn(
+                f"{sum(again.values())} samples of {', '.join(again)} were read again, and left out, to go on in epoch "
+                f"{position.epoch}, which took {time.perf_counter() - started:.1f} s, because {why}.",
+                StatefulWarning,
+                stacklevel=3,
+            )
+        self._know(position.epoch, position.consumed, _Known(standing))
+        return run
+
+    def _begin(self, standing: Standing) -> PassRun:
+        if self._run is not None:
+            self._run.close()
+        if self._reader is None:
+            self._reader = RankReader(self._loader, self.config, self._seed, seed_samples=self._seed_samples)
+        self._run = PassRun(
+            standing,
+            self._reader,
+            self._topology(),
+            self._connect if self._is_joined() else None,
+            tail=self._options.tail,
+            seed=self._seed,
+            keep=self._keep,
+        )
+        return self._run
+
+    def _next_pass(self, run: PassRun) -> PassRun:
+        following = self._following(run)
+        # The other ranks' places of this pass are about to be taken away.
+        late = [(at, known) for at, known in self._known.items() if known.run is run]
+        for at, known in late[len(late) - self._lag - 1 :]:
+            self._known[at] = _Known(run.standing_at(known.served))
+        return self._begin(following)
+
+    def _following(self, run: PassRun) -> Standing:
+        final = run.final()
+        if self._options.exact:
+            return self._beginning(final.epoch + 1, final.num_replicas)
+        return final.following()
+
+    def _know(self, epoch: int, step: int, known: _Known) -> None:
+        self._known[epoch, step] = known
+        self._known.move_to_end((epoch, step))
+        while len(self._known) > self._keep:
+            self._known.popitem(last=False)
+
+    def _is_joined(self) -> bool:
+        """Whether there are other ranks to agree with."""
+        if self._topology().num_replicas == 1 or self._options.exact:
+            return False
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+    def _connect(self) -> Exchange:
+        topology = self._topology()
+        world = torch.distributed.get_world_size()
+        if world != topology.num_replicas:
+            raise ConfigurationError(
+                f"{world} processes are {topology.num_replicas} data-parallel ranks. Streams need one process for each "
+                "rank, as under DDP or FSDP."
+            )
+        return Exchange(
+            torch.distributed.distributed_c10d._get_default_store(),
+            topology,
+            label=self._name,
+            first_step=0,
+            tail="pad" if self._options.tail == "pad" else "stop",
+            keep=self._keep,
+            timeout=self._options.timeout,
+        )

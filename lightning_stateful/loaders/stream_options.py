@@ -1,0 +1,42 @@
+"""How a stream is served, beside how it is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.checks import as_int
+
+StreamTail = Literal["next", "pad"]
+Replay = Literal["warn", "refuse"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """How a stream is served.
+
+    Attributes:
+        steps_per_epoch: Steps of an epoch; the next goes on where it ends, and the stream begins again where it ends.
+        tail: What becomes of ranks that have batches left where others have none: they keep them for the next epoch
+            (``"next"``), or the others repeat some of theirs (``"pad"``).
+        replay: Whether a stream that has to be read again up to its place is read, with a warning, or refused.
+        exact: Whether each rank serves what it has, however many steps it takes: for evaluation.
+        timeout: Seconds to wait for the other ranks' batches.
+
+    Raises:
+        ConfigurationError: An argument is out of range.
+    """
+
+    steps_per_epoch: int | None = None
+    tail: StreamTail = "next"
+    replay: Replay = "warn"
+    exact: bool = False
+    timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if self.steps_per_epoch is not None and as_int("steps_per_epoch", self.steps_per_epoch) < 1:
+            raise ConfigurationError(f"steps_per_epoch must be at least 1, got {self.steps_per_epoch}.")
+        for name, legal in (("tail", ("next", "pad")), ("replay", ("warn", "refuse"))):
+            if getattr(self, name) not in legal:
+                raise ConfigurationError(f"{name} must be one of {legal}, got {getattr(self, name)!r}.")

@@ -1,0 +1,99 @@
+"""Shuffling in blocks, which are read again and never saved."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from lightning_stateful.index.permutation import KeyedPermutation
+from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.streams.stage import Item, Open, Place, Run, Stage
+
+
+class BlockShuffle(Stage):
+    """Consecutive blocks of items, each in an order of its own.
+
+    An item travels less than the size of a block. The order follows from the seed and from the block's first item, so
+    that a block opened at a place is the same without a random state.
+
+    Args:
+        open_inner: Opens what is shuffled.
+        place: Where to begin; None for the beginning.
+        size: Items of a block; the last may have fewer.
+        seed: Chooses the orders.
+    """
+
+    def __init__(self, open_inner: Open, place: Place | None, *, size: int, seed: int) -> None:
+        self._inner = open_inner(None if place is None else place["at"])
+        self._size, self._seed = size, seed
+        self._at: Place = self._inner.place()
+        # The block's samples as they are served, the place of each in the order of reading, and what was read.
+        self._values: list[Any] = []
+        self._order: list[int] = []
+        self._runs: list[Run] = []
+        self._starts: list[int] = []
+        self._served = 0
+        if place is not None and place["since"]:
+            self._fill()
+            self._served = place["since"]
+
+    def __next__(self) -> Item:
+        for run in self.take_runs(1):
+            return Item(run.shard, run.first, run.values[0])
+        raise StopIteration
+
+    def take_runs(self, number: int) -> list[Run]:
+        """The next samples: those of a block under the name of the first of them."""
+        taken = []
+        while number:
+            if self._served == len(self._values):
+                self._fill()
+                if not self._values:
+                    break
+            values = self._values[self._served : self._served + number]
+            shard, first = self._name(self._served)
+            taken.append(Run(shard, first, values))
+            self._served += len(values)
+            number -= len(values)
+        return taken
+
+    def take(self, number: int) -> list[Any]:
+        """The next items, each under its own name."""
+        return list(islice(self, number))
+
+    def skip(self, count: int) -> int:
+        """Leave out items."""
+        return sum(len(run.values) for run in self.take_runs(count))
+
+    def place(self) -> Place:
+        """Where the block was begun, and how many items of it are served."""
+        if self._served == len(self._values):
+            return {"at": self._inner.place(), "since": 0}
+        return {"at": self._at, "since": self._served}
+
+    def close(self) -> None:
+        """Close what is shuffled."""
+        self._inner.close()
+
+    def _fill(self) -> None:
+        self._at, self._served = self._inner.place(), 0
+        runs = self._inner.take_runs(self._size)
+        values: list[Any] = []
+        self._starts = []
+        for run in runs:
+            self._starts.append(len(values))
+            values += run.values
+        self._runs, self._order = runs, []
+        if runs:
+            key = derive_seed("block", self._seed, runs[0].shard, runs[0].first)
+            self._order = KeyedPermutation(len(values), key).take(np.arange(len(values))).tolist()
+        self._values = [values[number] for number in self._order]
+
+    def _name(self, served: int) -> tuple[int, int]:
+        """The shard of an item of the block, and its place in that."""
+        number = self._order[served]
+        which = bisect_right(self._starts, number) - 1
+        return self._runs[which].shard, self._runs[which].first + number - self._starts[which]

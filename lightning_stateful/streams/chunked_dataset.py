@@ -1,0 +1,63 @@
+"""A stream of chunks, opened by a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.streams.chunks import Chunks
+from lightning_stateful.streams.lane import ALONE
+from lightning_stateful.streams.reading import OnError
+from lightning_stateful.streams.source import Source
+from lightning_stateful.streams.steps import Mapped
+from lightning_stateful.streams.stream import Stream
+
+
+class ChunkedDataset(Stream):
+    """Samples in chunks, such as compressed files, of which each is opened by a function.
+
+    Args:
+        chunk_refs: What stands for each chunk: a path, or anything that can be pickled. All ranks pass the same list.
+        read_chunk_fn: Opens a chunk: ``read_chunk_fn(ref)`` gives its samples, one after the other or all at once. What
+            it draws at random as it is opened follows from (seed, epoch, chunk).
+        shuffle: Read the chunks of each epoch in an order of its own, and shuffle samples in blocks.
+        buffer_size: Samples of a block, which are held in memory; 1 to leave samples in the order of their chunks.
+        seed: Chooses the orders and the randomness.
+        transform: A function of a sample, applied after shuffling, under a seed of (seed, epoch, chunk, sample).
+        on_error: ``"skip"`` to leave out the rest of a chunk that cannot be read, and count it.
+        chunk_sizes: Samples of each chunk, if they are known.
+
+    State:
+        See :class:`Stream`.
+
+    Raises:
+        ConfigurationError: There are no chunks, or an argument is out of range.
+
+    Source:
+        ``chunked_dataset_iterator`` of infinibatch gave the idea of chunks and blocks.
+    """
+
+    def __init__(
+        self,
+        chunk_refs: Iterable[Any],
+        read_chunk_fn: Callable[[Any], Iterable[Any]],
+        shuffle: bool = True,
+        buffer_size: int = 1024,
+        seed: int = 0,
+        transform: Callable[[Any], Any] | None = None,
+        on_error: OnError = "raise",
+        chunk_sizes: Sequence[int] | None = None,
+    ) -> None:
+        refs = list(chunk_refs)
+        if not refs:
+            raise ConfigurationError("ChunkedDataset was given no chunks. Look at the pattern that should find them.")
+        source = Source(
+            shards=Chunks(refs, read_chunk_fn, seed, chunk_sizes),
+            shuffle=shuffle,
+            buffer_size=buffer_size if shuffle else 0,
+            seed=seed,
+            on_error=on_error,
+            steps=() if transform is None else (Mapped(transform),),
+        )
+        super().__init__({ALONE: source})

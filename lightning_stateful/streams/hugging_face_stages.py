@@ -1,0 +1,239 @@
+"""What the stages of a Hugging Face ``IterableDataset`` mean for reading it shard by shard."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lightning_stateful.errors import ConfigurationError
+
+REBATCHED, FORMATTED = "RebatchedArrowExamplesIterable", "FormattedExamplesIterable"
+SHARDS_INTERLEAVED = "InterleavedShardsExamplesIterable"
+INTERLEAVED = ("CyclingMultiSourcesExamplesIterable", "RandomlyCyclingMultiSourcesExamplesIterable")
+# Stages by what people call them, those that Hugging Face adds by itself by nothing; of others nothing is known.
+_WORDS = {
+    "ExamplesIterable": "",
+    "ArrowExamplesIterable": "",
+    REBATCHED: "",
+    FORMATTED: "",
+    SHARDS_INTERLEAVED: "",
+    "SelectColumnsIterable": "select_columns",
+    "MappedExamplesIterable": "map",
+    "FilteredExamplesIterable": "filter",
+    "RepeatExamplesIterable": "repeat",
+    "TakeExamplesIterable": "take",
+    "SkipExamplesIterable": "skip",
+    "BufferShuffledExamplesIterable": "shuffle",
+    **dict.fromkeys(INTERLEAVED, "interleave_datasets"),
+    "VerticallyConcatenatedMultiSourcesExamplesIterable": "concatenate_datasets",
+    "HorizontallyConcatenatedMultiSourcesExamplesIterable": "concatenate_columns",
+}
+_DETAILS = ("n", "num_times", "buffer_size", "stopping_strategy", "probabilities", "column_names")
+_WITHOUT_REPLACEMENT = "all_exhausted_without_replacement"
+# A longer number is no seed that somebody chose, but what the system gave for none.
+_BITS_OF_A_SEED = 64
+
+
+def walk(stage: Any) -> Iterator[Any]:
+    """The stages that a dataset is made of, the last one first."""
+    yield stage
+    for source in sources_of(stage):
+        yield from walk(source)
+
+
+def sources_of(stage: Any) -> list[Any]:
+    """The stages that a stage reads from."""
+    return [stage.ex_iterable] if hasattr(stage, "ex_iterable") else list(getattr(stage, "ex_iterables", ()))
+
+
+def word_of(stage: Any) -> str:
+    """What people call a stage."""
+    return _WORDS.get(type(stage).__name__, type(stage).__name__)
+
+
+def is_batched(stage: Any) -> bool:
+    """Whether a map or a filter may make several samples at a time."""
+    return bool(stage.batched or (stage.formatting and stage.formatting.is_table))
+
+
+def function_of(stage: Any) -> Callable[..., Any] | None:
+    """The function of a map or a filter."""
+    function: Callable[..., Any] | None = getattr(stage, "mask_function", getattr(stage, "function", None))
+    return function
+
+
+def is_of_user(function: Any) -> bool:
+    """Whether a function is none of Hugging Face's own."""
+    owner = getattr(_bare(function), "__self__", None)
+    of = _bare(function) if owner is None or inspect.ismodule(owner) else type(owner)
+    module = getattr(of, "__module__", None) or type(of).__module__
+    # Behind the builder of a generator there is the user's.
+    return module.partition(".")[0] != "datasets" or module.startswith("datasets.packaged_modules.generator")
+
+
+def runs_users_code(stage: Any) -> bool:
+    """Whether a stage may run code that is none of Hugging Face's own."""
+    if type(stage).__name__ not in _WORDS:
+        return True
+    function = function_of(stage) or _reader(stage)
+    return function is not None and is_of_user(function)
+
+
+def refuse(stage: Any, num_shards: int) -> None:
+    """Refuse a stage that cannot be repeated, or of which the shards would hold something else.
+
+    Raises:
+        ConfigurationError: It is such a stage.
+    """
+    word, generator = word_of(stage), getattr(stage, "generator", None)
+    if generator is not None and _is_unseeded(generator):
+        raise ConfigurationError(
+            f"{word} has no seed, so that every process would read other samples, and a resume too. Pass seed=..., or "
+            "leave it out and let this package shuffle or mix."
+        )
+    if num_shards < 2:
+        return
+    if not getattr(stage, "split_when_sharding", True):
+        raise ConfigurationError(
+            f"{word}({stage.n}) was called after split_dataset_by_node, which makes it count in each of the "
+            f"{num_shards} shards. Leave split_dataset_by_node out: ranks are dealt their shards by this package."
+        )
+    if _name_of(function_of(stage)) == "add_column_fn":
+        raise ConfigurationError(
+            f"add_column counts rows from 0 in each of the {num_shards} shards, so that all but the first would get "
+            "values of other rows. Write the column into the files, or add it in a map, from what tells samples apart."
+        )
+
+
+def warning_of(stage: Any, num_shards: int) -> str:
+    """What differs from reading the dataset as a whole, and what to do; empty for nothing."""
+    word = word_of(stage)
+    if word == "shuffle":
+        return (
+            f".shuffle(buffer_size={stage.buffer_size}) in the pipeline: Hugging Face's own state loses what is in the "
+            "buffer; this library reads the shard again from its beginning on a resume. Leave shuffle() out and pass "
+            "buffer_size= for an exact block shuffle."
+        )
+    if num_shards < 2:
+        return ""
+    if word in ("take", "skip"):
+        return (
+            f"{word}({stage.n}) is divided among the {num_shards} shards, as Hugging Face does for workers: it counts "
+            f"from the beginning of each, and not {stage.n} samples from the beginning of the first. Give the dataset "
+            "fewer files instead, or one shard."
+        )
+    if word == "interleave_datasets" and stage.stopping_strategy != _WITHOUT_REPLACEMENT:
+        return (
+            f"interleave_datasets ends in each of its {num_shards} shards by itself ({stage.stopping_strategy}: of the "
+            "parts of the datasets that are in the shard), so that other samples are left out or repeated than without "
+            f"shards. Pass stopping_strategy={_WITHOUT_REPLACEMENT!r}, or mix the datasets with MixedStream."
+        )
+    if getattr(stage, "drop_last_batch", False) and word == "map":
+        return (
+            f"drop_last_batch drops the incomplete last batch of each of the {num_shards} shards. Leave it out to train "
+            "on every sample."
+        )
+    if getattr(stage, "with_indices", False) and not _accumulates(stage):
+        return (
+            f"{word}(with_indices=True) counts from 0 in each of the {num_shards} shards. Give samples a column that "
+            "tells them apart."
+        )
+    return ""
+
+
+def loss_of(stage: Any) -> str:
+    """Why a shard with this stage has to be read again on a resume; empty if it need not be."""
+    word, function = word_of(stage), function_of(stage)
+    if type(stage).__name__ not in _WORDS:
+        return f"this version does not know the stage {word}"
+    if word == "shuffle":
+        return "shuffle() holds samples back that Hugging Face's state leaves out"
+    if _accumulates(stage):
+        return "batch(by_column=...) holds samples back that Hugging Face's state leaves out"
+    if function is not None and inspect.iscoroutinefunction(function) and is_of_user(function):
+        return "async functions run ahead of the sample that is read"
+    if function is None and runs_users_code(stage):
+        return "a generator has to make every sample again"
+    return ""
+
+
+def files_of(stage: Any) -> list[str]:
+    """The files that a source reads, as far as its arguments tell."""
+    for name, value in getattr(stage, "kwargs", {}).items():
+        if isinstance(value, str) and ("file" in name or "path" in name):
+            return [value]
+        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+            return list(value)
+    return []
+
+
+def describe(stage: Any) -> str:
+    """A stage and those before it, in words that do not depend on the process."""
+    before = [describe(source) for source in sources_of(stage)]
+    word = word_of(stage)
+    if not before:
+        reader = _reader(stage)
+        owner = getattr(_bare(reader), "__self__", None)
+        return word or (_name_of(reader).strip("_") if owner is None else type(owner).__name__.lower())
+    text = before[0] if len(before) == 1 else f"({' + '.join(before)})"
+    if not word:
+        return text
+    details = [f"{name}={vars(stage)[name]}" for name in _DETAILS if vars(stage).get(name) is not None]
+    if getattr(stage, "batched", False):
+        details.append(f"batch_size={stage.batch_size}")
+    return f"{text} > {word}({', '.join(details)})"
+
+
+def sizes_of(stage: Any) -> list[int] | None:
+    """Samples of each shard of a stage; None if only reading tells."""
+    word, number = word_of(stage), int(stage.num_shards)
+    sources = [sizes_of(source) for source in sources_of(stage)]
+    if not sources:
+        tables = getattr(stage, "kwargs", {}).get("shards")
+        is_known = not runs_users_code(stage) and isinstance(tables, list)
+        return [len(table) for table in tables] if is_known and tables is not None else None
+    if any(sizes is None for sizes in sources):
+        return None
+    sizes = [size for source in sources for size in source or ()]
+    if word == "concatenate_datasets":
+        return sizes
+    if len(sources) > 1 or len(sizes) != number:
+        return None
+    if word == "repeat":
+        return None if stage.num_times is None else [size * max(stage.num_times, 0) for size in sizes]
+    if word in ("take", "skip"):
+        parts = zip(sizes, stage.split_number(stage.n, number), strict=True)
+        return [min(size, part) if word == "take" else max(size - part, 0) for size, part in parts]
+    is_one_to_one = word in ("", "select_columns", "shuffle") or (word == "map" and not is_batched(stage))
+    return sizes if is_one_to_one and not getattr(stage, "drop_last_batch", False) else None
+
+
+def _reader(stage: Any) -> Callable[..., Any] | None:
+    reader: Callable[..., Any] | None = getattr(
+        stage, "generate_examples_fn", getattr(stage, "generate_tables_fn", None)
+    )
+    return reader
+
+
+def _accumulates(stage: Any) -> bool:
+    return bool(getattr(stage, "is_batch_accumulate_arrow_table_function", False))
+
+
+def _bare(function: Any) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(_bare(function), "__name__", ""))
+
+
+def _is_unseeded(generator: np.random.Generator) -> bool:
+    seeds: Any = getattr(generator.bit_generator, "seed_seq", None)
+    entropy = getattr(seeds, "entropy", None)
+    return isinstance(entropy, int) and entropy.bit_length() > _BITS_OF_A_SEED

@@ -1,0 +1,62 @@
+"""Several streams as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.checks import as_int
+from lightning_stateful.index.mixture import Stop
+from lightning_stateful.streams.lane import ALONE
+from lightning_stateful.streams.mixing import By, Mixing
+from lightning_stateful.streams.stream import Stream, as_stream
+
+
+class MixedStream(Stream):
+    """Several streams, of which one after the other has its turn.
+
+    Without weights they come in turn, as :class:`RoundRobinDataModule` has it; with weights as often as
+    these say, in blocks of exact shares, as :class:`MixtureDataModule` has it. All ranks take a step's batch from the
+    same source as long as none is exhausted.
+
+    Args:
+        streams: The streams by name, or in a list.
+        weights: A positive number for each, by name or in order; None for round robin.
+        temperature: Above 1, weights are made more alike.
+        by: Whether a turn is a ``"batch"`` or a ``"sample"``.
+        stop: When a worker's share of an epoch ends: ``"all_exhausted"``, ``"first_exhausted"`` (what is left comes
+            first in the next epoch), or ``"cycle"``: those exhausted begin again until all have been.
+        seed: Chooses the order of turns.
+
+    Raises:
+        ConfigurationError: An argument is out of range, or a stream is mixed itself.
+    """
+
+    def __init__(
+        self,
+        streams: Mapping[str, Any] | Sequence[Any],
+        *,
+        weights: Mapping[str, Any] | Sequence[Any] | None = None,
+        temperature: float = 1,
+        by: By = "batch",
+        stop: Stop = "all_exhausted",
+        seed: int = 0,
+    ) -> None:
+        named = streams if isinstance(streams, Mapping) else {str(n): stream for n, stream in enumerate(streams)}
+        if not named:
+            raise ConfigurationError("MixedStream was given no streams.")
+        sources = {}
+        for name, dataset in named.items():
+            stream = as_stream(dataset)
+            if stream is None or stream.mixing is not None:
+                raise ConfigurationError(
+                    f"Stream {name!r} is a {type(dataset).__qualname__}"
+                    f"{' mixed already' if stream is not None else ', which has no shards'}. Mix ChunkedDatasets and "
+                    "streams of Hugging Face's."
+                )
+            sources[str(name)] = stream.sources[ALONE]
+        mixing = Mixing.of(
+            list(sources), weights=weights, temperature=temperature, by=by, stop=stop, seed=as_int("seed", seed)
+        )
+        super().__init__(sources, mixing)

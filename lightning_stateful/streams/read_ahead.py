@@ -1,0 +1,304 @@
+"""Batches of like lengths, cut from windows that are read ahead and never saved."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import compress, pairwise
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+
+from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
+from lightning_stateful.index.budget import Budget
+from lightning_stateful.index.checks import as_int
+from lightning_stateful.index.cutting import cut_window
+from lightning_stateful.index.lengths import MAX_SAMPLE_LENGTH
+from lightning_stateful.index.permutation import Indices, KeyedPermutation
+from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.too_long import TooLong, num_samples
+from lightning_stateful.streams.stage import Item, Open, Place, Stage
+
+# Lengths whose batch sizes are kept at hand.
+_KEPT_SIZES = 4096
+
+_VALUE = attrgetter("value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAheadConfig:
+    """How a window is sorted and cut.
+
+    Attributes:
+        window: Samples of a window; the last may have fewer.
+        budget: What a batch may hold.
+        length: From a sample to its length, or the name of a column of the samples: of a number that, of anything else
+            its ``len``.
+        boundary_key: From a sample to an integer, or the name of a column of integers; a batch holds samples of one. A
+            window is sorted by key, and then by length. None if all samples may meet.
+        shuffle_batches: Whether the batches of a window come in random order; by key and the longest first, if not.
+        too_long: What to do about samples longer than the budget: ``"error"`` breaks the stream off at the first,
+            ``"drop"`` leaves them out and ``"alone"`` serves each in a batch of its own.
+        longest: The longest length that fits the budget; -1 if none does.
+
+    Raises:
+        ConfigurationError: A value is out of range, or no sample fits the budget.
+    """
+
+    window: int
+    budget: Budget
+    length: Callable[[Any], Any] | str = len
+    boundary_key: Callable[[Any], Any] | str | None = None
+    shuffle_batches: bool = True
+    too_long: TooLong = "error"
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "window", as_int("window", self.window))
+        if self.window < 1:
+            raise ConfigurationError(f"window must be at least 1, got {self.window}.")
+        if not isinstance(self.budget, Budget):
+            raise ConfigurationError(f"budget must be a Budget, got {self.budget!r}.")
+        for name in ("length", "boundary_key"):
+            given = getattr(self, name)
+            if not isinstance(given, str) and not callable(given) and (name == "length" or given is not None):
+                raise ConfigurationError(
+                    f"{name} must be a function of a sample or the name of a column, got {given!r}."
+                )
+        if self.too_long not in get_args(TooLong):
+            raise ConfigurationError(f"too_long must be one of {get_args(TooLong)}, got {self.too_long!r}.")
+        fits = partial(_is_too_long, self.budget)
+        object.__setattr__(self, "longest", bisect_left(range(MAX_SAMPLE_LENGTH), True, key=fits) - 1)
+        if self.longest < 0 and self.too_long != "alone":
+            raise ConfigurationError(
+                f"Not even a sample of one token fits max_tokens={self.budget.max_tokens} with {self.budget.cost}. "
+                "Raise max_tokens."
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data to be compared; of functions, their names. What is not set is left out."""
+        described = {**self.budget.describe(), "window": self.window, "too_long": self.too_long}
+        if self.budget.ends:
+            described["boundaries"] = list(self.budget.ends)
+        if self.boundary_key is not None:
+            described["boundary_key"] = _name(self.boundary_key)
+        return {**described, "lengths": _name(self.length), "shuffle_batches": self.shuffle_batches}
+
+
+class Tokens(NamedTuple):
+    """How much a batch holds.
+
+    Attributes:
+        used: The sum of its lengths.
+        padded: The same with padding: its number of samples times its longest.
+    """
+
+    used: int
+    padded: int
+
+
+class ReadAhead(Stage):
+    """Batches of items of like lengths.
+
+    A window is read, sorted, the longest item first, cut and yielded batch by batch; then the next is read. Equally
+    long items stay in the order in which they were read, and a batch never reaches beyond its window.
+
+    Opened within a window, it reads that window again. Nothing is drawn that would have to be kept: in which order the
+    batches come follows from the seed and from the first item of the window. So windows of an order that is alike in
+    every epoch are shuffled alike too, unless the seed follows from the epoch.
+
+    Args:
+        open_inner: Opens what is cut, a stage of items.
+        place: Where to begin; None for the beginning.
+        config: How windows are cut.
+        seed: Chooses the orders of batches.
+
+    Attributes:
+        num_dropped: Samples left out so far because they are too long.
+        tokens: Those of the latest batch; None before the first.
+
+    State:
+        ``at``, where the window begins; ``since``, how many of its batches have been yielded; ``dropped``, which is
+        ``num_dropped``.
+
+    Raises:
+        ShardError: A length or a key could not be had.
+        StreamError: A sample is too long.
+        PositionError: The window has fewer batches than were yielded of it.
+    """
+
+    def __init__(self, open_inner: Open, place: Place | None, *, config: ReadAheadConfig, seed: int) -> None:
+        self._inner = open_inner(None if place is None else place["at"])
+        self._config, self._seed = config, seed
+        self._length = _read_length(config.length)
+        self._key = itemgetter(config.boundary_key) if isinstance(config.boundary_key, str) else config.boundary_key
+        self._num_samples = lru_cache(_KEPT_SIZES)(partial(num_samples, config.budget))
+        self._at: Place = self._inner.place()
+        self._items: list[Item] = []
+        self._lengths: list[int] = []
+        # Where each batch begins and ends among the items, in the order in which they are yielded.
+        self._batches: list[tuple[int, int]] = []
+        self._served = 0
+        # Not so while a window is read, and from then on if that failed.
+        self._is_whole = True
+        self.num_dropped = 0
+        self.tokens: Tokens | None = None
+        if place is not None:
+            if place["since"]:
+                self._read_window()
+                self._leave_out(place["since"])
+            # Those of this window were counted before.
+            self.num_dropped = place["dropped"]
+
+    def __next__(self) -> list[Item]:
+        if not self._find_batch():
+            raise StopIteration
+        start, stop = self._batches[self._served]
+        self._served += 1
+        lengths = self._lengths[start:stop]
+        self.tokens = Tokens(sum(lengths), lengths[0] * len(lengths))
+        return self._items[start:stop]
+
+    def skip(self, count: int) -> int:
+        """Leave out batches without building them; their samples are read and measured all the same."""
+        skipped = 0
+        while skipped < count and self._find_batch():
+            some = min(count - skipped, len(self._batches) - self._served)
+            self._served += some
+            skipped += some
+        return skipped
+
+    def place(self) -> Place:
+        """Where the window begins, and what has been yielded of it."""
+        if not self._is_whole:
+            at, since = self._at, 0
+        elif self._served == len(self._batches):
+            at, since = self._inner.place(), 0
+        else:
+            at, since = self._at, self._served
+        return {"at": at, "since": since, "dropped": self.num_dropped}
+
+    def close(self) -> None:
+        """Close what is cut."""
+        self._inner.close()
+
+    def _find_batch(self) -> bool:
+        """Read on until there is a batch; False at the end."""
+        # Of a window, all samples may be too long.
+        while self._served == len(self._batches):
+            if not self._is_whole:
+                raise StreamError("This stream has broken off. Open it anew at its place, which no batch has passed.")
+            if not self._read_window():
+                return False
+        return True
+
+    def _read_window(self) -> bool:
+        """Read and cut the next window; False if there is none."""
+        self._at = self._inner.place()
+        self._items, self._lengths, self._batches, self._served = [], [], [], 0
+        self._is_whole = False
+        items = self._inner.take(self._config.window)
+        if items:
+            self._cut(items)
+        self._is_whole = True
+        return bool(items)
+
+    def _cut(self, items: list[Item]) -> None:
+        first, num_read = items[0], len(items)
+        lengths = self._measure(items)
+        if int(lengths.max()) > self._config.longest and self._config.too_long != "alone":
+            fits = lengths <= self._config.longest
+            if self._config.too_long == "error":
+                raise self._too_long(items[int(fits.argmin())], int(lengths[fits.argmin()]))
+            items, lengths = list(compress(items, fits.tolist())), lengths[fits]
+        keys = None if self._key is None else _integers(items, self._key, "boundary key", -(2**63), 2**63 - 1)
+        window = cut_window(lengths, self._num_samples, keys)
+        batches = list(pairwise(window.bounds))
+        if self._config.shuffle_batches:
+            key = derive_seed("read ahead", self._seed, first.shard, first.number)
+            turns = KeyedPermutation(len(batches), key).take(np.arange(len(batches)))
+            batches = [batches[number] for number in turns.tolist()]
+        self._items, self._lengths = list(map(items.__getitem__, window.order.tolist())), window.lengths
+        self._batches = batches
+        self.num_dropped += num_read - len(items)
+
+    def _measure(self, items: list[Item]) -> Indices:
+        first = items[0]
+        if self._length is len and isinstance(first.value, Mapping):
+            raise StreamError(
+                f"Sample {first.number} of shard {first.shard} is a {type(first.value).__qualname__}, whose len is its "
+                f"number of columns. Pass length, the column that counts: {', '.join(map(repr, first.value))}."
+            )
+        return _integers(items, self._length, "length", 0, MAX_SAMPLE_LENGTH - 1)
+
+    def _leave_out(self, since: int) -> None:
+        """Go on behind the batches that have been yielded of a window."""
+        if since > len(self._batches):
+            raise PositionError(
+                f"{since} batches of a window were used, and now it has {len(self._batches)}. Read the same data with "
+                "the same lengths, or resume from another checkpoint."
+            )
+        self._served = since
+
+    def _too_long(self, item: Item, length: int) -> StreamError:
+        return StreamError(
+            f"Sample {item.number} of shard {item.shard} has {length} tokens, and max_tokens="
+            f"{self._config.budget.max_tokens} has room for {self._config.longest} of one sample. Raise max_tokens, "
+            'shorten the samples, or pass too_long="drop" to leave them out or too_long="alone" to serve each in a '
+            "batch of its own."
+        )
+
+
+def _integers(items: list[Item], function: Callable[[Any], Any], what: str, least: int, most: int) -> Indices:
+    """An integer for every item."""
+    found: list[Any] = []
+    failure: Exception = StopIteration()
+    try:
+        # What comes before an error stays in the list; a StopIteration ends it without a word.
+        found.extend(map(function, map(_VALUE, items)))
+    except Exception as error:
+        failure = error
+    if len(found) < len(items):
+        item = items[len(found)]
+        raise ShardError(
+            f"The {what} of sample {item.number} of shard {item.shard} could not be had: {type(failure).__name__}: "
+            f"{failure}."
+        ) from failure
+    numbers = np.array(found, dtype=None if set(map(type, found)) == {int} else object)
+    if numbers.dtype.kind != "i":
+        read = [_as_integer(item, value, what) for item, value in zip(items, found, strict=True)]
+        numbers = np.array(read, dtype=object)
+    if numbers.size and (int(numbers.min()) < least or int(numbers.max()) > most):
+        item, value = next(pair for pair in zip(items, found, strict=True) if not least <= int(pair[1]) <= most)
+        raise ShardError(
+            f"The {what} of sample {item.number} of shard {item.shard} is {value}, and not between {least} and {most}."
+        )
+    return numbers.astype(np.int64)
+
+
+def _as_integer(item: Item, value: Any, what: str) -> int:
+    try:
+        return as_int(what, value)
+    except ConfigurationError as error:
+        raise ShardError(f"Of sample {item.number} of shard {item.shard}: {error}") from None
+
+
+def _read_length(length: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
+    return partial(_length_in_column, length) if isinstance(length, str) else length
+
+
+def _length_in_column(name: str, sample: Any) -> Any:
+    value = sample[name]
+    # Numbers of NumPy and tensors without dimensions are numbers, and arrays of one number are not.
+    return value if isinstance(value, int) or getattr(value, "ndim", None) == 0 else len(value)
+
+
+def _is_too_long(budget: Budget, length: int) -> bool:
+    return budget.num_samples(length) == 0
+
+
+def _name(function: Callable[[Any], Any] | str) -> str:
+    return function if isinstance(function, str) else getattr(function, "__qualname__", type(function).__qualname__)

@@ -1,0 +1,176 @@
+"""Samples of shards, one shard after the other."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from itertools import count, islice
+from typing import Any, Literal, get_args
+
+from lightning_stateful.errors import ConfigurationError, PositionError, ShardError
+from lightning_stateful.index.seeding import derive_seed, mixed_seed
+from lightning_stateful.samplers.randomness import seed_randomness
+from lightning_stateful.streams.shards import ShardIterator, Shards
+from lightning_stateful.streams.stage import Item, Place, Run, Stage
+
+OnError = Literal["raise", "skip"]
+
+# A state is taken again once so many of its characters, as JSON, fall to each item read since.
+_CHARACTERS_AN_ITEM = 16
+
+
+def check_on_error(on_error: str) -> None:
+    """Refuse what is no way to go on.
+
+    Raises:
+        ConfigurationError: It is neither ``"raise"`` nor ``"skip"``.
+    """
+    if on_error not in get_args(OnError):
+        raise ConfigurationError(f"on_error must be one of {get_args(OnError)}, got {on_error!r}.")
+
+
+class Reading(Stage):
+    """The samples of some shards in one epoch.
+
+    Args:
+        shards: What they are shards of.
+        numbers: Which shards, in the order in which they are read.
+        epoch: The epoch that shards are told.
+        place: Where to begin; None for the beginning.
+        seed: Seeds torch, NumPy and ``random`` before each sample, by (seed, shard, sample); None to leave them.
+        on_error: ``"skip"`` to leave out the rest of a shard that cannot be read, and count it.
+
+    Raises:
+        ShardError: A shard could not be read; with its name.
+        PositionError: A shard ends before the place.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        numbers: Sequence[int],
+        epoch: int,
+        place: Place | None = None,
+        *,
+        seed: int | None = None,
+        on_error: OnError = "raise",
+    ) -> None:
+        self._shards, self._numbers, self._epoch = shards, numbers, epoch
+        self._seed, self._on_error = None if seed is None else derive_seed("item", seed, epoch), on_error
+        begun = place or {"shard": 0, "item": 0, "since": 0, "state": None, "skipped_shards": 0}
+        self._at: int = begun["shard"]
+        self._item: int = begun["item"]
+        # Items since the state was taken.
+        self._since: int = begun["since"]
+        self._state: Any = begun["state"]
+        self._skipped: int = begun["skipped_shards"]
+        self._gap = 1
+        self._iterator: ShardIterator | None = None
+
+    @property
+    def num_opened(self) -> int:
+        """How many of the shards have been opened, the one that is read now among them."""
+        return min(self._at + 1, len(self._numbers))
+
+    def __next__(self) -> Item:
+        while self._at < len(self._numbers):
+            shard = self._numbers[self._at]
+            try:
+                iterator = self._iterator or self._open(shard)
+                if self._seed is not None:
+                    seed_randomness(mixed_seed(self._seed, shard, self._item))
+                value = next(iterator)
+            except StopIteration:
+                self._advance()
+            except Exception as error:
+                self._on_failure(shard, error)
+            else:
+                self._item += 1
+                self._since += 1
+                return Item(shard, self._item - 1, value)
+        raise StopIteration
+
+    def take(self, number: int) -> list[Any]:
+        """The next items, many at a time."""
+        runs = self.take_runs(number)
+        return [Item(run.shard, run.first + place, value) for run in runs for place, value in enumerate(run.values)]
+
+    def take_runs(self, number: int) -> list[Run]:
+        """The next samples, shard by shard; one by one where each is seeded."""
+        if self._seed is not None:
+            return [Run(item.shard, item.number, [item.value]) for item in islice(self, number)]
+        runs: list[Run] = []
+        while number and self._at < len(self._numbers):
+            shard = self._numbers[self._at]
+            values: list[Any] = []
+            try:
+                # What comes before an error stays in the list.
+                values.extend(islice(self._iterator or self._open(shard), number))
+            except Exception as error:
+                self._note(runs, shard, values)
+                self._on_failure(shard, error)
+            else:
+                self._note(runs, shard, values)
+                if len(values) < number:
+                    self._advance()
+            number -= len(values)
+        return runs
+
+    def place(self) -> Place:
+        """The shard, the sample in it, the latest state that is worth its size, and the samples since."""
+        if self._iterator is not None and self._since >= self._gap:
+            state = self._iterator.state()
+            if state is not None:
+                self._state, self._since = state, 0
+                self._gap = 1 + len(json.dumps(state)) // _CHARACTERS_AN_ITEM
+        return {
+            "shard": self._at,
+            "item": self._item,
+            "since": self._since,
+            "state": self._state,
+            "skipped_shards": self._skipped,
+        }
+
+    def close(self) -> None:
+        """Close the shard that is open."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            iterator.close()
+
+    def _open(self, shard: int) -> ShardIterator:
+        iterator = self._shards.read(shard, self._epoch, self._state)
+        number = count()
+        deque(zip(islice(iterator, self._since), number, strict=False), maxlen=0)
+        missing = self._since - next(number)
+        if missing:
+            raise PositionError(
+                f"{self._item} samples of {self._shards.name(shard)} were used, but now it ends after "
+                f"{self._item - missing}. Read the same data, or resume from another checkpoint."
+            )
+        self._iterator = iterator
+        return iterator
+
+    def _note(self, runs: list[Run], shard: int, values: list[Any]) -> None:
+        if values:
+            runs.append(Run(shard, self._item, values))
+            self._item += len(values)
+            self._since += len(values)
+
+    def _advance(self) -> None:
+        self.close()
+        self._at, self._item, self._since, self._state, self._gap = self._at + 1, 0, 0, None, 1
+
+    def _on_failure(self, shard: int, error: Exception) -> None:
+        self.close()
+        if isinstance(error, PositionError):
+            raise error
+        if self._on_error == "skip":
+            self._skipped += 1
+            self._advance()
+            return
+        raise ShardError(
+            f"{self._shards.name(shard)} could not be read at its sample {self._item}: "
+            f"{type(error).__name__}: {error}. Nothing is lost: the state is that of the last batch handed over. "
+            'Mend the shard and resume, or pass on_error="skip" to leave out what is left of it.'
+        ) from error

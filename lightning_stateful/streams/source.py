@@ -1,0 +1,107 @@
+"""One source of a stream: its shards, and what is done to their samples on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.checks import as_int
+from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.streams.block_shuffle import BlockShuffle
+from lightning_stateful.streams.portion import Portion, order_of_shards
+from lightning_stateful.streams.reading import OnError, Reading, check_on_error
+from lightning_stateful.streams.shards import Shards
+from lightning_stateful.streams.stage import Open, Place, Stage
+
+
+class Step(Protocol):
+    """What is done to samples on their way: the configuration of a stage."""
+
+    def open(self, open_inner: Open, place: Place | None, seed: int | None) -> Stage:
+        """The stage at a place; ``seed`` is that of the epoch's samples, or None if they are not seeded."""
+
+    def describe(self) -> Any:
+        """Plain data to be compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """How one source is read.
+
+    Attributes:
+        shards: The shards.
+        shuffle: Whether each epoch has an order of shards of its own.
+        buffer_size: Items of a block that is shuffled; 0 or 1 to leave items in the order of their shards.
+        seed: Chooses the orders, and the samples' randomness.
+        seed_samples: Whether what user code draws at a sample is a function of (seed, epoch, shard, sample).
+        on_error: Whether a shard that cannot be read is an error or left out.
+        steps: What is done to the samples, one after the other.
+
+    Raises:
+        ConfigurationError: An argument is out of range.
+    """
+
+    shards: Shards
+    shuffle: bool = False
+    buffer_size: int = 0
+    seed: int = 0
+    seed_samples: bool = True
+    on_error: OnError = "raise"
+    steps: Sequence[Step] = field(default=())
+
+    def __post_init__(self) -> None:
+        check_on_error(self.on_error)
+        if as_int("buffer_size", self.buffer_size) < 0:
+            raise ConfigurationError(f"buffer_size must not be negative, got {self.buffer_size}.")
+        if not self.shards.num_shards:
+            raise ConfigurationError("The stream has no shards.")
+
+    def order(self, epoch: int) -> list[int]:
+        """The order in which the shards of an epoch are dealt out."""
+        return order_of_shards(self.shards.num_shards, self.seed, epoch, shuffle=self.shuffle)
+
+    def open(self, portion: Portion, place: Place | None) -> tuple[Stage, Reading]:
+        """The items of a portion from a place on, and the stage in which its shards are read."""
+        readings: list[Reading] = []
+        seed = derive_seed("stream", self.seed, portion.epoch) if self.seed_samples else None
+
+        def read(at: Place | None) -> Stage:
+            draws = self.shards.draws
+            readings.append(
+                Reading(
+                    self.shards,
+                    portion.shards,
+                    portion.epoch,
+                    at,
+                    seed=seed if draws else None,
+                    on_error=self.on_error,
+                )
+            )
+            return readings[-1]
+
+        opening: Open = read
+        if self.buffer_size > 1:
+            key = derive_seed("blocks", self.seed, portion.epoch)
+            opening = partial(BlockShuffle, opening, size=self.buffer_size, seed=key)
+        for step in self.steps:
+            opening = partial(_opened, step, opening, seed)
+        return opening(place), readings[0]
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data to be compared."""
+        described = {
+            "dataset": self.shards.describe(),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "buffer_size": self.buffer_size,
+        }
+        if self.steps:
+            described["steps"] = [step.describe() for step in self.steps]
+        return described
+
+
+def _opened(step: Step, opening: Open, seed: int | None, place: Place | None) -> Stage:
+    return step.open(opening, place, seed)

@@ -1,0 +1,228 @@
+"""Where all lanes of a run stand in a pass over a stream, and what follows from it on any ranks and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from lightning_stateful.errors import DamagedStateError
+from lightning_stateful.streams.lane import StreamConfig
+from lightning_stateful.streams.portion import Deal, Portion, leaf_of, redealt
+from lightning_stateful.streams.skipped import Skipped, skipped_at
+from lightning_stateful.streams.source_lane import in_round, left_of_lane
+from lightning_stateful.streams.stage import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """A pass over a stream: what was dealt out, and where each lane stands.
+
+    Lanes are numbered worker by worker: lane ``worker * num_replicas + rank``.
+
+    Attributes:
+        config: How the stream is read.
+        epoch: The number of the pass.
+        num_replicas: Ranks.
+        num_workers: Lanes of a rank.
+        deals: What was dealt out of every source.
+        places: Where each lane stands; None for a lane that has not begun.
+        steps: Batches of each rank since the deal.
+        skipped: What had been left out before the deal, since the beginning of training.
+    """
+
+    config: StreamConfig
+    epoch: int
+    num_replicas: int
+    num_workers: int
+    deals: Mapping[str, Deal]
+    places: tuple[Place | None, ...]
+    steps: int = 0
+    skipped: Skipped = field(default_factory=Skipped)
+
+    @classmethod
+    def beginning(cls, config: StreamConfig, epoch: int, num_replicas: int, num_workers: int) -> Standing:
+        """The beginning of a pass before which nothing was left."""
+        deals = {name: Deal(epoch, (), tuple(source.order(epoch))) for name, source in config.sources.items()}
+        return cls(
+            config=config,
+            epoch=epoch,
+            num_replicas=num_replicas,
+            num_workers=num_workers,
+            deals=deals,
+            places=(None,) * (num_replicas * num_workers),
+        )
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of all ranks."""
+        return self.num_replicas * self.num_workers
+
+    @cached_property
+    def portions(self) -> list[dict[str, list[Portion]]]:
+        """The portions of each lane, by source."""
+        dealt = {
+            name: deal.lanes(self.num_lanes, pinned=self.config.sources[name].shards.pinned)
+            for name, deal in self.deals.items()
+        }
+        return [{name: lanes[lane] for name, lanes in dealt.items()} for lane in range(self.num_lanes)]
+
+    def at(self, places: tuple[Place | None, ...], steps: int = 0) -> Standing:
+        """The same pass, with lanes standing elsewhere."""
+        moved = replace(self, places=places, steps=steps)
+        # A cached property lives here; the portions are the same.
+        vars(moved)["portions"] = self.portions
+        return moved
+
+    def on(self, num_replicas: int, num_workers: int) -> Standing:
+        """What is left of the pass, dealt out to other lanes; the same if they are as many."""
+        if (num_replicas, num_workers) == (self.num_replicas, self.num_workers):
+            return self
+        deals = {
+            name: redealt(self._left(name), deal.epoch, self.config.sources[name].order(deal.epoch))
+            for name, deal in self.deals.items()
+        }
+        lanes = num_replicas * num_workers
+        dealt: dict[str, Any] = {"deals": deals, "places": (None,) * lanes, "steps": 0, "skipped": self.left_out}
+        return replace(self, num_replicas=num_replicas, num_workers=num_workers, **dealt)
+
+    def following(self) -> Standing:
+        """The beginning of the next pass: first what is left of this one, then all shards once more."""
+        deals = {}
+        for name, deal in self.deals.items():
+            rounds = [place["of"][name]["round"] for place in self.places if place is not None]
+            epoch = deal.epoch + max(rounds, default=0) + 1
+            order = self.config.sources[name].order(epoch)
+            deals[name] = replace(redealt(self._left(name), epoch, order), unopened=tuple(order))
+        places: tuple[Place | None, ...] = (None,) * self.num_lanes
+        return replace(self, epoch=self.epoch + 1, deals=deals, places=places, steps=0, skipped=self.left_out)
+
+    def workers_in_turn(self, rank: int) -> list[int]:
+        """A rank's workers, the one first whose batch comes next."""
+        lanes = range(rank, self.num_lanes, self.num_replicas)
+        dealt = [worker for worker, lane in enumerate(lanes) if any(self.portions[lane].values())]
+        places = {worker: self.places[lanes[worker]] or {} for worker in dealt}
+        served = {worker: place.get("batches", 0) for worker, place in places.items() if not place.get("over")}
+        # They take turns from the first on.
+        first = min(served, key=lambda worker: (served[worker], worker), default=0)
+        return [(first + number) % self.num_workers for number in range(self.num_workers)]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether each lane that was dealt something has said where it stands."""
+        return all(
+            place is not None or not any(portions.values())
+            for portions, place in zip(self.portions, self.places, strict=True)
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something of the pass was served, or left of the one before."""
+        return bool(self.steps) or any(deal.opened for deal in self.deals.values())
+
+    @property
+    def left_out(self) -> Skipped:
+        """What has been left out since the beginning of training."""
+        total = self.skipped
+        for place in self.places:
+            for of in () if place is None else place["of"].values():
+                total = total.plus(Skipped(*of["skipped"])).plus(skipped_at(of["place"]))
+        return total
+
+    def report(self) -> dict[str, int]:
+        """The pass, shards not read to their end or left out, and batches that ranks have repeated."""
+        places = [place for place in self.places if place is not None]
+        left_out = self.left_out
+        return {
+            "pass": self.epoch,
+            "shards_left": sum(len(portion.shards) for name in self.deals for portion in self._left(name)),
+            "shards_skipped": left_out.shards,
+            "samples_skipped": left_out.samples,
+            "samples_too_long": left_out.too_long,
+            "batches_repeated": sum(place.get("repeated", 0) for place in places),
+        }
+
+    def read_again(self, lanes: Iterable[int] | None = None) -> dict[str, int]:
+        """Samples that have to be read again to come to their lanes' places, by what they are samples of.
+
+        Args:
+            lanes: Of these; None for all.
+        """
+        found: dict[str, int] = {}
+        for lane in range(self.num_lanes) if lanes is None else lanes:
+            place = self.places[lane]
+            if place is None:
+                continue
+            for name, source in self.config.sources.items():
+                at = place["of"][name]["place"]
+                if source.shards.reread and at is not None and (leaf := leaf_of(at))["state"] is None and leaf["since"]:
+                    portions = in_round(self.portions[lane][name], place["of"][name]["round"])
+                    shard = portions[place["of"][name]["portion"]].shards[leaf["shard"]]
+                    found[source.shards.name(shard)] = leaf["since"]
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a state; each lane goes by the first shard that it was dealt."""
+        deals = {name: deal.to_dict(self.config.sources[name].order(deal.epoch)) for name, deal in self.deals.items()}
+        keys = self._keys()
+        lanes = {keys[lane]: place for lane, place in enumerate(self.places) if place is not None and lane in keys}
+        return {
+            "pass": self.epoch,
+            "workers": self.num_workers,
+            "steps": self.steps,
+            "skipped": list(self.skipped),
+            "sources": deals,
+            "shards": lanes,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], config: StreamConfig, num_replicas: int) -> Standing:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            DamagedStateError: A key is missing or of the wrong type, or a shard is unknown.
+        """
+        kinds = {"pass": int, "workers": int, "steps": int, "skipped": list, "sources": dict, "shards": dict}
+        if any(type(data.get(name)) is not kind for name, kind in kinds.items()):
+            raise DamagedStateError(f"a stream's position holds {', '.join(kinds)}, got {sorted(data)}")
+        if list(data["sources"]) != list(config.sources) or data["workers"] < 1:
+            raise DamagedStateError(
+                f"a stream's position has the sources {list(data['sources'])}, and there are {list(config.sources)}"
+            )
+        deals = {}
+        for name, dealt in data["sources"].items():
+            deals[name] = Deal.from_dict(dealt, config.sources[name].order)
+        standing = cls(
+            config=config,
+            epoch=data["pass"],
+            num_replicas=num_replicas,
+            num_workers=data["workers"],
+            deals=deals,
+            places=(),
+            skipped=Skipped(*data["skipped"]),
+        )
+        lanes = {key: lane for lane, key in standing._keys().items()}
+        unknown = sorted(set(data["shards"]) - set(lanes))
+        if unknown:
+            raise DamagedStateError(f"a stream's position names shards that were not dealt out: {unknown}")
+        places: list[Place | None] = [None] * standing.num_lanes
+        for key, place in data["shards"].items():
+            places[lanes[key]] = place
+        return standing.at(tuple(places), data["steps"])
+
+    def _left(self, name: str) -> list[Portion]:
+        left = []
+        for portions, place in zip(self.portions, self.places, strict=True):
+            left += left_of_lane(portions[name], None if place is None else place["of"][name])
+        return left
+
+    def _keys(self) -> dict[int, str]:
+        keys = {}
+        for lane, portions in enumerate(self.portions):
+            for name, dealt in portions.items():
+                if dealt:
+                    key = f"{dealt[0].epoch}:{dealt[0].shards[0]}"
+                    keys[lane] = f"{name}/{key}" if name else key
+                    break
+        return keys

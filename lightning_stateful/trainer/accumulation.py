@@ -1,0 +1,15 @@
+"""How many batches a trainer accumulates gradients over."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+
+def longest_accumulation(trainer: pl.Trainer) -> int:
+    """Batches of the longest window of accumulated gradients, whatever the epoch."""
+    windows = [trainer.accumulate_grad_batches]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+        if isinstance(callback, GradientAccumulationScheduler):
+            windows += callback.scheduling.values()
+    return max(windows)

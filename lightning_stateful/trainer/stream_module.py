@@ -1,0 +1,181 @@
+"""A data module over streams: Hugging Face's, chunks, mixed ones, and any iterable dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.budget import Budget, QuadraticCost
+from lightning_stateful.index.checks import as_int
+from lightning_stateful.index.too_long import TooLong
+from lightning_stateful.loaders.stream_loader import StreamLoader
+from lightning_stateful.loaders.stream_options import Replay, StreamOptions, StreamTail
+from lightning_stateful.streams.lane import StreamConfig
+from lightning_stateful.streams.read_ahead import ReadAheadConfig
+from lightning_stateful.streams.reading import OnError
+from lightning_stateful.streams.source import Source
+from lightning_stateful.streams.steps import Budgeted
+from lightning_stateful.streams.stream import Stream, as_stream
+from lightning_stateful.trainer.datamodule import StatefulDataModule
+
+
+class StreamDataModule(StatefulDataModule):
+    """Trains on streams, which have no length and no index; ``Trainer.fit(ckpt_path=...)`` goes on at the next batch.
+
+    The shards of a stream are dealt out to ranks and workers. On the same ranks and workers a resume goes on in exactly
+    the same order; on others, with what is left of the shards.
+
+    Args:
+        train: A ``datasets.IterableDataset``, a :class:`ChunkedDataset`, a :class:`MixedStream`, or any iterable
+            dataset, which then divides itself among ranks and workers. A dict or list of them gives one batch of each
+            to every step.
+        val: The same for validation: each sample once over all ranks, in order. Ranks take as many steps as their
+            shards give.
+        test: The same for testing.
+        predict: The same for prediction.
+        batch_size: Samples in a batch of one rank.
+        max_tokens: In place of ``batch_size``: what a batch may hold, padding included. Windows of ``read_ahead``
+            samples are sorted by length and cut; see :class:`BucketBatchSampler` for this and the following arguments.
+        length: From a sample to its length, or the name of a column.
+        read_ahead: Samples of a window, which each worker holds in memory. With ``batch_size`` it may be given too.
+        max_samples: Samples that a batch never exceeds, beside ``max_tokens``.
+        multiple: Batches of at least so many samples have a multiple of it.
+        cost: What samples cost beside their tokens.
+        boundary_key: From a sample to an integer, or the name of a column; a batch holds samples of one.
+        shuffle_batches: Shuffle the batches of each window.
+        too_long: ``"error"``, ``"drop"`` or ``"alone"``: what to do about samples longer than the budget.
+        shuffle: Read the shards of each epoch in an order of its own, and shuffle samples in blocks. A
+            :class:`ChunkedDataset` and other :class:`Stream` say themselves how they are shuffled.
+        buffer_size: Samples of a block.
+        steps_per_epoch: Steps of an epoch; the next goes on where it ends, and the stream begins again where it ends.
+        tail: What becomes of ranks that have batches left where others have none: they keep them for the next epoch
+            (``"next"``), or the others repeat some of theirs (``"pad"``).
+        replay: Whether a stream that can only be read again up to its place is read again, with a warning
+            (``"warn"``), or refused (``"refuse"``).
+        on_error: ``"skip"`` to leave out the rest of a shard that cannot be read, and samples on which a function
+            fails, and count them.
+        timeout: Seconds to wait for the batches of other ranks.
+        eval_batch_size: Samples in a batch for evaluation; by default ``batch_size``, or as in training.
+        **options: Any other argument of :class:`StatefulDataModule`.
+
+    State:
+        As :class:`StatefulDataModule`; beside the position it says how far each open shard is read.
+
+    Raises:
+        ConfigurationError: An argument is out of range; when loaders are asked for: a dataset is no stream, or there
+            are more workers than shards.
+    """
+
+    def __init__(
+        self,
+        train: Any = None,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        length: Callable[[Any], Any] | str = len,
+        read_ahead: int | None = None,
+        max_samples: int | None = None,
+        multiple: int = 1,
+        cost: QuadraticCost | None = None,
+        boundary_key: Callable[[Any], Any] | str | None = None,
+        shuffle_batches: bool = True,
+        too_long: TooLong = "error",
+        shuffle: bool = True,
+        buffer_size: int = 1000,
+        steps_per_epoch: int | None = None,
+        tail: StreamTail = "next",
+        replay: Replay = "warn",
+        on_error: OnError = "raise",
+        timeout: float = 1800.0,
+        eval_batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        if max_tokens is None and batch_size is None:
+            batch_size = 1
+        self._read_ahead: ReadAheadConfig | None = None
+        if max_tokens is not None or read_ahead is not None:
+            self._read_ahead = ReadAheadConfig(
+                window=10_000 if read_ahead is None else read_ahead,
+                budget=Budget(
+                    max_tokens=max_tokens,
+                    batch_size=batch_size,
+                    max_samples=max_samples,
+                    multiple=multiple,
+                    cost=cost,
+                ),
+                length=length,
+                boundary_key=boundary_key,
+                shuffle_batches=shuffle_batches,
+                too_long=too_long,
+            )
+        elif max_samples is not None or cost is not None or boundary_key is not None:
+            raise ConfigurationError(
+                "max_samples, cost and boundary_key are for batches of like lengths: pass max_tokens, or read_ahead "
+                "beside batch_size."
+            )
+        self.eval_batch_size = eval_batch_size
+        self._buffer_size, self._on_error = as_int("buffer_size", buffer_size), on_error
+        self._serving = StreamOptions(steps_per_epoch=steps_per_epoch, tail=tail, replay=replay, timeout=timeout)
+        # Spelled out, because LightningCLI looks here for the options of the class above.
+        super().__init__(train, val, test, predict, batch_size=batch_size, shuffle=shuffle, **options)  # type: ignore[arg-type]
+
+    def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
+        exact = how.get("exact", False)
+        if as_stream(dataset) is None and not isinstance(dataset, IterableDataset):
+            raise ConfigurationError(
+                f"{type(self).__name__} serves iterable datasets; a {type(dataset).__name__} has an index, and "
+                "StatefulDataModule serves it faster."
+            )
+        size = self.batch_size if not exact or self.eval_batch_size is None else self.eval_batch_size
+        budgeted = self._read_ahead is not None and not (exact and self.eval_batch_size is not None)
+        drop_last = bool(how.get("drop_last", False))
+        loader: DataLoader[Any] = DataLoader(
+            dataset, **{**self._options, "batch_size": size or 1, "drop_last": drop_last and not budgeted}
+        )
+        stream = as_stream(dataset)
+        if exact and stream is None:
+            return loader
+        config = None if stream is None else self._config(stream, dataset, size, exact, budgeted, drop_last)
+        if config is None and budgeted:
+            raise ConfigurationError(
+                f"A {type(dataset).__name__} has no shards, so its batches cannot be cut ahead. Make a ChunkedDataset."
+            )
+        return StreamLoader(
+            loader,
+            config=config,
+            options=replace(self._serving, exact=exact, steps_per_epoch=None) if exact else self._serving,
+            seed=self.seed,
+            seed_samples=self._settings.seed_samples,
+        )
+
+    def _config(
+        self, stream: Stream, dataset: Any, size: int | None, exact: bool, budgeted: bool, drop_last: bool
+    ) -> StreamConfig:
+        changes: dict[str, Any] = {"seed_samples": self._settings.seed_samples}
+        if self._on_error != "raise":
+            changes["on_error"] = self._on_error
+        if not isinstance(dataset, Stream):
+            changes |= {"seed": self.seed, "shuffle": self.shuffle, "buffer_size": self._buffer_size * self.shuffle}
+        if exact:
+            changes |= {"shuffle": False, "buffer_size": 0}
+
+        def changed(source: Source) -> Source:
+            source = replace(source, **changes)
+            if not budgeted or self._read_ahead is None:
+                return source
+            ahead = replace(self._read_ahead, shuffle_batches=self._read_ahead.shuffle_batches and not exact)
+            return replace(source, steps=(*source.steps, Budgeted(ahead, source.seed)))
+
+        return StreamConfig(
+            sources={name: changed(source) for name, source in stream.sources.items()},
+            mixing=stream.mixing,
+            batch_size=None if budgeted else size,
+            drop_last=drop_last,
+        )

@@ -1,0 +1,806 @@
+"""Ranks are threads that take turns at the store in random order, so that a seed is an interleaving."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+
+from lightning_stateful.errors import ConfigurationError, PositionError, RankMismatchError, StreamError
+from lightning_stateful.index.topology import Topology
+from lightning_stateful.streams import exchange as exchange_module
+from lightning_stateful.streams import group_store
+from lightning_stateful.streams.exchange import Exchange
+from lightning_stateful.streams.group_store import GroupStore
+
+OPERATIONS = ("set", "add", "check", "compare_set", "delete_key", "multi_get")
+
+
+TAKING_TURNS: set[int] = set()
+
+
+class Gone(BaseException):
+    """The death of a rank's process."""
+
+
+class TurnsStore:
+    """A HashStore at which ranks take turns, one request at a time, in an order that a seed decides.
+
+    Once every rank that lives is about to ask something, one of them goes on; those of larger weight more often.
+    """
+
+    def __init__(self, num_ranks: int, seed: int = 0, weights: list[int] | None = None) -> None:
+        self.inner = HashStore()
+        self.random = random.Random(seed)
+        self.weights = weights or [1] * num_ranks
+        self.lock = threading.Lock()
+        self.ranks: dict[int, int] = {}
+        self.alive: set[int] = set()
+        self.waiting: set[int] = set()
+        self.turns: list[threading.Semaphore] = []
+        self.asked: Counter[str] = Counter()
+        self.dies: dict[int, int] = {}
+        self.requests: Counter[int] = Counter()
+        self.most_requests = 10**9
+
+    def begin(self, num_ranks: int) -> None:
+        self.turns = [threading.Semaphore(0) for _ in range(num_ranks)]
+        self.alive, self.waiting = set(range(num_ranks)), set()
+        self.ranks.clear()
+        self.requests.clear()
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> TurnsStore:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in OPERATIONS:
+            raise AttributeError(name)
+        return lambda *arguments: self._ask(name, arguments)
+
+    def leave(self, rank: int) -> None:
+        with self.lock:
+            self.alive.discard(rank)
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self.alive and self.waiting == self.alive:
+            ranks = sorted(self.alive)
+            (rank,) = self.random.choices(ranks, [self.weights[rank] for rank in ranks])
+            self.waiting.discard(rank)
+            self.turns[rank].release()
+
+    def _ask(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        rank = self.ranks.get(threading.get_ident())
+        if rank is not None:
+            with self.lock:
+                self.waiting.add(rank)
+                self._pass_on()
+            self.turns[rank].acquire()
+            self.requests[rank] += 1
+            if self.requests.total() > self.most_requests:
+                raise RuntimeError("the ranks hang")
+            if self.dies.get(rank) == self.requests[rank]:
+                raise Gone
+        self.asked[name] += 1
+        return getattr(self.inner, name)(*arguments)
+
+
+def in_turns(store: TurnsStore, *bodies: Callable[[int], Any]) -> list[Any]:
+    """What each rank's body returns or raises."""
+    answers: list[Any] = [None] * len(bodies)
+    store.begin(len(bodies))
+
+    def run(rank: int) -> None:
+        store.ranks[threading.get_ident()] = rank
+        TAKING_TURNS.add(threading.get_ident())
+        try:
+            answers[rank] = bodies[rank](rank)
+        except BaseException as error:
+            answers[rank] = error
+        finally:
+            TAKING_TURNS.discard(threading.get_ident())
+            store.leave(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return answers
+
+
+def raised(answers: list[Any]) -> list[Any]:
+    """The answers, with errors of the tests themselves raised."""
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where turns are taken, they are the time.
+    pause = time.sleep
+
+    def sleep(seconds: float) -> None:
+        if threading.get_ident() not in TAKING_TURNS:
+            pause(seconds)
+
+    monkeypatch.setattr(group_store.time, "sleep", sleep)
+
+
+def place(rank: int, step: int) -> str:
+    return f'{{"rank":{rank},"step":{step}}}'
+
+
+def walk(
+    exchange: Exchange,
+    length: int,
+    *,
+    ahead: int = 0,
+    each: Callable[[int], None] = lambda step: None,
+    last: int | None = None,
+) -> int:
+    """Read a stream of ``length`` batches as a loader would; returns the step before which the pass stopped."""
+    rank, step = exchange.topology.rank, exchange.first_step
+    announced, end, ended = step, step + length, False
+    while last is None or step < last:
+        while announced < exchange.horizon(step) + ahead:
+            if announced >= end and not ended:
+                exchange.announce_end()
+                ended = True
+            if ended and (exchange.tail == "stop" or announced >= exchange.horizon(step)):
+                break
+            announced += 1
+            exchange.announce(place(rank, announced))
+        if not exchange.happens(step):
+            break
+        each(step)
+        step += 1
+    return step
+
+
+def open_exchange(store: Any, num_replicas: int, rank: int, **options: Any) -> Exchange:
+    options = {"label": "train", "first_step": 0, "timeout": 20.0, **options}
+    return Exchange(store, Topology(num_replicas=num_replicas, rank=rank), **options)
+
+
+def check_pass(
+    lengths: list[int],
+    *,
+    tail: str = "stop",
+    first_step: int = 0,
+    group_size: int | None = None,
+    keep: int = 5,
+    ahead: list[int] | None = None,
+    weights: list[int] | None = None,
+    seed: int = 0,
+    store: TurnsStore | None = None,
+) -> TurnsStore:
+    """One pass: all stop where they should, and rank 0 can write all places of every step it is handed."""
+    ranks = len(lengths)
+    store = store or TurnsStore(ranks, seed, weights)
+    store.most_requests = 100_000
+
+    def body(rank: int) -> tuple[int, int | None, list[str]]:
+        exchange = open_exchange(
+            store, ranks, rank, tail=tail, first_step=first_step, group_size=group_size, keep=keep
+        )
+
+        def each(step: int) -> None:
+            if rank:
+                return
+            for kept in range(max(step + 2 - keep, first_step + 1), step + 2):
+                assert exchange.places_at(kept) == [place(other, kept) for other in range(ranks)]
+
+        stop = walk(exchange, lengths[rank], ahead=ahead[rank] if ahead else 0, each=each)
+        gathered = exchange.gather_places(stop) if stop > first_step else []
+        exchange.close()
+        return stop, exchange.stop, gathered
+
+    stop = first_step + (min(lengths) if tail == "stop" else max(lengths))
+    places = [place(rank, stop) for rank in range(ranks)] if stop > first_step else []
+    assert raised(in_turns(store, *[body] * ranks)) == [(stop, stop, places)] * ranks
+    return store
+
+
+class TestEveryInterleaving:
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def test_all_ranks_stop_before_the_same_step_and_rank_0_knows_every_place(self, data: st.DataObject) -> None:
+        ranks = data.draw(st.sampled_from([1, 2, 3]))
+        check_pass(
+            data.draw(st.lists(st.integers(0, 12), min_size=ranks, max_size=ranks)),
+            tail=data.draw(st.sampled_from(["stop", "pad"])),
+            first_step=data.draw(st.sampled_from([0, 3])),
+            group_size=data.draw(st.sampled_from([None, 2, 3])),
+            keep=data.draw(st.sampled_from([1, 2, 5])),
+            ahead=data.draw(st.lists(st.sampled_from([0, 1, 7, 100]), min_size=ranks, max_size=ranks)),
+            weights=data.draw(st.lists(st.sampled_from([1, 5, 20]), min_size=ranks, max_size=ranks)),
+            seed=data.draw(st.integers(0, 2**32)),
+        )
+
+    @pytest.mark.parametrize("slowest", [0, 3, 7])
+    @pytest.mark.parametrize(("tail", "group_size"), [("stop", 1), ("stop", 4), ("pad", 1), ("pad", 4)])
+    def test_eight_ranks_of_which_one_is_slow(self, tail: str, group_size: int, slowest: int) -> None:
+        weights = [1 if rank == slowest else 6 for rank in range(8)]
+        lengths = [9 + (rank * 5) % 8 for rank in range(8)]
+        check_pass(lengths, tail=tail, group_size=group_size, weights=weights, seed=slowest)
+
+    def test_ranks_of_one_length_stop_at_its_end(self) -> None:
+        for tail in ("stop", "pad"):
+            check_pass([6, 6, 6], tail=tail)
+
+    def test_a_rank_that_reads_far_ahead_of_a_slow_rank_0_does_not_overwrite_what_it_needs(self) -> None:
+        for group_size in (1, 3):
+            check_pass([60, 60], ahead=[0, 50], weights=[1, 20], keep=3, group_size=group_size)
+            check_pass([60, 60], ahead=[50, 50], weights=[1, 20], keep=3, group_size=group_size)
+            check_pass([60, 60], ahead=[50, 0], weights=[20, 1], keep=3, group_size=group_size)
+
+    def test_passes_in_sequence_do_not_mix_and_leave_no_more_keys(self) -> None:
+        store = TurnsStore(3, seed=5, weights=[1, 3, 9])
+        keys = []
+        for number in range(5):
+            check_pass([40 + number, 43, 41], store=store, group_size=1 + number % 2, keep=4)
+            keys.append(store.inner.num_keys())
+        assert keys[2] == keys[4]
+        assert keys[3] <= keys[1]
+
+    def test_the_number_of_keys_does_not_grow_with_the_steps(self) -> None:
+        short, long = (check_pass([length, length], keep=4).inner.num_keys() for length in (40, 400))
+        assert short == long < 60
+
+
+class TestMoreRanks:
+    """Ranks in one thread: nobody waits as long as all announce before any asks."""
+
+    @pytest.fixture
+    def in_one_thread(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr(exchange_module, "meet", lambda *arguments: "run")
+        yield
+
+    @pytest.mark.parametrize(("ranks", "group_size"), [(2, 1), (64, 1), (127, 1), (128, 2), (1024, 16)])
+    def test_groups_grow_with_the_number_of_ranks(self, in_one_thread: None, ranks: int, group_size: int) -> None:
+        exchange = open_exchange(HashStore(), ranks, 0, first_step=7)
+        horizons = [exchange.horizon(7 + step) - 7 for step in range(40)]
+        assert all(horizon % group_size == 0 for horizon in horizons)
+        assert all(2 <= horizon - step <= group_size + 1 for step, horizon in enumerate(horizons))
+
+    @pytest.mark.parametrize("tail", ["stop", "pad"])
+    def test_130_ranks_in_groups_of_two(self, in_one_thread: None, tail: str) -> None:
+        store, ranks = HashStore(), 130
+        exchanges = [open_exchange(store, ranks, rank, tail=tail) for rank in range(ranks)]
+        lengths = [21 + rank % 3 for rank in range(ranks)]
+        announced, step = [0] * ranks, 0
+        while True:
+            for rank, exchange in enumerate(exchanges):
+                while announced[rank] < exchange.horizon(step):
+                    if announced[rank] == lengths[rank]:
+                        exchange.announce_end()
+                        if tail == "stop":
+                            break
+                    announced[rank] += 1
+                    exchange.announce(place(rank, announced[rank]))
+            answers = {exchange.happens(step) for exchange in exchanges}
+            assert len(answers) == 1
+            if answers == {False}:
+                break
+            step += 1
+            assert exchanges[0].places_at(step) == [place(rank, step) for rank in range(ranks)]
+        assert step == (21 if tail == "stop" else 23)
+
+    def test_a_step_costs_one_message_one_addition_and_at_most_one_look(self) -> None:
+        store = TurnsStore(2)
+        counts = []
+        for length in (20, 120):
+            store.asked.clear()
+            check_pass_of = [lambda rank, n=length: walk(open_exchange(store, 2, rank), n + 9, last=n)] * 2
+            raised(in_turns(store, *check_pass_of))
+            counts.append(Counter(store.asked))
+        # Looks that wait are not counted: which there are, the turns decide.
+        assert counts[1]["set"] - counts[0]["set"] == counts[1]["add"] - counts[0]["add"] == 200
+        alone = TurnsStore(2)
+
+        def second(rank: int) -> None:
+            exchange = open_exchange(alone, 2, rank)
+            for step in range(5):
+                exchange.announce(place(rank, step))
+
+        def first(rank: int) -> list[int]:
+            exchange = open_exchange(alone, 2, rank)
+            for step in range(3):
+                exchange.announce(place(rank, step))
+            while alone.alive != {0}:
+                alone.asked["waited"] += exchange.run == ""
+                alone.check(["train"])
+            before = Counter(alone.asked)
+            exchange.happens(0)
+            return [(alone.asked - before).total()]
+
+        assert raised(in_turns(alone, first, second))[0] <= [1]
+
+
+class TestPlaces:
+    def pair(self, body: Callable[[Exchange], Any], length: int = 20, **options: Any) -> Any:
+        """What ``body`` returns on rank 0, after both ranks walked over all their batches."""
+        store = TurnsStore(2)
+
+        def rank_0(rank: int) -> Any:
+            exchange = open_exchange(store, 2, rank, **options)
+            walk(exchange, length)
+            return body(exchange)
+
+        def rank_1(rank: int) -> int:
+            return walk(open_exchange(store, 2, rank, **options), length)
+
+        return in_turns(store, rank_0, rank_1)[0]
+
+    def test_old_places_are_refused_by_name(self) -> None:
+        error = self.pair(lambda exchange: exchange.places_at(1), keep=2)
+        assert isinstance(error, PositionError)
+        assert "rank 0 stood in group 0" in str(error)
+        assert "keep" in str(error)
+
+    @pytest.mark.parametrize("step", [-1, 0, 22, 100])
+    def test_places_outside_the_pass_are_refused(self, step: int) -> None:
+        error = self.pair(lambda exchange: exchange.places_at(step))
+        assert isinstance(error, PositionError)
+        assert f"step {step}" in str(error)
+
+    def test_places_of_a_step_that_is_not_known_to_happen_are_refused(self) -> None:
+        exchange = open_exchange(HashStore(), 1, 0, group_size=4)
+        exchange.announce("a")
+        with pytest.raises(PositionError, match="Nobody knows where ranks stand at step 1"):
+            exchange.places_at(1)
+
+    def test_places_after_the_end_are_refused_within_its_group_too(self) -> None:
+        error = self.pair(lambda exchange: exchange.places_at(22), length=20, group_size=8)
+        assert isinstance(error, PositionError)
+        assert "Ranks [0, 1] end before step 22" in str(error)
+
+    @pytest.mark.parametrize("size", [10, 5_000_000, 9_500_000])
+    def test_a_place_may_be_of_any_size(self, size: int) -> None:
+        # Hardly to be compressed, and above what a TCPStore takes at once.
+        large = random.Random(size).randbytes(size // 2).hex()
+        store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+        exchange = open_exchange(store, 1, 0)
+        for text in ("first", large, "last"):
+            exchange.announce(text)
+        exchange.announce_end()
+        assert [exchange.happens(step) for step in range(4)] == [True, True, True, False]
+        assert [exchange.places_at(step) for step in (1, 2, 3)] == [["first"], [large], ["last"]]
+        assert exchange.gather_places(2) == [large]
+
+    @pytest.mark.parametrize("stale", [b"nonsense", b"x\x00", b'["other-run",1,3,["p"]]', b"[]", b"7", None])
+    def test_foreign_entries_are_refused(self, stale: bytes | None) -> None:
+        store = TurnsStore(2)
+
+        def tampered_with(rank: int) -> list[str]:
+            exchange = open_exchange(store, 2, rank)
+            walk(exchange, 5)
+            (key,) = (key for key in store.inner.list_keys() if key.endswith("places/1/3"))
+            store.inner.delete_key(key)
+            if stale is not None:
+                store.inner.set(key, stale)
+            return exchange.places_at(4)
+
+        error = in_turns(store, tampered_with, lambda rank: walk(open_exchange(store, 2, rank), 5))[0]
+        assert isinstance(error, StreamError)
+        assert "Stale or foreign entries" in str(error)
+
+
+class TestFailures:
+    @pytest.mark.parametrize("seed", range(8))
+    @pytest.mark.parametrize("group_size", [1, 3])
+    def test_all_ranks_break_off_at_the_step_that_one_could_not_read(self, group_size: int, seed: int) -> None:
+        store = TurnsStore(3, seed, [1 + 30 * (seed % 3 == rank) for rank in range(3)])
+        broken = 7 + seed % 4
+
+        def healthy(rank: int) -> list[int]:
+            steps: list[int] = []
+            exchange = open_exchange(store, 3, rank, group_size=group_size)
+            with pytest.raises(StreamError, match=f"rank 2 broke off before step {broken}: no such file"):
+                walk(exchange, 40, each=steps.append)
+            return steps
+
+        def broken_one(rank: int) -> list[int]:
+            exchange = open_exchange(store, 3, rank, group_size=group_size)
+            steps: list[int] = []
+            announced = 0
+            for step in range(40):
+                while announced < min(exchange.horizon(step), broken):
+                    announced += 1
+                    exchange.announce(place(rank, announced))
+                if announced == broken:
+                    exchange.fail("no such file")
+                try:
+                    exchange.happens(step)
+                except StreamError:
+                    break
+                steps.append(step)
+            return steps
+
+        assert raised(in_turns(store, healthy, healthy, broken_one)) == [list(range(broken))] * 3
+
+    def test_a_failure_before_the_first_batch_wakes_all(self) -> None:
+        store = TurnsStore(2)
+
+        def healthy(rank: int) -> None:
+            walk(open_exchange(store, 2, rank), 5)
+
+        def broken(rank: int) -> None:
+            exchange = open_exchange(store, 2, rank)
+            exchange.fail("no shard")
+            exchange.fail("again")
+
+        error = in_turns(store, healthy, broken)[0]
+        assert isinstance(error, StreamError)
+        assert "rank 1 broke off before step 0: no shard" in str(error)
+
+    def test_a_failure_that_the_pass_does_not_reach_is_none(self) -> None:
+        store = TurnsStore(2)
+
+        def broken(rank: int) -> int:
+            exchange = open_exchange(store, 2, rank)
+            for step in range(6):
+                exchange.announce(place(rank, step))
+            exchange.fail("later")
+            return sum(exchange.happens(step) for step in range(3))
+
+        assert in_turns(store, lambda rank: walk(open_exchange(store, 2, rank), 2), broken) == [2, 2]
+
+    def test_a_failure_far_ahead_breaks_off_at_what_the_others_know_of(self) -> None:
+        store = TurnsStore(2)
+
+        def broken(rank: int) -> None:
+            exchange = open_exchange(store, 2, rank)
+            for step in range(100):
+                exchange.announce(place(rank, step))
+            exchange.fail("later")
+
+        error = in_turns(store, lambda rank: walk(open_exchange(store, 2, rank), 200), broken)[0]
+        assert isinstance(error, StreamError)
+        assert "before step 3: later" in str(error)
+
+    def test_ranks_that_wait_for_the_gathered_places_learn_that_there_are_none(self) -> None:
+        store = TurnsStore(2)
+
+        def gather(rank: int) -> Any:
+            exchange = open_exchange(store, 2, rank, keep=1)
+            walk(exchange, 30)
+            return exchange.gather_places(3)
+
+        errors = in_turns(store, gather, gather)
+        assert [type(error) for error in errors] == [PositionError, StreamError]
+        assert "Rank 0 could not gather the places at step 3" in str(errors[1])
+
+    def test_a_store_that_is_gone_is_said_to_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = TurnsStore(1)
+        exchange = open_exchange(store, 1, 0)
+        monkeypatch.setattr(TurnsStore, "_ask", lambda *arguments: (_ for _ in ()).throw(RuntimeError("Broken pipe")))
+        with pytest.raises(StreamError, match=r"does not answer(.|\n)*Broken pipe"):
+            exchange.announce("a")
+        exchange.fail("the disk")
+        exchange.close()
+
+
+class TestTimeouts:
+    def test_who_is_late_is_named_with_its_last_place_on_all_ranks(self) -> None:
+        store = TurnsStore(3)
+
+        def waits(rank: int) -> None:
+            walk(open_exchange(store, 3, rank, timeout=0.3), 20)
+
+        def stalls(rank: int) -> None:
+            walk(open_exchange(store, 3, rank, timeout=0.3), 20, last=5)
+
+        errors = in_turns(store, waits, waits, stalls)
+        assert errors[2] is None
+        for error in errors[:2]:
+            assert isinstance(error, StreamError)
+            assert "Step 6 was waited for in vain for 0.3 s: 1 of 3 ranks have not announced" in str(error)
+            assert f"- rank 2: stood at {place(2, 6)}\n" in str(error)
+            assert "raise the timeout" in str(error)
+
+    def test_a_rank_that_never_announced_is_named(self) -> None:
+        store = TurnsStore(2)
+        bodies = [
+            lambda rank: walk(open_exchange(store, 2, rank, timeout=0.2), 20),
+            lambda rank: open_exchange(store, 2, rank, timeout=0.2),
+        ]
+        assert "- rank 1: nothing yet" in str(in_turns(store, *bodies)[0])
+
+    def test_the_late_rank_itself_breaks_off_at_the_step_it_was_waited_for(self) -> None:
+        store = TurnsStore(2)
+        gave_up = threading.Event()
+
+        def waits(rank: int) -> None:
+            try:
+                walk(open_exchange(store, 2, rank, timeout=0.2), 20)
+            finally:
+                gave_up.set()
+
+        def is_late(rank: int) -> None:
+            def each(step: int) -> None:
+                if step == 4:
+                    store.leave(rank)
+                    gave_up.wait(30)
+                    store.alive.add(rank)
+                steps.append(step)
+
+            walk(open_exchange(store, 2, rank, timeout=0.2), 20, each=each)
+
+        steps: list[int] = []
+        errors = in_turns(store, waits, is_late)
+        assert all(isinstance(error, StreamError) and "Step 6 was waited for in vain" in str(error) for error in errors)
+        assert steps == [0, 1, 2, 3, 4, 5]
+
+    def test_a_rank_that_does_not_come_is_named(self) -> None:
+        with pytest.raises(StreamError, match=r"ranks \[1, 2\] of 3 have not come"):
+            open_exchange(HashStore(), 3, 0, timeout=0.1)
+        with pytest.raises(StreamError, match="rank 0 has not come"):
+            open_exchange(HashStore(), 3, 1, timeout=0.1)
+
+    def test_ctrl_c_ends_a_wait(self) -> None:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            open_exchange(HashStore(), 2, 0, timeout=100)
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        "wrong",
+        [{"tail": "drop"}, {"first_step": -1}, {"keep": 0}, {"group_size": 0}, {"timeout": 0}, {"first_step": 1.5}],
+    )
+    def test_wrong_ones_are_refused(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+            open_exchange(HashStore(), 1, 0, **wrong)
+
+    def test_those_that_differ_between_ranks_are_refused_on_all(self) -> None:
+        store = TurnsStore(3)
+        errors = in_turns(
+            store, *[lambda rank: open_exchange(store, 3, rank, first_step=rank // 2, keep=4 + rank // 2)] * 3
+        )
+        assert all(isinstance(error, RankMismatchError) for error in errors)
+        assert "on ranks 0 and 2, first_step is 0 and 1, keep is 4 and 5" in str(errors[1])
+
+    def test_asking_before_announcing_is_refused_rather_than_waited_for(self) -> None:
+        exchange = open_exchange(HashStore(), 1, 0, first_step=5)
+        exchange.announce("a")
+        with pytest.raises(ConfigurationError, match="has to announce its batches below step 7"):
+            exchange.happens(5)
+        with pytest.raises(ConfigurationError, match="begins at step 5"):
+            exchange.happens(4)
+
+    def test_announcing_after_the_end_is_refused(self) -> None:
+        exchange = open_exchange(HashStore(), 1, 0)
+        exchange.announce_end()
+        exchange.announce_end()
+        with pytest.raises(ConfigurationError, match="has ended at step 0"):
+            exchange.announce("a")
+        assert not exchange.happens(0)
+
+    def test_a_closed_exchange_is_not_used(self) -> None:
+        exchange = open_exchange(HashStore(), 1, 0)
+        exchange.announce("a")
+        exchange.close()
+        exchange.close()
+        exchange.fail("Too late to say so.")
+        for use in (exchange.announce_end, lambda: exchange.gather_places(1)):
+            with pytest.raises(ConfigurationError, match="closed"):
+                use()
+
+
+class TestRestarts:
+    @pytest.mark.parametrize("seed", range(12))
+    def test_processes_started_anew_on_the_same_store_never_meet_their_predecessors(self, seed: int) -> None:
+        """Each rank dies at a request of its own, in the meeting or later; then all are started anew."""
+        store = TurnsStore(3, seed)
+        chance = random.Random(seed)
+
+        def first_life(rank: int) -> None:
+            walk(open_exchange(store, 3, rank, timeout=0.05), 30)
+
+        for _ in range(3):
+            store.dies = {rank: chance.randrange(1, 40) for rank in range(3)}
+            in_turns(store, *[first_life] * 3)
+        store.dies = {}
+        check_pass([9, 8, 10], store=store)
+        check_pass([9, 8, 10], store=store)
+
+    def test_a_rank_that_is_started_anew_alone_is_refused_and_the_others_time_out(self) -> None:
+        store = TurnsStore(2)
+
+        def survives(rank: int) -> int:
+            return walk(open_exchange(store, 2, rank, timeout=0.4), 30)
+
+        def is_restarted(rank: int) -> None:
+            walk(open_exchange(store, 2, rank), 30, last=7)
+            walk(open_exchange(store, 2, rank, timeout=0.4), 30)
+
+        first, second = in_turns(store, survives, is_restarted)
+        assert isinstance(first, StreamError)
+        assert "1 of 2 ranks have not announced" in str(first)
+        assert isinstance(second, StreamError)
+        assert "started anew" in str(second)
+
+    def test_fewer_ranks_on_the_same_store(self) -> None:
+        store = TurnsStore(3)
+        check_pass([5, 5, 5], store=store)
+        check_pass([6, 7], store=store)
+        check_pass([6, 7, 8], store=store)
+
+    def test_an_exchange_that_a_newer_one_has_replaced_says_so(self) -> None:
+        store = HashStore()
+        old = open_exchange(store, 1, 0)
+        for _ in range(2):
+            old.announce("a")
+        assert old.happens(0)
+        new = open_exchange(store, 1, 0)
+        assert new.run != old.run
+        old._complete = 0  # As if it were a rank that waits.
+        old._next = 0
+        with pytest.raises(StreamError, match="have begun a newer pass"):
+            old.happens(0)
+
+    def test_labels_keep_passes_apart(self) -> None:
+        store = HashStore()
+        exchanges = [open_exchange(store, 1, 0, label=label) for label in ("train", "val")]
+        for exchange in exchanges:
+            exchange.announce(exchange.run)
+            exchange.announce_end()
+        assert [exchange.happens(0) for exchange in exchanges] == [True, True]
+        assert [exchange.places_at(1) for exchange in exchanges] == [[exchange.run] for exchange in exchanges]
+
+
+def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
+    """Ranks that do not take turns, as stores of torch's own do not."""
+    answers: list[Any] = [None] * len(bodies)
+
+    def run(rank: int) -> None:
+        try:
+            answers[rank] = bodies[rank]()
+        except BaseException as error:
+            answers[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return raised(answers)
+
+
+class TestStoresOfTorch:
+    def check(self, stores: list[Any]) -> None:
+        def body(rank: int) -> tuple[int, list[str]]:
+            exchange = open_exchange(stores[rank], len(stores), rank, group_size=2)
+            stop = walk(exchange, 30 + rank, each=lambda step: None if rank else seen.append(exchange.places_at(step + 1)))
+            return stop, exchange.gather_places(stop)
+
+        for _ in range(2):
+            seen: list[list[str]] = []
+            answers = in_threads(*[lambda rank=rank: body(rank) for rank in range(len(stores))])
+            assert answers == [(30, [place(rank, 30) for rank in range(len(stores))])] * len(stores)
+            assert seen == [[place(rank, step) for rank in range(len(stores))] for step in range(1, 31)]
+
+    def test_hash_store(self) -> None:
+        self.check([HashStore()] * 3)
+
+    def test_file_store(self, tmp_path: Path) -> None:
+        self.check([FileStore(str(tmp_path / "store"), 3) for _ in range(3)])
+
+    def test_prefix_store_over_tcp_in_silence(self, capfd: pytest.CaptureFixture[str]) -> None:
+        server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+        client = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=10))
+        self.check([PrefixStore("worker", server), PrefixStore("worker", client)])
+        with pytest.raises(StreamError):
+            open_exchange(server, 2, 0, timeout=0.5, label="alone")
+        assert capfd.readouterr().err == ""
+
+    def test_one_connection_serves_all_passes(self) -> None:
+        server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+        for store in (server, PrefixStore("worker", server)):
+            first, second = (GroupStore(store, label, 1) for label in ("train", "val"))
+            assert first._store is second._store
+            assert first._store is not store
+
+    def test_a_store_is_let_go_of(self) -> None:
+        for make in (HashStore, lambda: PrefixStore("worker", HashStore())):
+            store = make()
+            exchange = open_exchange(store, 1, 0)
+            gone = weakref.ref(store)
+            del store, exchange
+            assert gone() is None
+
+    def test_a_store_that_others_wait_at_does_not_hold_the_ranks_up(self) -> None:
+        server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        waiting = threading.Thread(target=server.wait, args=(["later"],), daemon=True)
+        waiting.start()
+        exchange = open_exchange(server, 1, 0)
+        exchange.announce("a")
+        exchange.announce_end()
+        assert exchange.happens(0)
+        assert waiting.is_alive()
+        GroupStore(server, "", 1)._store.set("later", "1")
+        waiting.join(10)
+        assert not waiting.is_alive()
+
+
+def start_rank(role: str, port: int = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, role, str(port)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+class TestProcesses:
+    def test_a_rank_that_is_killed_is_named(self) -> None:
+        server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+        with start_rank("client", server.port) as other:
+
+            def each(step: int) -> None:
+                if step == 3:
+                    assert line_of(other) == "step 3"
+                    other.send_signal(signal.SIGKILL)
+                    other.wait()
+                    exchange.timeout = 0.5
+
+            exchange = open_exchange(server, 2, 0, timeout=60.0)
+            with pytest.raises(StreamError, match=r"1 of 2 ranks have not announced(.|\n)*rank 1: stood at"):
+                walk(exchange, 10**6, each=each)
+
+    def test_a_server_that_is_killed_is_missed_at_once(self) -> None:
+        with start_rank("server") as other:
+            port = int(line_of(other))
+            store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30))
+
+            def each(step: int) -> None:
+                if step == 3:
+                    assert line_of(other) == "step 3"
+                    other.send_signal(signal.SIGKILL)
+                    other.wait()
+
+            with pytest.raises(StreamError, match="does not answer"):
+                walk(open_exchange(store, 2, 1, timeout=1000.0), 10**6, each=each)
+
+
+def main(role: str, port: int) -> None:
+    """Rank 0 with the server, or rank 1: goes to step 3, says so, and is killed."""
+    store = TCPStore("127.0.0.1", port, None, role == "server", timedelta(seconds=30), wait_for_workers=False)
+    if role == "server":
+        print(store.port, flush=True)
+
+    def each(step: int) -> None:
+        if step == 3:
+            print("step 3", flush=True)
+            time.sleep(100)
+
+    walk(open_exchange(store, 2, int(role == "client"), timeout=60.0), 10**6, each=each)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
