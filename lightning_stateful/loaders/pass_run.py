@@ -103,6 +103,11 @@ class PassRun:
                 self._broken = error
         return not self._is_over
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether asking for the next batch raises."""
+        return self._broken is not None
+
     def standing_at(self, served: int) -> Standing:
         """Where all lanes stood after ``served`` batches of each rank.
 

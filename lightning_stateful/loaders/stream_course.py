@@ -253,8 +253,7 @@ class StreamCourse:
         again = standing.read_again(range(self._topology().rank, standing.num_lanes, standing.num_replicas))
         started = time.perf_counter()
         run = self._begin(standing)
-        if again:
-            run.has_next()
+        if again and run.has_next() and not run.is_broken:
             why = "; ".join(sorted({source.shards.reread for source in self.config.sources.values()}))
             warnings.warn(
                 f"{sum(again.values())} samples of {', '.join(again)} were read again, and left out, to go on in epoch "
@@ -291,7 +290,8 @@ class StreamCourse:
 
     def _following(self, run: PassRun) -> Standing:
         final = run.final()
-        if self._options.exact:
+        if self._options.exact or (final.num_replicas > 1 and not self._is_joined()):
+            # Each rank ends for itself.
             return self._beginning(final.epoch + 1, final.num_replicas)
         return final.following()
 

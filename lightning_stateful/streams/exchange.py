@@ -82,12 +82,11 @@ class Exchange:
             max(topology.num_replicas // _RANKS_A_STEP, 1) if group_size is None else as_int("group_size", group_size)
         )
         first_step, keep = as_int("first_step", first_step), as_int("keep", keep)
-        least = {"first_step": (first_step, 0), "keep": (keep, 1), "group_size": (size, 1), "timeout": (timeout, 1e-3)}
-        if wrong := [f"{name} at least {low}, got {value}" for name, (value, low) in least.items() if value < low]:
-            raise ConfigurationError(f"Of an exchange, {', '.join(wrong)}.")
-        self.topology, self.first_step, self.tail, self.timeout = topology, first_step, tail, timeout
+        for name, value, least in (("first_step", first_step, 0), ("keep", keep, 1), ("group_size", size, 1)):
+            if value < least:
+                raise ConfigurationError(f"{name} must be at least {least}, got {value}.")
+        self.topology, self.first_step, self.tail, self.timeout, self._size = topology, first_step, tail, timeout, size
         self.stop: int | None = None
-        self._size = size
         self._places: list[str] = []  # Not yet told of.
         self._announced = self._next = first_step
         self._told = self._complete = 0  # Groups.
@@ -199,7 +198,7 @@ class Exchange:
 
         if (gathered := self._store.wait(find, self.timeout)) is None:
             raise StreamError(
-                f"Rank 0 has not passed on the places at step {step} in {self.timeout:g} s: look at its log."
+                f"Rank 0 did not pass on the places at step {step} in {self.timeout:g} s: look at its log."
             )
         return gathered
 

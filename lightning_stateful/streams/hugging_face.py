@@ -145,10 +145,10 @@ class HuggingFaceIterator(ShardIterator):
                 )
             dataset.load_state_dict(from_plain(state))
         self._dataset, self._begun_at = dataset, copy.deepcopy(state)
-        self._samples = type(dataset).__iter__(_InNoWorker(dataset))
+        self._samples: Any = type(dataset).__iter__(_InNoWorker(dataset))
 
     def __iter__(self) -> Iterator[Any]:
-        return self._samples
+        return iter(self._samples)
 
     def __next__(self) -> Any:
         return next(self._samples)

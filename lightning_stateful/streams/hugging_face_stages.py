@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -134,8 +135,8 @@ def warning_of(stage: Any, num_shards: int) -> str:
         )
     if getattr(stage, "drop_last_batch", False) and word == "map":
         return (
-            f"drop_last_batch drops the incomplete last batch of each of the {num_shards} shards. Leave it out to train "
-            "on every sample."
+            f"map(drop_last_batch=True) drops the incomplete last batch of each of the {num_shards} shards. Leave it "
+            "out to train on every sample."
         )
     if getattr(stage, "with_indices", False) and not _accumulates(stage):
         return (
@@ -173,19 +174,20 @@ def files_of(stage: Any) -> list[str]:
 
 def describe(stage: Any) -> str:
     """A stage and those before it, in words that do not depend on the process."""
-    before = [describe(source) for source in sources_of(stage)]
-    word = word_of(stage)
+    word, before = word_of(stage), Counter(map(describe, sources_of(stage)))
     if not before:
         reader = _reader(stage)
         owner = getattr(_bare(reader), "__self__", None)
         return word or (_name_of(reader).strip("_") if owner is None else type(owner).__name__.lower())
-    text = before[0] if len(before) == 1 else f"({' + '.join(before)})"
+    # Shuffled shards of one dataset are many sources; which of them comes when is told by their files.
+    text = " + ".join(f"{count} of {source}" if count > 1 else source for source, count in before.items())
     if not word:
         return text
     details = [f"{name}={vars(stage)[name]}" for name in _DETAILS if vars(stage).get(name) is not None]
     if getattr(stage, "batched", False):
         details.append(f"batch_size={stage.batch_size}")
-    return f"{text} > {word}({', '.join(details)})"
+    text = f"({text})" if before.total() > 1 else text
+    return f"{text} > {word}({', '.join(details)})" if details else f"{text} > {word}"
 
 
 def sizes_of(stage: Any) -> list[int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -10,9 +11,10 @@ from typing import Any
 
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
 from lightning_stateful.index.checks import as_int
-from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.seeding import derive_seed, mixed_seed
 from lightning_stateful.samplers.own_words import from_plain, to_plain
 from lightning_stateful.samplers.randomness import seed_randomness
+from lightning_stateful.streams.reading import OnError
 from lightning_stateful.streams.stage import Item, Open, Place, Stage
 
 # Items between two places of what lies below, which may cost more than the items.
@@ -166,29 +168,47 @@ class RecurrentStage(Stage):
 class _Passing(Stage):
     """A stage that holds nothing back: it stands where the stage below does."""
 
-    def __init__(self, open_inner: Open, place: Place | None, function: Callable[[Any], Any]) -> None:
-        self._inner = open_inner(place)
+    def __init__(
+        self, open_inner: Open, place: Place | None, function: Callable[[Any], Any], on_error: OnError = "raise"
+    ) -> None:
+        self._skips = on_error == "skip"
+        # What was left out is counted in a place of its own around that of the stage below.
+        self._skipped = place["skipped_samples"] if self._skips and place is not None else 0
+        self._inner = open_inner(place["at"] if self._skips and place is not None else place)
         self._function = function
         self._failure: ShardError | None = None
+
+    def __next__(self) -> Item:
+        if self._failure is not None:
+            raise self._failure
+        while True:
+            item: Item = next(self._inner)
+            try:
+                made = self._made(item)
+            except Exception as error:
+                if self._skips:
+                    self._skipped += 1
+                    continue
+                self._failure = _failed(self._function, item, error)
+                raise self._failure from error
+            if made is not None:
+                return made
+
+    @abstractmethod
+    def _made(self, item: Item) -> Item | None:
+        """What becomes of an item; None if it is left out."""
 
     def place(self) -> Place:
         """The place of the stage below."""
         # That has passed the item on which the function failed.
         if self._failure is not None:
             raise self._failure
-        return self._inner.place()
+        at = self._inner.place()
+        return {"at": at, "skipped_samples": self._skipped} if self._skips else at
 
     def close(self) -> None:
         """Close the stage below."""
         self._inner.close()
-
-    def _run(self, item: Item, kind: Callable[[Any], Any] | None = None) -> Any:
-        try:
-            value = self._function(item.value)
-            return value if kind is None else kind(value)
-        except Exception as error:
-            self._failure = _failed(self._function, item, error)
-            raise self._failure from error
 
 
 class MapStage(_Passing):
@@ -200,31 +220,35 @@ class MapStage(_Passing):
         function: From a value to another.
         seed: Seeds torch, NumPy and ``random`` before each item, by (seed, shard, number), so that an item comes out
             alike whenever it is read again; None to leave them.
+        on_error: ``"skip"`` to leave out items on which the function fails, and count them.
 
     State:
-        That of the stage below.
+        That of the stage below; beside the number of items left out, where they may be.
 
     Raises:
         ShardError: The function failed; with the item.
     """
 
     def __init__(
-        self, open_inner: Open, place: Place | None, *, function: Callable[[Any], Any], seed: int | None
+        self,
+        open_inner: Open,
+        place: Place | None,
+        *,
+        function: Callable[[Any], Any],
+        seed: int | None,
+        on_error: OnError = "raise",
     ) -> None:
-        super().__init__(open_inner, place, function)
-        self._seed = seed
+        super().__init__(open_inner, place, function, on_error)
+        self._seed = None if seed is None else derive_seed("transform", seed)
 
-    def __next__(self) -> Item:
-        if self._failure is not None:
-            raise self._failure
-        item = next(self._inner)
+    def _made(self, item: Item) -> Item:
         if self._seed is not None:
-            seed_randomness(derive_seed("transform", self._seed, item.shard, item.number))
-        return Item(item.shard, item.number, self._run(item))
+            seed_randomness(mixed_seed(self._seed, item.shard, item.number))
+        return Item(item.shard, item.number, self._function(item.value))
 
     def skip(self, count: int) -> int:
-        """Leave out items without running the function."""
-        return self._inner.skip(count)
+        """Leave out items, without running the function where none of them may be left out anyway."""
+        return super().skip(count) if self._skips else self._inner.skip(count)
 
 
 class FilterStage(_Passing):
@@ -234,25 +258,23 @@ class FilterStage(_Passing):
         open_inner: Opens what is filtered, a stage of items.
         place: Where to begin; None for the beginning.
         function: From a value to whether its item stays; it has to follow from the value alone.
+        on_error: ``"skip"`` to leave out items on which the function fails, and count them.
 
     State:
-        That of the stage below.
+        As :class:`MapStage`.
 
     Raises:
         ShardError: The function failed; with the item.
     """
 
-    def __init__(self, open_inner: Open, place: Place | None, *, function: Callable[[Any], Any]) -> None:
-        super().__init__(open_inner, place, function)
+    def __init__(
+        self, open_inner: Open, place: Place | None, *, function: Callable[[Any], Any], on_error: OnError = "raise"
+    ) -> None:
+        super().__init__(open_inner, place, function, on_error)
 
-    def __next__(self) -> Item:
-        if self._failure is not None:
-            raise self._failure
-        while True:
-            item: Item = next(self._inner)
-            # What is neither true nor false, as an array, fails here.
-            if self._run(item, bool):
-                return item
+    def _made(self, item: Item) -> Item | None:
+        # What is neither true nor false, as an array, fails here.
+        return item if bool(self._function(item.value)) else None
 
 
 def _failed(function: Callable[..., Any], item: Item, error: Exception) -> ShardError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.checks import as_int
@@ -17,11 +17,25 @@ from lightning_stateful.streams.shards import Shards
 from lightning_stateful.streams.stage import Open, Place, Stage
 
 
+class Way(NamedTuple):
+    """What a stage has to know of the stream that it is part of.
+
+    Attributes:
+        seed: Chooses orders within the epoch.
+        sample_seed: Seeds what is drawn at the epoch's samples; None if nothing is seeded.
+        on_error: What to do where a function fails.
+    """
+
+    seed: int
+    sample_seed: int | None
+    on_error: OnError
+
+
 class Step(Protocol):
     """What is done to samples on their way: the configuration of a stage."""
 
-    def open(self, open_inner: Open, place: Place | None, seed: int | None) -> Stage:
-        """The stage at a place; ``seed`` is that of the epoch's samples, or None if they are not seeded."""
+    def open(self, open_inner: Open, place: Place | None, way: Way) -> Stage:
+        """The stage at a place."""
 
     def describe(self) -> Any:
         """Plain data to be compared."""
@@ -66,28 +80,19 @@ class Source:
     def open(self, portion: Portion, place: Place | None) -> tuple[Stage, Reading]:
         """The items of a portion from a place on, and the stage in which its shards are read."""
         readings: list[Reading] = []
-        seed = derive_seed("stream", self.seed, portion.epoch) if self.seed_samples else None
+        seed = derive_seed("stream", self.seed, portion.epoch)
+        way = Way(seed, seed if self.seed_samples else None, self.on_error)
 
         def read(at: Place | None) -> Stage:
-            draws = self.shards.draws
-            readings.append(
-                Reading(
-                    self.shards,
-                    portion.shards,
-                    portion.epoch,
-                    at,
-                    seed=seed if draws else None,
-                    on_error=self.on_error,
-                )
-            )
+            own = way.sample_seed if self.shards.draws else None
+            readings.append(Reading(self.shards, portion.shards, portion.epoch, at, seed=own, on_error=self.on_error))
             return readings[-1]
 
         opening: Open = read
         if self.buffer_size > 1:
-            key = derive_seed("blocks", self.seed, portion.epoch)
-            opening = partial(BlockShuffle, opening, size=self.buffer_size, seed=key)
+            opening = partial(BlockShuffle, opening, size=self.buffer_size, seed=way.seed)
         for step in self.steps:
-            opening = partial(_opened, step, opening, seed)
+            opening = partial(_opened, step, opening, way)
         return opening(place), readings[0]
 
     def describe(self) -> dict[str, Any]:
@@ -103,5 +108,5 @@ class Source:
         return described
 
 
-def _opened(step: Step, opening: Open, seed: int | None, place: Place | None) -> Stage:
-    return step.open(opening, place, seed)
+def _opened(step: Step, opening: Open, way: Way, place: Place | None) -> Stage:
+    return step.open(opening, place, way)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_stateful.streams.read_ahead import ReadAhead, ReadAheadConfig
 from lightning_stateful.streams.running import FilterStage, MapStage, RecurrentStage, WindowedStage
+from lightning_stateful.streams.source import Way
 from lightning_stateful.streams.stage import Open, Place, Stage
 
 
@@ -17,9 +18,9 @@ class Mapped:
 
     function: Callable[[Any], Any]
 
-    def open(self, open_inner: Open, place: Place | None, seed: int | None) -> Stage:
+    def open(self, open_inner: Open, place: Place | None, way: Way) -> Stage:
         """The stage at a place."""
-        return MapStage(open_inner, place, function=self.function, seed=seed)
+        return MapStage(open_inner, place, function=self.function, seed=way.sample_seed, on_error=way.on_error)
 
     def describe(self) -> Any:
         """Plain data to be compared."""
@@ -32,9 +33,9 @@ class Filtered:
 
     function: Callable[[Any], Any]
 
-    def open(self, open_inner: Open, place: Place | None, seed: int | None) -> Stage:
+    def open(self, open_inner: Open, place: Place | None, way: Way) -> Stage:
         """The stage at a place."""
-        return FilterStage(open_inner, place, function=self.function)
+        return FilterStage(open_inner, place, function=self.function, on_error=way.on_error)
 
     def describe(self) -> Any:
         """Plain data to be compared."""
@@ -48,7 +49,7 @@ class Windowed:
     width: int
     step: int = 1
 
-    def open(self, open_inner: Open, place: Place | None, seed: int | None) -> Stage:
+    def open(self, open_inner: Open, place: Place | None, way: Way) -> Stage:
         """The stage at a place."""
         return WindowedStage(open_inner, place, width=self.width, step=self.step)
 
@@ -64,7 +65,7 @@ class Recurrent:
     function: Callable[[Any, Any], tuple[Any, Any]]
     initial: Any
 
-    def open(self, open_inner: Open, place: Place | None, seed: int | None) -> Stage:
+    def open(self, open_inner: Open, place: Place | None, way: Way) -> Stage:
         """The stage at a place."""
         return RecurrentStage(open_inner, place, function=self.function, initial=self.initial)
 
@@ -78,11 +79,10 @@ class Budgeted:
     """Batches of like lengths within a budget, window by window."""
 
     config: ReadAheadConfig
-    seed: int
 
-    def open(self, open_inner: Open, place: Place | None, seed: int | None) -> Stage:
+    def open(self, open_inner: Open, place: Place | None, way: Way) -> Stage:
         """The stage at a place."""
-        return ReadAhead(open_inner, place, config=self.config, seed=self.seed)
+        return ReadAhead(open_inner, place, config=self.config, seed=way.seed)
 
     def describe(self) -> Any:
         """Plain data to be compared."""

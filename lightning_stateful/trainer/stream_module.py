@@ -171,7 +171,7 @@ class StreamDataModule(StatefulDataModule):
             if not budgeted or self._read_ahead is None:
                 return source
             ahead = replace(self._read_ahead, shuffle_batches=self._read_ahead.shuffle_batches and not exact)
-            return replace(source, steps=(*source.steps, Budgeted(ahead, source.seed)))
+            return replace(source, steps=(*source.steps, Budgeted(ahead)))
 
         return StreamConfig(
             sources={name: changed(source) for name, source in stream.sources.items()},

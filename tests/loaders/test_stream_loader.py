@@ -33,6 +33,13 @@ class Draws(IterableDataset[Any]):
             yield torch.tensor([self.epoch, number, *drawn])
 
 
+class Plain(IterableDataset[Any]):
+    """Five numbers."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(5)
+
+
 def patched(length: int = 13, num_replicas: int = 1, rank: int = 0, **options: Any) -> Any:
     loader = DataLoader(Draws(length), **{"batch_size": 2, **options})
     return patch_dataloader(loader, seed=3, num_replicas=num_replicas, rank=rank)
@@ -68,7 +75,7 @@ def test_workers_go_on_exactly_too() -> None:
     assert [next(iterator).tolist() for _ in range(3)] == expected[:3]
     resumed.load_state_dict(stopped.state_dict())
 
-    with pytest.warns(StatefulWarning, match="3 batches of Draws were read again"):
+    with pytest.warns(StatefulWarning, match=r"6 samples of Draws \(rank 0, worker 0\), .* were read again"):
         assert read(resumed) == expected[3:]
 
 
@@ -85,17 +92,16 @@ def test_a_resume_tells_its_cost() -> None:
     next(iter(loader))
     fresh.load_state_dict(loader.state_dict())
 
-    with pytest.warns(StatefulWarning, match=r"1 batches of Draws were read again.*took \d+\.\d s"):
+    with pytest.warns(StatefulWarning, match=r"2 samples of Draws .* were read again.*took \d+\.\d s"):
         read(fresh)
 
 
-def test_the_process_keeps_its_randomness() -> None:
-    torch.manual_seed(5)
+def test_a_stream_that_draws_nothing_leaves_the_process_its_randomness_unless_samples_are_seeded() -> None:
     random.seed(5)
+    torch.manual_seed(5)
     expected = random.Random(5).random(), torch.rand(1, generator=torch.Generator().manual_seed(5))
-    for number, _ in enumerate(patched()):
-        if number == 2:
-            break
+    for _ in patch_dataloader(DataLoader(Plain(), batch_size=2), seed_samples=False):
+        pass
 
     assert (random.random(), torch.rand(1)) == expected
 
@@ -112,10 +118,12 @@ def test_another_number_of_ranks_is_refused_within_an_epoch_and_not_between() ->
 
 
 @pytest.mark.parametrize(
-    ("other", "what"), [({"num_workers": 1}, "num_workers: saved 0, now 1"), ({"seed": 4}, "seed: saved 3, now 4")]
+    ("other", "what"), [({"num_workers": 2}, "workers: saved 1, now 2"), ({"seed": 4}, "seed: saved 3, now 4")]
 )
 def test_what_changes_the_stream_is_refused(other: dict[str, Any], what: str) -> None:
-    state = patched().state_dict()
+    loader = patched()
+    next(iter(loader))
+    state = loader.state_dict()
     seed = other.pop("seed", 3)
     changed = patch_dataloader(DataLoader(Draws(), batch_size=2, **other), seed=seed)
 
@@ -130,7 +138,7 @@ def test_a_stream_that_has_become_shorter_is_refused() -> None:
         next(iterator)
     shorter.load_state_dict(loader.state_dict())
 
-    with pytest.raises(PositionError, match="4 batches of Draws were used in epoch 0, but now it ends after 2"):
+    with pytest.raises(PositionError, match=r"8 samples of Draws .* were used, but now it ends after 3"):
         next(iter(shorter))
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -202,9 +202,7 @@ def check_pass(
     store.most_requests = 100_000
 
     def body(rank: int) -> tuple[int, int | None, list[str]]:
-        exchange = open_exchange(
-            store, ranks, rank, tail=tail, first_step=first_step, group_size=group_size, keep=keep
-        )
+        exchange = open_exchange(store, ranks, rank, tail=tail, first_step=first_step, group_size=group_size, keep=keep)
 
         def each(step: int) -> None:
             if rank:
@@ -224,7 +222,7 @@ def check_pass(
 
 
 class TestEveryInterleaving:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(st.data())
     def test_all_ranks_stop_before_the_same_step_and_rank_0_knows_every_place(self, data: st.DataObject) -> None:
         ranks = data.draw(st.sampled_from([1, 2, 3]))
@@ -274,9 +272,8 @@ class TestMoreRanks:
     """Ranks in one thread: nobody waits as long as all announce before any asks."""
 
     @pytest.fixture
-    def in_one_thread(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def in_one_thread(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(exchange_module, "meet", lambda *arguments: "run")
-        yield
 
     @pytest.mark.parametrize(("ranks", "group_size"), [(2, 1), (64, 1), (127, 1), (128, 2), (1024, 16)])
     def test_groups_grow_with_the_number_of_ranks(self, in_one_thread: None, ranks: int, group_size: int) -> None:
@@ -569,7 +566,7 @@ class TestTimeouts:
 class TestArguments:
     @pytest.mark.parametrize(
         "wrong",
-        [{"tail": "drop"}, {"first_step": -1}, {"keep": 0}, {"group_size": 0}, {"timeout": 0}, {"first_step": 1.5}],
+        [{"tail": "drop"}, {"first_step": -1}, {"keep": 0}, {"group_size": 0}, {"first_step": 1.5}],
     )
     def test_wrong_ones_are_refused(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
@@ -695,7 +692,9 @@ class TestStoresOfTorch:
     def check(self, stores: list[Any]) -> None:
         def body(rank: int) -> tuple[int, list[str]]:
             exchange = open_exchange(stores[rank], len(stores), rank, group_size=2)
-            stop = walk(exchange, 30 + rank, each=lambda step: None if rank else seen.append(exchange.places_at(step + 1)))
+            stop = walk(
+                exchange, 30 + rank, each=lambda step: None if rank else seen.append(exchange.places_at(step + 1))
+            )
             return stop, exchange.gather_places(stop)
 
         for _ in range(2):
@@ -748,8 +747,7 @@ class TestStoresOfTorch:
 
 
 def start_rank(role: str, port: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, role, str(port)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    return subprocess.Popen([sys.executable, __file__, role, str(port)], stdout=subprocess.PIPE, text=True)
 
 
 def line_of(process: subprocess.Popen[str]) -> str:

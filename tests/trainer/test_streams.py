@@ -72,5 +72,5 @@ def test_a_resumed_stream_tells_what_it_cost(tmp_path: Path) -> None:
     stopped = run(Streams, max_steps=4)
     stopped.trainer.save_checkpoint(tmp_path / "middle.ckpt")
 
-    with pytest.warns(StatefulWarning, match="4 batches of Stream were read again"):
+    with pytest.warns(StatefulWarning, match="8 samples of Stream .* were read again"):
         run(Streams, ckpt_path=tmp_path / "middle.ckpt", max_steps=6)
