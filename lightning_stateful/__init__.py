@@ -23,12 +23,14 @@ if TYPE_CHECKING:
         RoundRobinBatchSampler,
         StatefulDistributedSampler,
     )
+    from lightning_stateful.streams import ChunkedDataset, MixedStream
     from lightning_stateful.trainer import (
         BucketDataModule,
         MixtureDataModule,
         RoundRobinDataModule,
         StatefulDataCallback,
         StatefulDataModule,
+        StreamDataModule,
     )
 
 __version__ = "0.1.0"
@@ -37,8 +39,10 @@ _HOMES = {
     "AuditResult": "audit",
     "BucketBatchSampler": "samplers",
     "BucketDataModule": "trainer",
+    "ChunkedDataset": "streams",
     "DDPSamplerWrapper": "samplers",
     "MixtureBatchSampler": "samplers",
+    "MixedStream": "streams",
     "MixtureDataModule": "trainer",
     "QuadraticCost": "index",
     "RoundRobinBatchSampler": "samplers",
@@ -47,6 +51,7 @@ _HOMES = {
     "StatefulDataModule": "trainer",
     "StatefulDistributedSampler": "samplers",
     "StatefulLoader": "loaders",
+    "StreamDataModule": "trainer",
     "WeightSchedule": "index",
     "check_resume": "audit",
     "is_patched": "loaders",
@@ -57,8 +62,10 @@ __all__ = [
     "AuditResult",
     "BucketBatchSampler",
     "BucketDataModule",
+    "ChunkedDataset",
     "DDPSamplerWrapper",
     "MixtureBatchSampler",
+    "MixedStream",
     "MixtureDataModule",
     "QuadraticCost",
     "RoundRobinBatchSampler",
@@ -67,6 +74,7 @@ __all__ = [
     "StatefulDataModule",
     "StatefulDistributedSampler",
     "StatefulLoader",
+    "StreamDataModule",
     "WeightSchedule",
     "check_resume",
     "is_patched",

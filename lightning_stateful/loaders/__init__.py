@@ -3,6 +3,8 @@
 from lightning_stateful.loaders.patched import is_patched
 from lightning_stateful.loaders.seeded import SeededDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loaders.stream_loader import StreamLoader
+from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.takeover import patch_dataloader, take_over
 from lightning_stateful.loaders.torch_samplers import order_of
 from lightning_stateful.samplers.randomness import keep_randomness, seed_randomness
@@ -10,6 +12,8 @@ from lightning_stateful.samplers.randomness import keep_randomness, seed_randomn
 __all__ = [
     "SeededDataset",
     "StatefulLoader",
+    "StreamLoader",
+    "StreamOptions",
     "is_patched",
     "keep_randomness",
     "order_of",

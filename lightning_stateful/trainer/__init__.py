@@ -4,6 +4,7 @@ from lightning_stateful.trainer.bucket_module import BucketDataModule
 from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.datamodule import StatefulDataModule
 from lightning_stateful.trainer.source_modules import MixtureDataModule, RoundRobinDataModule
+from lightning_stateful.trainer.stream_module import StreamDataModule
 
 __all__ = [
     "BucketDataModule",
@@ -11,4 +12,5 @@ __all__ = [
     "RoundRobinDataModule",
     "StatefulDataCallback",
     "StatefulDataModule",
+    "StreamDataModule",
 ]

@@ -1,0 +1,263 @@
+"""What ranks that tell each other where they stand in their streams cost: time in a step, and load on the store."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import psutil
+import torch.distributed as dist
+
+from benchmarks.measure import Row, report, target
+from lightning_stateful.index.topology import Topology
+from lightning_stateful.streams.exchange import Exchange
+
+CLAIM = (
+    "Ranks tell each other where they stand in their streams, and whether all have a batch for the next step, through "
+    "the run's TCPStore, in a small part of a step. (all_gather_object over gloo, beside it, does the first of the two, "
+    "makes all ranks wait for the slowest, and has to be called on all at once.) 1,024 ranks in groups of 16 steps ask "
+    "little of the one process that serves the store: four processes send it what so many ranks would."
+)
+STEP = 0.05
+STEPS = 200
+SAVES = 10
+SIMULATED = [64, 256, 1024]
+SIMULATED_STEPS = 128
+PROCESSES = 4
+PATIENCE = timedelta(seconds=120)
+
+
+def place(rank: int, step: int) -> str:
+    """300 bytes: a shard, what of it was read, and where a shuffled block was begun."""
+    draw = random.Random(rank * 2**20 + step)
+    whole = {"shard": draw.randrange(10**5), "row": step * 37, "byte": draw.randrange(10**9), "block": step // 50}
+    text = json.dumps({**whole, "lanes": [draw.randrange(10**6) for _ in range(30)]})
+    return f"{text[:299]:<300}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def walk(rank: int, port: int, answers: Any) -> None:
+    """One of two ranks: a pass with steps of 50 ms, every second of them with a gathering over gloo in its place."""
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    exchange = Exchange(store, Topology(num_replicas=2, rank=rank), label="bench", first_step=0)
+    figures: dict[str, list[float]] = {"announce, happens": [], "places_at": [], "all_gather_object": []}
+    texts, told = [place(rank, step) for step in range(STEPS + 2)], 0
+
+    def timed(name: str, task: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        task()
+        figures[name].append(time.perf_counter() - began)
+
+    def ask(step: int) -> None:
+        nonlocal told
+        while told < exchange.horizon(step):
+            exchange.announce(texts[told])
+            told += 1
+        assert exchange.happens(step)
+
+    for step in range(STEPS):
+        time.sleep(STEP)
+        timed("announce, happens", lambda step=step: ask(step))
+        if not rank and step % SAVES == 0:
+            timed("places_at", lambda step=step: exchange.places_at(step + 1))
+        gathered: list[Any] = [None, None]
+        # What a collective costs itself, without the wait for a slower rank.
+        dist.barrier()
+        timed("all_gather_object", lambda step=step, into=gathered: dist.all_gather_object(into, texts[step]))
+    answers.put(figures)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def in_steps() -> list[Row]:
+    spawn = multiprocessing.get_context("spawn")
+    answers, port = spawn.Queue(), free_port()
+    ranks = [spawn.Process(target=walk, args=(rank, port, answers)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = [answers.get() for _ in ranks]
+    for process in ranks:
+        process.join()
+    rows: list[Row] = []
+    for name in found[0]:
+        # The first steps open connections.
+        times = sorted(figure for figures in found for figure in figures[name][2:])
+        rows.append(
+            {
+                "call": name,
+                "median us": statistics.median(times) * 1e6,
+                "mean us": statistics.mean(times) * 1e6,
+                "99 % us": times[int(len(times) * 0.99)] * 1e6,
+                "mean, % of a step": statistics.mean(times) / STEP * 100,
+            }
+        )
+    return rows
+
+
+class CountingStore:
+    """A store that counts what is asked of it: requests, and bytes of keys and values in both directions."""
+
+    def __init__(self, store: dist.TCPStore) -> None:
+        self.store = store
+        self.counts: Counter[str] = Counter()
+
+    def clone(self) -> CountingStore:
+        return self
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set(self, key: str, value: bytes) -> None:
+        self._count(1, len(key) + len(value))
+        self.store.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        self._count(1, len(key) + 16)
+        return self.store.add(key, amount)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        found = self.store.compare_set(key, expected, desired)
+        self._count(1, len(key) + len(expected) + len(desired) + len(found))
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        self._count(1, sum(map(len, keys)))
+        return self.store.check(keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = self.store.multi_get(keys)
+        self._count(2, 2 * sum(map(len, keys)) + sum(map(len, found)))
+        return found
+
+    def _count(self, requests: int, num_bytes: int) -> None:
+        self.counts.update(requests=requests, bytes=num_bytes)
+
+
+def serve(port: int, done: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", port, None, True, PATIENCE, wait_for_workers=False)
+    done.wait()
+    del store
+
+
+def play(number: int, num_ranks: int, port: int, server: int, barrier: Any, answers: Any) -> None:
+    """A process that sends what its part of the ranks would, and a look at the server's clock between the parts."""
+    store = CountingStore(dist.TCPStore("127.0.0.1", port, None, False, PATIENCE))
+    answer: dict[str, Any] = {}
+
+    def part(name: str, task: Callable[[], object]) -> None:
+        barrier.wait()
+        store.counts.clear()
+        before, began = sum(psutil.Process(server).cpu_times()[:2]), time.perf_counter()
+        barrier.wait()
+        task()
+        took = time.perf_counter() - began
+        barrier.wait()
+        cpu = sum(psutil.Process(server).cpu_times()[:2]) - before
+        answer[name] = {**store.counts, "seconds": took, "server": cpu}
+        barrier.wait()
+
+    ranks = range(number, num_ranks, PROCESSES)
+    # They would wait for each other when they meet; that is once a pass.
+    with mock.patch("lightning_stateful.streams.exchange.meet", return_value="1-abcdef01"):
+        exchanges = [
+            Exchange(store, Topology(num_replicas=num_ranks, rank=rank), label="bench", first_step=0)  # type: ignore[arg-type]
+            for rank in ranks
+        ]
+    steps = SIMULATED_STEPS
+    texts = {rank: [place(rank, step) for step in range(exchanges[0].horizon(steps))] for rank in ranks}
+    told = 0
+
+    def pass_over() -> None:
+        nonlocal told
+        for step in range(steps):
+            while told < exchanges[0].horizon(step):
+                for exchange in exchanges:
+                    exchange.announce(texts[exchange.topology.rank][told])
+                told += 1
+            # In training the step before lies between; here nobody should be seen to wait.
+            barrier.wait()
+            assert all(exchange.happens(step) for exchange in exchanges)
+
+    def gather() -> None:
+        if not number:
+            exchanges[0].gather_places(steps)
+        barrier.wait()
+        for exchange in exchanges[not number :]:
+            exchange.gather_places(steps)
+
+    part("steps", pass_over)
+    part("places_at", lambda: None if number else exchanges[0].places_at(steps))
+    part("gather_places", gather)
+    answers.put(answer)
+
+
+def simulated(num_ranks: int) -> Row:
+    spawn = multiprocessing.get_context("spawn")
+    answers, barrier, done, port = spawn.Queue(), spawn.Barrier(PROCESSES), spawn.Event(), free_port()
+    server = spawn.Process(target=serve, args=(port, done))
+    server.start()
+    players = [
+        spawn.Process(target=play, args=(number, num_ranks, port, server.pid, barrier, answers))
+        for number in range(PROCESSES)
+    ]
+    for process in players:
+        process.start()
+    found = [answers.get() for _ in players]
+    done.set()
+    for process in (*players, server):
+        process.join()
+
+    def total(part: str, figure: str) -> float:
+        return float(sum(answer[part].get(figure, 0) for answer in found))
+
+    def longest(part: str, figure: str) -> float:
+        return float(max(answer[part][figure] for answer in found))
+
+    return {
+        "ranks": num_ranks,
+        "steps a group": max(num_ranks // 64, 1),
+        "requests a step": total("steps", "requests") / SIMULATED_STEPS,
+        "KB a step": total("steps", "bytes") / SIMULATED_STEPS / 1e3,
+        "server's ms a step": longest("steps", "server") / SIMULATED_STEPS * 1e3,
+        "all ms a step": longest("steps", "seconds") / SIMULATED_STEPS * 1e3,
+        "ms for places_at": longest("places_at", "seconds") * 1e3,
+        "MB for gather_places": total("gather_places", "bytes") / 1e6,
+        "s for gather_places": longest("gather_places", "seconds"),
+    }
+
+
+def main() -> None:
+    steps = in_steps()
+    loads = [simulated(num_ranks) for num_ranks in SIMULATED]
+    (own,) = (row for row in steps if row["call"] == "announce, happens")
+    targets = [
+        target("announce and happens, mean % of a step of 50 ms", own["mean, % of a step"], at_most=1),
+        target(
+            "server's share of a step of 50 ms with 1,024 ranks, %", loads[-1]["server's ms a step"] / 0.5, at_most=50
+        ),
+    ]
+    tables = {
+        f"Two processes, {STEPS} steps of {STEP * 1e3:.0f} ms, places of 300 bytes": steps,
+        f"What {PROCESSES} processes ask of one TCPStore that play many ranks, {SIMULATED_STEPS} steps": loads,
+    }
+    report("stream_store", CLAIM, tables, targets)
+
+
+if __name__ == "__main__":
+    main()
