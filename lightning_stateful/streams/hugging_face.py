@@ -6,6 +6,7 @@ import copy
 import hashlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -133,7 +134,9 @@ class HuggingFaceIterator(ShardIterator):
         _reset_lock()
         self._is_exact = is_exact
         self._watches: list[_Watch] = []
-        dataset._ex_iterable = _copy(dataset._ex_iterable, self._watches, _Behind())
+        # What is given out as tables is cut into batches at the end.
+        is_cut = dataset._formatting is not None and dataset._formatting.is_table
+        dataset._ex_iterable = _copy(dataset._ex_iterable, self._watches, _Behind(asks_again=is_cut))
         dataset.set_epoch(epoch)
         if state is not None:
             # Hugging Face ignores a state of another epoch, and whatever is missing from it.
@@ -315,8 +318,9 @@ def _once(between: str, texts: Iterable[str]) -> str:
 
 
 def _base_name(file: str) -> str:
-    # An address on the Hub tells its revision; folders may be others on another machine.
-    return file if "://" in file else PurePath(file).name
+    # An address on the Hub tells its revision, but folders may be others on another machine.
+    is_address = re.compile("(?!file:)[a-z0-9]+://").match
+    return "::".join(part if is_address(part) else PurePath(part).name for part in file.split("::"))
 
 
 def _digest(texts: Iterable[str]) -> str:
