@@ -104,7 +104,7 @@ class StatefulLoader(DataLoader[Any]):
         if isinstance(dataset, IterableDataset) or not (by_sampler or hasattr(dataset, "__len__")):
             raise UnsupportedLoaderError(
                 f"{type(dataset).__name__} has no random access by index; StatefulLoader needs a map-style dataset "
-                "with __getitem__ and __len__."
+                "with __getitem__ and __len__. StreamDataModule and patch_dataloader serve iterable datasets."
             )
         if not options.pop("in_order", True):
             raise ConfigurationError("in_order=False hands batches over in no fixed order and cannot be resumed.")
