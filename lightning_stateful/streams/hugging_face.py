@@ -73,6 +73,8 @@ class HuggingFaceShards(Shards):
         self.draws = any(map(stages.runs_users_code, found))
         self.warning = _once(" ", (stages.warning_of(stage, self._num_shards) for stage in found))
         self.reread = _once(", and ", map(stages.loss_of, found))
+        # Asked for with every state, of datasets of many thousand files.
+        self._described = self._describe()
 
     @property
     def num_shards(self) -> int:
@@ -95,6 +97,13 @@ class HuggingFaceShards(Shards):
 
     def describe(self) -> dict[str, Any]:
         """Number of shards, columns, stages, and digests of the names of files and of the seeds of stages."""
+        return copy.deepcopy(self._described)
+
+    def sizes(self) -> list[int] | None:
+        """Known of tables in memory or mapped from disk, unless a stage chooses samples by what is in them."""
+        return stages.sizes_of(self._dataset._ex_iterable)
+
+    def _describe(self) -> dict[str, Any]:
         dataset = self._dataset
         found = list(stages.walk(dataset._ex_iterable))
         generators = (stage.generator for stage in found if getattr(stage, "generator", None) is not None)
@@ -108,10 +117,6 @@ class HuggingFaceShards(Shards):
             "files": _digest(map(_base_name, (file for stage in found for file in stages.files_of(stage)))),
             "seeds": _digest(repr(generator.bit_generator.state) for generator in generators),
         }
-
-    def sizes(self) -> list[int] | None:
-        """Known of tables in memory or mapped from disk, unless a stage chooses samples by what is in them."""
-        return stages.sizes_of(self._dataset._ex_iterable)
 
     def _shard(self, shard: int) -> Any:
         return self._dataset.shard(num_shards=self.num_shards, index=shard)

