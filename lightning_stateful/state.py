@@ -52,6 +52,7 @@ _REMEDIES = {
     "loaders": "Return the same loaders, under the same names",
     "sampler": "Build the sampler as when the checkpoint was written",
     "sequence": "The sampler does not begin an epoch as it did: build it with the same data and settings",
+    "sizes": "Read the shards that the checkpoint was made with",
     "buffer_size": "Pass the saved buffer_size",
     "steps": "Apply the saved functions to the stream's samples, in the saved order",
     "in_turn": "Pass weights, or leave them out, as when the checkpoint was written",

@@ -7,6 +7,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class RankReader:
         lanes = max(loader.num_workers, 1)
         self._dataset = LaneDataset(config, loader.collate_fn, loader.dataset, seed if seed_samples else None, lanes)
         self._generator = torch.Generator()
+        self._arrived: deque[Delivery] = deque()
         self.loader: Any = copy.copy(loader)
         # Past torch's guard against changes.
         vars(self.loader).update(
@@ -51,12 +53,15 @@ class RankReader:
             generator=self._generator,
             _dataset_kind=_DatasetKind.Iterable,
             _iterator=None,
-            _get_iterator=lambda: _Unwrapping(type(self.loader)._get_iterator(self.loader), self._arrived),
+            _arrived=self._arrived,
         )
+        kind = type(loader)
+        self._is_plain = kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+        # A class, because a function that knew the loader would keep its workers alive until the garbage collector came.
+        self.loader.__class__ = _unwrapping(kind)
         if loader.num_workers and loader.persistent_workers:
             context: Any = loader.multiprocessing_context or torch.multiprocessing
             self._dataset.queues = [context.SimpleQueue() for _ in range(loader.num_workers)]
-        self._arrived: deque[Delivery] = deque()
         self._batches: Iterator[Any] | None = None
         # A worker's is read when somebody wants it.
         self.places: list[Place | str] = []
@@ -78,9 +83,8 @@ class RankReader:
             queue.put(task)
 
     def _iterated(self) -> Iterator[Any]:
-        kind, loader = type(self.loader), self.loader
-        is_plain = kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
-        if is_plain and not loader.num_workers and not loader.pin_memory:
+        loader = self.loader
+        if self._is_plain and not loader.num_workers and not loader.pin_memory:
             # What torch's iterator does here, without its bookkeeping for each batch.
             return _Unwrapping(iter(self._dataset), self._arrived)
         return iter(loader)
@@ -147,6 +151,16 @@ class RankReader:
             f"The workers broke off: {error} They were reading {', '.join(reading)}. Nothing is lost: the state is "
             "that of the last batch handed over. Look for a worker out of memory or a slow disk, and resume."
         )
+
+
+@cache
+def _unwrapping(kind: Any) -> Any:
+    """A class of loaders that hand over the batches of deliveries."""
+
+    def get_iterator(self: Any) -> Any:
+        return _Unwrapping(kind._get_iterator(self), self._arrived)
+
+    return type(kind.__name__, (kind,), {"_get_iterator": get_iterator, "__doc__": kind.__doc__})
 
 
 class _Unwrapping:

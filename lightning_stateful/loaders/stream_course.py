@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed
@@ -13,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.pass_run import PassRun
 from lightning_stateful.loaders.rank_reader import RankReader
 from lightning_stateful.loaders.stream_options import StreamOptions
+from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.streams.exchange import Exchange
 from lightning_stateful.streams.lane import ALONE, StreamConfig
 from lightning_stateful.streams.own_stream import OwnStream
@@ -45,7 +46,8 @@ class StreamCourse:
         options: How it is served.
         seed: Chooses the randomness of what has none of its own.
         seed_samples: Seed what is drawn at samples.
-        topology: Gives the ranks.
+        num_replicas: Data-parallel ranks; None for those of the process group.
+        rank: This rank.
     """
 
     def __init__(
@@ -55,10 +57,11 @@ class StreamCourse:
         options: StreamOptions,
         seed: int,
         seed_samples: bool,
-        topology: Callable[[], Topology],
+        num_replicas: int | None,
+        rank: int | None,
     ) -> None:
         self._loader, self._options, self._seed, self._seed_samples = loader, options, seed, seed_samples
-        self._topology = topology
+        self._topology = partial(detect_topology, num_replicas, rank)
         self._batching: dict[str, Any] = {
             "batch_size": loader.batch_size,
             "is_batched": loader.batch_size is not None,

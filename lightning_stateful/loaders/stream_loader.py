@@ -69,7 +69,7 @@ class StreamLoader(DataLoader[Any]):
         self.options = StreamOptions() if options is None else options
         self.accept = accepted_names(accept)
         self._num_replicas, self._rank = num_replicas, rank
-        self.course = StreamCourse(self._original, config, self.options, self.seed, seed_samples, lambda: self.topology)
+        self.course = StreamCourse(self._original, config, self.options, self.seed, seed_samples, num_replicas, rank)
         self.order = StreamOrder(
             type(loader.dataset).__qualname__, self.course.config.describe(), self.options.steps_per_epoch or ENDLESS
         )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -71,10 +68,10 @@ class HuggingFaceShards(Shards):
         for stage in found:
             stages.refuse(stage, self._num_shards)
         self.draws = any(map(stages.runs_users_code, found))
-        self.warning = _once(" ", (stages.warning_of(stage, self._num_shards) for stage in found))
+        self.warning = _once(" ", (text for stage in found for text in stages.warnings_of(stage, self._num_shards)))
         self.reread = _once(", and ", map(stages.loss_of, found))
         # Asked for with every state, of datasets of many thousand files.
-        self._described = self._describe()
+        self._described = stages.describe(self._dataset)
 
     @property
     def num_shards(self) -> int:
@@ -102,21 +99,6 @@ class HuggingFaceShards(Shards):
     def sizes(self) -> list[int] | None:
         """Known of tables in memory or mapped from disk, unless a stage chooses samples by what is in them."""
         return stages.sizes_of(self._dataset._ex_iterable)
-
-    def _describe(self) -> dict[str, Any]:
-        dataset = self._dataset
-        found = list(stages.walk(dataset._ex_iterable))
-        generators = (stage.generator for stage in found if getattr(stage, "generator", None) is not None)
-        return {
-            "class": type(dataset).__qualname__,
-            "shards": self.num_shards,
-            "split": None if dataset.split is None else str(dataset.split),
-            "features": None if dataset.features is None else list(dataset.features),
-            "format": None if dataset._formatting is None else dataset._formatting.format_type,
-            "stages": stages.describe(dataset._ex_iterable),
-            "files": _digest(map(_base_name, (file for stage in found for file in stages.files_of(stage)))),
-            "seeds": _digest(repr(generator.bit_generator.state) for generator in generators),
-        }
 
     def _shard(self, shard: int) -> Any:
         return self._dataset.shard(num_shards=self.num_shards, index=shard)
@@ -320,14 +302,3 @@ def _reset_lock() -> None:
 
 def _once(between: str, texts: Iterable[str]) -> str:
     return between.join(dict.fromkeys(text for text in texts if text))
-
-
-def _base_name(file: str) -> str:
-    # An address on the Hub tells its revision, but folders may be others on another machine.
-    is_address = re.compile("(?!file:)[a-z0-9]+://").match
-    return "::".join(part if is_address(part) else PurePath(part).name for part in file.split("::"))
-
-
-def _digest(texts: Iterable[str]) -> str:
-    listed = list(texts)
-    return f"{len(listed)}, {hashlib.blake2b(chr(0).join(listed).encode(), digest_size=8).hexdigest()}"

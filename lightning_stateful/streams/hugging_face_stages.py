@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -110,40 +113,45 @@ def refuse(stage: Any, num_shards: int) -> None:
         )
 
 
-def warning_of(stage: Any, num_shards: int) -> str:
-    """What differs from reading the dataset as a whole, and what to do; empty for nothing."""
+def warnings_of(stage: Any, num_shards: int) -> Iterator[str]:
+    """What differs from reading the dataset as a whole, or from run to run, and what to do."""
     word = word_of(stage)
     if word == "shuffle":
-        return (
+        yield (
             f".shuffle(buffer_size={stage.buffer_size}) in the pipeline: Hugging Face's own state loses what is in the "
             "buffer; this library reads the shard again from its beginning on a resume. Leave shuffle() out and pass "
             "buffer_size= for an exact block shuffle."
         )
+    if word == "interleave_datasets" and any(map(runs_users_code, walk(stage))):
+        yield (
+            "Hugging Face runs functions and generators that come before interleave_datasets in threads, so that what "
+            "they draw from the generators that all code shares follows no seed. If they draw, apply them after it, or "
+            "mix the datasets with MixedStream."
+        )
     if num_shards < 2:
-        return ""
+        return
     if word in ("take", "skip"):
-        return (
+        yield (
             f"{word}({stage.n}) is divided among the {num_shards} shards, as Hugging Face does for workers: it counts "
             f"from the beginning of each, and not {stage.n} samples from the beginning of the first. Give the dataset "
             "fewer files instead, or one shard."
         )
     if word == "interleave_datasets" and stage.stopping_strategy != _WITHOUT_REPLACEMENT:
-        return (
+        yield (
             f"interleave_datasets ends in each of its {num_shards} shards by itself ({stage.stopping_strategy}: of the "
             "parts of the datasets that are in the shard), so that other samples are left out or repeated than without "
             f"shards. Pass stopping_strategy={_WITHOUT_REPLACEMENT!r}, or mix the datasets with MixedStream."
         )
-    if getattr(stage, "drop_last_batch", False) and word == "map":
-        return (
+    if word == "map" and stage.drop_last_batch:
+        yield (
             f"map(drop_last_batch=True) drops the incomplete last batch of each of the {num_shards} shards. Leave it "
             "out to train on every sample."
         )
-    if getattr(stage, "with_indices", False) and not _accumulates(stage):
-        return (
+    if word in ("map", "filter") and stage.with_indices and not _accumulates(stage):
+        yield (
             f"{word}(with_indices=True) counts from 0 in each of the {num_shards} shards. Give samples a column that "
             "tells them apart."
         )
-    return ""
 
 
 def loss_of(stage: Any) -> str:
@@ -172,22 +180,20 @@ def files_of(stage: Any) -> list[str]:
     return []
 
 
-def describe(stage: Any) -> str:
-    """A stage and those before it, in words that do not depend on the process."""
-    word, before = word_of(stage), Counter(map(describe, sources_of(stage)))
-    if not before:
-        reader = _reader(stage)
-        owner = getattr(_bare(reader), "__self__", None)
-        return word or (_name_of(reader).strip("_") if owner is None else type(owner).__name__.lower())
-    # Shuffled shards of one dataset are many sources; which of them comes when is told by their files.
-    text = " + ".join(f"{count} of {source}" if count > 1 else source for source, count in before.items())
-    if not word:
-        return text
-    details = [f"{name}={vars(stage)[name]}" for name in _DETAILS if vars(stage).get(name) is not None]
-    if getattr(stage, "batched", False):
-        details.append(f"batch_size={stage.batch_size}")
-    text = f"({text})" if before.total() > 1 else text
-    return f"{text} > {word}({', '.join(details)})" if details else f"{text} > {word}"
+def describe(dataset: Any) -> dict[str, Any]:
+    """What tells datasets apart: plain data that is equal wherever their files lie, and in every process."""
+    found = list(walk(dataset._ex_iterable))
+    generators = (stage.generator for stage in found if getattr(stage, "generator", None) is not None)
+    return {
+        "class": type(dataset).__qualname__,
+        "shards": int(dataset.num_shards),
+        "split": None if dataset.split is None else str(dataset.split),
+        "features": None if dataset.features is None else list(dataset.features),
+        "format": None if dataset._formatting is None else dataset._formatting.format_type,
+        "stages": _in_words(dataset._ex_iterable),
+        "files": _digest(_base_name(file) for stage in found for file in files_of(stage)),
+        "seeds": _digest(repr(generator.bit_generator.state) for generator in generators),
+    }
 
 
 def sizes_of(stage: Any) -> list[int] | None:
@@ -212,6 +218,23 @@ def sizes_of(stage: Any) -> list[int] | None:
         return [min(size, part) if word == "take" else max(size - part, 0) for size, part in parts]
     is_one_to_one = word in ("", "select_columns", "shuffle") or (word == "map" and not is_batched(stage))
     return sizes if is_one_to_one and not getattr(stage, "drop_last_batch", False) else None
+
+
+def _in_words(stage: Any) -> str:
+    word, before = word_of(stage), Counter(map(_in_words, sources_of(stage)))
+    if not before:
+        reader = _reader(stage)
+        owner = getattr(_bare(reader), "__self__", None)
+        return word or (_name_of(reader).strip("_") if owner is None else type(owner).__name__.lower())
+    # Shuffled shards of one dataset are many sources; which of them comes when is told by their files.
+    text = " + ".join(f"{count} of {source}" if count > 1 else source for source, count in before.items())
+    if not word:
+        return text
+    details = [f"{name}={vars(stage)[name]}" for name in _DETAILS if vars(stage).get(name) is not None]
+    if getattr(stage, "batched", False):
+        details.append(f"batch_size={stage.batch_size}")
+    text = f"({text})" if before.total() > 1 else text
+    return f"{text} > {word}({', '.join(details)})" if details else f"{text} > {word}"
 
 
 def _reader(stage: Any) -> Callable[..., Any] | None:
@@ -239,3 +262,14 @@ def _is_unseeded(generator: np.random.Generator) -> bool:
     seeds: Any = getattr(generator.bit_generator, "seed_seq", None)
     entropy = getattr(seeds, "entropy", None)
     return isinstance(entropy, int) and entropy.bit_length() > _BITS_OF_A_SEED
+
+
+def _base_name(file: str) -> str:
+    # An address on the Hub tells its revision, but folders may be others on another machine.
+    is_address = re.compile("(?!file:)[a-z0-9]+://").match
+    return "::".join(part if is_address(part) else PurePath(part).name for part in file.split("::"))
+
+
+def _digest(texts: Iterable[str]) -> str:
+    listed = list(texts)
+    return f"{len(listed)}, {hashlib.blake2b(chr(0).join(listed).encode(), digest_size=8).hexdigest()}"

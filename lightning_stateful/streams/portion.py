@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -61,11 +62,13 @@ class Deal:
     opened: tuple[Portion, ...]
     unopened: tuple[int, ...]
 
-    def lanes(self, number: int, *, pinned: bool = False) -> list[list[Portion]]:
-        """The portions of each of ``number`` lanes, which take them in turn.
+    def lanes(self, number: int, *, sizes: Sequence[int] | None = None, pinned: bool = False) -> list[list[Portion]]:
+        """The portions of each of ``number`` lanes, opened ones first.
 
         Args:
             number: How many lanes there are.
+            sizes: Samples of each shard, if they are known: each shard then goes to the lane with the least to read.
+                Otherwise lanes take shards in turn.
             pinned: Each shard goes to the lane of its own number, as streams do that divide themselves.
         """
         if pinned:
@@ -74,13 +77,21 @@ class Deal:
                 [*opened, Portion(self.epoch, (lane,))] if lane in self.unopened else opened
                 for lane, opened in enumerate(own)
             ]
-        dealt: list[list[Portion]] = [list(self.opened[lane::number]) for lane in range(number)]
-        # The lanes that have no opened portion more than others come first.
-        first = len(self.opened) % number
-        for turn in range(number):
-            shards = self.unopened[turn::number]
-            if shards:
-                dealt[(first + turn) % number].append(Portion(self.epoch, shards))
+        dealt: list[list[Portion]] = [[] for _ in range(number)]
+        shards: list[list[int]] = [[] for _ in range(number)]
+        lots = [(0, lane) for lane in range(number)]
+        everything: tuple[Portion | int, ...] = (*self.opened, *self.unopened)
+        for what in everything:
+            # Of unknown sizes all count alike, and the lanes come in turn.
+            load, lane = heapq.heappop(lots)
+            if isinstance(what, Portion):
+                dealt[lane].append(what)
+            else:
+                shards[lane].append(what)
+            heapq.heappush(lots, (load + _size(what, sizes), lane))
+        for lane, own_shards in enumerate(shards):
+            if own_shards:
+                dealt[lane].append(Portion(self.epoch, tuple(own_shards)))
         return dealt
 
     def to_dict(self, order: Sequence[int]) -> dict[str, Any]:
@@ -175,6 +186,16 @@ def runs_of(numbers: Sequence[int]) -> list[list[int]]:
     firsts = [numbers[0], *(b for _, b in breaks)]
     lasts = [*(a for a, _ in breaks), numbers[-1]]
     return [list(run) for run in zip(firsts, lasts, strict=True)]
+
+
+def _size(what: Portion | int, sizes: Sequence[int] | None) -> int:
+    """Samples of a shard, or left in a portion; 1 where they are not known."""
+    if sizes is None:
+        return 1
+    if not isinstance(what, Portion):
+        return sizes[what]
+    total = sum(sizes[shard] for shard in what.shards)
+    return total if what.place is None else max(total - leaf_of(what.place)["item"], 0)
 
 
 def leaf_of(place: Place) -> Place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -103,6 +104,10 @@ class Source:
             "shuffle": self.shuffle,
             "buffer_size": self.buffer_size,
         }
+        sizes = self.shards.sizes()
+        if sizes is not None:
+            # They decide which lane a shard goes to.
+            described["sizes"] = hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
         if self.steps:
             described["steps"] = [step.describe() for step in self.steps]
         return described

@@ -64,8 +64,9 @@ class Standing:
     def portions(self) -> list[dict[str, list[Portion]]]:
         """The portions of each lane, by source."""
         dealt = {
-            name: deal.lanes(self.num_lanes, pinned=self.config.sources[name].shards.pinned)
+            name: deal.lanes(self.num_lanes, sizes=shards.sizes(), pinned=shards.pinned)
             for name, deal in self.deals.items()
+            for shards in (self.config.sources[name].shards,)
         }
         return [{name: lanes[lane] for name, lanes in dealt.items()} for lane in range(self.num_lanes)]
 

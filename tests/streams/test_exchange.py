@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import random
 import signal
@@ -26,7 +27,7 @@ from lightning_stateful.index.topology import Topology
 from lightning_stateful.streams import exchange as exchange_module
 from lightning_stateful.streams import group_store
 from lightning_stateful.streams.exchange import Exchange
-from lightning_stateful.streams.group_store import GroupStore
+from lightning_stateful.streams.group_store import GroupStore, unpack
 
 OPERATIONS = ("set", "add", "check", "compare_set", "delete_key", "multi_get")
 
@@ -294,12 +295,13 @@ class TestAsking:
         assert asked.requests == before
 
     @pytest.mark.parametrize("seed", range(10))
-    def test_about_a_step_far_ahead_answers_for_all_before_it(self, seed: int) -> None:
+    @pytest.mark.parametrize("group_size", [1, 4])
+    def test_about_a_step_far_ahead_answers_for_all_before_it(self, group_size: int, seed: int) -> None:
         store = TurnsStore(3, seed)
         lengths = [40, 13 + seed % 4, 18 - seed % 4]
 
         def body(rank: int) -> tuple[list[bool], int | None, list[str]]:
-            exchange = open_exchange(store, 3, rank, group_size=4)
+            exchange = open_exchange(store, 3, rank, group_size=group_size)
             for step in range(lengths[rank]):
                 exchange.announce(place(rank, step + 1))
             exchange.announce_end()
@@ -405,10 +407,10 @@ class TestPlaces:
         assert isinstance(error, PositionError)
         assert "Ranks [0, 1] end before step 22" in str(error)
 
-    @pytest.mark.parametrize("size", [10, 5_000_000, 9_500_000])
+    @pytest.mark.parametrize("size", [10, 6_000_000, 12_000_000])
     def test_a_place_may_be_of_any_size(self, size: int) -> None:
         # Hardly to be compressed, and above what a TCPStore takes at once.
-        large = random.Random(size).randbytes(size // 2).hex()
+        large = base64.b64encode(random.Random(size).randbytes(size * 3 // 4)).decode()
         store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
         exchange = open_exchange(store, 1, 0)
         for text in ("first", large, "last"):
@@ -417,6 +419,16 @@ class TestPlaces:
         assert [exchange.happens(step) for step in range(4)] == [True, True, True, False]
         assert [exchange.places_at(step) for step in (1, 2, 3)] == [["first"], [large], ["last"]]
         assert exchange.gather_places(2) == [large]
+
+    def test_parts_of_two_large_messages_are_not_put_together(self) -> None:
+        store = GroupStore(inner := HashStore(), "train", 1)
+        texts = [random.Random(seed).randbytes(5_000_000).hex() for seed in range(2)]
+        store.say("key", texts[0])
+        head = inner.get("lightning_stateful/train/key")
+        store.say("key", texts[1])
+        assert store.hear("key") == texts[1]
+        inner.set("lightning_stateful/train/key", head)
+        assert store.hear("key") is None
 
     @pytest.mark.parametrize("stale", [b"nonsense", b"x\x00", b'["other-run",1,3,["p"]]', b"[]", b"7", None])
     def test_foreign_entries_are_refused(self, stale: bytes | None) -> None:
@@ -685,6 +697,7 @@ class TestRestarts:
         for number in range(1, 4):
             check_pass([4, 4, 4], store=store)
             assert store.inner.get("lightning_stateful/train/num_runs") == str(number).encode()
+            assert len(unpack(store.inner.get("lightning_stateful/train/runs"))) == 1
 
     def test_a_rank_that_is_started_anew_alone_is_refused_and_the_others_time_out(self) -> None:
         store = TurnsStore(2)

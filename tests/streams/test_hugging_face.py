@@ -699,6 +699,25 @@ class TestWhatIsSaidOfShards:
         assert said[0] == said[1]
         assert json.loads(said[0])["stages"] == "arrow > shuffle(buffer_size=4) > map(batch_size=3)"
 
+    @pytest.mark.parametrize(
+        ("file", "named"),
+        [
+            ("/data/a/part.parquet", "part.parquet"),
+            ("file:///data/a/part.parquet", "part.parquet"),
+            ("zip://part.json::/data/a/all.zip", "zip://part.json::all.zip"),
+            ("hf://datasets/org/set@5e1f/part.parquet", "hf://datasets/org/set@5e1f/part.parquet"),
+        ],
+    )
+    def test_a_file_is_described_by_what_is_the_same_on_every_machine(self, file: str, named: str) -> None:
+        described = [
+            HuggingFaceShards(
+                datasets.IterableDataset.from_generator(hf.generate, gen_kwargs={"files": [name]})
+            ).describe()["files"]
+            for name in (file, named, f"{named}.other")
+        ]
+
+        assert described[0] == described[1] != described[2]
+
     def test_a_description_tells_other_data_apart(self, tmp_path: Path) -> None:
         ds, other = streams("arrow", tmp_path)
         told = [

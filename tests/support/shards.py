@@ -17,7 +17,7 @@ from lightning_stateful.streams.lane import ALONE, Lane, LaneBatch, StreamConfig
 from lightning_stateful.streams.mixing import Mixing
 from lightning_stateful.streams.shards import ShardIterator, Shards
 from lightning_stateful.streams.source import Source
-from lightning_stateful.streams.stage import Place, Stage
+from lightning_stateful.streams.stage import Place
 from lightning_stateful.streams.standing import Standing
 
 Value = tuple[Any, ...]
@@ -46,13 +46,13 @@ class NumberedShards(Shards):
         pinned: bool = False,
         asked: Counter[str] | None = None,
     ) -> None:
-        self.sizes_, self.label, self.state_size = list(sizes), label, state_size
+        self.counts, self.label, self.state_size = list(sizes), label, state_size
         self.fails, self.draws, self.pinned = dict(fails or {}), draws, pinned
         self.asked = Counter[str]() if asked is None else asked
 
     @property
     def num_shards(self) -> int:
-        return len(self.sizes_)
+        return len(self.counts)
 
     def read(self, shard: int, epoch: int, state: Any = None) -> ShardIterator:
         self.asked["opened"] += 1
@@ -65,13 +65,11 @@ class NumberedShards(Shards):
         return f"{self.label or 'shard'}-{shard}.bin"
 
     def describe(self) -> dict[str, Any]:
-        return {"shards": len(self.sizes_)}
+        return {"shards": len(self.counts)}
 
     def all(self, epoch: int) -> list[Value]:
         """Every sample of an epoch."""
-        return [
-            (self.label, epoch, shard, number) for shard, size in enumerate(self.sizes_) for number in range(size)
-        ]
+        return [(self.label, epoch, shard, number) for shard, size in enumerate(self.counts) for number in range(size)]
 
 
 class _Numbers(ShardIterator):
@@ -81,7 +79,7 @@ class _Numbers(ShardIterator):
     def __next__(self) -> Value:
         if self.at == self.shards.fails.get(self.shard):
             raise OSError(f"bad block {self.at}")
-        if self.at >= self.shards.sizes_[self.shard]:
+        if self.at >= self.shards.counts[self.shard]:
             raise StopIteration
         self.shards.asked["read"] += 1
         self.at += 1
@@ -117,11 +115,9 @@ def mixed_config(
     sources: dict[str, Source], *, batching: Any = None, weights: Any = None, seed: int = 0, **options: Any
 ) -> StreamConfig:
     """Several sources as one stream."""
-    mixing = Mixing.of(list(sources), weights=weights, temperature=1, seed=seed, **{**MIXED_BY, **options})
+    defaults = {"by": "batch", "stop": "all_exhausted"}
+    mixing = Mixing.of(list(sources), weights=weights, temperature=1, seed=seed, **{**defaults, **options})
     return StreamConfig(sources=sources, mixing=mixing, **(batching or {}))
-
-
-MIXED_BY = {"by": "batch", "stop": "all_exhausted"}
 
 
 class Crew:
@@ -216,12 +212,6 @@ def torch_turns(order: Sequence[int], batches: dict[int, int], prefetch: int = 2
             active.remove(lane)
         put()
     return gave
-
-
-def stage_reading(stage: Stage, number: int) -> Stage:
-    """A stage after some of its items."""
-    assert stage.skip(number) == number
-    return stage
 
 
 def write_chunks(folder: Path, sizes: Sequence[int], *, first: int = 0) -> list[Path]:

@@ -33,12 +33,12 @@ def read_chunk(ref: tuple[int, int]) -> Iterator[int]:
 
 def sample(number: int) -> dict[str, torch.Tensor]:
     """A sample that draws one augmentation."""
-    return {"id": torch.tensor(number), "x": torch.rand(4) + number / 100, "tokens": torch.tensor(length_of(number))}
+    return {"id": torch.tensor(number), "x": torch.rand(4) + number / 100}
 
 
-def length_of(number: int) -> int:
+def length_of(found: dict[str, torch.Tensor]) -> int:
     """How many tokens a sample counts for."""
-    return 1 + number * number * 7 % 9
+    return 1 + int(found["id"]) ** 2 * 7 % 9
 
 
 def refs(sizes: tuple[int, ...] = SIZES, first: int = 0) -> list[tuple[int, int]]:
@@ -150,7 +150,8 @@ def hugging_face(folder: Path, kind: str) -> Any:
         return one.map(of_rows, batched=True, batch_size=3, remove_columns=["n", "text"]).with_format("torch")
     if kind == "interleave":
         pair, strategy = [mapped(one), mapped(other)], "all_exhausted_without_replacement"
-        return datasets.interleave_datasets(pair, probabilities=[0.7, 0.3], seed=5, stopping_strategy=strategy)
+        mixed = datasets.interleave_datasets(pair, probabilities=[0.7, 0.3], seed=5, stopping_strategy=strategy)
+        return mixed.with_format("torch")
     if kind == "concatenate":
         return datasets.concatenate_datasets([mapped(one), mapped(other)])
     return mapped(one.shuffle(seed=5, buffer_size=4))
@@ -180,7 +181,7 @@ MODULES: dict[str, Callable[..., StreamDataModule]] = {
         for kind in (*FILES, "filter", "batched map", "interleave", "concatenate", "shuffle")
     },
     "tokens": lambda folder, **options: module(
-        chunks(), max_tokens=18, length=lambda found: int(found["tokens"]), read_ahead=6, multiple=2, **options
+        chunks(), max_tokens=18, length=length_of, read_ahead=6, multiple=2, **options
     ),
     "in turn": lambda folder, **options: module(MixedStream(two_streams(folder)), **options),
     "mixed by sample": lambda folder, **options: module(
