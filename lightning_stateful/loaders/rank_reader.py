@@ -55,9 +55,9 @@ class RankReader:
             _iterator=None,
             _arrived=self._arrived,
         )
-        kind = type(loader)
+        kind: Any = type(loader)
         self._is_plain = kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
-        # A class, because a function that knew the loader would keep its workers alive until the garbage collector came.
+        # A class: a function that knew the loader would keep its workers alive until the garbage collector came.
         self.loader.__class__ = _unwrapping(kind)
         if loader.num_workers and loader.persistent_workers:
             context: Any = loader.multiprocessing_context or torch.multiprocessing
