@@ -34,7 +34,8 @@ class PassRun:
         standing: Where to begin.
         reader: Reads this rank's lanes.
         topology: The ranks.
-        connect: Makes what the ranks tell each other where they stand; None if there is nobody to tell.
+        connect: Makes that by which ranks tell each other where they stand, from what says in words what a rank reads;
+            None if there is nobody to tell.
         tail: Whether ranks that end early repeat batches until all have ended.
         seed: Seeds the workers.
         keep: How many steps back :meth:`standing_at` can look.
@@ -45,7 +46,7 @@ class PassRun:
         standing: Standing,
         reader: RankReader,
         topology: Topology,
-        connect: Callable[[], Exchange] | None,
+        connect: Callable[[Callable[[int, str], str]], Exchange] | None,
         *,
         tail: StreamTail = "next",
         seed: int = 0,
@@ -53,7 +54,7 @@ class PassRun:
     ) -> None:
         self._begun, self._reader, self._topology = standing, reader, topology
         self._tail, self._seed, self._keep = tail, seed, keep
-        self._exchange = None if connect is None else connect()
+        self._exchange = None if connect is None else connect(self._say_reading)
         self._buffer: deque[_Read] = deque()
         self._num_read = 0
         # Batches of its own that this rank has in this pass, once that is known.
@@ -149,7 +150,9 @@ class PassRun:
         for worker in standing.workers_in_turn(self._topology.rank):
             lane = worker * standing.num_replicas + self._topology.rank
             tasks.append(LaneTask(worker, standing.portions[lane], standing.places[lane], standing.epoch))
-        self._reader.begin(tasks, derive_seed("stream", self._seed, standing.epoch, self._topology.rank))
+        seed = derive_seed("stream", self._seed, standing.epoch, self._topology.rank)
+        rank, replicas = self._topology.rank, standing.num_replicas
+        self._reader.begin(tasks, seed, lambda worker, place: standing.shards_at(worker * replicas + rank, place))
 
     def _skip_unknown(self, standing: Standing) -> None:
         """Where nobody has written where this rank stood: read again what it was given."""
@@ -187,7 +190,7 @@ class PassRun:
             if self._own is None:
                 self._own, self._last = self._num_read, self._reader.places
                 if self._exchange is not None:
-                    self._exchange.announce_end()
+                    self._exchange.announce_end(json.dumps(self._last))
                 # On a resume, some had been repeated before.
                 missed = self._num_repeated if pads else 0
             else:
@@ -217,6 +220,12 @@ class PassRun:
         """Where this rank stands, in the words of its first worker, after one more repeated batch."""
         self._num_repeated += 1
         return [{**as_place(self._last[0]), "repeated": self._num_repeated}, *self._last[1:]]
+
+    def _say_reading(self, rank: int, text: str) -> str:
+        begun, names = self._begun, set()
+        for worker, place in enumerate(json.loads(text)):
+            names.update(begun.shards_at(worker * begun.num_replicas + rank, as_place(place)))
+        return f"last known to read {', '.join(sorted(names)) or 'nothing more'}"
 
     def _alone(self, places: list[Place | str]) -> dict[int, list[Place]]:
         return {self._topology.rank: [as_place(place) for place in places]}

@@ -6,7 +6,7 @@ import copy
 import json
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -66,14 +66,16 @@ class RankReader:
         # A worker's is read when somebody wants it.
         self.places: list[Place | str] = []
 
-    def begin(self, tasks: Sequence[LaneTask], seed: int) -> None:
+    def begin(self, tasks: Sequence[LaneTask], seed: int, name_shards: Callable[[int, Place], list[str]]) -> None:
         """Begin to read.
 
         Args:
             tasks: What each lane reads, the one first whose batch comes first.
             seed: Seeds torch's workers.
+            name_shards: The shards that a worker has open at a place, by name, for errors.
         """
         self.end()
+        self._name_shards = name_shards
         self._arrived.clear()
         self._generator.manual_seed(seed)
         self.places = [self._begun(task) for task in sorted(tasks, key=lambda task: task.worker)]
@@ -146,7 +148,8 @@ class RankReader:
         )
 
     def _broken_off(self, error: Exception) -> StreamError:
-        reading = sorted({shard for task in self._dataset.tasks for shard in _shards_at(self, task)})
+        lanes = ((task.worker, as_place(self.places[task.worker])) for task in self._dataset.tasks)
+        reading = sorted({shard for worker, place in lanes for shard in self._name_shards(worker, place)})
         return StreamError(
             f"The workers broke off: {error} They were reading {', '.join(reading)}. Nothing is lost: the state is "
             "that of the last batch handed over. Look for a worker out of memory or a slow disk, and resume."
@@ -192,19 +195,6 @@ class _Unwrapping:
 def as_place(place: Place | str) -> Place:
     """A place, which a worker gives as JSON."""
     return json.loads(place) if isinstance(place, str) else place
-
-
-def _shards_at(reader: RankReader, task: LaneTask) -> list[str]:
-    """The shards that a lane has open, by name."""
-    place = as_place(reader.places[task.worker])
-    names = []
-    for name, portions in task.portions.items():
-        at = None if place is None else place["of"][name]
-        number = 0 if at is None else at["portion"]
-        if number < len(portions):
-            opened = max(at["opened"] - 1, 0) if at is not None else 0
-            names.append(reader._config.sources[name].shards.name(portions[number].shards[opened]))
-    return names
 
 
 def _as_it_is(delivery: Any) -> Any:

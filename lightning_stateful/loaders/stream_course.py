@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -310,7 +310,7 @@ class StreamCourse:
             return False
         return torch.distributed.is_available() and torch.distributed.is_initialized()
 
-    def _connect(self) -> Exchange:
+    def _connect(self, describe: Callable[[int, str], str]) -> Exchange:
         topology = self._topology()
         world = torch.distributed.get_world_size()
         if world != topology.num_replicas:
@@ -326,4 +326,5 @@ class StreamCourse:
             tail="pad" if self._options.tail == "pad" else "stop",
             keep=self._keep,
             timeout=self._options.timeout,
+            describe=describe,
         )

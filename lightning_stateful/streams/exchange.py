@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from lightning_stateful.errors import ConfigurationError, PositionError, StatefulError, StreamError
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.topology import Topology
-from lightning_stateful.streams.group_store import GroupStore, Ring, meet
+from lightning_stateful.streams.group_store import GroupStore, meet
+from lightning_stateful.streams.ring import Ring
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 # Up to so many ranks, each tells at every step where it stands; of more, at every second, third, ... step.
 _RANKS_A_STEP = 64
-# Groups that a rank may have told of beyond that of the step it asks about.
-_LEAD = 2
+_LEAD = 2  # Groups that a rank may have told of beyond that of the step it asks about.
 # One is complete before the third after it is begun, so that they take turns.
 _COUNTERS = 4
 # Groups from that of the step which rank 0 was handed to the last that another can have told of, and one to spare.
 _AHEAD = 8
 # In a counter, above the number of ranks that have told of a group: there is something to be read elsewhere.
 _NOTICE = 2**40
-# Ranks that an error names.
-_MOST_NAMED = 8
+_MOST_NAMED = 8  # In an error.
 # What is kept under a run's name.
 _NAMES = ("end", "ended", "failure", "gathered", *(f"told/{number}" for number in range(_COUNTERS)))
 
@@ -34,17 +34,16 @@ class Exchange:
 
     Ranks tell of their batches through the run's key-value store before they are handed them. A step *happens* if all
     have told of a batch for it: so all stop before the same step, and where each stands after a step is known before
-    anybody is handed it. As they tell of a batch a step before they ask about it, they hardly ever wait.
+    anybody is handed it. They tell of a batch a step before they ask about it, so they hardly ever wait.
 
-    Steps are told of in *groups*, the same on all ranks: a message, an addition to the group's counter and a look at
-    it, for each rank and group. A group is complete, and its steps happen, when all ranks have been counted. Whoever
-    ends or fails within a group says from which step on before it is counted.
+    Steps are told of in *groups*, the same on all ranks: for each a message, an addition to a counter, and a look at
+    it. A group is complete when all ranks are counted. Whoever ends or fails within one says so before it is counted.
 
     All ranks construct theirs with the same arguments, in the same order; the constructor waits for all. Each process
-    needs a rank of its own, and an exchange is used by one thread at a time. While it waits, signals are handled.
+    needs a rank of its own. While it waits, signals are handled.
 
     Args:
-        store: The run's, for example that of the process group; it is asked over a connection beside its own.
+        store: The run's, for example that of the process group, which a connection of its own is made to.
         topology: The ranks, and this one.
         label: Keeps apart exchanges that are used at the same time.
         first_step: Number of the pass's first step.
@@ -53,6 +52,7 @@ class Exchange:
         keep: For how many steps back places can be had.
         timeout: Seconds to wait for others, at each step anew; on ranks other than 0 up to five more.
         group_size: Steps of a group; None for one up to 127 ranks, two up to 191, and so on.
+        describe: Says in words what a rank was doing that stood at a place, for errors.
 
     Attributes:
         run: Name of this pass, on all ranks and nowhere else.
@@ -75,18 +75,19 @@ class Exchange:
         keep: int = 64,
         timeout: float = 1800.0,
         group_size: int | None = None,
+        describe: Callable[[int, str], str] = lambda rank, place: f"stood at {place[:200]}",
     ) -> None:
         if tail not in ("stop", "pad"):
             raise ConfigurationError(f"tail must be 'stop' or 'pad', got {tail!r}.")
-        size = (
-            max(topology.num_replicas // _RANKS_A_STEP, 1) if group_size is None else as_int("group_size", group_size)
-        )
+        usual = max(topology.num_replicas // _RANKS_A_STEP, 1)
+        size = usual if group_size is None else as_int("group_size", group_size)
         first_step, keep = as_int("first_step", first_step), as_int("keep", keep)
         for name, value, least in (("first_step", first_step, 0), ("keep", keep, 1), ("group_size", size, 1)):
             if value < least:
                 raise ConfigurationError(f"{name} must be at least {least}, got {value}.")
         self.topology, self.first_step, self.tail, self.timeout, self._size = topology, first_step, tail, timeout, size
         self.stop: int | None = None
+        self._describe = describe
         self._places: list[str] = []  # Not yet told of.
         self._announced = self._next = first_step
         self._told = self._complete = 0  # Groups.
@@ -96,18 +97,14 @@ class Exchange:
         self._store = GroupStore(store, label, topology.num_replicas)
         self.run = meet(self._store, topology, {"num_replicas": topology.num_replicas, **terms}, _NAMES, timeout)
         self._messages = Ring(self._store, self.run, topology.num_replicas, -(-keep // size) + _AHEAD)
+        self._ends = Ring(self._store, self.run, topology.num_replicas, 1, "ends")
 
     def horizon(self, step: int) -> int:
-        """Below which step this rank has to have announced its batches, unless it ended, before it asks about ``step``.
-
-        At least one step beyond it, so that nobody waits for a rank that is less than a step behind.
-        """
+        """Below which step, beyond ``step``, this rank has to have announced its batches before it asks about it."""
         return self._first_of(self._group(step + 1) + 1)
 
     def announce(self, place: str) -> None:
         """Say that this rank has the next batch, and stands at ``place`` after it.
-
-        More batches than :meth:`horizon` asks for may be announced; others learn of them in due time.
 
         Raises:
             ConfigurationError: The rank has ended, and repeats nothing.
@@ -118,14 +115,19 @@ class Exchange:
         self._announced += 1
         self._tell()
 
-    def announce_end(self) -> None:
+    def announce_end(self, place: str | None = None) -> None:
         """Say that this rank has no more batches of its own.
 
         With ``tail="pad"`` it goes on announcing, for batches that it repeats.
+
+        Args:
+            place: Where it stands now that it knows; :meth:`gather_places` gives this if the pass stops here.
         """
         if self._end is not None:
             return
         end, stops = self._announced, self.tail == "stop"
+        if place is not None:
+            self._ends.say(self.topology.rank, end, place)
         self._store.settle(self._key("end"), end, lambda standing: end < standing if stops else end > standing)
         self._store.add(self._key("ended"), 1)
         # Of ranks that pad, those that have not ended know that not all have.
@@ -157,8 +159,7 @@ class Exchange:
     def places_at(self, step: int) -> list[str]:
         """Where every rank stands after all steps below ``step``, rank 0 first.
 
-        At once: every rank has told of it before any could be handed its batch of the last of these steps. Meant for
-        one rank, which reads as many messages as there are ranks; :meth:`gather_places` is for all.
+        At once: every rank has told of it before any could be handed its batch of the last of these steps.
 
         Raises:
             PositionError: Nothing is known of the step yet, or no longer.
@@ -166,10 +167,8 @@ class Exchange:
         """
         group = self._group(step - 1)
         if not self.first_step < step or group >= self._complete:
-            raise PositionError(
-                f"Nobody knows where ranks stand at step {step}: the pass began at {self.first_step} and has come to "
-                f"{self._first_of(self._complete)}. Ask first whether the step before it happens."
-            )
+            known = f"between {self.first_step} and {self._first_of(self._complete)}"
+            raise PositionError(f"Where ranks stand is known {known}, not at step {step}; ask if it happens first.")
         number, told = step - self._first_of(group), self._messages.hear(group)
         if short := [rank for rank, places in enumerate(told) if len(places) < number]:
             raise PositionError(f"Ranks {short[:_MOST_NAMED]} end before step {step}, and so does the pass.")
@@ -177,6 +176,8 @@ class Exchange:
 
     def gather_places(self, step: int) -> list[str]:
         """:meth:`places_at` for all ranks, which all call it, once a pass, at its end: rank 0 reads and passes it on.
+
+        Of ranks that ended just there it gives the place that they stood at when they knew.
 
         Raises:
             PositionError: On rank 0: nothing is known of the step yet, or no longer.
@@ -188,6 +189,8 @@ class Exchange:
             except StatefulError as error:
                 self._post_failure(step, f"Rank 0 could not gather the places at step {step}: {error}")
                 raise
+            ends = self._ends.find(step, range(self.topology.num_replicas))
+            places = [place if end is None else end for place, end in zip(places, ends, strict=True)]
             self._store.say(self._key("gathered"), [step, places])
             return places
 
@@ -197,9 +200,7 @@ class Exchange:
             return message[1] if message is not None and message[0] == step else None
 
         if (gathered := self._store.wait(find, self.timeout)) is None:
-            raise StreamError(
-                f"Rank 0 did not pass on the places at step {step} in {self.timeout:g} s: look at its log."
-            )
+            raise StreamError(f"Rank 0 did not pass on the places at step {step} in {self.timeout:g} s: see its log.")
         return gathered
 
     def fail(self, error_text: str) -> None:
@@ -246,8 +247,8 @@ class Exchange:
         ended = self._failed or (self._end is not None and self.tail == "stop")
         if not self._is_known(step) and not ended and self._announced < self.horizon(step):
             raise ConfigurationError(
-                f"Before it asks about step {step}, rank {self.topology.rank} has to announce its batches below step "
-                f"{self.horizon(step)}, or its end; it has announced those below step {self._announced}."
+                f"Rank {self.topology.rank} has to announce its batches below step {self.horizon(step)}, or its end, "
+                f"before it asks about step {step}; it has announced those below step {self._announced}."
             )
 
     def _tell(self) -> None:
@@ -290,8 +291,7 @@ class Exchange:
         counter = self._store.look(self._key(f"told/{group % _COUNTERS}"))
         if counter is None and self._told > group:
             raise StreamError(
-                f"Run {self.run} has been taken out of the store, as the ranks have begun a newer pass. Do not go on "
-                "with an earlier one, or give passes that are to run side by side labels of their own."
+                f"Run {self.run} has been taken out of the store: the ranks have begun a newer pass under its label."
             )
         return int(counter or 0)
 
@@ -318,13 +318,11 @@ class Exchange:
             return
         # They have told of the group before, or nobody would wait for this one.
         stood = zip(late, self._messages.find(group - 1, late[:_MOST_NAMED]), strict=False)
-        named = "\n".join(
-            f"  - rank {rank}: {f'stood at {told[-1][:200]}' if told else 'nothing yet'}" for rank, told in stood
-        )
+        named = "".join(f"\n  - rank {rank}: {self._describe(rank, told[-1]) if told else '?'}" for rank, told in stood)
         text = (
             f"Step {step} was waited for in vain for {self.timeout:g} s: {len(late)} of {len(ranks)} ranks have not "
-            f"announced their batch, among them\n{named}\nA slow shard, or a dead process? Look at the logs of these "
-            "ranks; if they are only slow, read further ahead or raise the timeout."
+            f"announced their batch, among them{named}\nA slow shard, or a dead process? Look at their logs; if they "
+            "are only slow, raise the timeout."
         )
         self._post_failure(step, text)
         raise StreamError(text)

@@ -145,6 +145,17 @@ class Standing:
             "batches_repeated": sum(place.get("repeated", 0) for place in places),
         }
 
+    def shards_at(self, lane: int, place: Place | None) -> list[str]:
+        """The shards that a lane has open at a place, by name."""
+        names = []
+        for name, dealt in self.portions[lane].items():
+            at = {"round": 0, "portion": 0, "opened": 0} if place is None else place["of"][name]
+            portions = in_round(dealt, at["round"])
+            if at["portion"] < len(portions):
+                shard = portions[at["portion"]].shards[max(at["opened"] - 1, 0)]
+                names.append(self.config.sources[name].shards.name(shard))
+        return names
+
     def read_again(self, lanes: Iterable[int] | None = None) -> dict[str, int]:
         """Samples that have to be read again to come to their lanes' places, by what they are samples of.
 

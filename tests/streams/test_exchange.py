@@ -236,7 +236,7 @@ def check_pass(
 
 
 class TestEveryInterleaving:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=120, deadline=None)
     @given(st.data())
     def test_all_ranks_stop_before_the_same_step_and_rank_0_knows_every_place(self, data: st.DataObject) -> None:
         ranks = data.draw(st.sampled_from([1, 2, 3]))

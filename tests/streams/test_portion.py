@@ -68,7 +68,7 @@ def sources(draw: st.DrawFn) -> Source:
         shuffle=draw(st.booleans()),
         seed=draw(st.integers(0, 3)),
         buffer_size=draw(st.sampled_from([0, 2, 5, 40])),
-        of={"state_size": draw(st.sampled_from([None, 0, 30]))},
+        of={"state_size": draw(st.sampled_from([None, 0, 30])), "known": draw(st.booleans())},
     )
 
 
@@ -97,6 +97,29 @@ class TestLanes:
             assert len([portion for portion in lane if portion.place is None]) <= 1
         counts = sorted(sum(len(portion.shards) for portion in lane) for lane in lanes)
         assert counts[-1] - counts[0] <= 1
+
+    @given(
+        sizes=st.lists(st.integers(0, 50), min_size=1, max_size=30), number=st.integers(1, 8), opened=st.integers(0, 4)
+    )
+    @settings(max_examples=150, deadline=None)
+    def test_shards_of_known_sizes_go_to_the_lane_with_least_to_read(
+        self, sizes: list[int], number: int, opened: int
+    ) -> None:
+        order = order_of_shards(len(sizes), 0, 3, shuffle=True)
+        read = [min(sizes[shard], 7) for shard in order[:opened]]
+        portions = tuple(
+            Portion(2, (shard,), {"at": {"shard": 0, "item": item}, "since": 0})
+            for shard, item in zip(order[:opened], read, strict=True)
+        )
+        lanes = Deal(3, portions, tuple(order)).lanes(number, sizes=sizes)
+        dealt = Counter((portion.epoch, shard) for lane in lanes for portion in lane for shard in portion.shards)
+        assert dealt == Counter([*((3, shard) for shard in order), *((2, shard) for shard in order[:opened])])
+        loads = []
+        for lane in lanes:
+            assert [portion.epoch for portion in lane] == sorted(portion.epoch for portion in lane)
+            left = sum(sizes[shard] for portion in lane for shard in portion.shards)
+            loads.append(left - sum(portion.place["at"]["item"] for portion in lane if portion.place is not None))
+        assert max(loads) - min(loads) <= max(sizes)
 
     def test_lanes_without_an_opened_portion_come_first_in_the_order_of_the_epoch(self) -> None:
         opened = (Portion(0, (7,), {"shard": 0}), Portion(0, (8,), {"shard": 0}))
@@ -128,7 +151,7 @@ class TestHistories:
         served: list[Value] = []
         for _ in range(history.draw(st.integers(0, 5), "changes of lanes")):
             left: Left = []
-            for portions in deal.lanes(number):
+            for portions in deal.lanes(number, sizes=source_.shards.sizes()):
                 values, rest = serve(source_, portions, history.draw(st.integers(0, 14), "samples"))
                 served += values
                 left += rest
@@ -137,7 +160,7 @@ class TestHistories:
             assert through_json(deal, source_) == deal
             deal = through_json(deal, source_)
             number = history.draw(st.integers(1, 6), "lanes")
-        for portions in deal.lanes(number):
+        for portions in deal.lanes(number, sizes=source_.shards.sizes()):
             served += serve_rest(source_, portions)
         assert sorted(served) == sorted(source_.shards.all(4))  # type: ignore[attr-defined]  # numbered
 
@@ -153,7 +176,8 @@ class TestHistories:
             deal = through_json(replace(deal, unopened=tuple(source_.order(epoch))), source_)
             assert set(names_in(deal).values()) <= {1}
             left = []
-            for portions in deal.lanes(history.draw(st.integers(1, 4), "lanes")):
+            number = history.draw(st.integers(1, 4), "lanes")
+            for portions in deal.lanes(number, sizes=source_.shards.sizes()):
                 values, rest = serve(source_, portions, history.draw(st.integers(0, 40), "samples"))
                 served += values
                 left += rest

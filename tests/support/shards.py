@@ -31,6 +31,7 @@ class NumberedShards(Shards):
         label: What comes first in each sample.
         state_size: Characters of what a shard's iterator says of its place; None if it says nothing.
         fails: At which sample a shard breaks off; -1 if it cannot be opened.
+        known: Whether their sizes are known without reading.
         draws: Whether samples come with numbers drawn from the three generators that all code shares.
         asked: Counts opens, closes, states, and samples read.
     """
@@ -42,12 +43,13 @@ class NumberedShards(Shards):
         label: str = "",
         state_size: int | None = None,
         fails: dict[int, int] | None = None,
+        known: bool = False,
         draws: bool = False,
         pinned: bool = False,
         asked: Counter[str] | None = None,
     ) -> None:
         self.counts, self.label, self.state_size = list(sizes), label, state_size
-        self.fails, self.draws, self.pinned = dict(fails or {}), draws, pinned
+        self.fails, self.known, self.draws, self.pinned = dict(fails or {}), known, draws, pinned
         self.asked = Counter[str]() if asked is None else asked
 
     @property
@@ -66,6 +68,9 @@ class NumberedShards(Shards):
 
     def describe(self) -> dict[str, Any]:
         return {"shards": len(self.counts)}
+
+    def sizes(self) -> list[int] | None:
+        return list(self.counts) if self.known else None
 
     def all(self, epoch: int) -> list[Value]:
         """Every sample of an epoch."""
