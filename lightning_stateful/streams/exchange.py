@@ -318,7 +318,8 @@ class Exchange:
             return
         # They have told of the group before, or nobody would wait for this one.
         stood = zip(late, self._messages.find(group - 1, late[:_MOST_NAMED]), strict=False)
-        named = "".join(f"\n  - rank {rank}: {self._describe(rank, told[-1]) if told else '?'}" for rank, told in stood)
+        words = ((rank, self._describe(rank, told[-1]) if told else "nothing yet") for rank, told in stood)
+        named = "".join(f"\n  - rank {rank}: {doing}" for rank, doing in words)
         text = (
             f"Step {step} was waited for in vain for {self.timeout:g} s: {len(late)} of {len(ranks)} ranks have not "
             f"announced their batch, among them{named}\nA slow shard, or a dead process? Look at their logs; if they "

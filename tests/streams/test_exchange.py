@@ -399,7 +399,7 @@ class TestPlaces:
     def test_places_of_a_step_that_is_not_known_to_happen_are_refused(self) -> None:
         exchange = open_exchange(HashStore(), 1, 0, group_size=4)
         exchange.announce("a")
-        with pytest.raises(PositionError, match="Nobody knows where ranks stand at step 1"):
+        with pytest.raises(PositionError, match="Where ranks stand is known between 0 and 0, not at step 1"):
             exchange.places_at(1)
 
     def test_places_after_the_end_are_refused_within_its_group_too(self) -> None:
