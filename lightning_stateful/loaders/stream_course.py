@@ -78,8 +78,8 @@ class StreamCourse:
         # Steps that a state may lie behind the batches handed over, beside those that a trainer reads ahead.
         self._lag = 0
         for source in self.config.sources.values():
-            for text in source.shards.warnings():
-                warnings.warn(text, StatefulWarning, stacklevel=3)
+            if source.shards.warning:
+                warnings.warn(source.shards.warning, StatefulWarning, stacklevel=3)
 
     @property
     def config(self) -> StreamConfig:

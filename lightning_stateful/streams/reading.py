@@ -16,6 +16,7 @@ from lightning_stateful.streams.stage import Item, Place, Run, Stage
 
 OnError = Literal["raise", "skip"]
 
+_END = object()
 # A state is taken again once so many of its characters, as JSON, fall to each item read since.
 _CHARACTERS_AN_ITEM = 16
 
@@ -140,9 +141,7 @@ class Reading(Stage):
 
     def _open(self, shard: int) -> ShardIterator:
         iterator = self._shards.read(shard, self._epoch, self._state)
-        number = count()
-        deque(zip(islice(iterator, self._since), number, strict=False), maxlen=0)
-        missing = self._since - next(number)
+        missing = self._since - self._leave_out(iterator, shard)
         if missing:
             raise PositionError(
                 f"{self._item} samples of {self._shards.name(shard)} were used, but now it ends after "
@@ -150,6 +149,19 @@ class Reading(Stage):
             )
         self._iterator = iterator
         return iterator
+
+    def _leave_out(self, iterator: ShardIterator, shard: int) -> int:
+        """Read what was served since the state; returns how many samples there were."""
+        if self._seed is None:
+            number = count()
+            deque(zip(islice(iterator, self._since), number, strict=False), maxlen=0)
+            return next(number)
+        for left_out in range(self._since):
+            # What is drawn here may be what later samples are made of.
+            seed_randomness(mixed_seed(self._seed, shard, self._item - self._since + left_out))
+            if next(iterator, _END) is _END:
+                return left_out
+        return self._since
 
     def _note(self, runs: list[Run], shard: int, values: list[Any]) -> None:
         if values:

@@ -33,11 +33,13 @@ class Shards(ABC):
     Attributes:
         draws: Whether code of the user's runs at every sample, which may draw random numbers.
         pinned: Whether each shard belongs to the lane of its own number, because the stream divides itself.
+        warning: What a user should know before training, and what to do about it; empty for nothing.
         reread: Why a shard has to be read again from its beginning on a resume, in words; empty where that is quick.
     """
 
     draws: bool = False
     pinned: bool = False
+    warning: str = ""
     reread: str = ""
 
     @property
@@ -59,10 +61,6 @@ class Shards(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What tells other data apart cheaply, as plain data."""
-
-    def warnings(self) -> list[str]:
-        """What a user should know before training, each with what to do about it."""
-        return []
 
     def sizes(self) -> list[int] | None:
         """Samples of each shard, where that is known without reading."""

@@ -451,7 +451,6 @@ class TestDrawing:
         self.check(shards)
         gc.collect()
 
-    @pytest.mark.xfail(strict=True, reason="Reading does not seed the samples that it leaves out")
     def test_a_reading_leaves_out_samples_as_it_has_served_them(self, tmp_path: Path) -> None:
         dataset = hf.stream("arrow", tmp_path, (6,)).map(hf.draw_batch, batched=True, batch_size=5)
         served = Reading(HuggingFaceShards(dataset), [0], 1, seed=3)

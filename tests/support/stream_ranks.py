@@ -14,7 +14,7 @@ from support.runs import Outcome, StopAt, seeded, train
 from support.sources import SourcesModel
 from support.stream_runs import MODULES
 
-CHAIN = [("on_train_batch_end", 0, 1), ("on_before_backward", 0, 1), ("on_train_batch_end", 1, 0)]
+CHAIN = [("on_train_batch_end", 0, 1), ("on_before_backward", 0, 0), ("on_train_batch_end", 1, 0)]
 
 
 
