@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_stateful.errors import PositionError
 from lightning_stateful.index.permutation import KeyedPermutation
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.streams.stage import Item, Open, Place, Run, Stage
@@ -36,9 +37,16 @@ class BlockShuffle(Stage):
         self._runs: list[Run] = []
         self._starts: list[int] = []
         self._served = 0
+        # A block that could not be read is part of nothing: it begins where it began.
+        self._is_broken = False
         if place is not None and place["since"]:
             self._fill()
             self._served = place["since"]
+            if self._served > len(self._values):
+                raise PositionError(
+                    f"{self._served} samples of a shuffled block were used, but now it has {len(self._values)}. Read "
+                    "the same data, or resume from another checkpoint."
+                )
 
     def __next__(self) -> Item:
         for run in self.take_runs(1):
@@ -70,7 +78,7 @@ class BlockShuffle(Stage):
 
     def place(self) -> Place:
         """Where the block was begun, and how many items of it are served."""
-        if self._served == len(self._values):
+        if self._served == len(self._values) and not self._is_broken:
             return {"at": self._inner.place(), "since": 0}
         return {"at": self._at, "since": self._served}
 
@@ -79,8 +87,11 @@ class BlockShuffle(Stage):
         self._inner.close()
 
     def _fill(self) -> None:
-        self._at, self._served = self._inner.place(), 0
+        if not self._is_broken:
+            self._at = self._inner.place()
+        self._values, self._served, self._is_broken = [], 0, True
         runs = self._inner.take_runs(self._size)
+        self._is_broken = False
         values: list[Any] = []
         self._starts = []
         for run in runs:

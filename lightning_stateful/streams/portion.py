@@ -43,7 +43,9 @@ class Portion:
             DamagedStateError: A key is missing or of the wrong type.
         """
         kinds: dict[str, Any] = {"epoch": int, "shards": list, "place": (dict, type(None))}
-        if not isinstance(data, Mapping) or any(not isinstance(data.get(name), kind) for name, kind in kinds.items()):
+        if not isinstance(data, Mapping) or any(
+            name not in data or not isinstance(data[name], kind) for name, kind in kinds.items()
+        ):
             raise DamagedStateError(f"a part of a stream holds {', '.join(kinds)}, got {data!r}")
         return cls(data["epoch"], tuple(data["shards"]), data["place"])
 
@@ -111,12 +113,11 @@ class Deal:
         if not isinstance(data, Mapping) or any(type(data.get(name)) is not kind for name, kind in kinds.items()):
             raise DamagedStateError(f"what a stream has to serve holds {', '.join(kinds)}, got {data!r}")
         shards = order(data["epoch"])
-        try:
-            unopened = tuple(shards[place] for first, last in data["unopened"] for place in range(first, last + 1))
-        except (TypeError, ValueError, IndexError):
+        if not _are_runs(data["unopened"], len(shards)):
             raise DamagedStateError(
-                f"what a stream has to serve are runs of its {len(shards)} shards, got {data['unopened']!r}"
-            ) from None
+                f"what a stream has to serve are rising runs of its {len(shards)} shards, got {data['unopened']!r}"
+            )
+        unopened = tuple(shards[place] for first, last in data["unopened"] for place in range(first, last + 1))
         return cls(data["epoch"], tuple(Portion.from_dict(portion) for portion in data["opened"]), unopened)
 
 
@@ -186,6 +187,15 @@ def runs_of(numbers: Sequence[int]) -> list[list[int]]:
     firsts = [numbers[0], *(b for _, b in breaks)]
     lasts = [*(a for a, _ in breaks), numbers[-1]]
     return [list(run) for run in zip(firsts, lasts, strict=True)]
+
+
+def _are_runs(runs: list[Any], length: int) -> bool:
+    end = -1
+    for run in runs:
+        if type(run) is not list or [type(place) for place in run] != [int, int] or not end < run[0] <= run[1] < length:
+            return False
+        end = run[1]
+    return True
 
 
 def _size(what: Portion | int, sizes: Sequence[int] | None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import count, islice
 from typing import Any, Literal, get_args
 
-from lightning_stateful.errors import ConfigurationError, PositionError, ShardError
+from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
 from lightning_stateful.index.seeding import derive_seed, mixed_seed
 from lightning_stateful.samplers.randomness import seed_randomness
 from lightning_stateful.streams.shards import ShardIterator, Shards
@@ -17,7 +17,9 @@ from lightning_stateful.streams.stage import Item, Place, Run, Stage
 OnError = Literal["raise", "skip"]
 
 _END = object()
-# A state is taken again once so many of its characters, as JSON, fall to each item read since.
+# A state is taken after so many items, and one more for so many of its characters as JSON: the items since are read
+# again on a resume, which costs less than states of every batch would.
+_LEAST_GAP = 64
 _CHARACTERS_AN_ITEM = 16
 
 
@@ -66,7 +68,7 @@ class Reading(Stage):
         self._since: int = begun["since"]
         self._state: Any = begun["state"]
         self._skipped: int = begun["skipped_shards"]
-        self._gap = 1
+        self._gap = _LEAST_GAP
         self._iterator: ShardIterator | None = None
 
     @property
@@ -81,15 +83,16 @@ class Reading(Stage):
                 iterator = self._iterator or self._open(shard)
                 if self._seed is not None:
                     seed_randomness(mixed_seed(self._seed, shard, self._item))
-                value = next(iterator)
-            except StopIteration:
-                self._advance()
+                value = next(iterator, _END)
             except Exception as error:
                 self._on_failure(shard, error)
-            else:
-                self._item += 1
-                self._since += 1
-                return Item(shard, self._item - 1, value)
+                continue
+            if value is _END:
+                self._advance()
+                continue
+            self._item += 1
+            self._since += 1
+            return Item(shard, self._item - 1, value)
         raise StopIteration
 
     def take(self, number: int) -> list[Any]:
@@ -124,7 +127,7 @@ class Reading(Stage):
             state = self._iterator.state()
             if state is not None:
                 self._state, self._since = state, 0
-                self._gap = 1 + len(json.dumps(state)) // _CHARACTERS_AN_ITEM
+                self._gap = _LEAST_GAP + len(json.dumps(state)) // _CHARACTERS_AN_ITEM
         return {
             "shard": self._at,
             "item": self._item,
@@ -140,9 +143,12 @@ class Reading(Stage):
             iterator.close()
 
     def _open(self, shard: int) -> ShardIterator:
+        if self._seed is not None:
+            seed_randomness(mixed_seed(self._seed, shard, 0))
         iterator = self._shards.read(shard, self._epoch, self._state)
         missing = self._since - self._leave_out(iterator, shard)
         if missing:
+            iterator.close()
             raise PositionError(
                 f"{self._item} samples of {self._shards.name(shard)} were used, but now it ends after "
                 f"{self._item - missing}. Read the same data, or resume from another checkpoint."
@@ -171,11 +177,12 @@ class Reading(Stage):
 
     def _advance(self) -> None:
         self.close()
-        self._at, self._item, self._since, self._state, self._gap = self._at + 1, 0, 0, None, 1
+        self._at, self._item, self._since, self._state, self._gap = self._at + 1, 0, 0, None, _LEAST_GAP
 
     def _on_failure(self, shard: int, error: Exception) -> None:
         self.close()
-        if isinstance(error, PositionError):
+        if isinstance(error, StateError):
+            # No bad shard, but another than the state was taken in.
             raise error
         if self._on_error == "skip":
             self._skipped += 1

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed
 
-from support.runs import Outcome, StopAt, seeded, train
-from support.sources import SourcesModel
+from support.runs import Outcome
+from support.sources import SaveAt, train_on
 from support.stream_runs import MODULES
 
-CHAIN = [("on_train_batch_end", 0, 1), ("on_before_backward", 0, 0), ("on_train_batch_end", 1, 0)]
-
+# Where runs are saved, one after the other: each but the first goes on from the one before.
+STOPS = [("on_before_backward", 0, 2), ("on_train_batch_end", 1, 0)]
 
 
 def files(folder: Path) -> Path:
@@ -25,12 +25,12 @@ def files(folder: Path) -> Path:
 
 def on_ranks(**options: Any) -> dict[str, Any]:
     """A trainer's options for all ranks that there are."""
-    return {"strategy": "ddp", "devices": int(os.environ["WORLD_SIZE"]), "max_epochs": 3, **options}
+    return {"strategy": "ddp", "devices": int(os.environ["WORLD_SIZE"]), "max_epochs": 2, **options}
 
 
 def run(make: Any, **options: Any) -> Outcome:
     """A run on all ranks."""
-    return train(make, **on_ranks(model=seeded(SourcesModel), **options))
+    return train_on(make, **on_ranks(**options))
 
 
 def plain(found: Outcome) -> dict[str, Any]:
@@ -44,26 +44,24 @@ def plain(found: Outcome) -> dict[str, Any]:
     }
 
 
-def chain_of(make: Any, folder: Path, chain: Any = CHAIN, **options: Any) -> list[Any]:
-    """The ledgers of runs that are stopped one after the other, and what the last does."""
-    ledgers, path = [], None
-    for number, (hook, epoch, batch) in enumerate(chain):
-        stop = StopAt(hook, folder / f"{number}.ckpt", epoch=epoch, batch=batch)
-        run(make, callbacks=[stop], ckpt_path=path, **options)
+def chain_of(make: Any, folder: Path, stops: Any = STOPS, **options: Any) -> list[Any]:
+    """Of an uninterrupted run, and of each that goes on from the one before: what it does, and had done at its stop."""
+    parts, path = [], None
+    for number in range(len(stops) + 1):
+        saver = SaveAt(folder / str(number), stops[number : number + 1])
+        parts.append((plain(run(make, callbacks=[saver], ckpt_path=path, seed=number, **options)), saver.ledgers.get(0)))
         torch.distributed.barrier()
-        ledgers.append(stop.ledger)
-        path = folder / f"{number}.ckpt"
-    return [*ledgers, plain(run(make, ckpt_path=path, **options))]
+        path = saver.path(0)
+    return parts
 
 
 def of_each(folder: Path, names: Any, **options: Any) -> dict[str, Any]:
-    """Of every kind of stream an uninterrupted run, and a chain of stops."""
+    """A chain of every kind of stream."""
     found = {}
     for name in names:
         own = folder / name
         own.mkdir(exist_ok=True)
-        make = partial(MODULES[name], files(folder), **options)
-        found[name] = plain(run(make)), chain_of(make, own)
+        found[name] = chain_of(partial(MODULES[name], files(folder), **options), own)
     return found
 
 
