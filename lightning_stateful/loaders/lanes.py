@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from lightning_stateful.index.seeding import derive_seed, mixed_seed
 from lightning_stateful.samplers.randomness import seed_randomness
 from lightning_stateful.streams.lane import Lane, LaneBatch, StreamConfig
-from lightning_stateful.streams.portion import Portion
+from lightning_stateful.streams.share import Share
 from lightning_stateful.streams.stage import Place
 
 
@@ -22,13 +22,13 @@ class LaneTask(NamedTuple):
 
     Attributes:
         worker: Which of the rank's lanes it is; torch's worker of another number may run it.
-        portions: Its portions of every source.
+        shares: Its share of every source.
         place: Where to begin.
         epoch: The pass it belongs to.
     """
 
     worker: int
-    portions: Mapping[str, Sequence[Portion]]
+    shares: Mapping[str, Share]
     place: Place | None
     epoch: int
 
@@ -88,7 +88,7 @@ class LaneDataset(IterableDataset[Delivery]):
         say: Any = _as_it_is if info is None else json.dumps
         lane = Lane(
             self._config,
-            task.portions,
+            task.shares,
             task.place,
             epoch=task.epoch,
             worker=task.worker,

@@ -149,7 +149,7 @@ class PassRun:
         tasks = []
         for worker in standing.workers_in_turn(self._topology.rank):
             lane = worker * standing.num_replicas + self._topology.rank
-            tasks.append(LaneTask(worker, standing.portions[lane], standing.places[lane], standing.epoch))
+            tasks.append(LaneTask(worker, standing.shares[lane], standing.places[lane], standing.epoch))
         seed = derive_seed("stream", self._seed, standing.epoch, self._topology.rank)
         rank, replicas = self._topology.rank, standing.num_replicas
         self._reader.begin(tasks, seed, lambda worker, place: standing.shards_at(worker * replicas + rank, place))

@@ -130,7 +130,7 @@ class RankReader:
         self.loader._iterator = None
 
     def _begun(self, task: LaneTask) -> Place:
-        return Lane(self._config, task.portions, task.place).place() if task.place is None else task.place
+        return Lane(self._config, task.shares, task.place).place() if task.place is None else task.place
 
     def _note_ends(self) -> None:
         while self._arrived and self._arrived[0].is_end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 import weakref
 import zlib
@@ -31,6 +32,7 @@ _NOTHING = b"?nothing?"
 _NAMES = ("begins", "refused", "joined")
 
 _CONNECTIONS: weakref.WeakKeyDictionary[Store, Store] = weakref.WeakKeyDictionary()
+_CONNECTING = threading.Lock()
 
 
 def _own_connection(store: Store) -> Store:
@@ -38,16 +40,17 @@ def _own_connection(store: Store) -> Store:
 
     A new one for each pass would make the server look up the name of its peer every time, and everybody else wait.
     """
-    if store in _CONNECTIONS:
-        return _CONNECTIONS[store]
-    try:
-        own: Store = store.clone()  # type: ignore[attr-defined]
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return store  # Older than clone(), or of somebody's own making.
-    # A HashStore is its own clone, which must not keep itself alive here.
-    if own is not store:
-        _CONNECTIONS[store] = own
-    return own
+    with _CONNECTING:
+        if store in _CONNECTIONS:
+            return _CONNECTIONS[store]
+        try:
+            own: Store = store.clone()  # type: ignore[attr-defined]
+        except (AttributeError, NotImplementedError, RuntimeError):
+            return store  # Older than clone(), or of somebody's own making.
+        # A HashStore is its own clone, which must not keep itself alive here.
+        if own is not store:
+            _CONNECTIONS[store] = own
+        return own
 
 
 class GroupStore:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.streams.mixing import Mixing
-from lightning_stateful.streams.portion import Portion
+from lightning_stateful.streams.share import Share
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.source_lane import SourceLane
 from lightning_stateful.streams.stage import Item, Place, Stage
@@ -85,7 +85,7 @@ class Lane(Stage):
 
     Args:
         config: How the stream is read.
-        portions: The lane's portions of every source.
+        shares: The lane's share of every source.
         place: Where to begin; None for the beginning.
         epoch: The pass that the lane belongs to: it chooses the order of turns.
         worker: Which of its rank's lanes it is.
@@ -95,7 +95,7 @@ class Lane(Stage):
     def __init__(
         self,
         config: StreamConfig,
-        portions: Mapping[str, Sequence[Portion]],
+        shares: Mapping[str, Share],
         place: Place | None = None,
         *,
         epoch: int = 0,
@@ -109,7 +109,7 @@ class Lane(Stage):
         self._over = False
         self._ended: set[str] = set() if place is None else set(place["ended"])
         self._lanes = {
-            name: SourceLane(source, portions[name], places.get(name)) for name, source in config.sources.items()
+            name: SourceLane(source, shares[name], places.get(name)) for name, source in config.sources.items()
         }
         # After the latest batch: a lane may have read more, which then was no batch.
         self._places = {name: lane.place() for name, lane in self._lanes.items()}

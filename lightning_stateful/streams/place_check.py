@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.streams.lane import Lane, StreamConfig
 from lightning_stateful.streams.portion import Portion, leaf_of
+from lightning_stateful.streams.share import Share
 from lightning_stateful.streams.source import Source
-from lightning_stateful.streams.source_lane import in_round
 
 # What stands there is a source's or a user's own.
 _FREE = ("state",)
 
 
-def check_lane_place(place: Any, config: StreamConfig, portions: Mapping[str, Sequence[Portion]]) -> None:
-    """Refuse what is no place of a lane with these portions.
+def check_lane_place(place: Any, config: StreamConfig, shares: Mapping[str, Share]) -> None:
+    """Refuse what is no place of a lane with these shares.
 
     Raises:
         DamagedStateError: A key is missing, or its value of another kind than a lane writes.
         PositionError: It lies beyond what the lane was dealt.
     """
-    fresh = Lane(config, dict.fromkeys(config.sources, ())).place()
+    fresh = Lane(config, dict.fromkeys(config.sources, Share())).place()
     _compare(place, fresh, "the place of a lane", missing=("repeated",))
     for name, source in config.sources.items():
-        held, dealt = place["of"][name], in_round(portions[name], place["of"][name]["round"])
+        held, dealt = place["of"][name], shares[name].in_round(place["of"][name]["round"], source)
         if held["portion"] > len(dealt):
             raise PositionError(f"A lane stands in portion {held['portion']} of {len(dealt)}.{_REMEDY}")
         if held["place"] is not None and held["portion"] < len(dealt):

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from lightning_stateful.streams.portion import Portion, left_of
 from lightning_stateful.streams.reading import Reading
+from lightning_stateful.streams.share import Share
 from lightning_stateful.streams.skipped import Skipped, skipped_at
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.stage import Place, Run, Stage
 
 
 class SourceLane(Stage):
-    """The items, or the batches, of some portions, one portion after the other.
+    """The items, or the batches, of a share of a source, one portion after the other.
 
     Args:
         source: The source.
-        portions: The lane's portions of it.
+        share: The lane's share of it.
         place: Where to begin; None for the beginning.
     """
 
-    def __init__(self, source: Source, portions: Sequence[Portion], place: Place | None = None) -> None:
-        self._source = source
+    def __init__(self, source: Source, share: Share, place: Place | None = None) -> None:
+        self._source, self._share = source, share
         begun = place or {"round": 0, "portion": 0, "opened": 0, "skipped": [0, 0, 0], "place": None}
         self.round: int = begun["round"]
-        self._first = portions
-        self._portions = in_round(portions, self.round)
+        self._portions = share.in_round(self.round, source)
         self._number: int = begun["portion"]
         self._begin: Place | None = begun["place"]
         self._opened: int = begun["opened"]
@@ -59,13 +56,14 @@ class SourceLane(Stage):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to read, however often it is begun again."""
-        return not self._first
+        return not self._share.in_round(1, self._source)
 
     def begin_again(self) -> None:
-        """Read all portions once more, as those of another epoch."""
+        """Read the lane's part of all shards, as those of another epoch."""
         self.close()
         self.round += 1
-        self._portions, self._number, self._begin, self._opened = in_round(self._first, self.round), 0, None, 0
+        self._portions = self._share.in_round(self.round, self._source)
+        self._number, self._begin, self._opened = 0, None, 0
 
     def place(self) -> Place:
         """The portion, and where in it."""
@@ -97,18 +95,3 @@ class SourceLane(Stage):
             self._skipped = self._skipped.plus(skipped_at(self._stage.place()))
         self.close()
         self._number, self._begin, self._opened = self._number + 1, None, 0
-
-
-def in_round(portions: Sequence[Portion], number: int) -> list[Portion]:
-    """A lane's portions when it reads them once more: whole, and as those of later epochs."""
-    if not number:
-        return list(portions)
-    whole = [replace(portion, epoch=portion.epoch + number, place=None) for portion in portions]
-    return [portion for portion in whole if portion.shards]
-
-
-def left_of_lane(portions: Sequence[Portion], place: Place | None) -> list[Portion]:
-    """What a lane that stands at ``place`` has not served of its portions."""
-    if place is None:
-        return list(portions)
-    return left_of(in_round(portions, place["round"]), place["portion"], place["place"], place["opened"])

@@ -11,8 +11,9 @@ from lightning_stateful.errors import DamagedStateError
 from lightning_stateful.streams.lane import StreamConfig
 from lightning_stateful.streams.place_check import check_lane_place, check_portion
 from lightning_stateful.streams.portion import Deal, Portion, leaf_of, redealt
+from lightning_stateful.streams.share import Share
 from lightning_stateful.streams.skipped import Skipped, skipped_at
-from lightning_stateful.streams.source_lane import in_round, left_of_lane
+from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.stage import Place
 
 
@@ -70,21 +71,33 @@ class Standing:
         }
         return [{name: lanes[lane] for name, lanes in dealt.items()} for lane in range(self.num_lanes)]
 
+    @cached_property
+    def shares(self) -> list[dict[str, Share]]:
+        """The share of each lane, by source."""
+        lanes = self.num_lanes
+        return [
+            {
+                name: Share(portions=tuple(dealt), epoch=self.deals[name].epoch, lane=lane, num_lanes=lanes)
+                for name, dealt in portions.items()
+            }
+            for lane, portions in enumerate(self.portions)
+        ]
+
     def at(self, places: tuple[Place | None, ...], steps: int = 0) -> Standing:
         """The same pass, with lanes standing elsewhere."""
         moved = replace(self, places=places, steps=steps)
-        # A cached property lives here; the portions are the same.
-        vars(moved)["portions"] = self.portions
+        # Cached properties live here; they are the same.
+        vars(moved).update(portions=self.portions, shares=self.shares)
         return moved
 
     def on(self, num_replicas: int, num_workers: int) -> Standing:
         """What is left of the pass, dealt out to other lanes; the same if they are as many."""
         if (num_replicas, num_workers) == (self.num_replicas, self.num_workers):
             return self
-        deals = {
-            name: redealt(self._left(name), deal.epoch, self.config.sources[name].order(deal.epoch))
-            for name, deal in self.deals.items()
-        }
+        deals = {}
+        for name in self.deals:
+            latest = self._latest(name)
+            deals[name] = redealt(self._left(name), latest, self.config.sources[name].order(latest))
         lanes = num_replicas * num_workers
         dealt: dict[str, Any] = {"deals": deals, "places": (None,) * lanes, "steps": 0, "skipped": self.left_out}
         return replace(self, num_replicas=num_replicas, num_workers=num_workers, **dealt)
@@ -92,11 +105,13 @@ class Standing:
     def following(self) -> Standing:
         """The beginning of the next pass: first what is left of this one, then all shards once more."""
         deals = {}
-        for name, deal in self.deals.items():
-            rounds = [place["of"][name]["round"] for place in self.places if place is not None]
-            epoch = deal.epoch + max(rounds, default=0) + 1
-            order = self.config.sources[name].order(epoch)
-            deals[name] = replace(redealt(self._left(name), epoch, order), unopened=tuple(order))
+        for name, source in self.config.sources.items():
+            left, latest = self._left(name), self._latest(name)
+            if self._has_plenty(left, source):
+                deals[name] = redealt(left, latest, source.order(latest))
+            else:
+                order = source.order(latest + 1)
+                deals[name] = replace(redealt(left, latest + 1, order), unopened=tuple(order))
         places: tuple[Place | None, ...] = (None,) * self.num_lanes
         return replace(self, epoch=self.epoch + 1, deals=deals, places=places, steps=0, skipped=self.left_out)
 
@@ -148,9 +163,9 @@ class Standing:
     def shards_at(self, lane: int, place: Place | None) -> list[str]:
         """The shards that a lane has open at a place, by name."""
         names = []
-        for name, dealt in self.portions[lane].items():
+        for name, share in self.shares[lane].items():
             at = {"round": 0, "portion": 0, "opened": 0} if place is None else place["of"][name]
-            portions = in_round(dealt, at["round"])
+            portions = share.in_round(at["round"], self.config.sources[name])
             if at["portion"] < len(portions):
                 shard = portions[at["portion"]].shards[max(at["opened"] - 1, 0)]
                 names.append(self.config.sources[name].shards.name(shard))
@@ -170,7 +185,7 @@ class Standing:
             for name, source in self.config.sources.items():
                 at = place["of"][name]["place"]
                 if source.shards.reread and at is not None and (leaf := leaf_of(at))["state"] is None and leaf["since"]:
-                    portions = in_round(self.portions[lane][name], place["of"][name]["round"])
+                    portions = self.shares[lane][name].in_round(place["of"][name]["round"], source)
                     shard = portions[place["of"][name]["portion"]].shards[leaf["shard"]]
                     found[source.shards.name(shard)] = leaf["since"]
         return found
@@ -204,12 +219,13 @@ class Standing:
                 f"a stream's position holds {', '.join(kinds)}, but not as they are written: {damaged or 'skipped'}. "
                 "Resume from another checkpoint."
             )
-        if list(data["sources"]) != list(config.sources) or data["workers"] < 1:
+        if set(data["sources"]) != set(config.sources) or data["workers"] < 1:
             raise DamagedStateError(
                 f"a stream's position has the sources {list(data['sources'])}, and there are {list(config.sources)}"
             )
         deals = {}
-        for name, dealt in data["sources"].items():
+        for name in config.sources:
+            dealt = data["sources"][name]
             deals[name] = Deal.from_dict(dealt, config.sources[name].order)
             for portion in deals[name].opened:
                 check_portion(portion, config.sources[name])
@@ -228,15 +244,26 @@ class Standing:
             raise DamagedStateError(f"a stream's position names shards that were not dealt out: {unknown}")
         places: list[Place | None] = [None] * standing.num_lanes
         for key, place in data["shards"].items():
-            check_lane_place(place, config, standing.portions[lanes[key]])
+            check_lane_place(place, config, standing.shares[lanes[key]])
             places[lanes[key]] = place
         return standing.at(tuple(places), data["steps"])
 
     def _left(self, name: str) -> list[Portion]:
         left = []
-        for portions, place in zip(self.portions, self.places, strict=True):
-            left += left_of_lane(portions[name], None if place is None else place["of"][name])
+        for shares, place in zip(self.shares, self.places, strict=True):
+            left += shares[name].left(None if place is None else place["of"][name], self.config.sources[name])
         return left
+
+    def _has_plenty(self, left: list[Portion], source: Source) -> bool:
+        """Whether so much is left of a source that it is not begun anew yet, lest it pile up pass by pass."""
+        mixing, number = self.config.mixing, sum(len(portion.shards) for portion in left)
+        cut_short = mixing is not None and mixing.stop == "first_exhausted"
+        return cut_short and number >= self.num_lanes and 2 * number > source.shards.num_shards
+
+    def _latest(self, name: str) -> int:
+        """The latest epoch of a source's shards that a lane has come to."""
+        rounds = [place["of"][name]["round"] for place in self.places if place is not None]
+        return self.deals[name].epoch + max(rounds, default=0)
 
     def _keys(self) -> dict[int, str]:
         keys = {}

@@ -88,7 +88,7 @@ class Stream(IterableDataset[Any]):
         standing, number = self._share()
         lane = Lane(
             standing.config,
-            standing.portions[number],
+            standing.shares[number],
             self._place,
             epoch=self._epoch,
             worker=number // standing.num_replicas,

@@ -23,6 +23,10 @@ from lightning_stateful.streams.standing import Standing
 Value = tuple[Any, ...]
 
 
+class NeverEndsError(BaseException):
+    """What reads shards opens them again and again; not to be taken for an error of theirs."""
+
+
 class NumberedShards(Shards):
     """Shards whose samples are ``(label, epoch, shard, number)``, and a count of what is asked of them.
 
@@ -33,6 +37,7 @@ class NumberedShards(Shards):
         fails: At which sample a shard breaks off; -1 if it cannot be opened.
         known: Whether their sizes are known without reading.
         draws: Whether samples come with numbers drawn from the three generators that all code shares.
+        limit: After how many opens somebody who reads them is told that this has no end.
         asked: Counts opens, closes, states, and samples read.
     """
 
@@ -46,11 +51,12 @@ class NumberedShards(Shards):
         known: bool = False,
         draws: bool = False,
         pinned: bool = False,
+        limit: int | None = None,
         asked: Counter[str] | None = None,
     ) -> None:
         self.counts, self.label, self.state_size = list(sizes), label, state_size
         self.fails, self.known, self.draws, self.pinned = dict(fails or {}), known, draws, pinned
-        self.asked = Counter[str]() if asked is None else asked
+        self.limit, self.asked = limit, Counter[str]() if asked is None else asked
 
     @property
     def num_shards(self) -> int:
@@ -59,6 +65,8 @@ class NumberedShards(Shards):
     def read(self, shard: int, epoch: int, state: Any = None) -> ShardIterator:
         self.asked["opened"] += 1
         self.asked[f"opened {shard}"] += 1
+        if self.limit is not None and self.asked["opened"] > self.limit:
+            raise NeverEndsError(f"opened {self.limit} times")
         if self.fails.get(shard) == -1:
             raise FileNotFoundError(f"no shard {shard}")
         return _Numbers(self, shard, epoch, 0 if state is None else state["next"])
@@ -125,6 +133,13 @@ def mixed_config(
     return StreamConfig(sources=sources, mixing=mixing, **(batching or {}))
 
 
+def open_lane(standing: Standing, lane: int, place: Place | None = None) -> Lane:
+    """A lane of a pass."""
+    worker = lane // standing.num_replicas
+    how = {"epoch": standing.epoch, "worker": worker, "num_workers": standing.num_workers}
+    return Lane(standing.config, standing.shares[lane], place, **how)
+
+
 class Crew:
     """All lanes of a run, which are asked for batches in any order.
 
@@ -137,17 +152,7 @@ class Crew:
         self, standing: Standing, through: Callable[[Place], Place] = lambda place: json.loads(json.dumps(place))
     ) -> None:
         self.begun, self._through = standing, through
-        self.lanes = [
-            Lane(
-                standing.config,
-                standing.portions[lane],
-                standing.places[lane],
-                epoch=standing.epoch,
-                worker=lane // standing.num_replicas,
-                num_workers=standing.num_workers,
-            )
-            for lane in range(standing.num_lanes)
-        ]
+        self.lanes = [open_lane(standing, lane, standing.places[lane]) for lane in range(standing.num_lanes)]
 
     def next(self, lane: int) -> LaneBatch | None:
         """The next batch of a lane; None if it is over."""
