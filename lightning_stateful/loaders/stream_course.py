@@ -17,6 +17,7 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.loaders.pass_run import PassRun
 from lightning_stateful.loaders.rank_reader import RankReader
 from lightning_stateful.loaders.stream_options import StreamOptions
+from lightning_stateful.samplers.marks import digest
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.streams.exchange import Exchange
 from lightning_stateful.streams.lane import ALONE, StreamConfig
@@ -77,6 +78,8 @@ class StreamCourse:
         self._limit = options.steps_per_epoch
         # Steps that a state may lie behind the batches handed over, beside those that a trainer reads ahead.
         self._lag = 0
+        # Tells loaders apart that are read side by side; the same on all ranks.
+        self.label = self._name
         for source in self.config.sources.values():
             if source.shards.warning:
                 warnings.warn(source.shards.warning, StatefulWarning, stacklevel=3)
@@ -100,9 +103,8 @@ class StreamCourse:
         if any(source.shards.pinned for source in sources):
             dealt = "every rank and worker trains on what its own dataset gives it"
         else:
-            dealt = (
-                f"its {sum(source.shards.num_shards for source in sources)} shards are dealt out to ranks and workers"
-            )
+            number = sum(source.shards.num_shards for source in sources)
+            dealt = f"its {number} shards are dealt out to ranks and workers"
         again = "; ".join(sorted({source.shards.reread for source in sources if source.shards.reread}))
         return f"{dealt}, and a resume " + (f"reads them again, because {again}." if again else "goes on within them.")
 
@@ -159,8 +161,7 @@ class StreamCourse:
                 f"Where {self._name} stood before step {position.consumed} of epoch {position.epoch} is not known: it "
                 "was not read there, nor loaded from a state. Load a state, or begin with an epoch."
             )
-        topology = self._topology()
-        return self._beginning(position.epoch, topology.num_replicas)
+        return self._beginning(position.epoch, self._topology().num_replicas)
 
     def go_on(self, position: Position, data: Mapping[str, Any], num_replicas: int, *, where: str) -> None:
         """Know from a state where all lanes stand at ``position``.
@@ -186,9 +187,9 @@ class StreamCourse:
             )
         self._know(position.epoch, position.consumed, _Known(standing))
 
-    def set_iterator(self, iterator: Any) -> None:
-        """Keep or end persistent workers, as torch's ``_iterator`` does."""
-        if iterator is None and self._reader is not None:
+    def end_workers(self) -> None:
+        """End workers, persistent ones too."""
+        if self._reader is not None:
             self._reader.shut_down()
 
     @property
@@ -321,7 +322,7 @@ class StreamCourse:
         return Exchange(
             torch.distributed.distributed_c10d._get_default_store(),
             topology,
-            label=self._name,
+            label=f"{self.label}/{digest(self.config.describe())}",
             first_step=0,
             tail="pad" if self._options.tail == "pad" else "stop",
             keep=self._keep,

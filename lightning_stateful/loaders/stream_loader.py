@@ -182,6 +182,15 @@ class StreamLoader(DataLoader[Any]):
         self.course.go_on(here, state_dict["position"], position.width, where=where)
         return here
 
+    @property
+    def _iterator(self) -> Any:  # type: ignore[override]  # torch's attribute, by which Lightning ends workers
+        return self.course.iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        if iterator is None:
+            self.course.end_workers()
+
     def _stand(self, position: Position) -> None:
         self._cursor.position = position
         self._began, self._handed = None, 0
@@ -193,9 +202,7 @@ class StreamLoader(DataLoader[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What the user's loader has is set there: a worker_init_fn, persistent workers to be ended.
-        if name == "_iterator":
-            self.course.set_iterator(value)
-        elif name in vars(self._original) and name not in vars(self):
+        if name in vars(self._original) and name not in vars(self) and name != "_iterator":
             setattr(self._original, name, value)
         else:
             object.__setattr__(self, name, value)

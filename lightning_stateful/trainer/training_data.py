@@ -218,8 +218,10 @@ class TrainingData:
         return taken
 
     def _prepare_streams(self) -> None:
-        streams = [loader.course for loader in self.group.loaders.values() if isinstance(loader, StreamLoader)]
-        for course in streams:
+        streams = {path: loader for path, loader in self.group.loaders.items() if isinstance(loader, StreamLoader)}
+        for path, loader in streams.items():
+            course = loader.course
+            course.label = f"training data {path}"
             if self.num_batches() < ENDLESS:
                 course.limit_steps(self.num_batches())
             # A window of accumulated gradients that is open is served again from its first batch.
