@@ -76,8 +76,7 @@ class StreamCourse:
         self._run: PassRun | None = None
         self._reader: RankReader | None = None
         self._limit = options.steps_per_epoch
-        # Steps that a state may lie behind the batches handed over, beside those that a trainer reads ahead.
-        self._lag = 0
+        self._lag = 0  # Steps that a state may lie behind the batches handed over, beside those read ahead.
         # Tells loaders apart that are read side by side; the same on all ranks.
         self.label = self._name
         for source in self.config.sources.values():
@@ -105,8 +104,8 @@ class StreamCourse:
         else:
             number = sum(source.shards.num_shards for source in sources)
             dealt = f"its {number} shards are dealt out to ranks and workers"
-        again = "; ".join(sorted({source.shards.reread for source in sources if source.shards.reread}))
-        return f"{dealt}, and a resume " + (f"reads them again, because {again}." if again else "goes on within them.")
+        again = "; ".join(sorted({source.shards.reread for source in sources} - {""}))
+        return f"{dealt}, and a resume {f'reads them again, because {again}' if again else 'goes on within them'}."
 
     @property
     def _keep(self) -> int:

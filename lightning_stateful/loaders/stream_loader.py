@@ -183,7 +183,7 @@ class StreamLoader(DataLoader[Any]):
         return here
 
     @property
-    def _iterator(self) -> Any:  # type: ignore[override]  # torch's attribute, by which Lightning ends workers
+    def _iterator(self) -> Any:  # torch's attribute, by which Lightning ends workers
         return self.course.iterator
 
     @_iterator.setter
