@@ -55,6 +55,7 @@ _REMEDIES = {
     "sizes": "Read the shards that the checkpoint was made with",
     "buffer_size": "Pass the saved buffer_size",
     "steps": "Apply the saved functions to the stream's samples, in the saved order",
+    "mixing_seed": "Mix the streams with the saved seed",
     "in_turn": "Pass weights, or leave them out, as when the checkpoint was written",
     "module": "Use the data module that the checkpoint was made with",
 }

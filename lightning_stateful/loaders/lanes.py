@@ -59,21 +59,18 @@ class LaneDataset(IterableDataset[Delivery]):
         collate: Makes a batch of samples; of a single sample where the loader does not batch.
         dataset: The user's dataset.
         seed: Seeds what ``collate`` draws; None to leave it.
-        num_workers: Lanes of the rank.
     """
 
     tasks: list[LaneTask]
     queues: list[Any]
     _process: int | None
 
-    def __init__(
-        self, config: StreamConfig, collate: Callable[[Any], Any], dataset: Any, seed: int | None, num_workers: int
-    ) -> None:
+    def __init__(self, config: StreamConfig, collate: Callable[[Any], Any], dataset: Any, seed: int | None) -> None:
         seeds = seed is not None and collate is not default_collate and config.is_batched
         seed = derive_seed("collate", seed or 0) if seeds else None
         # Persistent workers hold a copy of this dataset from their first pass: tasks reach them through queues.
         own: dict[str, Any] = {"tasks": [], "queues": [], "_process": None}
-        vars(self).update(own, _config=config, _collate=collate, _dataset=dataset, _seed=seed, _num_workers=num_workers)
+        vars(self).update(own, _config=config, _collate=collate, _dataset=dataset, _seed=seed)
 
     def __iter__(self) -> Iterator[Delivery]:
         info = get_worker_info()
@@ -92,7 +89,6 @@ class LaneDataset(IterableDataset[Delivery]):
             task.place,
             epoch=task.epoch,
             worker=task.worker,
-            num_workers=self._num_workers,
         )
         try:
             for batch in lane:

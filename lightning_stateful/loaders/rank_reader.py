@@ -37,8 +37,7 @@ class RankReader:
     def __init__(self, loader: DataLoader[Any], config: StreamConfig, seed: int, *, seed_samples: bool) -> None:
         self._name, self._config = type(loader).__qualname__, config
         self.num_workers = loader.num_workers
-        lanes = max(loader.num_workers, 1)
-        self._dataset = LaneDataset(config, loader.collate_fn, loader.dataset, seed if seed_samples else None, lanes)
+        self._dataset = LaneDataset(config, loader.collate_fn, loader.dataset, seed if seed_samples else None)
         self._generator = torch.Generator()
         self._arrived: deque[Delivery] = deque()
         self.loader: Any = copy.copy(loader)

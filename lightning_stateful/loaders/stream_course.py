@@ -21,7 +21,7 @@ from lightning_stateful.samplers.marks import digest
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.streams.exchange import Exchange
 from lightning_stateful.streams.lane import ALONE, StreamConfig
-from lightning_stateful.streams.own_stream import OwnStream
+from lightning_stateful.streams.own_stream import OwnStream, beginning_of
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.standing import Standing
 from lightning_stateful.streams.stream import as_stream
@@ -71,7 +71,7 @@ class StreamCourse:
         stream = as_stream(loader.dataset, seed, seed_samples=seed_samples)
         if config is None and stream is not None:
             config = stream.config(**self._batching)
-        self._given = config
+        self._given, self._beginning_of_own = config, beginning_of(loader.dataset)
         self._known: OrderedDict[tuple[int, int], _Known] = OrderedDict()
         self._run: PassRun | None = None
         self._reader: RankReader | None = None
@@ -207,7 +207,7 @@ class StreamCourse:
     def _config_on(self, num_replicas: int, num_workers: int) -> StreamConfig:
         if self._given is not None:
             return self._given
-        shards = OwnStream(self._loader.dataset, num_replicas, num_workers)
+        shards = OwnStream(self._loader.dataset, num_replicas, num_workers, self._beginning_of_own)
         source = Source(shards=shards, seed=self._seed, seed_samples=self._seed_samples)
         return StreamConfig(sources={ALONE: source}, **self._batching)
 

@@ -89,7 +89,6 @@ class Lane(Stage):
         place: Where to begin; None for the beginning.
         epoch: The pass that the lane belongs to: it chooses the order of turns.
         worker: Which of its rank's lanes it is.
-        num_workers: How many lanes each rank has: they take turns.
     """
 
     def __init__(
@@ -100,13 +99,15 @@ class Lane(Stage):
         *,
         epoch: int = 0,
         worker: int = 0,
-        num_workers: int = 1,
     ) -> None:
-        self._config, self._epoch, self._worker, self._num_workers = config, epoch, worker, num_workers
+        self._config, self._epoch, self._worker = config, epoch, worker
         places = {} if place is None else place["of"]
         self._turn: int = 0 if place is None else place["turn"]
         self._served: int = 0 if place is None else place["batches"]
-        self._over = False
+        self._over: bool = place is not None and place["over"]
+        # Sources that have begun again and given nothing since, and those that gave nothing in a whole round.
+        self._begun_again: set[str] = set()
+        self._gone: set[str] = set()
         self._ended: set[str] = set() if place is None else set(place["ended"])
         self._lanes = {
             name: SourceLane(source, shares[name], places.get(name)) for name, source in config.sources.items()
@@ -116,6 +117,8 @@ class Lane(Stage):
 
     def __next__(self) -> LaneBatch:
         mixing = self._config.mixing
+        if self._over:
+            raise StopIteration
         if mixing is None:
             batch = self._of_source(ALONE)
         else:
@@ -143,11 +146,12 @@ class Lane(Stage):
 
     def _in_turn(self, mixing: Mixing) -> LaneBatch | None:
         while active := self._active(mixing):
-            turn = self._turn * self._num_workers + self._worker
-            name = mixing.source_at(turn, active, self._epoch)
+            # Each worker goes through the whole sequence, one turn ahead of the worker before: the same on all ranks.
+            name = mixing.source_at(self._turn + self._worker, active, self._epoch)
             batch = self._of_source(name)
             if batch is not None:
                 self._turn += 1
+                self._begun_again.discard(name)
                 return batch
             self._end(name, mixing)
         return None
@@ -162,6 +166,7 @@ class Lane(Stage):
                 self._end(name, mixing)
             else:
                 items.append(item)
+                self._begun_again.discard(name)
         if not items or (len(items) < size and self._config.drop_last):
             return None
         self._turn += len(items)
@@ -200,12 +205,16 @@ class Lane(Stage):
         if is_over or len(self._ended) == len(self._lanes):
             return ()
         if mixing.stop == "cycle":
-            return tuple(name for name in mixing.names if not self._lanes[name].is_empty)
+            return tuple(name for name in mixing.names if not self._lanes[name].is_empty and name not in self._gone)
         return tuple(name for name in mixing.names if name not in self._ended)
 
     def _end(self, name: str, mixing: Mixing) -> None:
         self._ended.add(name)
         if mixing.stop == "cycle":
             self._ended.update(name for name, lane in self._lanes.items() if lane.is_empty)
-            if len(self._ended) < len(self._lanes):
+            if name in self._begun_again:
+                # Else it would begin again for ever.
+                self._gone.add(name)
+            elif len(self._ended) < len(self._lanes):
                 self._lanes[name].begin_again()
+                self._begun_again.add(name)

@@ -46,6 +46,8 @@ class MixedStream(Stream):
         named = streams if isinstance(streams, Mapping) else {str(n): stream for n, stream in enumerate(streams)}
         if not named:
             raise ConfigurationError("MixedStream was given no streams.")
+        if len({str(name) for name in named}) < len(named):
+            raise ConfigurationError(f"Streams need different names, got {list(named)}.")
         sources = {}
         for name, dataset in named.items():
             stream = as_stream(dataset)

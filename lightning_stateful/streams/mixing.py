@@ -80,7 +80,7 @@ class Mixing:
         shares = {
             name: str(share.limit_denominator(10**6)) for name, share in zip(self.names, self.shares, strict=True)
         }
-        return {"weights": shares, "by": self.by, "stop": self.stop, "in_turn": self.in_turn}
+        return {"mixing_seed": self.seed, "weights": shares, "by": self.by, "stop": self.stop, "in_turn": self.in_turn}
 
 
 @lru_cache(maxsize=64)

@@ -20,13 +20,15 @@ class OwnStream(Shards):
         dataset: The dataset. With a ``set_epoch`` it is told the epoch.
         num_replicas: Ranks.
         num_workers: Lanes of a rank.
+        beginning: What :func:`beginning_of` said of the dataset before anybody read it.
     """
 
     draws = True
     pinned = True
 
-    def __init__(self, dataset: Any, num_replicas: int, num_workers: int) -> None:
+    def __init__(self, dataset: Any, num_replicas: int, num_workers: int, beginning: Any = None) -> None:
         self._dataset, self._num_replicas, self._num_workers = dataset, num_replicas, num_workers
+        self._beginning = beginning
         if not _has_state(dataset):
             self.reread = "it has no state_dict and load_state_dict"
 
@@ -37,18 +39,18 @@ class OwnStream(Shards):
 
     def read(self, shard: int, epoch: int, state: Any = None) -> ShardIterator:
         """What the dataset gives to a lane."""
-        dataset = self._dataset
+        dataset, held = self._dataset, state or {"dataset": self._beginning, "iterator": None}
         if _has_state(dataset):
             # What it counts while it is read stays in a copy: the next reading begins from the beginning.
             dataset = copy.copy(dataset)
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(epoch)
-        if state is not None and _has_state(dataset):
-            dataset.load_state_dict(from_plain(state))
+        if held["dataset"] is not None and _has_state(dataset):
+            dataset.load_state_dict(from_plain(held["dataset"]))
         iterator: Any = iter(dataset)
-        if state is not None and not _has_state(dataset):
-            iterator.load_state_dict(from_plain(state))
-        return _OwnIterator(iterator, next((held for held in (dataset, iterator) if _has_state(held)), None))
+        if held["iterator"] is not None:
+            iterator.load_state_dict(from_plain(held["iterator"]))
+        return _OwnIterator(iterator, dataset)
 
     def name(self, shard: int) -> str:
         """The dataset's class, and the lane."""
@@ -61,8 +63,9 @@ class OwnStream(Shards):
 
 
 class _OwnIterator(ShardIterator):
-    def __init__(self, iterator: Iterator[Any], holder: Any) -> None:
-        self._iterator, self._holder = iterator, holder
+    def __init__(self, iterator: Iterator[Any], dataset: Any) -> None:
+        self._iterator = iterator
+        self._holders = {"dataset": dataset, "iterator": None if iterator is dataset else iterator}
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterator
@@ -71,12 +74,27 @@ class _OwnIterator(ShardIterator):
         return next(self._iterator)
 
     def state(self) -> Any:
-        return None if self._holder is None else to_plain(self._holder.state_dict())
+        states = {
+            name: to_plain(holder.state_dict()) if _has_state(holder) else None
+            for name, holder in self._holders.items()
+        }
+        return states if any(state is not None for state in states.values()) else None
 
     def close(self) -> None:
         close = getattr(self._iterator, "close", None)
         if callable(close):
             close()
+
+
+def beginning_of(dataset: Any) -> Any:
+    """The state of a dataset that nobody has read yet, as plain data; None if it has none."""
+    if not _has_state(dataset):
+        return None
+    try:
+        return to_plain(dataset.state_dict())
+    except Exception:
+        # Some have a state only once they are iterated.
+        return None
 
 
 def _has_state(holder: Any) -> bool:

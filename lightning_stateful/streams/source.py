@@ -69,7 +69,9 @@ class Source:
 
     def __post_init__(self) -> None:
         check_on_error(self.on_error)
-        if as_int("buffer_size", self.buffer_size) < 0:
+        for name in ("buffer_size", "seed"):
+            object.__setattr__(self, name, as_int(name, getattr(self, name)))
+        if self.buffer_size < 0:
             raise ConfigurationError(f"buffer_size must not be negative, got {self.buffer_size}.")
         if not self.shards.num_shards:
             raise ConfigurationError("The stream has no shards.")
@@ -92,8 +94,10 @@ class Source:
         opening: Open = read
         if self.buffer_size > 1:
             opening = partial(BlockShuffle, opening, size=self.buffer_size, seed=way.seed)
-        for step in self.steps:
-            opening = partial(_opened, step, opening, way)
+        for number, step in enumerate(self.steps):
+            # Two functions of a sample do not draw the same.
+            own = None if way.sample_seed is None else derive_seed("step", way.sample_seed, number)
+            opening = partial(_opened, step, opening, way._replace(sample_seed=own))
         return opening(place), readings[0]
 
     def describe(self) -> dict[str, Any]:

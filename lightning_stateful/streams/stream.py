@@ -15,11 +15,14 @@ from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
 from lightning_stateful.streams.lane import ALONE, Lane, StreamConfig
 from lightning_stateful.streams.mixing import Mixing
+from lightning_stateful.streams.place_check import check_lane_place
 from lightning_stateful.streams.shards import Shards
 from lightning_stateful.streams.source import Source, Step
+from lightning_stateful.streams.stage import Place
 from lightning_stateful.streams.standing import Standing
 from lightning_stateful.streams.steps import Filtered, Mapped, Recurrent, Windowed
 
+_MISSING = object()
 KIND = "stream"
 ORDER_VERSION = 1
 
@@ -43,8 +46,9 @@ class Stream(IterableDataset[Any]):
         self.sources = dict(sources)
         self.mixing = mixing
         self._epoch = 0
-        self._place: dict[str, Any] | None = None
-        self._lane: Lane | None = None
+        self._place: Place | None = None
+        self._latest: StreamIterator | None = None
+        self._described: dict[str, Any] | None = None
 
     def shuffle(self, *, buffer_size: int = 0, seed: int | None = None) -> Stream:
         """Shuffle the order of the shards in every epoch, and their samples in blocks of ``buffer_size``.
@@ -82,30 +86,15 @@ class Stream(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch`` with the next iteration; a place within that same epoch is kept."""
         if as_int("epoch", epoch) != self._epoch:
-            self._epoch, self._place, self._lane = int(epoch), None, None
+            self._epoch, self._place, self._latest = int(epoch), None, None
 
     def __iter__(self) -> Iterator[Any]:
-        standing, number = self._share()
-        lane = Lane(
-            standing.config,
-            standing.shares[number],
-            self._place,
-            epoch=self._epoch,
-            worker=number // standing.num_replicas,
-            num_workers=standing.num_workers,
-        )
-        self._lane = lane
-        for batch in lane:
-            yield batch.values[0]
-        if self._lane is lane:
-            self._epoch, self._place, self._lane = self._epoch + 1, None, None
+        return StreamIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next sample comes from: fresh plain data."""
-        standing, number = self._share()
-        place = self._place if self._lane is None else self._lane.place()
-        position = {"epoch": self._epoch, "lane": number, "lanes": standing.num_lanes, "place": place}
-        return format_.pack(KIND, ORDER_VERSION, self.config(is_batched=False).describe(), position)
+        """Where the next sample comes from: fresh plain data. To know, one sample may be read ahead."""
+        epoch, place = (self._epoch, self._place) if self._latest is None else self._latest.stand()
+        return self.pack(epoch, place)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, with the next iteration.
@@ -113,34 +102,140 @@ class Stream(IterableDataset[Any]):
         Raises:
             StateError: It is damaged, or of another stream, rank or worker.
         """
+        self._epoch, self._place = self.unpack(state_dict)
+        self._latest = None
+
+    def pack(self, epoch: int, place: Place | None) -> dict[str, Any]:
+        """A state of this process's share at a place."""
+        position = {"epoch": epoch, **self._seat(), "place": place}
+        if self._described is None:
+            self._described = self.config(is_batched=False).describe()
+        return format_.pack(KIND, ORDER_VERSION, self._described, position)
+
+    def unpack(self, state_dict: Mapping[str, Any]) -> tuple[int, Place | None]:
+        """The epoch and the place in a state.
+
+        Raises:
+            StateError: It is damaged, or of another stream, rank or worker.
+        """
         where = "The stream's state"
         format_.check(state_dict, where=where)
-        format_.refuse_differences(state_dict, self.state_dict(), where=where)
-        position = state_dict["position"]
-        standing, number = self._share()
-        share = {"lane": number, "lanes": standing.num_lanes}
-        if any(position.get(name) != value for name, value in share.items()):
+        format_.refuse_differences(state_dict, self.pack(0, None), where=where)
+        position, seat = state_dict["position"], self._seat()
+        epoch, place = position.get("epoch"), position.get("place", _MISSING)
+        if type(epoch) is not int or epoch < 0 or place is _MISSING:
+            raise DamagedStateError(f"{where} holds no epoch and place: {position!r}. Resume from another checkpoint.")
+        if any(position.get(name) != value for name, value in seat.items()):
+            saved = {name: position.get(name) for name in seat}
             raise DamagedStateError(
-                f"{where} is that of share {position.get('lane')} of {position.get('lanes')}, and this process reads "
-                f"share {number} of {standing.num_lanes}. Resume on the same ranks and workers, or through "
-                "StreamDataModule or patch_dataloader, whose states fit any."
+                f"{where} is that of the share {saved}, and this process reads the share {seat}. Resume on the same "
+                "ranks and workers, or through StreamDataModule or patch_dataloader, whose states fit any."
             )
-        if type(position.get("epoch")) is not int or not isinstance(position.get("place"), (dict, type(None))):
-            raise DamagedStateError(f"{where} holds no epoch and place: {position!r}.")
-        self._epoch, self._place = position["epoch"], format_.copy_plain(position["place"])
-        self._lane = None
+        standing, lane = self.share(epoch)
+        if place is not None:
+            check_lane_place(place, standing.config, standing.shares[lane])
+        return epoch, format_.copy_plain(place)
 
-    def _share(self) -> tuple[Standing, int]:
+    def share(self, epoch: int) -> tuple[Standing, int]:
+        """What is dealt out in an epoch, and which lane this process is."""
+        seat = self._seat()
+        standing = Standing.beginning(self.config(is_batched=False), epoch, seat["ranks"], seat["workers"])
+        return standing, seat["worker"] * seat["ranks"] + seat["rank"]
+
+    def begin_of(self, iterator: StreamIterator) -> tuple[int, Place | None]:
+        """Where a pass begins that is the latest from now on."""
+        self._latest = iterator
+        return self._epoch, self._place
+
+    def end_of(self, iterator: StreamIterator, epoch: int) -> None:
+        """Go on with the next epoch, if this was the latest pass."""
+        if self._latest is iterator:
+            self._epoch, self._place, self._latest = epoch + 1, None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Open files stay here.
+        epoch, place = (self._epoch, self._place) if self._latest is None else self._latest.stand()
+        return {**vars(self), "_epoch": epoch, "_place": place, "_latest": None}
+
+    @staticmethod
+    def _seat() -> dict[str, int]:
         info, topology = get_worker_info(), detect_topology()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        standing = Standing.beginning(self.config(is_batched=False), self._epoch, topology.num_replicas, workers)
-        return standing, worker * topology.num_replicas + topology.rank
+        return {"rank": topology.rank, "ranks": topology.num_replicas, "worker": worker, "workers": workers}
 
     def _with_step(self, step: Step) -> Stream:
         return self._with(lambda source: replace(source, steps=(*source.steps, step)))
 
     def _with(self, change: Callable[[Source], Source]) -> Stream:
         return Stream({name: change(source) for name, source in self.sources.items()}, self.mixing)
+
+
+class StreamIterator:
+    """One pass over this process's share of a stream, which can be resumed by itself as well.
+
+    Args:
+        stream: The stream; the pass begins where it stands at the first ``next()``.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        # What it was loaded with.
+        self._begun: tuple[int, Place | None] | None = None
+        self._epoch = 0
+        self._lane: Lane | None = None
+        self._place: Place | None = None
+        self._ahead: list[Any] = []
+
+    def __iter__(self) -> StreamIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ahead:
+            return self._ahead.pop()
+        epoch, lane = self._open()
+        try:
+            return next(lane).values[0]
+        except StopIteration:
+            lane.close()
+            self._stream.end_of(self, epoch)
+            raise
+
+    def stand(self) -> tuple[int, Place | None]:
+        """Epoch and place of the next sample, which is read to know that there is one."""
+        epoch, lane = self._open()
+        if not self._ahead:
+            self._place = lane.place()
+            batch = next(lane, None)
+            if batch is None:
+                return epoch + 1, None
+            self._ahead.append(batch.values[0])
+        return epoch, self._place
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this pass stands, be it at its end: fresh plain data."""
+        epoch, lane = self._open()
+        return self._stream.pack(epoch, self._place if self._ahead else lane.place())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with a pass where ``state_dict`` was taken.
+
+        Raises:
+            StateError: It is damaged, or of another stream, rank or worker.
+        """
+        self._begun, self._lane, self._ahead = self._stream.unpack(state_dict), None, []
+
+    def _open(self) -> tuple[int, Lane]:
+        if self._lane is None:
+            began = self._stream.begin_of(self)
+            self._epoch, place = self._begun or began
+            standing, lane = self._stream.share(self._epoch)
+            worker = lane // standing.num_replicas
+            self._lane = Lane(standing.config, standing.shares[lane], place, epoch=self._epoch, worker=worker)
+        return self._epoch, self._lane
+
+    def __del__(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
 
 
 def as_stream(dataset: Any, seed: int = 0, *, seed_samples: bool = True) -> Stream | None:
