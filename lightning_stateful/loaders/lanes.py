@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
 from lightning_stateful.index.seeding import derive_seed, mixed_seed
 from lightning_stateful.samplers.randomness import seed_randomness
@@ -66,7 +66,7 @@ class LaneDataset(IterableDataset[Delivery]):
     _process: int | None
 
     def __init__(self, config: StreamConfig, collate: Callable[[Any], Any], dataset: Any, seed: int | None) -> None:
-        seeds = seed is not None and collate is not default_collate and config.is_batched
+        seeds = seed is not None and collate not in (default_collate, default_convert)
         seed = derive_seed("collate", seed or 0) if seeds else None
         # Persistent workers hold a copy of this dataset from their first pass: tasks reach them through queues.
         own: dict[str, Any] = {"tasks": [], "queues": [], "_process": None}
@@ -98,11 +98,14 @@ class LaneDataset(IterableDataset[Delivery]):
             lane.close()
 
     def _made(self, batch: LaneBatch, epoch: int) -> Any:
-        if not self._config.is_batched:
-            return self._collate(batch.values[0])
         if self._seed is not None:
             seed_randomness(mixed_seed(self._seed, epoch, batch.shard, batch.number))
-        return self._collate(batch.values)
+        return self._collate(batch.values if self._config.is_batched else batch.values[0])
+
+    def hand_out(self) -> None:
+        """Let workers that wait for them have their tasks."""
+        for queue, task in zip(self.queues, self.tasks, strict=False):
+            queue.put(task)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_dataset" not in vars(self):

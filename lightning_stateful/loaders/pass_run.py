@@ -64,7 +64,7 @@ class PassRun:
         # Met where this rank reads ahead, and where it has to be raised.
         self._error: Exception | None = None
         self._broken: Exception | None = None
-        self._is_over = self._is_closed = False
+        self._is_over = self.is_closed = False
         self.served = 0
         self._start(standing)
         self._places: dict[int, list[Place | str]] = {0: reader.places}
@@ -136,13 +136,13 @@ class PassRun:
 
     def goes_on(self, served: int) -> bool:
         """Whether the next batch is the one after ``served``."""
-        return served == self.served and not self._is_closed
+        return served == self.served and not self.is_closed
 
     def close(self) -> None:
         """Stop reading; where it stood can still be asked for until another pass begins."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         self._reader.end()
 
     def _start(self, standing: Standing) -> None:

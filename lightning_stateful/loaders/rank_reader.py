@@ -35,6 +35,7 @@ class RankReader:
     """
 
     def __init__(self, loader: DataLoader[Any], config: StreamConfig, seed: int, *, seed_samples: bool) -> None:
+        self._original = loader
         self._name, self._config = type(loader).__qualname__, config
         self.num_workers = loader.num_workers
         self._dataset = LaneDataset(config, loader.collate_fn, loader.dataset, seed if seed_samples else None)
@@ -79,9 +80,9 @@ class RankReader:
         self._generator.manual_seed(seed)
         self.places = [self._begun(task) for task in sorted(tasks, key=lambda task: task.worker)]
         self._dataset.tasks = list(tasks)
+        # What was set since the last pass.
+        vars(self.loader).update({name: getattr(self._original, name) for name in ("worker_init_fn", "timeout")})
         self._batches = self._iterated()
-        for queue, task in zip(self._dataset.queues, tasks, strict=False):
-            queue.put(task)
 
     def _iterated(self) -> Iterator[Any]:
         loader = self.loader
@@ -160,7 +161,9 @@ def _unwrapping(kind: Any) -> Any:
     """A class of loaders that hand over the batches of deliveries."""
 
     def get_iterator(self: Any) -> Any:
-        return _Unwrapping(kind._get_iterator(self), self._arrived)
+        iterator = _Unwrapping(kind._get_iterator(self), self._arrived)
+        self.dataset.hand_out()
+        return iterator
 
     return type(kind.__name__, (kind,), {"_get_iterator": get_iterator, "__doc__": kind.__doc__})
 
@@ -184,6 +187,11 @@ class _Unwrapping:
 
     def __len__(self) -> int:
         return len(self._iterator)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        # Of persistent workers, for another pass.
+        self._iterator._reset(loader, first_iter)
+        loader.dataset.hand_out()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_iterator" not in vars(self):

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed
@@ -17,14 +17,11 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.loaders.pass_run import PassRun
 from lightning_stateful.loaders.rank_reader import RankReader
 from lightning_stateful.loaders.stream_options import StreamOptions
+from lightning_stateful.loaders.stream_setup import StreamSetup
 from lightning_stateful.samplers.marks import digest
-from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.streams.exchange import Exchange
-from lightning_stateful.streams.lane import ALONE, StreamConfig
-from lightning_stateful.streams.own_stream import OwnStream, beginning_of
-from lightning_stateful.streams.source import Source
+from lightning_stateful.streams.lane import StreamConfig
 from lightning_stateful.streams.standing import Standing
-from lightning_stateful.streams.stream import as_stream
 
 # Steps that a trainer may have fetched beyond those that the model was trained on, and some more.
 _READ_AHEAD = 16
@@ -62,31 +59,26 @@ class StreamCourse:
         rank: int | None,
     ) -> None:
         self._loader, self._options, self._seed, self._seed_samples = loader, options, seed, seed_samples
-        self._topology = partial(detect_topology, num_replicas, rank)
-        self._batching: dict[str, Any] = {
-            "batch_size": loader.batch_size,
-            "is_batched": loader.batch_size is not None,
-            "drop_last": loader.drop_last,
-        }
-        stream = as_stream(loader.dataset, seed, seed_samples=seed_samples)
-        if config is None and stream is not None:
-            config = stream.config(**self._batching)
-        self._given, self._beginning_of_own = config, beginning_of(loader.dataset)
+        self._setup = StreamSetup(
+            loader, config, options, seed, seed_samples=seed_samples, num_replicas=num_replicas, rank=rank
+        )
         self._known: OrderedDict[tuple[int, int], _Known] = OrderedDict()
+        # Where the latest iteration began, however long ago.
+        self._origin: dict[tuple[int, int], _Known] = {}
         self._run: PassRun | None = None
         self._reader: RankReader | None = None
         self._limit = options.steps_per_epoch
         self._lag = 0  # Steps that a state may lie behind the batches handed over, beside those read ahead.
         # Tells loaders apart that are read side by side; the same on all ranks.
-        self.label = self._name
+        self.label = self._setup.name
         for source in self.config.sources.values():
             if source.shards.warning:
                 warnings.warn(source.shards.warning, StatefulWarning, stacklevel=3)
 
     @property
     def config(self) -> StreamConfig:
-        """How the stream is read on the present ranks."""
-        return self._config_on(self._topology().num_replicas, self._num_workers)
+        """How the stream is read on the present ranks and workers."""
+        return self._setup.config
 
     def limit_steps(self, steps: int) -> None:
         """End epochs after so many steps at the latest; the next goes on from there."""
@@ -122,13 +114,16 @@ class StreamCourse:
         run = self._run_at(position)
         endless = self._options.steps_per_epoch is not None
         while self._limit is None or step < self._limit:
+            if run.is_closed:
+                # Another iteration has taken over what is read.
+                run = self._run_at(replace(position, consumed=step))
             if not run.has_next():
                 # A limited epoch may begin where a pass ends.
                 if not endless and (self._limit is None or step):
                     break
                 run = self._next_pass(run)
                 if not run.has_next():
-                    raise ConfigurationError(f"{self._name} has no batch to give in a whole pass.")
+                    raise ConfigurationError(f"{self._setup.name} has no batch to give in a whole pass.")
             batch = run.next()
             step += 1
             self._know(epoch, step, _Known(None, run, run.served))
@@ -150,17 +145,18 @@ class StreamCourse:
         Raises:
             PositionError, StreamError: Nobody knows, or not any more.
         """
-        known = self._known.get((position.epoch, position.consumed))
+        key = position.epoch, position.consumed
+        known = self._known.get(key, self._origin.get(key))
         if known is not None and known.run is not None:
             return known.run.standing_at(known.served)
         if known is not None and known.standing is not None:
             return known.standing
         if position.consumed:
             raise PositionError(
-                f"Where {self._name} stood before step {position.consumed} of epoch {position.epoch} is not known: it "
-                "was not read there, nor loaded from a state. Load a state, or begin with an epoch."
+                f"Where {self._setup.name} stood before step {position.consumed} of epoch {position.epoch} is not "
+                "known: it was not read there, nor loaded from a state. Load a state, or begin with an epoch."
             )
-        return self._beginning(position.epoch, self._topology().num_replicas)
+        return self._setup.beginning(position.epoch)
 
     def go_on(self, position: Position, data: Mapping[str, Any], num_replicas: int, *, where: str) -> None:
         """Know from a state where all lanes stand at ``position``.
@@ -175,8 +171,8 @@ class StreamCourse:
             StateError: It is damaged, or cannot be continued on these ranks and workers.
         """
         workers = data.get("workers")
-        saved = self._config_on(num_replicas, workers if isinstance(workers, int) and workers > 0 else 1)
-        standing = self._here(Standing.from_dict(data, saved, num_replicas), where)
+        saved = self._setup.config_on(num_replicas, workers if isinstance(workers, int) and workers > 0 else 1)
+        standing = self._setup.here(Standing.from_dict(data, saved, num_replicas), where)
         again = standing.read_again()
         if again and self._options.replay == "refuse":
             remedy = 'Pass replay="warn" to read them again, or give the dataset state_dict and load_state_dict.'
@@ -196,64 +192,13 @@ class StreamCourse:
         """Persistent workers."""
         return None if self._reader is None else self._reader.loader._iterator
 
-    @property
-    def _name(self) -> str:
-        return type(self._loader.dataset).__qualname__
-
-    @property
-    def _num_workers(self) -> int:
-        return max(self._loader.num_workers, 1)
-
-    def _config_on(self, num_replicas: int, num_workers: int) -> StreamConfig:
-        if self._given is not None:
-            return self._given
-        shards = OwnStream(self._loader.dataset, num_replicas, num_workers, self._beginning_of_own)
-        source = Source(shards=shards, seed=self._seed, seed_samples=self._seed_samples)
-        return StreamConfig(sources={ALONE: source}, **self._batching)
-
-    def _beginning(self, epoch: int, num_replicas: int) -> Standing:
-        config, lanes = self.config, num_replicas * self._num_workers
-        for name, source in config.sources.items():
-            shards = source.shards.num_shards
-            if shards < lanes and not self._options.exact:
-                of = f" of source {name!r}" if name else ""
-                raise ConfigurationError(
-                    f"{num_replicas} ranks with {self._num_workers} workers each are {lanes} lanes, more than the "
-                    f"{shards} shards{of} that {self._name} has, so some would have nothing to read. Use "
-                    f"num_workers={shards // num_replicas}, fewer ranks, or make more and smaller shards"
-                    + (" (Hugging Face: dataset.reshard() for parquet files)." if shards else ".")
-                )
-        return Standing.beginning(config, epoch, num_replicas, self._num_workers)
-
-    def _here(self, standing: Standing, where: str) -> Standing:
-        """A standing on the present ranks and workers."""
-        present = self._topology().num_replicas, self._num_workers
-        saved = standing.num_replicas, standing.num_workers
-        if present == saved:
-            return standing
-        pinned = any(source.shards.pinned for source in standing.config.sources.values())
-        if not pinned and (standing.is_known or not standing.steps):
-            return standing.on(*present)
-        if pinned and not standing.has_begun:
-            return self._beginning(standing.epoch, present[0])
-        remedy = (
-            f"What {self._name} gives to one rank and worker cannot be given to others: resume on {saved[0]} ranks "
-            f"with num_workers={self._loader.num_workers and saved[1]}, or from a checkpoint at the end of an epoch."
-        )
-        changed = [
-            Difference(path=name, saved=before, present=now, remedy=remedy)
-            for name, before, now in zip(("ranks", "workers"), saved, present, strict=True)
-            if before != now
-        ]
-        raise StateMismatchError(changed, where=where)
-
     def _run_at(self, position: Position) -> PassRun:
         known = self._known.get((position.epoch, position.consumed))
         if known is not None and known.run is not None and known.run is self._run and known.run.goes_on(known.served):
             # Its batches are read ahead already.
             return known.run
-        standing = self._here(self.standing_at(position), "The stream")
-        again = standing.read_again(range(self._topology().rank, standing.num_lanes, standing.num_replicas))
+        standing = self._setup.here(self.standing_at(position), "The stream")
+        again = standing.read_again(range(self._setup.topology().rank, standing.num_lanes, standing.num_replicas))
         started = time.perf_counter()
         run = self._begin(standing)
         if again and run.has_next() and not run.is_broken:
@@ -265,6 +210,7 @@ class StreamCourse:
                 stacklevel=3,
             )
         self._know(position.epoch, position.consumed, _Known(standing))
+        self._origin = {(position.epoch, position.consumed): _Known(standing)}
         return run
 
     def _begin(self, standing: Standing) -> PassRun:
@@ -275,7 +221,7 @@ class StreamCourse:
         self._run = PassRun(
             standing,
             self._reader,
-            self._topology(),
+            self._setup.topology(),
             self._connect if self._is_joined() else None,
             tail=self._options.tail,
             seed=self._seed,
@@ -295,7 +241,7 @@ class StreamCourse:
         final = run.final()
         if self._options.exact or (final.num_replicas > 1 and not self._is_joined()):
             # Each rank ends for itself.
-            return self._beginning(final.epoch + 1, final.num_replicas)
+            return self._setup.beginning(final.epoch + 1)
         return final.following()
 
     def _know(self, epoch: int, step: int, known: _Known) -> None:
@@ -306,12 +252,12 @@ class StreamCourse:
 
     def _is_joined(self) -> bool:
         """Whether there are other ranks to agree with."""
-        if self._topology().num_replicas == 1 or self._options.exact:
+        if self._setup.topology().num_replicas == 1 or self._options.exact:
             return False
         return torch.distributed.is_available() and torch.distributed.is_initialized()
 
     def _connect(self, describe: Callable[[int, str], str]) -> Exchange:
-        topology = self._topology()
+        topology = self._setup.topology()
         world = torch.distributed.get_world_size()
         if world != topology.num_replicas:
             raise ConfigurationError(

@@ -186,14 +186,11 @@ class Lane(Stage):
         lane = self._lanes[name]
         runs = lane.take_runs(self._size)
         values = runs[0].values if len(runs) == 1 else [value for run in runs for value in run.values]
-        if values and len(values) < self._size and self._drops_last(name):
-            # They stay where they are, for the next epoch.
-            return None
-        self._places[name] = lane.place()
-        return LaneBatch(values, name, runs[0].shard, runs[0].first) if values else None
-
-    def _drops_last(self, name: str) -> bool:
-        return self._config.drop_last and not self._config.sources[name].shards.pinned
+        drops = bool(values) and len(values) < self._size and self._config.drop_last
+        if not drops or self._config.sources[name].shards.pinned:
+            # Else they stay where they are, for the next epoch; what has no shards would be read again for them.
+            self._places[name] = lane.place()
+        return LaneBatch(values, name, runs[0].shard, runs[0].first) if values and not drops else None
 
     @property
     def _size(self) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from lightning_stateful.errors import DamagedStateError
 from lightning_stateful.index.permutation import KeyedPermutation
 from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.skipped import without_skipped
 from lightning_stateful.streams.stage import Place
 
@@ -33,7 +34,7 @@ class Portion:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a state."""
-        return {"epoch": self.epoch, "shards": list(self.shards), "place": self.place}
+        return {"epoch": self.epoch, "shards": list(self.shards), "place": copy_plain(self.place)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Portion:
@@ -47,7 +48,7 @@ class Portion:
             name not in data or not isinstance(data[name], kind) for name, kind in kinds.items()
         ):
             raise DamagedStateError(f"a part of a stream holds {', '.join(kinds)}, got {data!r}")
-        return cls(data["epoch"], tuple(data["shards"]), data["place"])
+        return cls(data["epoch"], tuple(data["shards"]), copy_plain(data["place"]))
 
 
 @dataclass(frozen=True, slots=True)

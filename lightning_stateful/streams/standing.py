@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_stateful.errors import DamagedStateError
+from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.lane import StreamConfig
 from lightning_stateful.streams.place_check import check_lane_place, check_portion
 from lightning_stateful.streams.portion import Deal, Portion, leaf_of, redealt
@@ -194,7 +195,11 @@ class Standing:
         """Plain data for a state; each lane goes by the first shard that it was dealt."""
         deals = {name: deal.to_dict(self.config.sources[name].order(deal.epoch)) for name, deal in self.deals.items()}
         keys = self._keys()
-        lanes = {keys[lane]: place for lane, place in enumerate(self.places) if place is not None and lane in keys}
+        lanes = {
+            keys[lane]: copy_plain(place)
+            for lane, place in enumerate(self.places)
+            if place is not None and lane in keys
+        }
         return {
             "pass": self.epoch,
             "workers": self.num_workers,
@@ -213,6 +218,7 @@ class Standing:
         """
         kinds = {"pass": int, "workers": int, "steps": int, "skipped": list, "sources": dict, "shards": dict}
         damaged = [name for name, kind in kinds.items() if type(data.get(name)) is not kind]
+        damaged += [name for name in ("pass", "steps", "workers") if not damaged and data[name] < (name == "workers")]
         counts = data.get("skipped")
         if damaged or not isinstance(counts, list) or [type(count) for count in counts] != [int] * len(Skipped._fields):
             raise DamagedStateError(
@@ -245,7 +251,7 @@ class Standing:
         places: list[Place | None] = [None] * standing.num_lanes
         for key, place in data["shards"].items():
             check_lane_place(place, config, standing.shares[lanes[key]])
-            places[lanes[key]] = place
+            places[lanes[key]] = copy_plain(place)
         return standing.at(tuple(places), data["steps"])
 
     def _left(self, name: str) -> list[Portion]:
@@ -267,8 +273,10 @@ class Standing:
 
     def _keys(self) -> dict[int, str]:
         keys = {}
-        for lane, portions in enumerate(self.portions):
-            for name, dealt in portions.items():
+        for lane, shares in enumerate(self.shares):
+            for name, share in shares.items():
+                # One that was dealt nothing may begin the source again.
+                dealt = share.portions or share.in_round(1, self.config.sources[name])
                 if dealt:
                     key = f"{dealt[0].epoch}:{dealt[0].shards[0]}"
                     keys[lane] = f"{name}/{key}" if name else key

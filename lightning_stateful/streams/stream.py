@@ -47,6 +47,8 @@ class Stream(IterableDataset[Any]):
         self.mixing = mixing
         self._epoch = 0
         self._place: Place | None = None
+        # Whose place it is, and whether it was loaded.
+        self._held: tuple[dict[str, int], bool] = ({}, False)
         self._latest: StreamIterator | None = None
         self._described: dict[str, Any] | None = None
 
@@ -103,7 +105,7 @@ class Stream(IterableDataset[Any]):
             StateError: It is damaged, or of another stream, rank or worker.
         """
         self._epoch, self._place = self.unpack(state_dict)
-        self._latest = None
+        self._latest, self._held = None, (self._seat(), True)
 
     def pack(self, epoch: int, place: Place | None) -> dict[str, Any]:
         """A state of this process's share at a place."""
@@ -144,6 +146,15 @@ class Stream(IterableDataset[Any]):
 
     def begin_of(self, iterator: StreamIterator) -> tuple[int, Place | None]:
         """Where a pass begins that is the latest from now on."""
+        seat, loaded = self._held
+        if self._place is not None and seat != self._seat():
+            if loaded:
+                raise DamagedStateError(
+                    f"The stream was loaded for the share {seat}, and is read here as {self._seat()}. Load the state "
+                    "where it is read: in each worker, as torchdata's StatefulDataLoader does."
+                )
+            # Only looked at, in another process.
+            self._place = None
         self._latest = iterator
         return self._epoch, self._place
 
@@ -155,7 +166,8 @@ class Stream(IterableDataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         # Open files stay here.
         epoch, place = (self._epoch, self._place) if self._latest is None else self._latest.stand()
-        return {**vars(self), "_epoch": epoch, "_place": place, "_latest": None}
+        held = self._held if self._latest is None else (self._seat(), False)
+        return {**vars(self), "_epoch": epoch, "_place": place, "_held": held, "_latest": None}
 
     @staticmethod
     def _seat() -> dict[str, int]:

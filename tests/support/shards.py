@@ -136,7 +136,7 @@ def mixed_config(
 def open_lane(standing: Standing, lane: int, place: Place | None = None) -> Lane:
     """A lane of a pass."""
     worker = lane // standing.num_replicas
-    how = {"epoch": standing.epoch, "worker": worker, "num_workers": standing.num_workers}
+    how = {"epoch": standing.epoch, "worker": worker}
     return Lane(standing.config, standing.shares[lane], place, **how)
 
 

@@ -1,0 +1,136 @@
+"""How a loader's stream is read on the present ranks and workers, and how one of others goes on there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_stateful.errors import ConfigurationError, Difference, StateMismatchError
+from lightning_stateful.loaders.stream_options import StreamOptions
+from lightning_stateful.samplers.world import detect_topology
+from lightning_stateful.streams.lane import ALONE, StreamConfig
+from lightning_stateful.streams.own_stream import OwnStream, beginning_of
+from lightning_stateful.streams.source import Source
+from lightning_stateful.streams.standing import Standing
+from lightning_stateful.streams.stream import as_stream
+
+
+class StreamSetup:
+    """The configuration of a stream, and its lanes.
+
+    Args:
+        loader: The user's loader.
+        config: How the stream is read; None to read it as the loader says.
+        options: How it is served.
+        seed: Chooses the randomness of what has none of its own.
+        seed_samples: Seed what is drawn at samples.
+        num_replicas: Data-parallel ranks; None for those of the process group.
+        rank: This rank.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        config: StreamConfig | None,
+        options: StreamOptions,
+        seed: int,
+        *,
+        seed_samples: bool,
+        num_replicas: int | None,
+        rank: int | None,
+    ) -> None:
+        self._loader, self._options, self._seed, self._seed_samples = loader, options, seed, seed_samples
+        self.topology = partial(detect_topology, num_replicas, rank)
+        self._batching: dict[str, Any] = {
+            "batch_size": loader.batch_size,
+            "is_batched": loader.batch_size is not None,
+            "drop_last": loader.drop_last,
+        }
+        stream = as_stream(loader.dataset, seed, seed_samples=seed_samples)
+        if config is None and stream is not None:
+            config = stream.config(**self._batching)
+        if config is not None and not seed_samples:
+            sources = {name: replace(source, seed_samples=False) for name, source in config.sources.items()}
+            config = replace(config, sources=sources)
+        self._given, self._beginning_of_own = config, beginning_of(loader.dataset)
+
+    @property
+    def name(self) -> str:
+        """What people know the stream by."""
+        return type(self._loader.dataset).__qualname__
+
+    @property
+    def num_workers(self) -> int:
+        """Lanes of a rank: its workers, or itself."""
+        return max(self._loader.num_workers, 1)
+
+    @property
+    def config(self) -> StreamConfig:
+        """How the stream is read on the present ranks and workers."""
+        return self.config_on(self.topology().num_replicas, self.num_workers)
+
+    def config_on(self, num_replicas: int, num_workers: int) -> StreamConfig:
+        """How it is read on others: an iterable dataset without shards has one for each of its lanes."""
+        if self._given is not None:
+            return self._given
+        shards = OwnStream(self._loader.dataset, num_replicas, num_workers, self._beginning_of_own)
+        source = Source(shards=shards, seed=self._seed, seed_samples=self._seed_samples)
+        return StreamConfig(sources={ALONE: source}, **self._batching)
+
+    def beginning(self, epoch: int) -> Standing:
+        """The beginning of a pass before which nothing was left.
+
+        Raises:
+            ConfigurationError: There are more lanes than shards.
+        """
+        self._check_lanes()
+        return Standing.beginning(self.config, epoch, self.topology().num_replicas, self.num_workers)
+
+    def here(self, standing: Standing, where: str) -> Standing:
+        """A standing on the present ranks and workers.
+
+        Args:
+            standing: Where lanes stand, perhaps others.
+            where: How an error calls that.
+
+        Raises:
+            StateMismatchError: What is left cannot be dealt out to others.
+            ConfigurationError: There are more lanes than shards.
+        """
+        present = self.topology().num_replicas, self.num_workers
+        saved = standing.num_replicas, standing.num_workers
+        if present == saved:
+            return standing
+        pinned = any(source.shards.pinned for source in standing.config.sources.values())
+        if not pinned and (standing.is_known or not standing.steps):
+            self._check_lanes()
+            return standing.on(*present)
+        if pinned and not standing.has_begun:
+            return self.beginning(standing.epoch)
+        remedy = (
+            f"What {self.name} gives to one rank and worker cannot be given to others: resume on {saved[0]} ranks "
+            f"with num_workers={self._loader.num_workers and saved[1]}, or from a checkpoint at the end of an epoch."
+        )
+        changed = [
+            Difference(path=name, saved=before, present=now, remedy=remedy)
+            for name, before, now in zip(("ranks", "workers"), saved, present, strict=True)
+            if before != now
+        ]
+        raise StateMismatchError(changed, where=where)
+
+    def _check_lanes(self) -> None:
+        config, ranks = self.config, self.topology().num_replicas
+        lanes = ranks * self.num_workers
+        for name, source in config.sources.items():
+            shards = source.shards.num_shards
+            if shards < lanes and not self._options.exact:
+                of = f" of source {name!r}" if name else ""
+                fewer = f"num_workers={shards // ranks}" if shards >= ranks else "fewer ranks"
+                raise ConfigurationError(
+                    f"{ranks} ranks with {self.num_workers} workers each are {lanes} lanes, more than the {shards} "
+                    f"shards{of} that {self.name} has, so some would have nothing to read. Use {fewer}, or make more "
+                    "and smaller shards (Hugging Face: dataset.reshard() for parquet files)."
+                )

@@ -1,0 +1,187 @@
+"""Several streams as one: what they are made of, what is refused, and what an epoch of them is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.shards import NumberedShards
+from torch.utils.data import IterableDataset
+
+from lightning_stateful.errors import ConfigurationError, StateMismatchError
+from lightning_stateful.streams import ChunkedDataset, MixedStream, Stream, as_stream
+
+
+class Bare(IterableDataset[int]):
+    """Numbers without shards."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def chunks(label: str, *sizes: int, **options: Any) -> ChunkedDataset:
+    """Chunks of labelled numbers."""
+    refs = [[(label, chunk, number) for number in range(size)] for chunk, size in enumerate(sizes)]
+    return ChunkedDataset(refs, list, **{"shuffle": False, **options})
+
+
+def labels(stream: Stream) -> str:
+    return "".join(sample[0] for sample in stream)
+
+
+class TestTurns:
+    def test_without_weights_streams_come_in_turn(self) -> None:
+        assert labels(MixedStream({"a": chunks("a", 3), "b": chunks("b", 3), "c": chunks("c", 3)})) == "abcabcabc"
+
+    def test_with_weights_they_come_as_often_as_these_say(self) -> None:
+        mixed = MixedStream([chunks("a", 300), chunks("b", 100)], weights=[3, 1], seed=2)
+        turns = labels(mixed)
+        assert all(turns[first : first + 4].count("a") == 3 for first in range(0, 400, 4))
+        assert turns != labels(mixed)
+
+    def test_temperature_makes_weights_more_alike(self) -> None:
+        mixed = MixedStream([chunks("a", 300), chunks("b", 300)], weights=[16, 1], temperature=2, by="sample")
+        assert Counter(labels(mixed)[:50]) == {"a": 40, "b": 10}
+
+    @pytest.mark.parametrize("by", ["batch", "sample"])
+    def test_stop_rules(self, by: Any) -> None:
+        def turns(stop: Any) -> str:
+            return labels(MixedStream({"a": chunks("a", 2), "b": chunks("b", 5)}, by=by, stop=stop))
+
+        assert turns("all_exhausted") == "ababbbb"
+        assert turns("first_exhausted") == "abab"
+        # That the longest is exhausted shows where its next turn comes.
+        assert turns("cycle") == "abababababa"
+
+    def test_streams_keep_their_own_shuffling_and_steps(self) -> None:
+        mixed = MixedStream(
+            {
+                "a": chunks("a", 8).shuffle(buffer_size=8, seed=1).map(lambda sample: ("A", *sample)),
+                "b": chunks("b", 8).filter(lambda sample: sample[2] % 2 == 0),
+                "c": NumberedShards([2, 2], label="c"),
+            }
+        )
+        samples = list(mixed)
+        of_a = [sample[3] for sample in samples if sample[0] == "A"]
+        assert sorted(of_a) == list(range(8)) != of_a
+        assert [sample[2] for sample in samples if sample[0] == "b"] == [0, 2, 4, 6]
+        assert [sample[2:] for sample in samples if sample[0] == "c"] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+    def test_what_is_done_to_all_is_done_to_each(self) -> None:
+        mixed = MixedStream({"a": chunks("a", 4), "b": chunks("b", 3)}).windowed(2).map(lambda window: (window[0][0],))
+        assert labels(mixed) == "ababa"
+
+    def test_a_single_stream_is_a_mixture_too(self) -> None:
+        assert labels(MixedStream([chunks("a", 3)], weights=[2])) == "aaa"
+
+
+class TestStates:
+    @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
+    @pytest.mark.parametrize("by", ["batch", "sample"])
+    def test_a_mixture_goes_on_where_it_stands(self, by: Any, stop: Any) -> None:
+        def make() -> MixedStream:
+            parts = {"a": chunks("a", 3, 4, shuffle=True, buffer_size=3), "b": chunks("b", 9, 5)}
+            return MixedStream(parts, weights=[2, 1], by=by, stop=stop, seed=4)
+
+        whole = make()
+        epochs = [list(whole), list(whole)]
+        for number in range(len(epochs[0])):
+            stopped, resumed = make(), make()
+            iterator = iter(stopped)
+            taken = [next(iterator) for _ in range(number)]
+            resumed.load_state_dict(stopped.state_dict())
+            assert taken + list(resumed) == epochs[0]
+            assert list(resumed) == epochs[1]
+
+    @pytest.mark.parametrize(
+        ("change", "what"),
+        [
+            ({"weights": [1, 1]}, "weights"),
+            ({"by": "sample"}, "by"),
+            ({"stop": "cycle"}, "stop"),
+            ({"weights": None}, "in_turn"),
+        ],
+    )
+    def test_states_of_other_mixtures_are_refused(self, change: dict[str, Any], what: str) -> None:
+        def make(**options: Any) -> MixedStream:
+            return MixedStream({"a": chunks("a", 3), "b": chunks("b", 3)}, **{"weights": [2, 1], **options})
+
+        state = make().state_dict()
+        with pytest.raises(StateMismatchError, match=what):
+            make(**change).load_state_dict(state)
+
+    def test_a_state_of_another_order_of_turns_is_refused(self) -> None:
+        def make(seed: int) -> MixedStream:
+            return MixedStream({"a": chunks("a", 3), "b": chunks("b", 3)}, weights=[2, 1], seed=seed)
+
+        with pytest.raises(StateMismatchError, match="seed"):
+            make(1).load_state_dict(make(0).state_dict())
+
+    def test_states_of_other_streams_are_refused(self) -> None:
+        state = MixedStream({"a": chunks("a", 3), "b": chunks("b", 3)}).state_dict()
+        for other in ({"a": chunks("a", 3), "c": chunks("b", 3)}, {"a": chunks("a", 3), "b": chunks("b", 3, 1)}):
+            with pytest.raises(StateMismatchError):
+                MixedStream(other).load_state_dict(state)
+        with pytest.raises(StateMismatchError):
+            chunks("a", 3).load_state_dict(state)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("streams", [{}, []])
+    def test_no_streams(self, streams: Any) -> None:
+        with pytest.raises(ConfigurationError, match="no streams"):
+            MixedStream(streams)
+
+    @pytest.mark.parametrize("other", [[1, 2], "text", None, 3, Bare()])
+    def test_what_has_no_shards_is_named(self, other: Any) -> None:
+        with pytest.raises(ConfigurationError, match=r"Stream 'b' is a \w+, which has no shards"):
+            MixedStream({"a": chunks("a", 1), "b": other})
+
+    def test_mixtures_of_mixtures(self) -> None:
+        inner = MixedStream([chunks("a", 1)])
+        for one in (inner, inner.map(str)):
+            with pytest.raises(ConfigurationError, match=r"Stream '1' is a .*Stream mixed already"):
+                MixedStream([chunks("a", 1), one])
+
+    @pytest.mark.parametrize(
+        ("options", "what"),
+        [
+            ({"by": "token"}, "by='token'"),
+            ({"stop": "never"}, "stop must be one of"),
+            ({"weights": [1]}, "1 values were given as"),
+            ({"weights": {"a": 1}}, "Source 'b' has no weight"),
+            ({"weights": {"a": 1, "b": 1, "c": 1}}, "'c', which is none of the sources"),
+            ({"weights": [1, 0]}, "The weight of source 'b' must be a positive number"),
+            ({"weights": [1, -1]}, "must be a positive number, got -1"),
+            ({"weights": [1, "2"]}, "must be a positive number"),
+            ({"weights": [1, float("nan")]}, "must be a positive number"),
+            ({"weights": [1, 1e-30]}, "b"),
+            ({"temperature": 2}, "pass weights"),
+            ({"weights": [1, 1], "temperature": 0}, "temperature"),
+            ({"seed": 1.5}, "seed"),
+        ],
+    )
+    def test_arguments_out_of_range(self, options: dict[str, Any], what: str) -> None:
+        with pytest.raises(ConfigurationError, match=what):
+            MixedStream({"a": chunks("a", 1), "b": chunks("b", 1)}, **options)
+
+    def test_lengths_cut_from_each_stream_are_not_mixed_by_sample(self) -> None:
+        mixed = MixedStream({"a": chunks("a", 1), "b": chunks("b", 1)}, by="sample")
+        with pytest.raises(ConfigurationError, match='by="batch"'):
+            mixed.config(batch_size=None)
+
+    def test_names_that_are_alike_as_text_are_refused(self) -> None:
+        with pytest.raises(ConfigurationError):
+            MixedStream({1: chunks("a", 1), "1": chunks("b", 1)})  # type: ignore[dict-item]  # that is the point
+
+
+def test_what_is_a_stream() -> None:
+    stream = chunks("a", 1)
+    assert as_stream(stream) is stream
+    made = as_stream(NumberedShards([1, 2]), seed=7)
+    assert made is not None
+    assert made.sources[""].seed == 7
+    assert as_stream([1, 2]) is None
+    assert as_stream(Bare()) is None
