@@ -106,8 +106,8 @@ class Lane(Stage):
         self._served: int = 0 if place is None else place["batches"]
         self._over: bool = place is not None and place["over"]
         # Sources that have begun again and given nothing since, and those that gave nothing in a whole round.
-        self._begun_again: set[str] = set()
-        self._gone: set[str] = set()
+        self._begun_again: set[str] = set() if place is None else set(place["again"])
+        self._gone: set[str] = set() if place is None else set(place["gone"])
         self._ended: set[str] = set() if place is None else set(place["ended"])
         self._lanes = {
             name: SourceLane(source, shares[name], places.get(name)) for name, source in config.sources.items()
@@ -136,6 +136,8 @@ class Lane(Stage):
             "over": self._over,
             "turn": self._turn,
             "ended": sorted(self._ended),
+            "again": sorted(self._begun_again),
+            "gone": sorted(self._gone),
             "of": dict(self._places),
         }
 

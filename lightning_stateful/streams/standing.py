@@ -198,7 +198,7 @@ class Standing:
         lanes = {
             keys[lane]: copy_plain(place)
             for lane, place in enumerate(self.places)
-            if place is not None and lane in keys
+            if place is not None and lane in keys and self._has_read(lane, place)
         }
         return {
             "pass": self.epoch,
@@ -270,6 +270,10 @@ class Standing:
         """The latest epoch of a source's shards that a lane has come to."""
         rounds = [place["of"][name]["round"] for place in self.places if place is not None]
         return self.deals[name].epoch + max(rounds, default=0)
+
+    def _has_read(self, lane: int, place: Place) -> bool:
+        """Whether a lane was dealt something, or has begun a source again."""
+        return any(self.portions[lane].values()) or any(of["round"] for of in place["of"].values())
 
     def _keys(self) -> dict[int, str]:
         keys = {}
