@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -85,8 +86,14 @@ def budgeted(stream: Stream, window: int = 7) -> StreamConfig:
     return StreamConfig(sources=sources, mixing=stream.mixing, batch_size=None)
 
 
+def rank_and_ranks() -> tuple[int, int]:
+    """Which process this is, and of how many."""
+    is_one = not torch.distributed.is_initialized()
+    return (0, 1) if is_one else (torch.distributed.get_rank(), torch.distributed.get_world_size())
+
+
 class Divided(IterableDataset[Any]):
-    """Numbers that it divides among workers, with draws; its order follows from the epoch."""
+    """Numbers that it divides among ranks and workers, with draws; its order follows from the epoch."""
 
     def __init__(self, length: int = 23) -> None:
         self.length, self.epoch = length, 0
@@ -96,9 +103,11 @@ class Divided(IterableDataset[Any]):
 
     def share(self) -> list[int]:
         """What this worker reads."""
-        info = get_worker_info()
+        info, (rank, ranks) = get_worker_info(), rank_and_ranks()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return random.Random(self.epoch).sample(range(self.length), self.length)[worker::workers]
+        return random.Random(self.epoch).sample(range(self.length), self.length)[
+            worker * ranks + rank :: workers * ranks
+        ]
 
     def __iter__(self) -> Iterator[Any]:
         return map(drawn, self.share())
