@@ -128,8 +128,6 @@ class PassRun:
 
     def final(self) -> Standing:
         """Where all lanes stand at the end of the pass."""
-        if self._exchange is not None and not self.served:
-            return self._begun
         if self._exchange is not None:
             return self._gathered(self._told(self._exchange.gather_places(self.served)), self.served)
         return self._gathered(self._alone(self._reader.places), self.served)
@@ -230,8 +228,9 @@ class PassRun:
     def _alone(self, places: list[Place | str]) -> dict[int, list[Place]]:
         return {self._topology.rank: [as_place(place) for place in places]}
 
-    def _told(self, ranks: Sequence[str]) -> dict[int, list[Place]]:
-        return {rank: [as_place(place) for place in json.loads(text)] for rank, text in enumerate(ranks)}
+    def _told(self, ranks: Sequence[str | None]) -> dict[int, list[Place]]:
+        told = ((rank, json.loads(text)) for rank, text in enumerate(ranks) if text is not None)
+        return {rank: [as_place(place) for place in places] for rank, places in told}
 
     def _gathered(self, ranks: dict[int, list[Place]], served: int) -> Standing:
         begun = self._begun

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed
@@ -25,6 +26,8 @@ from lightning_stateful.streams.standing import Standing
 
 # Steps that a trainer may have fetched beyond those that the model was trained on, and some more.
 _READ_AHEAD = 16
+# Of each name, loaders in this process that have met those of other ranks.
+_COUNTED: Counter[str] = Counter()
 
 
 class _Known(NamedTuple):
@@ -69,8 +72,8 @@ class StreamCourse:
         self._reader: RankReader | None = None
         self._limit = options.steps_per_epoch
         self._lag = 0  # Steps that a state may lie behind the batches handed over, beside those read ahead.
-        # Tells loaders apart that are read side by side; the same on all ranks.
-        self.label = self._setup.name
+        # Tells loaders apart that are read side by side, the same on all ranks; where nobody says, they are counted.
+        self.label: str | None = None
         for source in self.config.sources.values():
             if source.shards.warning:
                 warnings.warn(source.shards.warning, StatefulWarning, stacklevel=3)
@@ -222,7 +225,7 @@ class StreamCourse:
             standing,
             self._reader,
             self._setup.topology(),
-            self._connect if self._is_joined() else None,
+            partial(self._connect, standing) if self._is_joined() else None,
             tail=self._options.tail,
             seed=self._seed,
             keep=self._keep,
@@ -256,21 +259,31 @@ class StreamCourse:
             return False
         return torch.distributed.is_available() and torch.distributed.is_initialized()
 
-    def _connect(self, describe: Callable[[int, str], str]) -> Exchange:
-        topology = self._setup.topology()
+    def _connect(self, standing: Standing, describe: Callable[[int, str], str]) -> Exchange:
+        topology, name = self._setup.topology(), self._setup.name
         world = torch.distributed.get_world_size()
         if world != topology.num_replicas:
             raise ConfigurationError(
                 f"{world} processes are {topology.num_replicas} data-parallel ranks. Streams need one process for each "
                 "rank, as under DDP or FSDP."
             )
+        if self.label is None:
+            _COUNTED[name] += 1
+            self.label = f"{name} {_COUNTED[name]}"
         return Exchange(
             torch.distributed.distributed_c10d._get_default_store(),
             topology,
-            label=f"{self.label}/{digest(self.config.describe())}",
+            label=self.label,
             first_step=0,
             tail="pad" if self._options.tail == "pad" else "stop",
             keep=self._keep,
             timeout=self._options.timeout,
             describe=describe,
+            terms=self._terms(standing),
         )
+
+    def _terms(self, standing: Standing) -> dict[str, Any]:
+        """What has to be equal on all ranks."""
+        where = f"step {standing.steps} of pass {standing.epoch}, state {digest(standing.to_dict())}"
+        read = {"workers": standing.num_workers, "steps_per_epoch": self._options.steps_per_epoch}
+        return {**self.config.describe(), **read, "position": where}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_stateful.errors import ConfigurationError, PositionError, StatefulError, StreamError
 from lightning_stateful.index.checks import as_int
@@ -53,6 +54,7 @@ class Exchange:
         timeout: Seconds to wait for others, at each step anew; on ranks other than 0 up to five more.
         group_size: Steps of a group; None for one up to 127 ranks, two up to 191, and so on.
         describe: Says in words what a rank was doing that stood at a place, for errors.
+        terms: What else has to be equal on all ranks, as plain data by name.
 
     Attributes:
         run: Name of this pass, on all ranks and nowhere else.
@@ -76,6 +78,7 @@ class Exchange:
         timeout: float = 1800.0,
         group_size: int | None = None,
         describe: Callable[[int, str], str] = lambda rank, place: f"stood at {place[:200]}",
+        terms: Mapping[str, Any] | None = None,
     ) -> None:
         if tail not in ("stop", "pad"):
             raise ConfigurationError(f"tail must be 'stop' or 'pad', got {tail!r}.")
@@ -92,12 +95,13 @@ class Exchange:
         self._announced = self._next = first_step
         self._told = self._complete = 0  # Groups.
         self._end: int | None = None
-        self._failed = self._noticed = self._closed = False
-        terms = {"first_step": first_step, "tail": tail, "keep": keep, "group_size": size}
-        self._store = GroupStore(store, label, topology.num_replicas)
-        self.run = meet(self._store, topology, {"num_replicas": topology.num_replicas, **terms}, _NAMES, timeout)
-        self._messages = Ring(self._store, self.run, topology.num_replicas, -(-keep // size) + _AHEAD)
-        self._ends = Ring(self._store, self.run, topology.num_replicas, 1, "ends")
+        self._failed = self._noticed = False
+        ranks, terms = topology.num_replicas, dict(terms or {})
+        terms.update(num_replicas=ranks, first_step=first_step, tail=tail, keep=keep, group_size=size)
+        self._store = GroupStore(store, label, ranks)
+        self.run = meet(self._store, topology, terms, _NAMES, timeout)
+        self._messages = Ring(self._store, self.run, ranks, -(-keep // size) + _AHEAD)
+        self._ends = Ring(self._store, self.run, ranks, 1, "ends")
 
     def horizon(self, step: int) -> int:
         """Below which step, beyond ``step``, this rank has to have announced its batches before it asks about it."""
@@ -174,41 +178,43 @@ class Exchange:
             raise PositionError(f"Ranks {short[:_MOST_NAMED]} end before step {step}, and so does the pass.")
         return [places[number - 1] for places in told]
 
-    def gather_places(self, step: int) -> list[str]:
+    def gather_places(self, step: int) -> list[str | None]:
         """:meth:`places_at` for all ranks, which all call it, once a pass, at its end: rank 0 reads and passes it on.
 
-        Of ranks that ended just there it gives the place that they stood at when they knew.
+        Of ranks that ended just there it gives the place that they stood at when they knew; None, where the pass stops
+        before its first step, of those that did not.
 
         Raises:
             PositionError: On rank 0: nothing is known of the step yet, or no longer.
             StreamError: The messages in the store are not of this pass, or rank 0 did not pass them on.
         """
+        ranks = range(self.topology.num_replicas)
         if not self.topology.rank:
             try:
-                places = self.places_at(step)
+                places = [] if step == self.first_step else self.places_at(step)
             except StatefulError as error:
                 self._post_failure(step, f"Rank 0 could not gather the places at step {step}: {error}")
                 raise
-            ends = self._ends.find(step, range(self.topology.num_replicas))
-            places = [place if end is None else end for place, end in zip(places, ends, strict=True)]
-            self._store.say(self._key("gathered"), [step, places])
-            return places
+            ends = self._ends.find(step, ranks)
+            gathered = [place if end is None else end for place, end in zip_longest(places, ends)]
+            self._store.say(self._key("gathered"), [step, gathered])
+            return gathered
 
-        def find() -> list[str] | None:
+        def find() -> list[str | None] | None:
             self._read_notices(step)
             message = self._store.hear(self._key("gathered"))
             return message[1] if message is not None and message[0] == step else None
 
-        if (gathered := self._store.wait(find, self.timeout)) is None:
-            raise StreamError(f"Rank 0 did not pass on the places at step {step} in {self.timeout:g} s: see its log.")
-        return gathered
+        if (passed_on := self._store.wait(find, self.timeout)) is not None:
+            return passed_on
+        raise StreamError(f"Rank 0 did not pass on the places at step {step} in {self.timeout:g} s: see its log.")
 
     def fail(self, error_text: str) -> None:
         """Say that this rank's stream raised: no step happens that it has not announced, and nobody waits for one.
 
         Raises nothing where the store does not answer: there is an error to raise already.
         """
-        if self._failed or self._closed:
+        if self._failed:
             return
         with suppress(StreamError):
             self._tell()
@@ -223,10 +229,6 @@ class Exchange:
             if due and not is_over:
                 self._tell_of(self._told)
 
-    def close(self) -> None:
-        """Tell and ask no more. What is left in the store, slower ranks may need; the next pass takes it away."""
-        self._closed = True
-
     def _group(self, step: int) -> int:
         return (step - self.first_step) // self._size
 
@@ -237,8 +239,6 @@ class Exchange:
         return step < self._next or (self.stop is not None and self.stop <= step)
 
     def _key(self, name: str) -> str:
-        if self._closed:
-            raise ConfigurationError("The exchange is closed.")
         return f"{self.run}/{name}"
 
     def _check(self, step: int) -> None:
