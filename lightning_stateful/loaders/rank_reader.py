@@ -110,9 +110,14 @@ class RankReader:
             raise
         except Exception as error:
             self.end()
+            if self.num_workers:
+                # Frames of torch's would keep workers alive as long as the error.
+                error = error.with_traceback(None)
             ours = isinstance(error, StatefulError) or not isinstance(error, RuntimeError)
             if ours or not _OF_WORKERS.search(str(error)):
-                raise
+                raise error
+            # Those that persist are not all there, or still at it.
+            self.shut_down()
             raise self._broken_off(error) from error
         self._note_ends()
         if not self._arrived:

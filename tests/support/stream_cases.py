@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def read_numbers(ref: tuple[int, int]) -> Iterator[int]:
 
 def refs(sizes: Sequence[int] = SIZES, first: int = 0) -> list[tuple[int, int]]:
     """Chunks that follow one another."""
-    return [(first + sum(sizes[:number]), size) for number, size in enumerate(sizes)]
+    return list(zip(accumulate(sizes, initial=first), sizes, strict=False))
 
 
 def chunks(sizes: Sequence[int] = SIZES, first: int = 0, read: Any = read_numbers, **options: Any) -> ChunkedDataset:

@@ -1,0 +1,324 @@
+"""Real worker processes, and the loaders that people have made of torch's."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import hf_streams
+from support.stream_cases import (
+    SIZES,
+    Divided,
+    Remembers,
+    RemembersWhereItReads,
+    assert_goes_on,
+    budgeted,
+    chunks,
+    drawn,
+    loaded,
+    mixed,
+    numbers,
+    observe,
+    plain,
+    saved,
+    steps,
+    stream_loader,
+)
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_stateful import is_patched, patch_dataloader
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.loaders import StreamLoader
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+]
+
+
+def all_drawn(samples: list[Any]) -> Any:
+    """A batch that draws."""
+    return drawn([plain(sample) for sample in samples])
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (chunks, {"batch_size": 3, "collate_fn": all_drawn}),
+        (partial(chunks, transform=drawn), {"drop_last": True, "steps_per_epoch": 5}),
+        (partial(mixed, weights=[2, 1], by="sample"), {"batch_size": 5}),
+        (Remembers, {"batch_size": 3}),
+        (RemembersWhereItReads, {"batch_size": None}),
+        (Divided, {"batch_size": 4, "steps_per_epoch": 4}),
+    ],
+    ids=["chunks", "draws", "mixed", "state", "iterator with a state", "no state"],
+)
+def test_workers_go_on_exactly(dataset: Any, options: dict[str, Any], persistent_workers: bool) -> None:
+    def make() -> Any:
+        return stream_loader(dataset(), num_workers=2, persistent_workers=persistent_workers, **options)
+
+    assert_goes_on(make, [4, 0, 5], total=15)
+
+
+def test_workers_go_on_exactly_in_files_of_hugging_faces(tmp_path: Path) -> None:
+    dataset = hf_streams.stream("parquet", tmp_path, SIZES).map(hf_streams.draw)
+
+    def make() -> Any:
+        return stream_loader(dataset, num_workers=2, persistent_workers=True, collate_fn=plain)
+
+    assert_goes_on(make, [4, 5], total=18)
+
+
+def test_workers_that_are_spawned_read_what_those_that_are_forked_do() -> None:
+    def make(context: str, num_workers: int = 1) -> Any:
+        options = {"multiprocessing_context": context, "persistent_workers": True, "num_workers": num_workers}
+        dataset = chunks()
+        return stream_loader(dataset, config=budgeted(dataset), **options)
+
+    items, states = observe(partial(make, "fork"), 16)
+
+    assert list(islice(steps(loaded(make("spawn"), states[5])), 11)) == items[5:]
+
+
+def test_the_number_of_workers_may_change_again_and_again() -> None:
+    served, state = Counter[int](), None
+    for num_workers, count in ((2, 3), (0, 1), (3, 4), (1, 2), (2, 99)):
+        loader = stream_loader(chunks(), num_workers=num_workers)
+        if state is not None:
+            loader.load_state_dict(state)
+        served += numbers(list(map(plain, islice(loader, count))))
+        state = saved(loader)
+
+    assert served == Counter(range(sum(SIZES)))
+    assert loader.epoch == 1
+
+
+def test_persistent_workers_live_on_and_end_with_their_loader() -> None:
+    before = set(multiprocessing.active_children())
+    loader = stream_loader(chunks(), num_workers=2, persistent_workers=True)
+    found = []
+    for _ in range(3):
+        list(loader)
+        found.append({child.pid for child in set(multiprocessing.active_children()) - before})
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 2
+
+    loader._iterator = None
+    gc.collect()
+    assert set(multiprocessing.active_children()) == before
+    assert len(list(loader)) == len(list(stream_loader(chunks(), num_workers=2)))
+    del loader
+    gc.collect()
+    assert set(multiprocessing.active_children()) == before
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_workers_of_a_pass_that_is_given_up_do_not_stay(persistent_workers: bool) -> None:
+    before = set(multiprocessing.active_children())
+    loader = stream_loader(chunks(), num_workers=2, persistent_workers=persistent_workers)
+    for _ in range(3):
+        next(iter(loader))
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    del loader
+    gc.collect()
+
+    assert set(multiprocessing.active_children()) == before
+
+
+class KnowsItsWorker(IterableDataset[Any]):
+    """Says which worker reads, by number and process, and what that was told."""
+
+    told = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(6):
+            info = get_worker_info()
+            assert info is not None
+            assert info.dataset is self
+            yield info.id, info.num_workers, number, self.told
+
+
+def tell(worker: int) -> None:
+    """Changes the dataset of a worker, as torch's documentation has it."""
+    info = get_worker_info()
+    assert info is not None
+    assert info.dataset.told == -1
+    info.dataset.told = 10 * os.getpid() + worker
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_a_worker_init_fn_reaches_the_dataset_and_lanes_keep_their_numbers(persistent_workers: bool) -> None:
+    def make() -> Any:
+        options = {"num_workers": 3, "worker_init_fn": tell, "persistent_workers": persistent_workers}
+        return stream_loader(KnowsItsWorker(), batch_size=1, collate_fn=lambda samples: samples[0], **options)
+
+    found = list(make())
+    assert [sample[:3] for sample in found] == [(worker, 3, number) for number in range(6) for worker in range(3)]
+    assert [sample[3] % 10 for sample in found] == [0, 1, 2] * 6
+
+    # The lane whose turn it is is run by the first process.
+    stopped, resumed = make(), make()
+    iterator = iter(stopped)
+    for _ in range(7):
+        next(iterator)
+    resumed.load_state_dict(saved(stopped))
+    for _ in range(2):
+        rest = list(resumed)
+        assert [sample[:3] for sample in rest] == [sample[:3] for sample in found[-len(rest) :]]
+        assert len({sample[3] for sample in rest}) == 3
+
+
+class OneToOne(DataLoader[Any]):
+    """Does something to every batch."""
+
+    factor = 2
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch * self.factor
+
+
+class LooksAhead(DataLoader[Any]):
+    """Has the next batch at hand while it gives one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        held = []
+        for batch in super().__iter__():
+            held.append(batch)
+            if len(held) > 2:
+                yield held.pop(0)
+        yield from held
+
+
+class Eager(DataLoader[Any]):
+    """Reads before anybody asks."""
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = super().__iter__()
+        first = list(islice(iterator, 1))
+        return chain(first, iterator)
+
+
+class LeavesOut(DataLoader[Any]):
+    """Gives every other batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(super().__iter__(), 0, None, 2)
+
+
+class Repeats(DataLoader[Any]):
+    """Gives every batch twice."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "persistent_workers", "kind"),
+    [(*workers, kind) for workers in ((0, False), (2, False), (2, True)) for kind in (OneToOne, LooksAhead, Eager)],
+)
+def test_loaders_with_an_iter_of_their_own_go_on_exactly(num_workers: int, persistent_workers: bool, kind: Any) -> None:
+    def make() -> Any:
+        options = {"num_workers": num_workers, "persistent_workers": persistent_workers}
+        # Rather than hang for ever.
+        return stream_loader(chunks(), kind=kind, slow=1 if num_workers else 0, **options)
+
+    assert_goes_on(make, [5, 0, 1, 7], total=20)
+
+
+@pytest.mark.parametrize(("kind", "which"), [(LeavesOut, "fewer"), (Repeats, "more")])
+def test_loaders_that_give_other_batches_than_they_read_are_refused(kind: Any, which: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{kind.__name__}.__iter__ gives {which} batches than it reads"):
+        list(stream_loader(chunks(), kind=kind))
+
+
+def test_long_lists_of_shards_reach_workers_of_a_loader_that_begins_late() -> None:
+    options = {"num_workers": 1, "persistent_workers": True, "batch_size": 2000}
+    with patience(3):
+        loader = stream_loader(chunks([1] * 30_000, buffer_size=1), kind=OneToOne, **options)
+
+        assert len(next(iter(loader))) == 2000
+
+
+@contextmanager
+def patience(seconds: int) -> Iterator[None]:
+    """Gives up after some seconds."""
+
+    def give_up(*args: Any) -> None:
+        raise TimeoutError
+
+    kept = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, kept)
+
+
+class Subclass(DataLoader[Any]):
+    """Has attributes and methods of its own."""
+
+    def __init__(self, *args: Any, weights: dict[str, float], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.weights = weights
+
+    def weight(self, name: str) -> float:
+        return self.weights[name] * self.scale
+
+    scale = 2
+
+
+def test_a_patched_loader_is_still_of_its_class_with_its_attributes() -> None:
+    original = Subclass(chunks(), batch_size=3, weights={"one": 1.5}, pin_memory=False, timeout=0)
+    loader: Any = patch_dataloader(original, seed=3)
+
+    assert isinstance(loader, (Subclass, StreamLoader))
+    assert is_patched([loader])
+    assert (loader.weights, loader.weight("one"), loader.scale) == ({"one": 1.5}, 3.0, 2)
+    assert (loader.batch_size, loader.pin_memory, loader.drop_last) == (3, False, False)
+    loader.weights = {"one": 4}
+    assert loader.weight("one") == 8
+    assert original.weights == {"one": 1.5}
+    assert patch_dataloader(loader, seed=9) is loader
+    assert numbers(list(map(plain, loader))) == Counter(range(sum(SIZES)))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        loader.nothing  # noqa: B018
+    with pytest.raises(TypeError, match="ChunkedDataset is a stream"):
+        len(loader)
+
+
+def test_patching_twice_from_the_same_loader_gives_loaders_that_do_not_meddle() -> None:
+    original = DataLoader(chunks(), batch_size=2)
+    first, second = patch_dataloader(original), patch_dataloader(original)
+    expected = list(map(plain, patch_dataloader(original)))
+
+    assert [(plain(a), plain(b)) for a, b in zip(first, second, strict=True)] == [(a, a) for a in expected]
+    assert numbers(list(map(plain, original))) == Counter(range(sum(SIZES)))
+
+
+def test_options_that_are_set_later_count() -> None:
+    loader = stream_loader(chunks(), num_workers=2)
+    list(loader)
+    loader.worker_init_fn = partial(refuse, "from now on")
+
+    with pytest.raises(RuntimeError, match="from now on"):
+        list(loader)
+
+
+def refuse(text: str, worker: int) -> None:
+    """A worker_init_fn that fails."""
+    raise RuntimeError(text)
