@@ -43,7 +43,7 @@ class LoaderGroup:
             raise ConfigurationError(
                 f"Loaders {unknown} do not say where they end, so in the mode {mode!r} nobody knows, on a resume, "
                 "which of them had ended before. Combine them in the mode 'min_size', or say how much an epoch is: "
-                "DDPSamplerWrapper(sampler, length=...)."
+                "DDPSamplerWrapper(sampler, length=...), or for a stream StreamDataModule(..., steps_per_epoch=...)."
             )
         self.mode = mode
         self._cyclic = mode == "max_size_cycle" and len(self.loaders) > 1

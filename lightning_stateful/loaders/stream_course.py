@@ -71,6 +71,7 @@ class StreamCourse:
         self._run: PassRun | None = None
         self._reader: RankReader | None = None
         self._limit = options.steps_per_epoch
+        self._repeats = False
         self._lag = 0  # Steps that a state may lie behind the batches handed over, beside those read ahead.
         # Tells loaders apart that are read side by side, the same on all ranks; where nobody says, they are counted.
         self.label: str | None = None
@@ -86,6 +87,10 @@ class StreamCourse:
     def limit_steps(self, steps: int) -> None:
         """End epochs after so many steps at the latest; the next goes on from there."""
         self._limit = steps if self._limit is None else min(steps, self._limit)
+
+    def repeat(self) -> None:
+        """Begin every epoch as the first: to overfit on its batches."""
+        self._repeats = True
 
     def look_back(self, steps: int) -> None:
         """Be able to say where the stream stood so many steps ago."""
@@ -115,9 +120,10 @@ class StreamCourse:
         """
         epoch, step = position.epoch, position.consumed
         run = self._run_at(position)
+        served = run.served
         endless = self._options.steps_per_epoch is not None
         while self._limit is None or step < self._limit:
-            if run.is_closed:
+            if not run.goes_on(served):
                 # Another iteration has taken over what is read.
                 run = self._run_at(replace(position, consumed=step))
             if not run.has_next():
@@ -128,19 +134,19 @@ class StreamCourse:
                 if not run.has_next():
                     raise ConfigurationError(f"{self._setup.name} has no batch to give in a whole pass.")
             batch = run.next()
-            step += 1
-            self._know(epoch, step, _Known(None, run, run.served))
+            step, served = step + 1, run.served
+            self._know(epoch, step, _Known(None, run, served))
             is_last = step == self._limit
             if is_last:
-                self._know(epoch + 1, 0, _Known(None, run, run.served))
+                self._begin_next(epoch, _Known(None, run, served))
             elif not endless and not run.has_next():
                 is_last = True
-                self._know(epoch + 1, 0, _Known(self._following(run)))
+                self._begin_next(epoch, _Known(self._following(run)))
             yield batch, is_last
             if is_last:
                 return
         at_limit = step == self._limit
-        self._know(epoch + 1, 0, self._known[epoch, step] if at_limit else _Known(self._following(run)))
+        self._begin_next(epoch, self._known[epoch, step] if at_limit else _Known(self._following(run)))
 
     def standing_at(self, position: Position) -> Standing:
         """Where all lanes stand at ``position``.
@@ -246,6 +252,10 @@ class StreamCourse:
             # Each rank ends for itself.
             return self._setup.beginning(final.epoch + 1)
         return final.following()
+
+    def _begin_next(self, epoch: int, known: _Known) -> None:
+        """Know where the epoch after ``epoch`` begins."""
+        self._know(epoch + 1, 0, _Known(self._setup.beginning(0)) if self._repeats else known)
 
     def _know(self, epoch: int, step: int, known: _Known) -> None:
         self._known[epoch, step] = known

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_stateful.errors import DamagedStateError, PositionError, StateMismatchError
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.step_plan import ENDLESS
@@ -18,7 +19,7 @@ from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.world import detect_topology
-from lightning_stateful.state import accepted_names
+from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.streams.lane import StreamConfig
 
 
@@ -179,7 +180,15 @@ class StreamLoader(DataLoader[Any]):
         """
         position = self._cursor.locate(state_dict, cyclic=cyclic, where=where)
         here = replace(position, width=self.topology.num_replicas)
-        self.course.go_on(here, state_dict["position"], position.width, where=where)
+        try:
+            self.course.go_on(here, state_dict["position"], position.width, where=where)
+        except (DamagedStateError, PositionError) as error:
+            # Accepted, and yet it changes what the state's places say.
+            changed = differences(state_dict, self._cursor.state_dict())
+            if not changed:
+                raise
+            remedy = "Within a pass this cannot be let pass. Put it back, or resume where a pass begins."
+            raise StateMismatchError([replace(one, remedy=remedy) for one in changed], where=where) from error
         return here
 
     @property

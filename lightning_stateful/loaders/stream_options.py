@@ -37,6 +37,8 @@ class StreamOptions:
     def __post_init__(self) -> None:
         if self.steps_per_epoch is not None and as_int("steps_per_epoch", self.steps_per_epoch) < 1:
             raise ConfigurationError(f"steps_per_epoch must be at least 1, got {self.steps_per_epoch}.")
+        if not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
+            raise ConfigurationError(f"timeout must be a number of seconds above 0, got {self.timeout!r}.")
         for name, legal in (("tail", ("next", "pad")), ("replay", ("warn", "refuse"))):
             if getattr(self, name) not in legal:
                 raise ConfigurationError(f"{name} must be one of {legal}, got {getattr(self, name)!r}.")

@@ -23,13 +23,13 @@ class BlockShuffle(Stage):
     Args:
         open_inner: Opens what is shuffled.
         place: Where to begin; None for the beginning.
-        size: Items of a block; the last may have fewer.
+        size: Items of a block; the last may have fewer. A block that was begun keeps the size that it had.
         seed: Chooses the orders.
     """
 
     def __init__(self, open_inner: Open, place: Place | None, *, size: int, seed: int) -> None:
         self._inner = open_inner(None if place is None else place["at"])
-        self._size, self._seed = size, seed
+        self._size, self._seed, self._size_of_block = size, seed, size
         self._at: Place = self._inner.place()
         # The block's samples as they are served, the place of each in the order of reading, and what was read.
         self._values: list[Any] = []
@@ -40,7 +40,7 @@ class BlockShuffle(Stage):
         # A block that could not be read is part of nothing: it begins where it began.
         self._is_broken = False
         if place is not None and place["since"]:
-            self._fill()
+            self._fill(place["size"])
             self._served = place["since"]
             if self._served > len(self._values):
                 raise PositionError(
@@ -58,7 +58,7 @@ class BlockShuffle(Stage):
         taken = []
         while number:
             if self._served == len(self._values):
-                self._fill()
+                self._fill(self._size)
                 if not self._values:
                     break
             values = self._values[self._served : self._served + number]
@@ -77,20 +77,20 @@ class BlockShuffle(Stage):
         return sum(len(run.values) for run in self.take_runs(count))
 
     def place(self) -> Place:
-        """Where the block was begun, and how many items of it are served."""
+        """Where the block was begun, how many items of it are served, and how many it has at most."""
         if self._served == len(self._values) and not self._is_broken:
-            return {"at": self._inner.place(), "since": 0}
-        return {"at": self._at, "since": self._served}
+            return {"at": self._inner.place(), "since": 0, "size": self._size}
+        return {"at": self._at, "since": self._served, "size": self._size_of_block}
 
     def close(self) -> None:
         """Close what is shuffled."""
         self._inner.close()
 
-    def _fill(self) -> None:
+    def _fill(self, size: int) -> None:
         if not self._is_broken:
             self._at = self._inner.place()
-        self._values, self._served, self._is_broken = [], 0, True
-        runs = self._inner.take_runs(self._size)
+        self._values, self._served, self._is_broken, self._size_of_block = [], 0, True, size
+        runs = self._inner.take_runs(size)
         self._is_broken = False
         values: list[Any] = []
         self._starts = []

@@ -53,7 +53,7 @@ class ChunkedDataset(Stream):
         if not refs:
             raise ConfigurationError("ChunkedDataset was given no chunks. Look at the pattern that should find them.")
         source = Source(
-            shards=Chunks(refs, read_chunk_fn, seed, chunk_sizes),
+            shards=Chunks(refs, read_chunk_fn, chunk_sizes),
             shuffle=shuffle,
             buffer_size=buffer_size if shuffle else 0,
             seed=seed,

@@ -9,8 +9,6 @@ from pathlib import PurePath
 from typing import Any
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.seeding import derive_seed
-from lightning_stateful.samplers.randomness import seed_randomness
 from lightning_stateful.streams.shards import ShardIterator, Shards
 
 
@@ -20,7 +18,6 @@ class Chunks(Shards):
     Args:
         refs: What stands for each chunk: a path, or anything that can be pickled.
         read_chunk: Opens a chunk: gives its samples, one after the other or all at once.
-        seed: Seeds torch, NumPy and ``random`` as a chunk is opened, by (seed, epoch, chunk); None to leave them.
         chunk_sizes: Samples of each chunk, if they are known.
     """
 
@@ -28,10 +25,9 @@ class Chunks(Shards):
         self,
         refs: Sequence[Any],
         read_chunk: Callable[[Any], Iterable[Any]],
-        seed: int | None = None,
         chunk_sizes: Sequence[int] | None = None,
     ) -> None:
-        self._refs, self._read_chunk, self._seed = list(refs), read_chunk, seed
+        self._refs, self._read_chunk = list(refs), read_chunk
         self._sizes = None if chunk_sizes is None else [int(size) for size in chunk_sizes]
         if self._sizes is not None and len(self._sizes) != len(self._refs):
             raise ConfigurationError(f"chunk_sizes has {len(self._sizes)} sizes for {len(self._refs)} chunks.")
@@ -43,8 +39,6 @@ class Chunks(Shards):
 
     def read(self, shard: int, epoch: int, state: Any = None) -> ShardIterator:
         """The samples of a chunk from its beginning: there are no other states."""
-        if self._seed is not None:
-            seed_randomness(derive_seed("chunk", self._seed, epoch, shard))
         return _ChunkIterator(self._read_chunk(self._refs[shard]))
 
     def name(self, shard: int) -> str:

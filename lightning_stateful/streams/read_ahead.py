@@ -121,13 +121,13 @@ class ReadAhead(Stage):
         tokens: Those of the latest batch; None before the first.
 
     State:
-        ``at``, where the window begins; ``since``, how many of its batches have been yielded; ``dropped``, which is
-        ``num_dropped``.
+        ``at``, where the window begins; ``since``, how many of its batches have been yielded, and ``of`` how many;
+        ``dropped``, which is ``num_dropped``.
 
     Raises:
         ShardError: A length or a key could not be had.
         StreamError: A sample is too long.
-        PositionError: The window has fewer batches than were yielded of it.
+        PositionError: The window is cut into another number of batches than before.
     """
 
     def __init__(self, open_inner: Open, place: Place | None, *, config: ReadAheadConfig, seed: int) -> None:
@@ -149,7 +149,7 @@ class ReadAhead(Stage):
         if place is not None:
             if place["since"]:
                 self._read_window()
-                self._leave_out(place["since"])
+                self._leave_out(place["since"], place["of"])
             # Those of this window were counted before.
             self.num_dropped = place["dropped"]
 
@@ -173,13 +173,13 @@ class ReadAhead(Stage):
 
     def place(self) -> Place:
         """Where the window begins, and what has been yielded of it."""
-        if not self._is_whole:
-            at, since = self._at, 0
-        elif self._served == len(self._batches):
-            at, since = self._inner.place(), 0
-        else:
-            at, since = self._at, self._served
-        return {"at": at, "since": since, "dropped": self.num_dropped}
+        at, since, of = self._at, 0, 0
+        if self._is_whole:
+            if self._served == len(self._batches):
+                at = self._inner.place()
+            else:
+                since, of = self._served, len(self._batches)
+        return {"at": at, "since": since, "of": of, "dropped": self.num_dropped}
 
     def close(self) -> None:
         """Close what is cut."""
@@ -234,12 +234,12 @@ class ReadAhead(Stage):
             )
         return _integers(items, self._length, "length", 0, MAX_SAMPLE_LENGTH - 1)
 
-    def _leave_out(self, since: int) -> None:
+    def _leave_out(self, since: int, of: int) -> None:
         """Go on behind the batches that have been yielded of a window."""
-        if since > len(self._batches):
+        if of != len(self._batches) or since > of:
             raise PositionError(
-                f"{since} batches of a window were used, and now it has {len(self._batches)}. Read the same data with "
-                "the same lengths, or resume from another checkpoint."
+                f"{since} of {of} batches of a window were used, and now it has {len(self._batches)}. Read the same "
+                "data with the same lengths and the same budget, or resume from another checkpoint."
             )
         self._served = since
 

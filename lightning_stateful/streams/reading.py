@@ -41,7 +41,9 @@ class Reading(Stage):
         numbers: Which shards, in the order in which they are read.
         epoch: The epoch that shards are told.
         place: Where to begin; None for the beginning.
-        seed: Seeds torch, NumPy and ``random`` before each sample, by (seed, shard, sample); None to leave them.
+        seed: Seeds torch, NumPy and ``random`` as a shard is opened, and before each sample, by (seed, shard, sample);
+            None to leave them.
+        seeds_samples: Whether samples are seeded, or only shards as they are opened.
         on_error: ``"skip"`` to leave out the rest of a shard that cannot be read, and count it.
 
     Raises:
@@ -57,10 +59,12 @@ class Reading(Stage):
         place: Place | None = None,
         *,
         seed: int | None = None,
+        seeds_samples: bool = True,
         on_error: OnError = "raise",
     ) -> None:
         self._shards, self._numbers, self._epoch = shards, numbers, epoch
         self._seed, self._on_error = None if seed is None else derive_seed("item", seed, epoch), on_error
+        self._sample_seed = self._seed if seeds_samples else None
         begun = place or {"shard": 0, "item": 0, "since": 0, "state": None, "skipped_shards": 0}
         self._at: int = begun["shard"]
         self._item: int = begun["item"]
@@ -81,8 +85,8 @@ class Reading(Stage):
             shard = self._numbers[self._at]
             try:
                 iterator = self._iterator or self._open(shard)
-                if self._seed is not None:
-                    seed_randomness(mixed_seed(self._seed, shard, self._item))
+                if self._sample_seed is not None:
+                    seed_randomness(mixed_seed(self._sample_seed, shard, self._item))
                 value = next(iterator, _END)
             except Exception as error:
                 self._on_failure(shard, error)
@@ -102,7 +106,7 @@ class Reading(Stage):
 
     def take_runs(self, number: int) -> list[Run]:
         """The next samples, shard by shard; one by one where each is seeded."""
-        if self._seed is not None:
+        if self._sample_seed is not None:
             return [Run(item.shard, item.number, [item.value]) for item in islice(self, number)]
         runs: list[Run] = []
         while number and self._at < len(self._numbers):
@@ -158,13 +162,13 @@ class Reading(Stage):
 
     def _leave_out(self, iterator: ShardIterator, shard: int) -> int:
         """Read what was served since the state; returns how many samples there were."""
-        if self._seed is None:
+        if self._sample_seed is None:
             number = count()
             deque(zip(islice(iterator, self._since), number, strict=False), maxlen=0)
             return next(number)
         for left_out in range(self._since):
             # What is drawn here may be what later samples are made of.
-            seed_randomness(mixed_seed(self._seed, shard, self._item - self._since + left_out))
+            seed_randomness(mixed_seed(self._sample_seed, shard, self._item - self._since + left_out))
             if next(iterator, _END) is _END:
                 return left_out
         return self._since

@@ -169,8 +169,15 @@ class _Passing(Stage):
     """A stage that holds nothing back: it stands where the stage below does."""
 
     def __init__(
-        self, open_inner: Open, place: Place | None, function: Callable[[Any], Any], on_error: OnError = "raise"
+        self,
+        open_inner: Open,
+        place: Place | None,
+        *,
+        function: Callable[[Any], Any],
+        seed: int | None = None,
+        on_error: OnError = "raise",
     ) -> None:
+        self._seed = None if seed is None else derive_seed("transform", seed)
         self._skips = on_error == "skip"
         # What was left out is counted in a place of its own around that of the stage below.
         self._skipped = place["skipped_samples"] if self._skips and place is not None else 0
@@ -184,6 +191,8 @@ class _Passing(Stage):
         while True:
             item: Item = next(self._inner)
             try:
+                if self._seed is not None:
+                    seed_randomness(mixed_seed(self._seed, item.shard, item.number))
                 made = self._made(item)
             except Exception as error:
                 if self._skips:
@@ -229,21 +238,7 @@ class MapStage(_Passing):
         ShardError: The function failed; with the item.
     """
 
-    def __init__(
-        self,
-        open_inner: Open,
-        place: Place | None,
-        *,
-        function: Callable[[Any], Any],
-        seed: int | None,
-        on_error: OnError = "raise",
-    ) -> None:
-        super().__init__(open_inner, place, function, on_error)
-        self._seed = None if seed is None else derive_seed("transform", seed)
-
     def _made(self, item: Item) -> Item:
-        if self._seed is not None:
-            seed_randomness(mixed_seed(self._seed, item.shard, item.number))
         return Item(item.shard, item.number, self._function(item.value))
 
     def skip(self, count: int) -> int:
@@ -257,7 +252,8 @@ class FilterStage(_Passing):
     Args:
         open_inner: Opens what is filtered, a stage of items.
         place: Where to begin; None for the beginning.
-        function: From a value to whether its item stays; it has to follow from the value alone.
+        function: From a value to whether its item stays.
+        seed: As :class:`MapStage`.
         on_error: ``"skip"`` to leave out items on which the function fails, and count them.
 
     State:
@@ -266,11 +262,6 @@ class FilterStage(_Passing):
     Raises:
         ShardError: The function failed; with the item.
     """
-
-    def __init__(
-        self, open_inner: Open, place: Place | None, *, function: Callable[[Any], Any], on_error: OnError = "raise"
-    ) -> None:
-        super().__init__(open_inner, place, function, on_error)
 
     def _made(self, item: Item) -> Item | None:
         # What is neither true nor false, as an array, fails here.

@@ -87,8 +87,8 @@ class Source:
         way = Way(seed, seed if self.seed_samples else None, self.on_error)
 
         def read(at: Place | None) -> Stage:
-            own = way.sample_seed if self.shards.draws else None
-            readings.append(Reading(self.shards, portion.shards, portion.epoch, at, seed=own, on_error=self.on_error))
+            how: dict[str, Any] = {"seeds_samples": self.shards.draws, "on_error": self.on_error}
+            readings.append(Reading(self.shards, portion.shards, portion.epoch, at, seed=way.sample_seed, **how))
             return readings[-1]
 
         opening: Open = read

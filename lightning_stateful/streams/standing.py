@@ -217,12 +217,14 @@ class Standing:
             DamagedStateError: A key is missing or of the wrong type, or a shard is unknown.
         """
         kinds = {"pass": int, "workers": int, "steps": int, "skipped": list, "sources": dict, "shards": dict}
-        damaged = [name for name, kind in kinds.items() if type(data.get(name)) is not kind]
-        damaged += [name for name in ("pass", "steps", "workers") if not damaged and data[name] < (name == "workers")]
-        counts = data.get("skipped")
-        if damaged or not isinstance(counts, list) or [type(count) for count in counts] != [int] * len(Skipped._fields):
+        damaged = [f"{name} {data.get(name)!r}" for name, kind in kinds.items() if type(data.get(name)) is not kind]
+        numbers = () if damaged else ("pass", "steps", "workers")
+        damaged += [f"{name} {data[name]}" for name in numbers if data[name] < (name == "workers")]
+        if not damaged and [type(count) for count in data["skipped"]] != [int] * len(Skipped._fields):
+            damaged = [f"skipped {data['skipped']!r}"]
+        if damaged:
             raise DamagedStateError(
-                f"a stream's position holds {', '.join(kinds)}, but not as they are written: {damaged or 'skipped'}. "
+                f"a stream's position holds {', '.join(kinds)}, but not as they are written: {', '.join(damaged)}. "
                 "Resume from another checkpoint."
             )
         if set(data["sources"]) != set(config.sources) or data["workers"] < 1:

@@ -35,7 +35,7 @@ class Filtered:
 
     def open(self, open_inner: Open, place: Place | None, way: Way) -> Stage:
         """The stage at a place."""
-        return FilterStage(open_inner, place, function=self.function, on_error=way.on_error)
+        return FilterStage(open_inner, place, function=self.function, seed=way.sample_seed, on_error=way.on_error)
 
     def describe(self) -> Any:
         """Plain data to be compared."""

@@ -66,7 +66,7 @@ class Stream(IterableDataset[Any]):
         return self._with_step(Mapped(function))
 
     def filter(self, function: Callable[[Any], Any]) -> Stream:
-        """Keep the samples of which a function is true."""
+        """Keep the samples of which a function is true; what it draws follows from (seed, epoch, sample)."""
         return self._with_step(Filtered(function))
 
     def windowed(self, width: int, step: int = 1) -> Stream:

@@ -122,6 +122,8 @@ class StreamDataModule(StatefulDataModule):
             )
         self.eval_batch_size = eval_batch_size
         self._buffer_size, self._on_error = as_int("buffer_size", buffer_size), on_error
+        if self._buffer_size < 0:
+            raise ConfigurationError(f"buffer_size must not be negative, got {buffer_size}.")
         self._serving = StreamOptions(steps_per_epoch=steps_per_epoch, tail=tail, replay=replay, timeout=timeout)
         # Spelled out, because LightningCLI looks here for the options of the class above.
         super().__init__(train, val, test, predict, batch_size=batch_size, shuffle=shuffle, **options)  # type: ignore[arg-type]

@@ -210,7 +210,7 @@ class TrainingData:
             accept=settings.accept,
             where=where,
         )
-        if overfits and _is_shuffled(loader):
+        if overfits and not isinstance(taken, StreamLoader) and _is_shuffled(loader):
             rank_zero_warn(
                 f"overfit_batches trains on the same batches in every epoch, so {where} is not shuffled.",
                 category=StatefulWarning,
@@ -224,6 +224,8 @@ class TrainingData:
             course.label = f"training data {path}"
             if self.num_batches() < ENDLESS:
                 course.limit_steps(self.num_batches())
+            if _overfit_batches(self._trainer):
+                course.repeat()
             # A window of accumulated gradients that is open is served again from its first batch.
             course.look_back(longest_accumulation(self._trainer) - 1)
 

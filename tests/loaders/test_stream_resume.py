@@ -321,11 +321,8 @@ def test_a_pass_that_is_broken_off_late_begins_again_where_it_began(at: int) -> 
     assert list(islice(map(plain, loader), 20)) == items[at : at + 20]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="two iterators share one reader and take each other's batches (StreamLoader.__iter__)"
-)
 def test_an_iterator_takes_nothing_from_the_one_that_was_begun_after_it() -> None:
-    items, states = observe(CHUNKS["shuffled"], 8)
+    items, states = observe(CHUNKS["shuffled"], 9)
     loader = CHUNKS["shuffled"]()
     first = iter(loader)
     next(first)
@@ -337,7 +334,7 @@ def test_an_iterator_takes_nothing_from_the_one_that_was_begun_after_it() -> Non
         # It may go on, or be over, or refuse to go on.
         with contextlib.suppress(StopIteration, StreamError):
             assert plain(next(first)) == items[1 + count]
-    assert found == items
+    assert found == items[:8]
     assert saved(loader) == states[8]
 
 
@@ -386,7 +383,6 @@ def test_what_converts_single_samples_may_draw() -> None:
     assert_goes_on(of(chunks, batch_size=None, collate_fn=drawn), [3, 5, 1], total=20)
 
 
-@pytest.mark.xfail(strict=True, reason="a Stream keeps its own seed_samples (StreamCourse)")
 def test_without_seeded_samples_the_process_keeps_its_randomness() -> None:
     def read() -> list[Any]:
         torch.manual_seed(len(found))
@@ -495,7 +491,6 @@ def test_a_damaged_state_is_refused_in_words_and_changes_nothing() -> None:
     assert list(islice(steps(loader), 5)) == items[4:]
 
 
-@pytest.mark.xfail(strict=True, reason="numbers below 0 are let pass, or blamed on something else (Standing.from_dict)")
 @pytest.mark.parametrize("name", ["pass", "steps", "workers"])
 def test_a_number_that_cannot_be_is_named(name: str) -> None:
     _, states = observe(CHUNKS["shuffled"], 3)

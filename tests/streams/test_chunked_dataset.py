@@ -23,6 +23,7 @@ from lightning_stateful.errors import ConfigurationError, PositionError, ShardEr
 from lightning_stateful.samplers.randomness import keep_randomness
 from lightning_stateful.streams import ChunkedDataset
 from lightning_stateful.streams.chunks import Chunks
+from lightning_stateful.streams.reading import Reading
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.steps import Mapped
 from lightning_stateful.streams.stream import Stream
@@ -214,8 +215,11 @@ class TestChunks:
             yield from read(ref)
 
         def samples(order: list[int], seed: int = 1, epoch: int = 0) -> dict[int, list[Any]]:
-            chunks = Chunks(range(4), read_lazily if lazily else read, seed)
-            return {shard: list(chunks.read(shard, epoch)) for shard in order}
+            chunks = Chunks(range(4), read_lazily if lazily else read)
+            found: dict[int, list[Any]] = {}
+            for item in Reading(chunks, order, epoch, seed=seed, seeds_samples=False):
+                found.setdefault(item.shard, []).append(item.value)
+            return found
 
         first = samples([0, 1, 2, 3])
         random.seed(9)
@@ -225,7 +229,7 @@ class TestChunks:
 
     def test_without_a_seed_randomness_is_left_alone(self) -> None:
         before = random.getstate(), torch.get_rng_state().tolist()
-        list(Chunks([[1]], list).read(0, 0))
+        list(Reading(Chunks([[1]], list), [0], 0))
         assert (random.getstate(), torch.get_rng_state().tolist()) == before
 
 

@@ -215,7 +215,7 @@ class TestReadingAgain:
         open_stage = ahead(listed([6] * 40, asked), window=8)
         stage = open_stage(None)
         assert stage.skip(8) == 8
-        assert stage.place() == {"at": {"next": 16}, "since": 0, "dropped": 0}
+        assert stage.place() == {"at": {"next": 16}, "since": 0, "of": 0, "dropped": 0}
         asked.clear()
         fresh = open_stage(stage.place())
         assert asked["read"] == 0
@@ -240,9 +240,9 @@ class TestReadingAgain:
     def test_a_window_with_fewer_batches_than_were_used_is_refused(self) -> None:
         stage = ahead(listed([12] * 8))(None)
         stage.skip(6)
-        with pytest.raises(PositionError, match="6 batches of a window were used, and now it has 2"):
+        with pytest.raises(PositionError, match="6 of 8 batches of a window were used, and now it has 2"):
             ahead(listed([3] * 8))(stage.place())
-        with pytest.raises(PositionError, match="6 batches of a window were used, and now it has 0"):
+        with pytest.raises(PositionError, match="6 of 8 batches of a window were used, and now it has 0"):
             ahead(listed([]))(stage.place())
 
 
@@ -275,7 +275,7 @@ class TestTooLong:
         assert values(batches) == [[5, 5]]
         stage = ahead(listed([99] * 9), window=4, too_long="drop")(None)
         assert list(stage) == []
-        assert stage.place() == {"at": {"next": 9}, "since": 0, "dropped": 9}
+        assert stage.place() == {"at": {"next": 9}, "since": 0, "of": 0, "dropped": 9}
 
     def test_the_first_is_an_error_that_names_it(self) -> None:
         stage = ahead(listed([1, 2, 3, 12, 4, 5, 13, 99]))(None)
@@ -381,7 +381,7 @@ class TestBreakingOff:
         with pytest.raises(ShardError, match="sample 3 of shard 9"):
             next(stage)
         place = stage.place()
-        assert place == {"at": {"next": 8}, "since": 0, "dropped": 0}
+        assert place == {"at": {"next": 8}, "since": 0, "of": 0, "dropped": 0}
         for ask in (stage.__next__, lambda: stage.skip(1)):
             with pytest.raises(StreamError, match="broken off"):
                 ask()
@@ -402,7 +402,7 @@ class TestBreakingOff:
         place = stage.place()
         with pytest.raises(ShardError, match="sample 4 of shard 8: OSError: gone"):
             next(stage)
-        assert stage.place() == place == {"at": {"next": 8}, "since": 0, "dropped": 0}
+        assert stage.place() == place == {"at": {"next": 8}, "since": 0, "of": 0, "dropped": 0}
 
     def test_a_key_that_fails_does_not_count_what_was_dropped_before_it(self) -> None:
         stage = ahead(listed([99, 3]), too_long="drop", boundary_key=lambda value: 1 // (value - 3))(None)

@@ -1,0 +1,200 @@
+"""Streams of every kind as trainers are given them, and what is known of their samples."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed
+from torch.utils.data import IterableDataset, get_worker_info
+
+from lightning_stateful import ChunkedDataset, MixedStream, StreamDataModule
+from support import hf_streams
+
+# Samples of nine shards; two lanes and three have unequal shares of them.
+SIZES = (3, 2, 4, 1, 3, 2, 2, 1, 3)
+OTHER_SIZES = (2, 1, 3, 2, 2, 1)
+VAL_SIZES = (2, 1, 3)
+OTHER_FIRST, VAL_FIRST = 100, 500
+EVERY_SAMPLE = list(range(sum(SIZES)))
+OF_OTHERS = list(range(OTHER_FIRST, OTHER_FIRST + sum(OTHER_SIZES)))
+VAL_SAMPLES = list(range(VAL_FIRST, VAL_FIRST + sum(VAL_SIZES)))
+FILES = ("parquet", "arrow", "json", "text")
+
+
+def read_chunk(ref: tuple[int, int]) -> Iterator[int]:
+    """The numbers of a chunk."""
+    yield from range(ref[0], ref[0] + ref[1])
+
+
+def sample(number: int) -> dict[str, torch.Tensor]:
+    """A sample that draws one augmentation."""
+    return {"id": torch.tensor(number), "x": torch.rand(4) + number / 100}
+
+
+def length_of(found: dict[str, torch.Tensor]) -> int:
+    """How many tokens a sample counts for."""
+    return 1 + int(found["id"]) ** 2 * 7 % 9
+
+
+def refs(sizes: tuple[int, ...] = SIZES, first: int = 0) -> list[tuple[int, int]]:
+    """Chunks that follow one another."""
+    return [(first + sum(sizes[:number]), size) for number, size in enumerate(sizes)]
+
+
+def chunks(
+    sizes: tuple[int, ...] = SIZES, first: int = 0, read: Callable[[Any], Any] = read_chunk, **options: Any
+) -> ChunkedDataset:
+    """Chunks of numbers, shuffled in small blocks."""
+    defaults: dict[str, Any] = {"buffer_size": 5, "seed": 3, "transform": sample}
+    return ChunkedDataset(refs(sizes, first), read, **{**defaults, **options})
+
+
+def of_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A sample of a row of any file; it draws."""
+    number = row["n"] if "n" in row else int(row["text"].split()[1])
+    return {"id": number, "x": [random.random() + number / 100 for _ in range(4)]}
+
+
+def of_rows(batch: dict[str, list[Any]]) -> dict[str, Any]:
+    """Samples of many rows; nothing is drawn."""
+    return {"id": batch["n"], "x": [[number / 100] * 4 for number in batch["n"]]}
+
+
+def is_kept(row: dict[str, Any]) -> bool:
+    """Four samples of five."""
+    return bool(row["n"] % 5 != 1)
+
+
+def write_files(folder: Path) -> None:
+    """Files of every kind for :func:`files_of`."""
+    for kind in FILES:
+        hf_streams.stream(kind, folder, SIZES)
+    hf_streams.stream("json", folder, OTHER_SIZES, first=OTHER_FIRST, name="other")
+    hf_streams.stream("parquet", folder, VAL_SIZES, first=VAL_FIRST, name="val")
+
+
+def files_of(kind: str, folder: Path, name: str = "part") -> Any:
+    """A stream over files that are there."""
+    suffix = {"json": "jsonl", "text": "txt.gz"}.get(kind, kind)
+    files = sorted(map(str, folder.glob(f"{name}*.{suffix}")))
+    # Without a folder of its own every process writes into the one of the user.
+    options = {"split": "train", "streaming": True, "cache_dir": str(folder / "cache")}
+    return datasets.load_dataset(kind, data_files=files, **options)
+
+
+def mapped(dataset: Any) -> Any:
+    """A pipeline of Hugging Face's that gives samples."""
+    columns = dataset.column_names or ["text"]
+    return dataset.map(of_row, remove_columns=columns).with_format("torch")
+
+
+class Own(IterableDataset[Any]):
+    """Divides itself among ranks and workers, and draws at every sample."""
+
+    def __init__(self, length: int = len(EVERY_SAMPLE)) -> None:
+        self.length, self.epoch = length, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def share(self) -> list[int]:
+        """The numbers of this rank and worker, in an order of the epoch's."""
+        rank, ranks = (
+            (torch.distributed.get_rank(), torch.distributed.get_world_size())
+            if torch.distributed.is_initialized()
+            else (0, 1)
+        )
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        numbers = list(range(self.length))
+        random.Random(self.epoch).shuffle(numbers)
+        return numbers[worker * ranks + rank :: ranks * workers]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(sample, self.share())
+
+
+class OwnWithState(Own):
+    """The same, with the protocol of torchdata, of whose state it counts how often it is taken."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = self.share()
+        while self.position < len(numbers):
+            self.position += 1
+            yield sample(numbers[self.position - 1])
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "about": torch.arange(self.length)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state["about"], torch.arange(self.length))
+        self.position = state["position"]
+
+
+def hugging_face(folder: Path, kind: str) -> Any:
+    """A pipeline of one kind over the files in a folder."""
+    if kind in FILES:
+        return mapped(files_of(kind, folder))
+    # Parquet files would do as well, but between them Hugging Face's threads are waited for: five seconds a shard.
+    one, other = files_of("json" if kind == "interleave" else "parquet", folder), files_of("json", folder, "other")
+    if kind == "filter":
+        return mapped(one.filter(is_kept))
+    if kind == "batched map":
+        return one.map(of_rows, batched=True, batch_size=3, remove_columns=["n", "text"]).with_format("torch")
+    if kind == "interleave":
+        # Hugging Face runs what stands before in threads, where nothing can be seeded.
+        pair, strategy = [one, other], "all_exhausted_without_replacement"
+        found = datasets.interleave_datasets(pair, probabilities=[0.7, 0.3], seed=5, stopping_strategy=strategy)
+        return mapped(found)
+    if kind == "concatenate":
+        return datasets.concatenate_datasets([mapped(one), mapped(other)])
+    return mapped(one.shuffle(seed=5, buffer_size=4))
+
+
+def two_streams(folder: Path) -> dict[str, Any]:
+    """Two that may be mixed; the second is Hugging Face's."""
+    return {"news": chunks(), "code": mapped(files_of("json", folder, "other"))}
+
+
+def module(train_on: Any, **options: Any) -> StreamDataModule:
+    """Batches of two, and samples for validation."""
+    defaults: dict[str, Any] = {
+        "val": chunks(VAL_SIZES, VAL_FIRST),
+        "batch_size": None if "max_tokens" in options else 2,
+        "buffer_size": 5,
+        "seed": 7,
+    }
+    return StreamDataModule(train_on, **{**defaults, **options})
+
+
+# From a folder of files to a data module.
+MODULES: dict[str, Callable[..., StreamDataModule]] = {
+    "chunks": lambda folder, **options: module(chunks(), **options),
+    **{
+        kind: lambda folder, kind=kind, **options: module(hugging_face(folder, kind), **options)
+        for kind in (*FILES, "filter", "batched map", "interleave", "concatenate", "shuffle")
+    },
+    "tokens": lambda folder, **options: module(
+        chunks(), max_tokens=18, length=length_of, read_ahead=6, multiple=2, **options
+    ),
+    "in turn": lambda folder, **options: module(MixedStream(two_streams(folder)), **options),
+    "mixed by sample": lambda folder, **options: module(
+        MixedStream(two_streams(folder), weights={"news": 2, "code": 1}, by="sample", seed=4), **options
+    ),
+    "first exhausted": lambda folder, **options: module(
+        MixedStream(two_streams(folder), weights=[0.7, 0.3], stop="first_exhausted"), **options
+    ),
+    "cycle": lambda folder, **options: module(
+        MixedStream(two_streams(folder), weights=[0.5, 0.5], stop="cycle"), **options
+    ),
+    "own with a state": lambda folder, **options: module(OwnWithState(), **options),
+    "own": lambda folder, **options: module(Own(), **options),
+}

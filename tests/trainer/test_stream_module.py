@@ -1,0 +1,482 @@
+"""What `StreamDataModule`, and the callback alone, do with streams of any kind: one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.ledger import LedgerModel, Numbers
+from support.runs import assert_same_end, seeded, train
+from support.sources import SourcesModel, assert_goes_on_from_every_moment, samples, train_on, trained
+from support.stream_runs import (
+    EVERY_SAMPLE,
+    MODULES,
+    OTHER_FIRST,
+    OTHER_SIZES,
+    SIZES,
+    VAL_FIRST,
+    VAL_SAMPLES,
+    VAL_SIZES,
+    Own,
+    OwnWithState,
+    chunks,
+    files_of,
+    length_of,
+    mapped,
+    module,
+    read_chunk,
+    sample,
+    two_streams,
+    write_files,
+)
+from torch.utils.data import DataLoader
+
+from lightning_stateful import MixedStream, StatefulDataCallback, StatefulDataModule, StreamDataModule
+from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
+
+MOMENTS = [
+    ("on_before_backward", 0, 2),
+    ("on_train_batch_end", 0, 3),
+    ("on_validation_end", 0, 0),
+    ("on_train_batch_end", 1, 1),
+]
+SIZED = "ignore:Your `IterableDataset` has `__len__` defined:UserWarning"
+# More workers than this machine has processors.
+MANY = "ignore:This DataLoader will create:UserWarning"
+pytestmark = [pytest.mark.filterwarnings(SIZED), pytest.mark.filterwarnings(MANY)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    write_files(folder)
+    return folder
+
+
+# Several streams beside one another
+
+
+def side_by_side(files: Path, **options: Any) -> StreamDataModule:
+    streams = {"a": chunks(), "b": chunks(OTHER_SIZES, OTHER_FIRST), "c": [mapped(files_of("json", files, "other"))]}
+    return module({**streams, "c": streams["c"][0]}, **{"steps_per_epoch": 4, **options})
+
+
+def test_streams_side_by_side_go_on_exactly(tmp_path: Path, files: Path) -> None:
+    assert_goes_on_from_every_moment(tmp_path, partial(side_by_side, files), MOMENTS, train, max_epochs=4)
+
+
+def test_streams_side_by_side_go_each_through_whole_passes(files: Path) -> None:
+    run = train(partial(side_by_side, files, val=None), max_epochs=6)
+    assert len(trained(run.ledger)) == 24
+    for name, every in (("a", EVERY_SAMPLE), ("b", list(range(OTHER_FIRST, OTHER_FIRST + 11)))):
+        found = [index for event in trained(run.ledger) for index in dict(event[4])[name]]
+        for start in range(0, len(found) - len(every) + 1, len(every)):
+            assert sorted(found[start : start + len(every)]) == every
+
+
+def test_streams_side_by_side_of_unknown_length_are_refused_with_the_remedy(files: Path) -> None:
+    with pytest.raises(ConfigurationError, match="do not say where they end") as error:
+        train(partial(side_by_side, files, steps_per_epoch=None))
+    assert "steps_per_epoch" in str(error.value)
+
+
+def test_a_list_of_streams_gives_a_list_of_batches() -> None:
+    run = train(lambda: module([chunks(), chunks(OTHER_SIZES, OTHER_FIRST)], steps_per_epoch=3), max_epochs=1)
+    assert [len(event[4]) for event in trained(run.ledger)] == [2, 2, 2]
+
+
+# Wherever loaders come from
+
+
+class Sub(StatefulDataModule):
+    """A module of one's own."""
+
+    def __init__(self, files: Path) -> None:
+        super().__init__(seed=7)
+        self.files = files
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(mapped(files_of("json", self.files)), batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(mapped(files_of("parquet", self.files, "val")), batch_size=2)
+
+
+class Plain(pl.LightningDataModule):
+    """A module that knows nothing of this package."""
+
+    def __init__(self, files: Path) -> None:
+        super().__init__()
+        self.files = files
+
+    train_dataloader = Sub.train_dataloader
+    val_dataloader = Sub.val_dataloader
+
+
+class Hooked(SourcesModel):
+    """Brings its loaders along."""
+
+    files: Path
+    train_dataloader = Sub.train_dataloader
+    val_dataloader = Sub.val_dataloader
+
+
+def callback_alone(make: Any, callbacks: Any = (), **options: Any) -> Any:
+    return train_on(make, callbacks=[*callbacks, StatefulDataCallback(seed=7)], **options)
+
+
+@pytest.mark.parametrize("where", ["a subclass", "a plain data module", "passed to fit", "the model"])
+def test_plain_loaders_over_streams_from_anywhere_go_on_exactly(tmp_path: Path, files: Path, where: str) -> None:
+    if where == "the model":
+        Hooked.files = files
+
+        def run(make: Any, seed: int = 1, **options: Any) -> Any:
+            return callback_alone(make, model=seeded(Hooked, seed), **options)
+
+        assert_goes_on_from_every_moment(tmp_path, lambda: None, MOMENTS, run)
+    elif where == "passed to fit":
+        moments = [moment for moment in MOMENTS if "validation" not in moment[0]]
+        make = partial(DataLoader, chunks(), batch_size=2)
+        assert_goes_on_from_every_moment(tmp_path, make, moments, callback_alone)
+    else:
+        kind, run = (Sub, train_on) if where == "a subclass" else (Plain, callback_alone)
+        assert_goes_on_from_every_moment(tmp_path, partial(kind, files), MOMENTS, run)
+
+
+def test_a_plain_loader_gives_every_sample_once_an_epoch_and_validates_in_order(files: Path) -> None:
+    run = callback_alone(partial(Plain, files), max_epochs=2)
+    for epoch in range(2):
+        assert sorted(samples(run.ledger, epoch)) == EVERY_SAMPLE
+        of_epoch = [event for event in run.ledger if event[:2] == ("val", epoch)]
+        assert [index for event in of_epoch for index in event[4]] == VAL_SAMPLES
+
+
+def test_a_map_style_stage_stands_beside_streams_in_a_subclass(tmp_path: Path) -> None:
+    class Both(StreamDataModule):
+        def val_dataloader(self) -> Any:
+            return DataLoader(Numbers(5, first=VAL_FIRST), batch_size=2)
+
+    assert_goes_on_from_every_moment(tmp_path, lambda: Both(chunks(), batch_size=2), MOMENTS, train_on)
+
+
+# Fitting again
+
+
+def test_a_trainer_that_is_fitted_twice_goes_on_within_its_epoch() -> None:
+    whole, data, model = train_on(lambda: module(chunks())), module(chunks()), seeded(SourcesModel)
+    first = train_on(lambda: data, model=model, max_steps=15)
+    trainer = first.trainer
+    trainer.fit_loop.epoch_loop.max_steps = -1
+    trainer.fit(model, datamodule=data)
+    assert trained(model.ledger) == trained(whole.ledger)
+
+
+def test_the_same_module_serves_another_trainer_from_the_beginning() -> None:
+    data = module(chunks())
+    first, second = train_on(lambda: data, max_epochs=1), train_on(lambda: data, max_epochs=1)
+    assert first.ledger == second.ledger
+    assert_same_end(first, second)
+
+
+def test_validation_between_fits_changes_nothing() -> None:
+    whole, data, model = train_on(lambda: module(chunks())), module(chunks()), seeded(SourcesModel)
+    trainer = train_on(lambda: data, model=model, max_steps=15).trainer
+    before = len(model.ledger)
+    trainer.validate(model, datamodule=data, verbose=False)
+    assert [index for event in model.ledger[before:] for index in event[4]] == VAL_SAMPLES
+    trainer.fit_loop.epoch_loop.max_steps = -1
+    trainer.fit(model, datamodule=data)
+    assert trained(model.ledger) == trained(whole.ledger)
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("kind", ["chunks", "one chunk", "parquet", "mixed"])
+def test_every_stage_of_evaluation_gives_every_sample_once(files: Path, kind: str, workers: int) -> None:
+    more = {"a": chunks(VAL_SIZES, VAL_FIRST), "b": chunks((1, 2), 600)}
+    stream, expected = {
+        "chunks": (chunks(VAL_SIZES, VAL_FIRST), VAL_SAMPLES),
+        "one chunk": (chunks((6,), VAL_FIRST), VAL_SAMPLES),
+        "parquet": (mapped(files_of("parquet", files, "val")), VAL_SAMPLES),
+        "mixed": (MixedStream(more), [*VAL_SAMPLES, 600, 601, 602]),
+    }[kind]
+    data = StreamDataModule(None, stream, stream, stream, batch_size=4, eval_batch_size=2, num_workers=workers)
+    model = seeded(LedgerModel)
+    trainer = pl.Trainer(
+        logger=False, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu", barebones=False
+    )
+    trainer.test(model, datamodule=data, verbose=False)
+    predictions = trainer.predict(model, datamodule=data)
+    for stage in ("test", "predict"):
+        batches = [event[2] for event in model.ledger if event[0] == stage]
+        assert sorted(index for batch in batches for index in batch) == expected
+        assert max(map(len, batches)) == 2
+        if not workers and kind != "mixed":
+            assert [index for batch in batches for index in batch] == expected
+    assert [tuple(batch.tolist()) for batch in predictions] == batches
+
+
+# What is drawn
+
+
+class Draws(SourcesModel):
+    """Draws in its training step, beside dropout."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.ledger.append(("drawn", self.current_epoch, batch_idx, float(torch.rand(()))))
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_a_model_and_a_transform_draw_goes_on_exactly(tmp_path: Path, files: Path) -> None:
+    def run(make: Any, seed: int = 1, **options: Any) -> Any:
+        return train(make, model=seeded(Draws, seed), **options)
+
+    assert_goes_on_from_every_moment(tmp_path, partial(MODULES["chunks"], files), MOMENTS[1:], run)
+    drawn = [event[3] for event in run(partial(MODULES["chunks"], files), max_epochs=2).ledger if event[0] == "drawn"]
+    assert len(set(drawn)) == len(drawn) == 22
+
+
+def values_of(make: Any, **options: Any) -> dict[tuple[int, int], Any]:
+    """What was drawn at every sample, by epoch."""
+    found = {}
+
+    class Keeps(SourcesModel):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            rows = zip(batch["id"].tolist(), batch["x"].tolist(), strict=True)
+            found.update({(self.current_epoch, index): drawn for index, drawn in rows})
+            return super().training_step(batch, batch_idx)
+
+    train(make, model=seeded(Keeps), max_epochs=2, **options)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["chunks", "json", "interleave"])
+def test_what_a_transform_draws_follows_from_epoch_and_sample_alone(files: Path, kind: str) -> None:
+    alone = values_of(partial(MODULES[kind], files))
+    others = values_of(partial(MODULES[kind], files, num_workers=2, batch_size=3))
+    assert alone == others
+    assert len({str(drawn) for drawn in alone.values()}) == len(alone) >= 42
+
+
+# Lengths of epochs
+
+
+def test_steps_per_epoch_is_the_length_of_an_epoch() -> None:
+    data = module(chunks(), steps_per_epoch=7)
+    assert len(data.train_dataloader()) == 7
+    run = train_on(lambda: data, max_epochs=2)
+    assert run.trainer.num_training_batches == 7
+    assert [event[2] for event in trained(run.ledger)] == [*range(7)] * 2
+
+
+def test_a_stream_without_steps_has_no_length() -> None:
+    run = train_on(lambda: module(chunks()), max_epochs=1)
+    assert run.trainer.num_training_batches == float("inf")
+    with pytest.raises(TypeError, match="is a stream"):
+        len(module(chunks()).train_dataloader())
+
+
+@pytest.mark.filterwarnings("error:Your `IterableDataset` has `__len__` defined:UserWarning")
+def test_lightning_does_not_warn_of_a_stream_with_a_length() -> None:
+    train_on(lambda: module(chunks(), steps_per_epoch=3), max_epochs=1)
+
+
+def test_overfitting_trains_on_the_same_batches_in_every_epoch() -> None:
+    run = train_on(lambda: module(chunks()), overfit_batches=2, max_epochs=3)
+    first, second, third = ([event[4] for event in trained(run.ledger) if event[1] == epoch] for epoch in range(3))
+    assert len(first) == 2
+    assert first == second == third
+
+
+def test_token_batches_keep_the_budget_under_a_trainer(files: Path) -> None:
+    run = train_on(partial(MODULES["tokens"], files, val=None), max_epochs=2)
+    for event in trained(run.ledger):
+        lengths = [length_of({"id": torch.tensor(index)}) for index in event[4]]
+        assert max(lengths) * len(lengths) <= 18
+
+
+def test_a_mixture_keeps_its_shares_under_a_trainer(files: Path) -> None:
+    def make() -> Any:
+        mixed = MixedStream(two_streams(files), weights={"news": 3, "code": 1}, stop="cycle")
+        return module(mixed, steps_per_epoch=20, val=None)
+
+    run = train_on(make, max_epochs=2)
+    counts = Counter(event[4][0] >= OTHER_FIRST for event in trained(run.ledger))
+    assert counts == {False: 30, True: 10}
+
+
+# Arguments that cannot be
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: module(Numbers(10)), "StatefulDataModule serves it faster"),
+        (lambda: module(chunks(), val=Numbers(10)), "StatefulDataModule serves it faster"),
+        (lambda: module([1, 2, 3]), "list has an index"),
+        (lambda: StreamDataModule(chunks(), batch_size=2, max_tokens=10), "batch_size"),
+        (lambda: StreamDataModule(chunks(), batch_size=0), "batch_size"),
+        (lambda: StreamDataModule(chunks(), batch_size=2, max_samples=3), "pass max_tokens"),
+        (lambda: module(chunks(), tail="cut"), r"tail must be one of .*'next', 'pad'.*'cut'"),
+        (lambda: module(chunks(), replay="never"), "replay must be one of"),
+        (lambda: module(chunks(), on_error="ignore"), "on_error must be one of"),
+        (lambda: module(chunks(), steps_per_epoch=0), "steps_per_epoch must be at least 1, got 0"),
+        (lambda: module(chunks(), buffer_size=-1), "buffer_size"),
+        (lambda: module(chunks((2, 2)), num_workers=3), r"3 lanes, more than the 2 shards.*num_workers=2"),
+        (lambda: module(Own(), max_tokens=10, length=len), "Make a ChunkedDataset"),
+        (lambda: StreamDataModule(val=chunks()), "no dataset for this stage"),
+        (lambda: module(chunks(), timeout=0), "timeout"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(make: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        train_on(make)
+
+
+# Other configurations, ranks and workers
+
+
+def stopped(folder: Path, make: Any, steps: int = 4, **options: Any) -> tuple[Path, Any]:
+    """A checkpoint after so many steps."""
+    run = train_on(make, max_steps=steps, **options)
+    run.trainer.save_checkpoint(folder / "stop.ckpt")
+    return folder / "stop.ckpt", run.ledger
+
+
+CHANGES: dict[str, tuple[Any, list[str]]] = {
+    "batch size": (lambda: module(chunks(), batch_size=3), ["batch_size: saved 2, now 3"]),
+    "seed": (lambda: module(chunks(seed=4)), ["seed: saved 3, now 4"]),
+    "buffer": (lambda: module(chunks(buffer_size=4)), ["buffer_size: saved 5, now 4"]),
+    "chunks": (lambda: module(chunks(SIZES[:-1])), ["dataset.chunks: saved 9, now 8", "dataset.names"]),
+    "names": (lambda: module(chunks(SIZES, 7)), ["dataset.names"]),
+    "transform": (lambda: module(chunks(transform=None).map(abs).map(sample)), ["steps"]),
+    "drop_last": (lambda: module(chunks(), drop_last=True), ["drop_last: saved False, now True"]),
+    "everything": (
+        lambda: module(chunks(seed=9, buffer_size=9, shuffle=False), batch_size=9),
+        ["batch_size: saved 2, now 9", "seed: saved 3, now 9", "shuffle: saved True, now False", "buffer_size"],
+    ),
+    "another kind": (lambda: module(Own()), ["dataset"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_configuration_is_refused_with_all_that_differs(tmp_path: Path, change: str) -> None:
+    path, _ = stopped(tmp_path, lambda: module(chunks()))
+    make, words = CHANGES[change]
+    with pytest.raises(StateMismatchError) as error:
+        train_on(make, ckpt_path=path)
+    for word in words:
+        assert word in str(error.value)
+    assert len(error.value.differences) >= len(words)
+
+
+@pytest.mark.parametrize(
+    ("accept", "options"),
+    [
+        (("batch_size",), {"batch_size": 3}),
+        (("drop_last",), {"drop_last": True}),
+    ],
+)
+def test_an_accepted_change_loses_nothing_of_the_epoch(tmp_path: Path, accept: Any, options: Any) -> None:
+    path, before = stopped(tmp_path, lambda: module(chunks(), val=None))
+    run = train_on(lambda: module(chunks(), val=None, accept=accept, **options), ckpt_path=path, max_epochs=3)
+    found = Counter([*samples(before), *samples(run.ledger)])
+    # Of three passes, drop_last may leave one to a fourth.
+    assert set(found) == set(EVERY_SAMPLE)
+    assert max(found.values()) == 3
+    assert 3 * len(EVERY_SAMPLE) - found.total() <= ("drop_last" in options)
+
+
+def test_an_accepted_buffer_goes_on_or_is_refused_in_words(tmp_path: Path) -> None:
+    path, before = stopped(tmp_path, lambda: module(chunks(), val=None))
+    for size in (2, 0, 9):
+        try:
+            run = train_on(
+                lambda size=size: module(chunks(buffer_size=size), val=None, accept=("buffer_size",)),
+                ckpt_path=path,
+                max_epochs=1,
+            )
+        except StateMismatchError as error:
+            refused = [difference.path for difference in error.differences]
+            if refused != ["buffer_size"]:
+                raise
+        else:
+            assert sorted([*samples(before), *samples(run.ledger)]) == EVERY_SAMPLE
+
+
+@pytest.mark.parametrize("kind", ["chunks", "json", "batched map", "tokens", "in turn"])
+def test_other_workers_take_over_what_is_left(tmp_path: Path, files: Path, kind: str) -> None:
+    ledgers, path = [], None
+    for number, workers in enumerate((2, 0, 3)):
+        make = partial(MODULES[kind], files, val=None, num_workers=workers)
+        options = {"max_epochs": 1} if number == 2 else {"max_steps": 3 * number + 3}
+        run = train_on(make, ckpt_path=path, **options)
+        path = tmp_path / f"{number}.ckpt"
+        run.trainer.save_checkpoint(path)
+        ledgers.append(run.ledger)
+    whole = train_on(partial(MODULES[kind], files, val=None), max_epochs=1)
+    assert all(samples(ledger) for ledger in ledgers)
+    assert sorted(index for ledger in ledgers for index in samples(ledger)) == sorted(samples(whole.ledger))
+
+
+def test_an_own_stream_is_refused_on_other_workers_within_an_epoch_and_not_between(tmp_path: Path) -> None:
+    path, _ = stopped(tmp_path, lambda: module(OwnWithState(), val=None))
+    with pytest.raises(StateMismatchError, match="workers: saved 1, now 2"):
+        train_on(lambda: module(OwnWithState(), val=None, num_workers=2), ckpt_path=path)
+    path, _ = stopped(tmp_path, lambda: module(OwnWithState(), val=None), steps=-1, max_epochs=1)
+    run = train_on(lambda: module(OwnWithState(), val=None, num_workers=2), ckpt_path=path, max_epochs=2)
+    assert sorted(samples(run.ledger)) == EVERY_SAMPLE
+
+
+# Reading again
+
+
+@pytest.mark.parametrize(("kind", "what"), [("own", "Own"), ("shuffle", r"part\d.parquet")])
+@pytest.mark.filterwarnings("ignore:.*Hugging Face's own state:lightning_stateful.errors.StatefulWarning")
+def test_a_stream_that_has_to_be_read_again_says_so_or_refuses(
+    tmp_path: Path, files: Path, kind: str, what: str
+) -> None:
+    path, _ = stopped(tmp_path, partial(MODULES[kind], files))
+    with pytest.warns(StatefulWarning, match=rf"samples of .*{what}.* were read again.*took .* s, because"):
+        train_on(partial(MODULES[kind], files), ckpt_path=path, max_epochs=1)
+    with pytest.raises(StateMismatchError, match="replay"):
+        train_on(partial(MODULES[kind], files, replay="refuse"), ckpt_path=path)
+
+
+def test_a_shuffled_pipeline_is_warned_of(files: Path) -> None:
+    with pytest.warns(StatefulWarning, match=r"buffer_size="):
+        train_on(partial(MODULES["shuffle"], files), max_epochs=1)
+
+
+# Faults that are left out
+
+
+def broken(bad: set[int], ref: Any) -> Any:
+    for number in read_chunk(ref):
+        if number in bad:
+            raise OSError("truncated")
+        yield number
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_left_out_is_counted_over_resumes(tmp_path: Path, workers: int) -> None:
+    def make() -> Any:
+        stream = chunks(read=partial(broken, {1, 6, 13}), on_error="skip")
+        return module(stream, val=None, num_workers=workers)
+
+    path, before = stopped(tmp_path, make, 5)
+    run = train_on(make, ckpt_path=path, max_epochs=2)
+    # The rest of three shards, in two passes: 1 and 2; 6 to 8; 13, 14.
+    left = [number for number in EVERY_SAMPLE if number not in (1, 2, 6, 7, 8, 13, 14)]
+    found = Counter([*samples(before), *samples(run.ledger)])
+    first = {ref[0] for ref in ((0, 3), (5, 4), (13, 2))}
+    assert set(found) >= set(left) | (first - {13})
+    report = run.trainer.datamodule.position_report()
+    assert report["shards_skipped"] == 6
