@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning_stateful import state as format_
-from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, StatefulWarning
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder, SlotPlan
 from lightning_stateful.index.step_plan import StepPlan
 from lightning_stateful.loaders.patched import AnyLoader
-from lightning_stateful.loaders.stream_order import StreamOrder
+from lightning_stateful.loaders.stream_loader import StreamLoader
+from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
 from lightning_stateful.samplers.cursor import read_position
 from lightning_stateful.samplers.user_sampler import UserSampler
 
@@ -64,6 +66,8 @@ class LoaderGroup:
 
     def position(self, path: str, epoch: int, batch: int) -> Position | None:
         """Where the loader at ``path`` stands before step ``batch`` of ``epoch``; None when it is exhausted."""
+        if not batch:
+            self._end_together(epoch - 1)
         loader = self.loaders[path]
         plan = loader.plan
         origin, steps = self._origin(path, epoch), batch
@@ -98,12 +102,18 @@ class LoaderGroup:
         }
 
     def refuse_short_sources(self, num_steps: int) -> None:
-        """Refuse whole batches that would have to start over within an epoch of ``num_steps`` steps.
+        """Refuse whole batches, and streams, that would have to start over within an epoch of ``num_steps`` steps.
 
         Raises:
             ConfigurationError: With the remedy.
         """
         for path, loader in self.loaders.items():
+            if self._cyclic and isinstance(loader.plan, StreamPlan) and len(loader) < num_steps:
+                raise ConfigurationError(
+                    f"Stream {path!r} has {len(loader)} steps an epoch, and the epoch has {num_steps}; it cannot start "
+                    f"over within an epoch. Pass steps_per_epoch={num_steps}, and it goes on through its passes, or "
+                    "combine the loaders in the mode 'min_size' or 'max_size'."
+                )
             if self._cyclic and isinstance(loader.plan, SlotPlan) and len(loader) < num_steps:
                 raise ConfigurationError(
                     f"Loader {path!r} has {len(loader)} whole batches an epoch, and the epoch has {num_steps}; it "
@@ -118,7 +128,37 @@ class LoaderGroup:
             if before is None or not _carries_over(loader) or not _carries_over(before):
                 continue
             state = before.state_at(other._origin(path, epoch))
+            changed = format_.differences(state, loader.state_at(loader.plan.begin(epoch)), accept=loader.accept)
+            if changed:
+                found = " ".join(map(str, changed))
+                warnings.warn(
+                    f"Loader {path!r} is another than before, so it begins anew with epoch {epoch}: {found}",
+                    StatefulWarning,
+                    stacklevel=2,
+                )
+                continue
             self._begun[path] = loader.locate(state, cyclic=False, where=f"The state of loader {path!r}")
+        for before in other.loaders.values():
+            if isinstance(before, StreamLoader):
+                # Nobody reads it any more.
+                before.course.end_workers()
+
+    def end_epoch(self, epoch: int) -> None:
+        """The epoch ends where a state was loaded: streams go on from there in the next."""
+        for path, loader in self.loaders.items():
+            held = self._anchor.get(path)
+            if isinstance(loader, StreamLoader) and held is not None and held.epoch == epoch:
+                loader.course.end_at(held)
+
+    def _end_together(self, epoch: int) -> None:
+        """Streams of unknown length end an epoch with the shortest, and keep what they have left for the next."""
+        if self.mode != "min_size" or epoch < 0:
+            return
+        courses = [loader.course for loader in self.loaders.values() if isinstance(loader, StreamLoader)]
+        ended = [course.ended[1] for course in courses if course.ended is not None and course.ended[0] == epoch]
+        for course in courses if ended else ():
+            if course.ended is None or course.ended[0] < epoch:
+                course.end_at(Position(epoch=epoch, consumed=min(ended)))
 
     def _position_or_end(self, path: str, epoch: int, batch: int) -> Position:
         position = self.position(path, epoch, batch)

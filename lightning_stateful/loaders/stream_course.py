@@ -71,10 +71,12 @@ class StreamCourse:
         self._run: PassRun | None = None
         self._reader: RankReader | None = None
         self._limit = options.steps_per_epoch
-        self._repeats = False
+        self._repeats = self._is_prepared = False
+        # The latest epoch that has ended, and its steps.
+        self.ended: tuple[int, int] | None = None
         self._lag = 0  # Steps that a state may lie behind the batches handed over, beside those read ahead.
         # Tells loaders apart that are read side by side, the same on all ranks; where nobody says, they are counted.
-        self.label: str | None = None
+        self._label: str | None = None
         for source in self.config.sources.values():
             if source.shards.warning:
                 warnings.warn(source.shards.warning, StatefulWarning, stacklevel=3)
@@ -84,17 +86,18 @@ class StreamCourse:
         """How the stream is read on the present ranks and workers."""
         return self._setup.config
 
-    def limit_steps(self, steps: int) -> None:
-        """End epochs after so many steps at the latest; the next goes on from there."""
-        self._limit = steps if self._limit is None else min(steps, self._limit)
+    def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
+        """Serve a trainer, which never begins an epoch again of which it has trained on something.
 
-    def repeat(self) -> None:
-        """Begin every epoch as the first: to overfit on its batches."""
-        self._repeats = True
-
-    def look_back(self, steps: int) -> None:
-        """Be able to say where the stream stood so many steps ago."""
-        self._lag = max(self._lag, steps)
+        Args:
+            label: Tells the loaders of a trainer apart, the same on all ranks.
+            limit: Steps after which epochs end at the latest; the next goes on from there.
+            lag: So many steps ago may be asked for.
+            repeats: Begin every epoch as the first: to overfit on its batches.
+        """
+        self._label, self._lag, self._repeats, self._is_prepared = label, lag, repeats, True
+        if limit is not None:
+            self._limit = limit if self._limit is None else min(limit, self._limit)
 
     def say(self) -> str:
         """How it is dealt out and resumed, in words."""
@@ -138,15 +141,15 @@ class StreamCourse:
             self._know(epoch, step, _Known(None, run, served))
             is_last = step == self._limit
             if is_last:
-                self._begin_next(epoch, _Known(None, run, served))
+                self._begin_next(epoch, step, _Known(None, run, served))
             elif not endless and not run.has_next():
                 is_last = True
-                self._begin_next(epoch, _Known(self._following(run)))
+                self._begin_next(epoch, step, _Known(self._following(run)))
             yield batch, is_last
             if is_last:
                 return
         at_limit = step == self._limit
-        self._begin_next(epoch, self._known[epoch, step] if at_limit else _Known(self._following(run)))
+        self._begin_next(epoch, step, self._known[epoch, step] if at_limit else _Known(self._following(run)))
 
     def standing_at(self, position: Position) -> Standing:
         """Where all lanes stand at ``position``.
@@ -163,7 +166,8 @@ class StreamCourse:
         if position.consumed:
             raise PositionError(
                 f"Where {self._setup.name} stood before step {position.consumed} of epoch {position.epoch} is not "
-                "known: it was not read there, nor loaded from a state. Load a state, or begin with an epoch."
+                "known: it was not read there, and no state of it was loaded. Resume from a checkpoint that holds the "
+                "data's state, as runs with this package's data module or callback write it, or begin with an epoch."
             )
         return self._setup.beginning(position.epoch)
 
@@ -191,8 +195,16 @@ class StreamCourse:
             )
         self._know(position.epoch, position.consumed, _Known(standing))
 
+    def end_at(self, position: Position) -> None:
+        """The epoch of a known position ends there: the next goes on from it."""
+        key = position.epoch, position.consumed
+        if key in self._known:
+            self._begin_next(*key, self._known[key])
+
     def end_workers(self) -> None:
         """End workers, persistent ones too."""
+        if self._run is not None:
+            self._run.close()
         if self._reader is not None:
             self._reader.shut_down()
 
@@ -205,6 +217,8 @@ class StreamCourse:
         known = self._known.get((position.epoch, position.consumed))
         if known is not None and known.run is not None and known.run is self._run and known.run.goes_on(known.served):
             # Its batches are read ahead already.
+            if not self._is_prepared:
+                self._origin = {(position.epoch, position.consumed): _Known(known.run.standing_at(known.served))}
             return known.run
         standing = self._setup.here(self.standing_at(position), "The stream")
         again = standing.read_again(range(self._setup.topology().rank, standing.num_lanes, standing.num_replicas))
@@ -253,8 +267,9 @@ class StreamCourse:
             return self._setup.beginning(final.epoch + 1)
         return final.following()
 
-    def _begin_next(self, epoch: int, known: _Known) -> None:
-        """Know where the epoch after ``epoch`` begins."""
+    def _begin_next(self, epoch: int, step: int, known: _Known) -> None:
+        """Know where the epoch after ``epoch``, which ends before ``step``, begins."""
+        self.ended = epoch, step
         self._know(epoch + 1, 0, _Known(self._setup.beginning(0)) if self._repeats else known)
 
     def _know(self, epoch: int, step: int, known: _Known) -> None:
@@ -277,13 +292,13 @@ class StreamCourse:
                 f"{world} processes are {topology.num_replicas} data-parallel ranks. Streams need one process for each "
                 "rank, as under DDP or FSDP."
             )
-        if self.label is None:
+        if self._label is None:
             _COUNTED[name] += 1
-            self.label = f"{name} {_COUNTED[name]}"
+            self._label = f"{name} {_COUNTED[name]}"
         return Exchange(
             torch.distributed.distributed_c10d._get_default_store(),
             topology,
-            label=self.label,
+            label=self._label,
             first_step=0,
             tail="pad" if self._options.tail == "pad" else "stop",
             keep=self._keep,

@@ -69,7 +69,7 @@ class StreamLoader(DataLoader[Any]):
         self.seed, self.seed_samples = as_int("seed", seed), seed_samples
         self.options = StreamOptions() if options is None else options
         self.accept = accepted_names(accept)
-        self._num_replicas, self._rank = num_replicas, rank
+        self._config, self._num_replicas, self._rank = config, num_replicas, rank
         self.course = StreamCourse(self._original, config, self.options, self.seed, seed_samples, num_replicas, rank)
         self.order = StreamOrder(
             type(loader.dataset).__qualname__, self.course.config.describe(), self.options.steps_per_epoch or ENDLESS
@@ -78,6 +78,28 @@ class StreamLoader(DataLoader[Any]):
         self._began: Position | None = None
         self._handed = 0
         self._latest: object = None
+
+    def again(self, *, num_replicas: int | None = None, rank: int | None = None, exact: bool = False) -> StreamLoader:
+        """A loader of the same stream that nobody has read yet.
+
+        Args:
+            num_replicas: Data-parallel ranks, if this loader was not given theirs.
+            rank: This rank.
+            exact: Whether it is for evaluation: each rank serves what it has, of every source.
+        """
+        if (self._num_replicas, self._rank) != (None, None):
+            num_replicas, rank = self._num_replicas, self._rank
+        made: StreamLoader = type(self)(
+            self._original,
+            config=self._config,
+            options=replace(self.options, exact=True, steps_per_epoch=None) if exact else self.options,
+            seed=self.seed,
+            seed_samples=self.seed_samples,
+            num_replicas=num_replicas,
+            rank=rank,
+            accept=self.accept,
+        )
+        return made
 
     @property
     def is_sized(self) -> bool:

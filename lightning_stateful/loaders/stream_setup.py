@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_stateful.errors import ConfigurationError, Difference, StateMismatchError
+from lightning_stateful.errors import ConfigurationError, Difference, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.streams.lane import ALONE, StreamConfig
@@ -55,6 +56,9 @@ class StreamSetup:
         if config is not None and not seed_samples:
             sources = {name: replace(source, seed_samples=False) for name, source in config.sources.items()}
             config = replace(config, sources=sources)
+        if config is not None and config.mixing is not None and options.exact:
+            # Each sample once.
+            config = replace(config, mixing=replace(config.mixing, stop="all_exhausted"))
         self._given, self._beginning_of_own = config, beginning_of(loader.dataset)
 
     @property
@@ -124,6 +128,14 @@ class StreamSetup:
     def _check_lanes(self) -> None:
         config, ranks = self.config, self.topology().num_replicas
         lanes = ranks * self.num_workers
+        most = max(source.shards.num_shards for source in config.sources.values())
+        if self._options.exact and most < ranks:
+            warnings.warn(
+                f"{self.name} has {most} shards for {ranks} ranks, so some evaluate nothing. A metric that is logged "
+                "with sync_dist=True waits for them for ever: make more shards, or leave sync_dist out.",
+                StatefulWarning,
+                stacklevel=2,
+            )
         for name, source in config.sources.items():
             shards = source.shards.num_shards
             if shards < lanes and not self._options.exact:

@@ -57,7 +57,8 @@ def take_over(
         # What a trainer was given in place of one of its loaders.
         loader = loader.loader
     if isinstance(loader, StreamLoader):
-        return loader
+        # Whatever limits a trainer sets are its own.
+        return loader.again(num_replicas=num_replicas, rank=rank, exact=exact)
     if _is_stream(loader, exact) and getattr(loader, "in_order", True):
         stream: Any = class_of_patched(StreamLoader, type(loader))
         taken: StreamLoader = stream(

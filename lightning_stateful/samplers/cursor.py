@@ -80,12 +80,14 @@ class Cursor:
             raise _other_slots(state, self.order.kind, where)
         position = read_position(state, where=where, order=self.order)
         length = len(self.order)
-        if position.consumed > length and not cyclic:
+        # How many steps of a stream make an epoch may change.
+        is_stream = self.order.kind == "stream"
+        if position.consumed > length and not cyclic and not is_stream:
             raise PositionError(
                 f"{where} has consumed {position.consumed} samples of epoch {position.epoch}, but an epoch has only "
                 f"{length}. Train on the dataset that it was made with, or resume from a checkpoint of this one."
             )
-        if length and position.consumed == length and not cyclic:
+        if length and position.consumed >= length and not cyclic:
             return Position(epoch=position.epoch + 1, consumed=0, width=position.width)
         return position
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from datasets import DatasetDict, IterableDatasetDict
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.errors import ConfigurationError
@@ -33,8 +34,8 @@ class StreamDataModule(StatefulDataModule):
         train: A ``datasets.IterableDataset``, a :class:`ChunkedDataset`, a :class:`MixedStream`, or any iterable
             dataset, which then divides itself among ranks and workers. A dict or list of them gives one batch of each
             to every step.
-        val: The same for validation: each sample once over all ranks, in order. Ranks take as many steps as their
-            shards give.
+        val: The same for validation, or a map-style dataset: each sample once over all ranks, in order. Of a stream
+            ranks take as many steps as their shards give.
         test: The same for testing.
         predict: The same for prediction.
         batch_size: Samples in a batch of one rank.
@@ -115,10 +116,26 @@ class StreamDataModule(StatefulDataModule):
                 shuffle_batches=shuffle_batches,
                 too_long=too_long,
             )
-        elif max_samples is not None or cost is not None or boundary_key is not None:
+            if options.get("drop_last"):
+                raise ConfigurationError(
+                    "drop_last leaves out batches that are not full, and windows are cut into batches of any size. "
+                    "Leave it out: what ranks have left is settled by tail."
+                )
+        elif given := [
+            name
+            for name, value, default in (
+                ("length", length, len),
+                ("max_samples", max_samples, None),
+                ("multiple", multiple, 1),
+                ("cost", cost, None),
+                ("boundary_key", boundary_key, None),
+                ("shuffle_batches", shuffle_batches, True),
+                ("too_long", too_long, "error"),
+            )
+            if value != default
+        ]:
             raise ConfigurationError(
-                "max_samples, cost and boundary_key are for batches of like lengths: pass max_tokens, or read_ahead "
-                "beside batch_size."
+                f"{', '.join(given)}: for batches of like lengths only. Pass max_tokens, or read_ahead with batch_size."
             )
         self.eval_batch_size = eval_batch_size
         self._buffer_size, self._on_error = as_int("buffer_size", buffer_size), on_error
@@ -128,13 +145,18 @@ class StreamDataModule(StatefulDataModule):
         # Spelled out, because LightningCLI looks here for the options of the class above.
         super().__init__(train, val, test, predict, batch_size=batch_size, shuffle=shuffle, **options)  # type: ignore[arg-type]
 
+    def _loaders(self, data: Any, **how: Any) -> Any:
+        if isinstance(data, (DatasetDict, IterableDatasetDict)):
+            raise ConfigurationError(
+                f"A {type(data).__name__} holds the splits {', '.join(data)}. Pass one of them: load_dataset(..., "
+                "split=...)."
+            )
+        return super()._loaders(data, **how)
+
     def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
         exact = how.get("exact", False)
         if as_stream(dataset) is None and not isinstance(dataset, IterableDataset):
-            raise ConfigurationError(
-                f"{type(self).__name__} serves iterable datasets; a {type(dataset).__name__} has an index, and "
-                "StatefulDataModule serves it faster."
-            )
+            return self._of_index(dataset, name, **how)
         size = self.batch_size if not exact or self.eval_batch_size is None else self.eval_batch_size
         budgeted = self._read_ahead is not None and not (exact and self.eval_batch_size is not None)
         drop_last = bool(how.get("drop_last", False))
@@ -156,6 +178,20 @@ class StreamDataModule(StatefulDataModule):
             seed=self.seed,
             seed_samples=self._settings.seed_samples,
         )
+
+    def _of_index(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
+        """Evaluation on a dataset with an index, beside training on a stream."""
+        if not how.get("exact"):
+            raise ConfigurationError(
+                f"{type(self).__name__} trains on iterable datasets; a {type(dataset).__name__} has an index, and "
+                "StatefulDataModule serves it faster."
+            )
+        size = self.batch_size if self.eval_batch_size is None else self.eval_batch_size
+        if size is None:
+            raise ConfigurationError(
+                f"A {type(dataset).__name__} has an index, and is evaluated in batches of a size: pass eval_batch_size."
+            )
+        return super()._loader(dataset, name, **how, batch_size=size)
 
     def _config(
         self, stream: Stream, dataset: Any, size: int | None, exact: bool, budgeted: bool, drop_last: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -172,6 +173,8 @@ class TrainingData:
             )
         if moment.running and not moment.ended:
             moment = _in_present_steps(moment, step, ended=step >= self.num_batches())
+            if moment.ended:
+                self.group.end_epoch(moment.epoch)
         if moment.ended:
             self._ended_epoch = moment.epoch
             moment = replace(moment, batch=self.num_batches()) if self.group.is_sized else moment
@@ -219,15 +222,17 @@ class TrainingData:
 
     def _prepare_streams(self) -> None:
         streams = {path: loader for path, loader in self.group.loaders.items() if isinstance(loader, StreamLoader)}
+        if any(loader.is_sized for loader in streams.values()):
+            # Lightning doubts the length of any iterable dataset; this one is a number of steps, for all workers.
+            warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
         for path, loader in streams.items():
-            course = loader.course
-            course.label = f"training data {path}"
-            if self.num_batches() < ENDLESS:
-                course.limit_steps(self.num_batches())
-            if _overfit_batches(self._trainer):
-                course.repeat()
-            # A window of accumulated gradients that is open is served again from its first batch.
-            course.look_back(longest_accumulation(self._trainer) - 1)
+            loader.course.prepare(
+                f"training data {path}",
+                limit=self.num_batches() if self.num_batches() < ENDLESS else None,
+                # A window of accumulated gradients that is open is served again from its first batch.
+                lag=longest_accumulation(self._trainer) - 1,
+                repeats=_overfit_batches(self._trainer) > 0,
+            )
 
     def _report(self) -> None:
         for path, loader in self.group.loaders.items():

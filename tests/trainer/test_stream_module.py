@@ -45,10 +45,9 @@ MOMENTS = [
     ("on_validation_end", 0, 0),
     ("on_train_batch_end", 1, 1),
 ]
-SIZED = "ignore:Your `IterableDataset` has `__len__` defined:UserWarning"
 # More workers than this machine has processors.
 MANY = "ignore:This DataLoader will create:UserWarning"
-pytestmark = [pytest.mark.filterwarnings(SIZED), pytest.mark.filterwarnings(MANY)]
+pytestmark = pytest.mark.filterwarnings(MANY)
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +282,6 @@ def test_a_stream_without_steps_has_no_length() -> None:
         len(module(chunks()).train_dataloader())
 
 
-@pytest.mark.filterwarnings("error:Your `IterableDataset` has `__len__` defined:UserWarning")
 def test_lightning_does_not_warn_of_a_stream_with_a_length() -> None:
     train_on(lambda: module(chunks(), steps_per_epoch=3), max_epochs=1)
 
@@ -319,11 +317,13 @@ def test_a_mixture_keeps_its_shares_under_a_trainer(files: Path) -> None:
     ("make", "words"),
     [
         (lambda: module(Numbers(10)), "StatefulDataModule serves it faster"),
-        (lambda: module(chunks(), val=Numbers(10)), "StatefulDataModule serves it faster"),
+        (lambda: module(chunks(), max_tokens=9, length=length_of, val=Numbers(10)), "pass eval_batch_size"),
+        (lambda: module(chunks(), multiple=8), "multiple: for batches of like lengths only"),
+        (lambda: module(chunks(), max_tokens=9, length=length_of, drop_last=True), "drop_last"),
         (lambda: module([1, 2, 3]), "list has an index"),
         (lambda: StreamDataModule(chunks(), batch_size=2, max_tokens=10), "batch_size"),
         (lambda: StreamDataModule(chunks(), batch_size=0), "batch_size"),
-        (lambda: StreamDataModule(chunks(), batch_size=2, max_samples=3), "pass max_tokens"),
+        (lambda: StreamDataModule(chunks(), batch_size=2, max_samples=3), "Pass max_tokens"),
         (lambda: module(chunks(), tail="cut"), r"tail must be one of .*'next', 'pad'.*'cut'"),
         (lambda: module(chunks(), replay="never"), "replay must be one of"),
         (lambda: module(chunks(), on_error="ignore"), "on_error must be one of"),

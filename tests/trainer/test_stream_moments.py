@@ -37,12 +37,7 @@ MOMENTS = [
     ("on_train_epoch_end", 1, 0),
 ]
 FEW = [MOMENTS[number] for number in (1, 4, 6, 9, 11)]
-# Lightning's, wherever a stream has a length.
-SIZED = "ignore:Your `IterableDataset` has `__len__` defined:UserWarning"
 REREAD = "ignore:.*(were read again|Hugging Face's own state):lightning_stateful.errors.StatefulWarning"
-
-
-pytestmark = pytest.mark.filterwarnings(SIZED)
 
 
 @pytest.fixture(scope="module")
