@@ -55,6 +55,20 @@ def test_a_sampler_of_ones_own_goes_on_under_fabric(
     assert lines[1] == "stopped after step 70 and resumed: same batches True, same weights True"
 
 
+def test_a_stream_of_text_shards_goes_on_after_a_stop_with_the_same_and_with_other_workers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["stream_text.py", "--shards", "6", "--lines", "60", "--stop", "10"])
+
+    runpy.run_path(str(EXAMPLES / "stream_text.py"), run_name="__main__")
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("6 shards, 360 lines, ")
+    assert lines[1] == "stopped after step 10 and resumed: same batches True, same weights True"
+    assert lines[2] == "resumed in three workers: 360 lines once, 0 more than once"
+
+
 def test_a_bare_loop_under_torchrun_goes_on_after_it_was_broken_off(tmp_path: Path) -> None:
     def run(checkpoint: str, *options: str) -> list[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -26,6 +26,8 @@ from lightning_stateful.streams.standing import Standing
 
 # Steps that a trainer may have fetched beyond those that the model was trained on, and some more.
 _READ_AHEAD = 16
+# Passes without a step, one after the other, that are put up with.
+_MOST_EMPTY = 4
 # Of each name, loaders in this process that have met those of other ranks.
 _COUNTED: Counter[str] = Counter()
 
@@ -124,18 +126,17 @@ class StreamCourse:
         epoch, step = position.epoch, position.consumed
         run = self._run_at(position)
         served = run.served
-        endless = self._options.steps_per_epoch is not None
+        endless, joined = self._options.steps_per_epoch is not None, self._is_joined()
         while self._limit is None or step < self._limit:
             if not run.goes_on(served):
                 # Another iteration has taken over what is read.
                 run = self._run_at(replace(position, consumed=step))
             if not run.has_next():
-                # A limited epoch may begin where a pass ends.
-                if not endless and (self._limit is None or step):
+                # A limited epoch may begin where a pass ends; a whole pass in which a rank has nothing is no epoch.
+                begins = not step and (self._limit is not None or (joined and run.is_empty))
+                if not endless and not begins:
                     break
-                run = self._next_pass(run)
-                if not run.has_next():
-                    raise ConfigurationError(f"{self._setup.name} has no batch to give in a whole pass.")
+                run = self._next_with_batches(run)
             batch = run.next()
             step, served = step + 1, run.served
             self._know(epoch, step, _Known(None, run, served))
@@ -251,6 +252,17 @@ class StreamCourse:
             keep=self._keep,
         )
         return self._run
+
+    def _next_with_batches(self, run: PassRun) -> PassRun:
+        """The next pass; the next but one, and so on, where ranks have nothing and are dealt what others have left."""
+        for _ in range(_MOST_EMPTY):
+            run = self._next_pass(run)
+            if run.has_next():
+                return run
+        raise ConfigurationError(
+            f"{self._setup.name} has given no batch to all ranks in {_MOST_EMPTY} passes. Use fewer ranks and workers, "
+            "or more and fuller shards."
+        )
 
     def _next_pass(self, run: PassRun) -> PassRun:
         following = self._following(run)

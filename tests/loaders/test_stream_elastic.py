@@ -294,6 +294,7 @@ def test_what_is_said_to_help_helps() -> None:
     assert "num_workers=0" not in str(refused.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*shards for . ranks, so some evaluate nothing")
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 @pytest.mark.parametrize("num_workers", [0, 1, 4])
