@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from torch.utils.data import IterableDataset, default_collate, default_convert, 
 from lightning_stateful.index.seeding import derive_seed, mixed_seed
 from lightning_stateful.samplers.randomness import seed_randomness
 from lightning_stateful.streams.lane import Lane, LaneBatch, StreamConfig
+from lightning_stateful.streams.place_text import News, PlaceTexts
 from lightning_stateful.streams.share import Share
 from lightning_stateful.streams.stage import Place
 
@@ -33,18 +33,32 @@ class LaneTask(NamedTuple):
     epoch: int
 
 
+class Sealed:
+    """A place that torch hands on as it is: it would pin each number in it to memory.
+
+    Attributes:
+        place: The place.
+    """
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+
 class Delivery(NamedTuple):
     """What a lane hands over.
 
     Attributes:
         worker: The lane.
-        place: Where it stands afterwards; as JSON, if it comes from a worker.
+        place: Where it stands afterwards; as JSON, and without large states that it had before, if it comes from a
+            worker.
         batch: The batch; None with the last delivery, which only says where the lane ended.
         is_end: Whether it is the last.
     """
 
     worker: int
-    place: Place | str
+    place: Sealed | News
     batch: Any
     is_end: bool
 
@@ -82,7 +96,7 @@ class LaneDataset(IterableDataset[Delivery]):
             task = self.queues[self._process].get() if self.queues else self.tasks[self._process]
             # Datasets that divide themselves see the lane's number.
             torch_worker._worker_info = replace(info, id=task.worker, dataset=self._dataset)
-        say: Any = _as_it_is if info is None else json.dumps
+        say: Callable[[Place], Sealed | News] = Sealed if info is None else PlaceTexts().news
         lane = Lane(
             self._config,
             task.shares,
@@ -117,7 +131,3 @@ class LaneDataset(IterableDataset[Delivery]):
             vars(self)[name] = value
         else:
             setattr(self._dataset, name, value)
-
-
-def _as_it_is(place: Place) -> Place:
-    return place

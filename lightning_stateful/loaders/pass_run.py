@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lightning_stateful.errors import StreamError
+from lightning_stateful.errors import PositionError, StreamError
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.lanes import LaneTask
-from lightning_stateful.loaders.rank_reader import RankReader, as_place
+from lightning_stateful.loaders.rank_reader import RankReader
 from lightning_stateful.loaders.stream_options import StreamTail
 from lightning_stateful.streams.exchange import Exchange
+from lightning_stateful.streams.place_text import PlaceTexts, Text, as_place, text_of_list
 from lightning_stateful.streams.stage import Place
 from lightning_stateful.streams.standing import Standing
 
@@ -24,7 +25,7 @@ class _Read(NamedTuple):
     """A batch that was read, and where this rank's lanes stand after it."""
 
     batch: Any
-    places: list[Place | str]
+    places: list[Place | Text]
 
 
 class PassRun:
@@ -59,15 +60,20 @@ class PassRun:
         self._num_read = 0
         # Batches of its own that this rank has in this pass, once that is known.
         self._own: int | None = None
-        self._last: list[Place | str] = []
-        self._num_repeated: int = (standing.places[topology.rank] or {}).get("repeated", 0)
+        self._last: list[Place] = []
+        # For the places of workers that have handed over nothing yet, or of none.
+        self._texts = [PlaceTexts() for _ in range(standing.num_workers)]
+        own = range(topology.rank, standing.num_lanes, standing.num_replicas)
+        # Batches that this rank has repeated, which the first of its lanes that reads says.
+        self._says_repeated = next((at for at, lane in enumerate(own) if any(standing.portions[lane].values())), 0)
+        self._num_repeated: int = (standing.places[own[self._says_repeated]] or {}).get("repeated", 0)
         # Met where this rank reads ahead, and where it has to be raised.
         self._error: Exception | None = None
         self._broken: Exception | None = None
         self._is_over = self.is_closed = False
         self.served = 0
         self._start(standing)
-        self._places: dict[int, list[Place | str]] = {0: reader.places}
+        self._places: dict[int, list[Place | Text]] = {0: reader.places}
         self._skip_unknown(standing)
 
     def next(self) -> Any:
@@ -103,6 +109,11 @@ class PassRun:
             except StreamError as error:
                 self._broken = error
         return not self._is_over
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step of the pass has happened."""
+        return not self.served and not self._begun.steps
 
     @property
     def is_broken(self) -> bool:
@@ -157,8 +168,16 @@ class PassRun:
         own = standing.places[self._topology.rank :: standing.num_replicas]
         if not standing.steps or any(place is not None for place in own):
             return
-        for _ in range(standing.steps):
-            self._reader.next()
+        for number in range(standing.steps):
+            try:
+                self._reader.next()
+            except StopIteration:
+                raise PositionError(
+                    f"The state says that each rank was given {standing.steps} batches, but not where rank "
+                    f"{self._topology.rank} stood, and this rank has only {number}. Ranks without a process group, and "
+                    "in evaluation, write down only where they stood themselves: resume each from its own state, or "
+                    "have the process group begin before the stream is read."
+                ) from None
         self._places[0] = self._reader.places
 
     def _read_until(self, number: int) -> None:
@@ -177,7 +196,7 @@ class PassRun:
             places = self._reader.places if self._own is None else self._repeated()
             self._buffer.append(_Read(batch, places))
             if self._exchange is not None:
-                self._exchange.announce(json.dumps(places))
+                self._exchange.announce(self._said(places))
 
     def _next_of_any(self) -> Any:
         """The next batch of this rank's own, or one that it repeats until the others have ended."""
@@ -186,9 +205,9 @@ class PassRun:
         except StopIteration:
             pads = self._exchange is not None and self._tail == "pad"
             if self._own is None:
-                self._own, self._last = self._num_read, self._reader.places
+                self._own, self._last = self._num_read, [as_place(place) for place in self._reader.places]
                 if self._exchange is not None:
-                    self._exchange.announce_end(json.dumps(self._last))
+                    self._exchange.announce_end(self._said(self._last))
                 # On a resume, some had been repeated before.
                 missed = self._num_repeated if pads else 0
             else:
@@ -214,27 +233,33 @@ class PassRun:
     def _start_over(self) -> None:
         self._start(self._begun.at((None,) * self._begun.num_lanes))
 
-    def _repeated(self) -> list[Place | str]:
-        """Where this rank stands, in the words of its first worker, after one more repeated batch."""
+    def _repeated(self) -> list[Place | Text]:
+        """Where this rank stands after one more repeated batch."""
         self._num_repeated += 1
-        return [{**as_place(self._last[0]), "repeated": self._num_repeated}, *self._last[1:]]
+        places = [*self._last]
+        places[self._says_repeated] = {**self._last[self._says_repeated], "repeated": self._num_repeated}
+        return places
+
+    def _said(self, places: Sequence[Place | Text]) -> Text:
+        texts = zip(places, self._texts, strict=True)
+        return text_of_list([says.text(place) if isinstance(place, dict) else place for place, says in texts])
 
     def _say_reading(self, rank: int, text: str) -> str:
         begun, names = self._begun, set()
         for worker, place in enumerate(json.loads(text)):
-            names.update(begun.shards_at(worker * begun.num_replicas + rank, as_place(place)))
+            names.update(begun.shards_at(worker * begun.num_replicas + rank, place))
         return f"last known to read {', '.join(sorted(names)) or 'nothing more'}"
 
-    def _alone(self, places: list[Place | str]) -> dict[int, list[Place]]:
+    def _alone(self, places: list[Place | Text]) -> dict[int, list[Place]]:
         return {self._topology.rank: [as_place(place) for place in places]}
 
     def _told(self, ranks: Sequence[str | None]) -> dict[int, list[Place]]:
-        told = ((rank, json.loads(text)) for rank, text in enumerate(ranks) if text is not None)
-        return {rank: [as_place(place) for place in places] for rank, places in told}
+        return {rank: json.loads(text) for rank, text in enumerate(ranks) if text is not None}
 
     def _gathered(self, ranks: dict[int, list[Place]], served: int) -> Standing:
         begun = self._begun
-        places: list[Place | None] = list(begun.places)
+        # Where the others stand by now, a rank that is alone does not know.
+        places: list[Place | None] = [None] * begun.num_lanes if self._exchange is None else list(begun.places)
         for rank, told in ranks.items():
             places[rank :: begun.num_replicas] = told
         return begun.at(tuple(places), steps=begun.steps + served)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
 
 from lightning_stateful.errors import ConfigurationError, StatefulError, StreamError
-from lightning_stateful.loaders.lanes import Delivery, LaneDataset, LaneTask
+from lightning_stateful.loaders.lanes import Delivery, LaneDataset, LaneTask, Sealed
 from lightning_stateful.streams.lane import Lane, StreamConfig
+from lightning_stateful.streams.place_text import Text, as_place, heard
 from lightning_stateful.streams.stage import Place
 
 # What torch says when a worker is gone, or slow.
@@ -63,8 +63,8 @@ class RankReader:
             context: Any = loader.multiprocessing_context or torch.multiprocessing
             self._dataset.queues = [context.SimpleQueue() for _ in range(loader.num_workers)]
         self._batches: Iterator[Any] | None = None
-        # A worker's is read when somebody wants it.
-        self.places: list[Place | str] = []
+        # A worker's is JSON until somebody wants it.
+        self.places: list[Place | Text] = []
 
     def begin(self, tasks: Sequence[LaneTask], seed: int, name_shards: Callable[[int, Place], list[str]]) -> None:
         """Begin to read.
@@ -133,6 +133,8 @@ class RankReader:
         """End persistent workers as well."""
         self.end()
         self.loader._iterator = None
+        # After an exception in a loader hook Lightning goes on recording what is set on loaders, iterators too.
+        vars(self.loader).pop("__pl_attrs_record", None)
 
     def _begun(self, task: LaneTask) -> Place:
         return Lane(self._config, task.shares, task.place).place() if task.place is None else task.place
@@ -144,7 +146,8 @@ class RankReader:
     def _note(self, delivery: Delivery) -> None:
         # A new list: the old one is part of the history.
         self.places = [*self.places]
-        self.places[delivery.worker] = delivery.place
+        worker, place = delivery.worker, delivery.place
+        self.places[worker] = place.place if isinstance(place, Sealed) else heard(place, self.places[worker])
 
     def _other_count(self, which: str) -> ConfigurationError:
         return ConfigurationError(
@@ -202,11 +205,6 @@ class _Unwrapping:
         if name.startswith("__") or "_iterator" not in vars(self):
             raise AttributeError(name)
         return getattr(self._iterator, name)
-
-
-def as_place(place: Place | str) -> Place:
-    """A place, which a worker gives as JSON."""
-    return json.loads(place) if isinstance(place, str) else place
 
 
 def _as_it_is(delivery: Any) -> Any:

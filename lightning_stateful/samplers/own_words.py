@@ -1,4 +1,4 @@
-"""A sampler's own ``state_dict`` as plain data, and back."""
+"""The own ``state_dict`` of a sampler or a dataset as plain data, and back."""
 
 from __future__ import annotations
 
@@ -21,41 +21,21 @@ _TAG = "__of__"
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 
 
-def to_plain(value: Any, path: str = "state_dict()") -> Any:
+def to_plain(value: Any, path: str = "state_dict()", owner: str = "sampler") -> Any:
     """A fresh copy of a state as JSON data.
 
     Tuples, sets, deques, bytes, arrays, tensors, infinite numbers and dicts with other keys than strings are spelled
     out in a way that :func:`from_plain` undoes.
 
+    Args:
+        value: The state.
+        path: What errors call it.
+        owner: What it is the state of.
+
     Raises:
         StateError: Something in it is none of these.
     """
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
-        return value
-    if type(value) is float:
-        return {_TAG: ["float", repr(value)]}
-    if isinstance(value, np.generic) and not value.dtype.hasobject:
-        return {_TAG: ["scalar", value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
-    if isinstance(value, Mapping):
-        return _mapping_to_plain(value, path)
-    if type(value) is list:
-        return [to_plain(item, f"{path}[{number}]") for number, item in enumerate(value)]
-    for kind, made in _SEQUENCES.items():
-        if type(value) is made:
-            # Sets have no order: sorted, equal sets give equal states.
-            items = sorted(value, key=repr) if kind.endswith("set") else value
-            parts = [to_plain(item, f"{path}[{number}]") for number, item in enumerate(items)]
-            return {_TAG: [kind, parts, *([value.maxlen] if kind == "deque" else [])]}
-    if type(value) in (bytes, bytearray):
-        return {_TAG: [type(value).__name__, base64.b64encode(value).decode()]}
-    if isinstance(value, torch.Tensor):
-        return {_TAG: ["tensor", _saved(partial(torch.save, value.detach().cpu().clone()))]}
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return {_TAG: ["array", _saved(lambda file: np.save(file, value, allow_pickle=False))]}
-    raise StateError(
-        f"The sampler's {path} is a {type(value).__qualname__}, which cannot be kept in a checkpoint. Return numbers, "
-        "strings, containers, arrays or tensors."
-    )
+    return _to_plain(value, f"The {owner}'s {path}")
 
 
 def from_plain(value: Any) -> Any:
@@ -74,7 +54,36 @@ def from_plain(value: Any) -> Any:
         kind, *parts = value[_TAG]
         return _from_tagged(kind, parts)
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise DamagedStateError(f"A sampler's state holds {value!r}, which nothing can be made of.") from error
+        raise DamagedStateError(f"A state holds {value!r}, which nothing can be made of.") from error
+
+
+def _to_plain(value: Any, path: str) -> Any:
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return value
+    if type(value) is float:
+        return {_TAG: ["float", repr(value)]}
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return {_TAG: ["scalar", value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+    if isinstance(value, Mapping):
+        return _mapping_to_plain(value, path)
+    if type(value) is list:
+        return [_to_plain(item, f"{path}[{number}]") for number, item in enumerate(value)]
+    for kind, made in _SEQUENCES.items():
+        if type(value) is made:
+            # Sets have no order: sorted, equal sets give equal states.
+            items = sorted(value, key=repr) if kind.endswith("set") else value
+            parts = [_to_plain(item, f"{path}[{number}]") for number, item in enumerate(items)]
+            return {_TAG: [kind, parts, *([value.maxlen] if kind == "deque" else [])]}
+    if type(value) in (bytes, bytearray):
+        return {_TAG: [type(value).__name__, base64.b64encode(value).decode()]}
+    if isinstance(value, torch.Tensor):
+        return {_TAG: ["tensor", _saved(partial(torch.save, value.detach().cpu().clone()))]}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return {_TAG: ["array", _saved(lambda file: np.save(file, value, allow_pickle=False))]}
+    raise StateError(
+        f"{path} is a {type(value).__qualname__}, which cannot be kept in a checkpoint. Return numbers, "
+        "strings, containers, arrays or tensors."
+    )
 
 
 def _saved(save: Callable[[Any], Any]) -> str:
@@ -87,12 +96,11 @@ def _mapping_to_plain(value: Mapping[Any, Any], path: str) -> Any:
     kinds: dict[Any, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
     if type(value) not in kinds:
         raise StateError(
-            f"The sampler's {path} is a {type(value).__qualname__}, which cannot be kept in a checkpoint. Return a "
-            "dict."
+            f"{path} is a {type(value).__qualname__}, which cannot be kept in a checkpoint. Return a dict."
         )
     if _TAG not in value and all(type(key) is str for key in value) and type(value) is dict:
-        return {key: to_plain(item, f"{path}[{key!r}]") for key, item in value.items()}
-    pairs = [[to_plain(key, path), to_plain(item, f"{path}[{key!r}]")] for key, item in value.items()]
+        return {key: _to_plain(item, f"{path}[{key!r}]") for key, item in value.items()}
+    pairs = [[_to_plain(key, path), _to_plain(item, f"{path}[{key!r}]")] for key, item in value.items()]
     return {_TAG: [kinds[type(value)], pairs]}
 
 

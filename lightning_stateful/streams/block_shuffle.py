@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -49,18 +48,16 @@ class BlockShuffle(Stage):
                 )
 
     def __next__(self) -> Item:
-        for run in self.take_runs(1):
-            return Item(run.shard, run.first, run.values[0])
-        raise StopIteration
+        if not self._find():
+            raise StopIteration
+        served = self._served
+        self._served += 1
+        return Item(*self._name(served), self._values[served])
 
     def take_runs(self, number: int) -> list[Run]:
         """The next samples: those of a block under the name of the first of them."""
         taken = []
-        while number:
-            if self._served == len(self._values):
-                self._fill(self._size)
-                if not self._values:
-                    break
+        while number and self._find():
             values = self._values[self._served : self._served + number]
             shard, first = self._name(self._served)
             taken.append(Run(shard, first, values))
@@ -70,7 +67,12 @@ class BlockShuffle(Stage):
 
     def take(self, number: int) -> list[Any]:
         """The next items, each under its own name."""
-        return list(islice(self, number))
+        taken: list[Any] = []
+        while len(taken) < number and self._find():
+            served = range(self._served, min(self._served + number - len(taken), len(self._values)))
+            taken += [Item(*self._name(place), self._values[place]) for place in served]
+            self._served = served.stop
+        return taken
 
     def skip(self, count: int) -> int:
         """Leave out items."""
@@ -85,6 +87,12 @@ class BlockShuffle(Stage):
     def close(self) -> None:
         """Close what is shuffled."""
         self._inner.close()
+
+    def _find(self) -> bool:
+        """Have a sample at hand; False at the end."""
+        if self._served == len(self._values):
+            self._fill(self._size)
+        return bool(self._values)
 
     def _fill(self, size: int) -> None:
         if not self._is_broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +19,9 @@ class ChunkedDataset(Stream):
     """Samples in chunks, such as compressed files, of which each is opened by a function.
 
     Args:
-        chunk_refs: What stands for each chunk: a path, or anything that can be pickled. All ranks pass the same list.
+        chunk_refs: What stands for each chunk: a path, or anything that can be pickled. All ranks pass the same list. A
+            resume asks for the same chunks: the same paths below the folder common to all, or the same values; of
+            objects that are neither numbers, strings, bytes nor containers of these only the classes are compared.
         read_chunk_fn: Opens a chunk: ``read_chunk_fn(ref)`` gives its samples, one after the other or all at once. What
             it draws at random as it is opened follows from (seed, epoch, chunk).
         shuffle: Read the chunks of each epoch in an order of its own, and shuffle samples in blocks.
@@ -49,6 +52,11 @@ class ChunkedDataset(Stream):
         on_error: OnError = "raise",
         chunk_sizes: Sequence[int] | None = None,
     ) -> None:
+        if isinstance(chunk_refs, (str, bytes, os.PathLike)) or not isinstance(chunk_refs, Iterable):
+            raise ConfigurationError(
+                f"chunk_refs is a list with what stands for each chunk, got {chunk_refs!r}. Pass "
+                "sorted(glob.glob(pattern)) for the files of a pattern, or [path] for a single one."
+            )
         refs = list(chunk_refs)
         if not refs:
             raise ConfigurationError("ChunkedDataset was given no chunks. Look at the pattern that should find them.")

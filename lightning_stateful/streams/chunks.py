@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.checks import as_int
+from lightning_stateful.streams.naming import check_function
 from lightning_stateful.streams.shards import ShardIterator, Shards
+
+# Of a name in an error; what stands for a chunk may be all its samples.
+_MOST_CHARACTERS = 80
 
 
 class Chunks(Shards):
     """Chunks as shards; a place in one is reached by reading it again up to there.
 
+    A chunk is known by the value of its reference: by numbers, strings, bytes, and containers of these, and by paths
+    below the longest folder that is common to all. Of any other object only its class counts.
+
     Args:
         refs: What stands for each chunk: a path, or anything that can be pickled.
         read_chunk: Opens a chunk: gives its samples, one after the other or all at once.
         chunk_sizes: Samples of each chunk, if they are known.
+
+    Raises:
+        ConfigurationError: ``read_chunk`` is no function, or the sizes are none of these chunks.
     """
 
     def __init__(
@@ -27,10 +40,10 @@ class Chunks(Shards):
         read_chunk: Callable[[Any], Iterable[Any]],
         chunk_sizes: Sequence[int] | None = None,
     ) -> None:
+        check_function("read_chunk_fn", read_chunk)
         self._refs, self._read_chunk = list(refs), read_chunk
-        self._sizes = None if chunk_sizes is None else [int(size) for size in chunk_sizes]
-        if self._sizes is not None and len(self._sizes) != len(self._refs):
-            raise ConfigurationError(f"chunk_sizes has {len(self._sizes)} sizes for {len(self._refs)} chunks.")
+        self._sizes = None if chunk_sizes is None else _checked(chunk_sizes, len(self._refs))
+        self._depth = _common_depth(self._refs)
 
     @property
     def num_shards(self) -> int:
@@ -43,16 +56,25 @@ class Chunks(Shards):
 
     def name(self, shard: int) -> str:
         """Number and reference of a chunk."""
-        return f"chunk {shard} of {len(self._refs)} ({_said(self._refs[shard])})"
+        said = _said(self._refs[shard], self._depth)
+        more = "..." if len(said) > _MOST_CHARACTERS else ""
+        return f"chunk {shard} of {len(self._refs)} ({said[:_MOST_CHARACTERS]}{more})"
 
     def describe(self) -> dict[str, Any]:
         """The number of chunks, and a digest of their names."""
-        named = "\n".join(_said(ref) for ref in self._refs)
-        return {"chunks": len(self._refs), "names": hashlib.blake2b(named.encode(), digest_size=8).hexdigest()}
+        return {"chunks": len(self._refs), "names": self._digest}
 
     def sizes(self) -> list[int] | None:
         """Samples of each chunk, if they were given."""
         return self._sizes
+
+    @cached_property
+    def _digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=8)
+        for ref in self._refs:
+            # A name may hold what is no text.
+            digest.update(f"{_said(ref, self._depth)}\n".encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
 
 class _ChunkIterator(ShardIterator):
@@ -72,8 +94,48 @@ class _ChunkIterator(ShardIterator):
             close()
 
 
-def _said(ref: Any) -> str:
-    """A reference in words that are the same in another folder or process."""
+def _said(ref: Any, depth: int) -> str:
+    """A reference in words that are the same in another folder or process, where paths lie ``depth`` folders deep."""
     if isinstance(ref, (str, os.PathLike)):
-        return PurePath(ref).name or str(ref)
-    return str(ref) if isinstance(ref, (int, float, tuple)) else type(ref).__qualname__
+        parts = _parts(ref)[depth:]
+        return PurePath(*parts).as_posix() if parts else str(ref)
+    return _value(ref)
+
+
+def _value(ref: Any) -> str:
+    if callable(getattr(ref, "tolist", None)):
+        # Numbers and arrays of NumPy and torch.
+        ref = ref.tolist()
+    if ref is None or isinstance(ref, (int, float, complex, str, bytes)):
+        return repr(ref)
+    if isinstance(ref, Mapping):
+        return f"{{{', '.join(f'{_value(key)}: {_value(value)}' for key, value in ref.items())}}}"
+    if isinstance(ref, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_value, ref)))}}}"
+    if isinstance(ref, (list, tuple)):
+        inside = ", ".join(map(_value, ref))
+        return f"[{inside}]" if isinstance(ref, list) else f"({inside})"
+    return repr(os.fspath(ref)) if isinstance(ref, os.PathLike) else type(ref).__qualname__
+
+
+def _common_depth(refs: Sequence[Any]) -> int:
+    """How many folders, from the first on, all paths among references have in common."""
+    folders = [_parts(ref)[:-1] for ref in refs if isinstance(ref, (str, os.PathLike))]
+    pairs = zip(min(folders), max(folders), strict=False) if folders else ()
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _parts(path: str | os.PathLike[Any]) -> tuple[str, ...]:
+    return PurePath(os.fsdecode(path)).parts
+
+
+def _checked(sizes: Any, num_chunks: int) -> list[int]:
+    try:
+        checked = [as_int("A size in chunk_sizes", size) for size in sizes]
+    except TypeError:
+        raise ConfigurationError(f"chunk_sizes must be a size for each chunk, got {sizes!r}.") from None
+    if len(checked) != num_chunks:
+        raise ConfigurationError(f"chunk_sizes has {len(checked)} sizes for {num_chunks} chunks.")
+    if min(checked, default=0) < 0:
+        raise ConfigurationError(f"A size in chunk_sizes must not be negative, got {min(checked)}.")
+    return checked

@@ -11,6 +11,7 @@ from lightning_stateful.errors import ConfigurationError, PositionError, Statefu
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.streams.group_store import GroupStore, meet
+from lightning_stateful.streams.place_text import Text
 from lightning_stateful.streams.ring import Ring
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Exchange:
         self.topology, self.first_step, self.tail, self.timeout, self._size = topology, first_step, tail, timeout, size
         self.stop: int | None = None
         self._describe = describe
-        self._places: list[str] = []  # Not yet told of.
+        self._places: list[str | Text] = []  # Not yet told of.
         self._announced = self._next = first_step
         self._told = self._complete = 0  # Groups.
         self._end: int | None = None
@@ -107,8 +108,8 @@ class Exchange:
         """Below which step, beyond ``step``, this rank has to have announced its batches before it asks about it."""
         return self._first_of(self._group(step + 1) + 1)
 
-    def announce(self, place: str) -> None:
-        """Say that this rank has the next batch, and stands at ``place`` after it.
+    def announce(self, place: str | Text) -> None:
+        """Say that this rank has the next batch, and stands at ``place`` after it; its large parts are said once.
 
         Raises:
             ConfigurationError: The rank has ended, and repeats nothing.
@@ -119,7 +120,7 @@ class Exchange:
         self._announced += 1
         self._tell()
 
-    def announce_end(self, place: str | None = None) -> None:
+    def announce_end(self, place: str | Text | None = None) -> None:
         """Say that this rank has no more batches of its own.
 
         With ``tail="pad"`` it goes on announcing, for batches that it repeats.
@@ -131,7 +132,7 @@ class Exchange:
             return
         end, stops = self._announced, self.tail == "stop"
         if place is not None:
-            self._ends.say(self.topology.rank, end, place)
+            self._ends.say(self.topology.rank, end, [place])
         self._store.settle(self._key("end"), end, lambda standing: end < standing if stops else end > standing)
         self._store.add(self._key("ended"), 1)
         # Of ranks that pad, those that have not ended know that not all have.
@@ -196,7 +197,7 @@ class Exchange:
                 self._post_failure(step, f"Rank 0 could not gather the places at step {step}: {error}")
                 raise
             ends = self._ends.find(step, ranks)
-            gathered = [place if end is None else end for place, end in zip_longest(places, ends)]
+            gathered = [place if end is None else end[0] for place, end in zip_longest(places, ends)]
             self._store.say(self._key("gathered"), [step, gathered])
             return gathered
 

@@ -18,6 +18,7 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError
 from lightning_stateful.samplers.own_words import from_plain, to_plain
 from lightning_stateful.samplers.randomness import Randomness
 from lightning_stateful.streams import hugging_face_stages as stages
+from lightning_stateful.streams.hugging_face_exit import wait_at_exit
 from lightning_stateful.streams.shards import ShardIterator, Shards
 
 _FEW_NAMES = 3
@@ -28,6 +29,12 @@ def is_hugging_face(dataset: Any) -> bool:
     """Whether this is a ``datasets.IterableDataset``; ``datasets`` is not imported to find out."""
     kind = getattr(sys.modules.get("datasets"), "IterableDataset", None)
     return kind is not None and isinstance(dataset, kind)
+
+
+def splits_in(data: Any) -> list[str]:
+    """The splits that ``load_dataset`` gives without ``split=``; none of anything else."""
+    kinds: Any = [getattr(sys.modules.get("datasets"), name, None) for name in ("DatasetDict", "IterableDatasetDict")]
+    return list(data) if None not in kinds and isinstance(data, tuple(kinds)) else []
 
 
 class HuggingFaceShards(Shards):
@@ -63,6 +70,7 @@ class HuggingFaceShards(Shards):
         # Not copy.copy: Hugging Face gives such a copy the attributes' dict of the original.
         self._dataset = object.__new__(type(dataset))
         vars(self._dataset).update(vars(dataset), _distributed=None)
+        self._dataset._ex_iterable = stages.easily_divided(dataset._ex_iterable)
         self._num_shards = int(self._dataset.num_shards)
         found = list(stages.walk(self._dataset._ex_iterable))
         for stage in found:
@@ -120,6 +128,8 @@ class HuggingFaceIterator(ShardIterator):
     def __init__(self, dataset: Any, epoch: int, state: Any = None, *, is_exact: bool = True) -> None:
         _reset_lock()
         self._is_exact = is_exact
+        found = stages.walk(dataset._ex_iterable)
+        self._leaves_threads = any(getattr(stage, "_sleep_on_threads_shutdown", False) for stage in found)
         self._watches: list[_Watch] = []
         # What is given out as tables is cut into batches at the end.
         is_cut = dataset._formatting is not None and dataset._formatting.is_table
@@ -149,11 +159,13 @@ class HuggingFaceIterator(ShardIterator):
             return copy.deepcopy(self._begun_at)
         if not self._is_exact or any(watch.has_drawn for watch in self._watches):
             return None
-        return to_plain(self._dataset.state_dict())
+        return to_plain(self._dataset.state_dict(), owner="dataset")
 
     def close(self) -> None:
         """Let go of Hugging Face's readers, which may wait for its threads."""
         self._samples.close()
+        if self._leaves_threads:
+            wait_at_exit()
 
 
 class _InNoWorker:
@@ -228,6 +240,9 @@ def _copy(stage: Any, watches: list[_Watch], behind: _Behind) -> Any:
         # There is nothing to interleave, but Hugging Face would read ahead in a thread.
         return _copy(stage.ex_iterable, watches, behind)
     own = copy.copy(stage)
+    if hasattr(own, "_sleep_on_threads_shutdown"):
+        # Hugging Face waits for seconds behind each interleaved reading; here it is once, where the process ends.
+        own._sleep_on_threads_shutdown = False
     function = stages.function_of(own)
     if function is not None:
         is_async = inspect.iscoroutinefunction(function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import re
@@ -18,10 +19,10 @@ from lightning_stateful.errors import ConfigurationError
 REBATCHED, FORMATTED = "RebatchedArrowExamplesIterable", "FormattedExamplesIterable"
 SHARDS_INTERLEAVED = "InterleavedShardsExamplesIterable"
 INTERLEAVED = ("CyclingMultiSourcesExamplesIterable", "RandomlyCyclingMultiSourcesExamplesIterable")
+_FILES = ("ExamplesIterable", "ArrowExamplesIterable")
 # Stages by what people call them, those that Hugging Face adds by itself by nothing; of others nothing is known.
 _WORDS = {
-    "ExamplesIterable": "",
-    "ArrowExamplesIterable": "",
+    **dict.fromkeys(_FILES, ""),
     REBATCHED: "",
     FORMATTED: "",
     SHARDS_INTERLEAVED: "",
@@ -47,6 +48,21 @@ def walk(stage: Any) -> Iterator[Any]:
     yield stage
     for source in sources_of(stage):
         yield from walk(source)
+
+
+def easily_divided(stage: Any) -> Any:
+    """A copy of a stage and of those before it whose shards do not cost more where there are many of them.
+
+    Hugging Face divides all the files of a dataset for every shard of it.
+    """
+    own = copy.copy(stage)
+    if type(own).__name__ in _FILES:
+        own.shard_data_sources = partial(_part_of, stage)
+    elif hasattr(own, "ex_iterable"):
+        own.ex_iterable = easily_divided(own.ex_iterable)
+    elif sources_of(own):
+        own.ex_iterables = [easily_divided(source) for source in own.ex_iterables]
+    return own
 
 
 def sources_of(stage: Any) -> list[Any]:
@@ -218,6 +234,20 @@ def sizes_of(stage: Any) -> list[int] | None:
         return [min(size, part) if word == "take" else max(size - part, 0) for size, part in parts]
     is_one_to_one = word in ("", "select_columns", "shuffle") or (word == "map" and not is_batched(stage))
     return sizes if is_one_to_one and not getattr(stage, "drop_last_batch", False) else None
+
+
+def _part_of(stage: Any, num_shards: int, index: int, contiguous: bool = True) -> Any:
+    """What ``shard_data_sources`` of a stage that reads files gives, without looking at the other files."""
+    if stage.num_shards < 2:
+        return stage.shard_data_sources(num_shards, index, contiguous=contiguous)
+    numbers = stage.split_shard_indices_by_worker(num_shards, index, contiguous=contiguous)
+    part = copy.copy(stage)
+    part._state_dict = None
+    part.kwargs = {
+        name: [value[number] for number in numbers] if isinstance(value, list) else value
+        for name, value in stage.kwargs.items()
+    }
+    return part
 
 
 def _in_words(stage: Any) -> str:

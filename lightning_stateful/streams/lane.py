@@ -12,7 +12,7 @@ from lightning_stateful.streams.mixing import Mixing
 from lightning_stateful.streams.share import Share
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.source_lane import SourceLane
-from lightning_stateful.streams.stage import Item, Place, Stage
+from lightning_stateful.streams.stage import Item, Place, Run, Stage
 
 # The name of a source that stands alone.
 ALONE = ""
@@ -114,6 +114,11 @@ class Lane(Stage):
         }
         # After the latest batch: a lane may have read more, which then was no batch.
         self._places = {name: lane.place() for name, lane in self._lanes.items()}
+        self._note_ends()
+        # Too little for a batch, of sources that begin again.
+        self._tails: dict[str, list[Run]] = {}
+        self._keeps_tails = config.drop_last and config.mixing is not None and config.mixing.stop == "cycle"
+        self._size = (config.batch_size or 1) if config.is_batched else 1
 
     def __next__(self) -> LaneBatch:
         mixing = self._config.mixing
@@ -123,6 +128,8 @@ class Lane(Stage):
             batch = self._of_source(ALONE)
         else:
             batch = self._in_turn(mixing) if mixing.by == "batch" else self._of_samples(mixing)
+        if mixing is not None:
+            self._note_ends()
         if batch is None:
             self._over = True
             raise StopIteration
@@ -135,9 +142,7 @@ class Lane(Stage):
             "batches": self._served,
             "over": self._over,
             "turn": self._turn,
-            "ended": sorted(self._ended),
-            "again": sorted(self._begun_again),
-            "gone": sorted(self._gone),
+            **{name: list(names) for name, names in self._ends.items()},
             "of": dict(self._places),
         }
 
@@ -171,8 +176,8 @@ class Lane(Stage):
                 self._begun_again.discard(name)
         if not items or (len(items) < size and self._config.drop_last):
             return None
-        self._turn += len(items)
         self._places = {name: lane.place() for name, lane in self._lanes.items()}
+        self._turn += len(items)
         return LaneBatch([item.value for item in items], None, items[0].shard, items[0].number)
 
     def _of_source(self, name: str) -> LaneBatch | None:
@@ -186,7 +191,7 @@ class Lane(Stage):
 
     def _filled(self, name: str) -> LaneBatch | None:
         lane = self._lanes[name]
-        runs = lane.take_runs(self._size)
+        runs = self._taken(name) if self._keeps_tails else lane.take_runs(self._size)
         values = runs[0].values if len(runs) == 1 else [value for run in runs for value in run.values]
         drops = bool(values) and len(values) < self._size and self._config.drop_last
         if not drops or self._config.sources[name].shards.pinned:
@@ -194,9 +199,17 @@ class Lane(Stage):
             self._places[name] = lane.place()
         return LaneBatch(values, name, runs[0].shard, runs[0].first) if values and not drops else None
 
-    @property
-    def _size(self) -> int:
-        return (self._config.batch_size or 1) if self._config.is_batched else 1
+    def _taken(self, name: str) -> list[Run]:
+        """What the round before had left, and what makes a batch of it, as much as there is."""
+        runs = self._tails.pop(name, [])
+        runs = runs + self._lanes[name].take_runs(self._size - sum(len(run.values) for run in runs))
+        if sum(len(run.values) for run in runs) < self._size:
+            self._tails[name] = runs
+        return runs
+
+    def _note_ends(self) -> None:
+        """As the places: an error may come after a source has ended, and before the batch."""
+        self._ends = {"ended": sorted(self._ended), "again": sorted(self._begun_again), "gone": sorted(self._gone)}
 
     def _active(self, mixing: Mixing) -> tuple[str, ...]:
         """The sources that may have a turn; none if the lane is over."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from torch.utils.data import IterableDataset
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.mixture import Stop
+from lightning_stateful.streams.hugging_face import is_hugging_face
 from lightning_stateful.streams.lane import ALONE
 from lightning_stateful.streams.mixing import By, Mixing
+from lightning_stateful.streams.shards import Shards
 from lightning_stateful.streams.stream import Stream, as_stream
 
 
@@ -43,6 +47,12 @@ class MixedStream(Stream):
         stop: Stop = "all_exhausted",
         seed: int = 0,
     ) -> None:
+        is_one = isinstance(streams, (str, bytes, IterableDataset, Shards)) or is_hugging_face(streams)
+        if is_one or not isinstance(streams, Collection):
+            raise ConfigurationError(
+                f"MixedStream takes streams by name, or in a list, got a {type(streams).__qualname__}. Pass "
+                "MixedStream([one, other]) or MixedStream({'one': one, 'other': other})."
+            )
         named = streams if isinstance(streams, Mapping) else {str(n): stream for n, stream in enumerate(streams)}
         if not named:
             raise ConfigurationError("MixedStream was given no streams.")

@@ -41,6 +41,10 @@ class Mixing:
     in_turn: bool = True
     seed: int = 0
 
+    def __hash__(self) -> int:
+        # Asked for at every turn, and fractions take long.
+        return hash((self.names, self.seed))
+
     @classmethod
     def of(
         cls,

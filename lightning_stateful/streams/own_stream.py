@@ -75,7 +75,7 @@ class _OwnIterator(ShardIterator):
 
     def state(self) -> Any:
         states = {
-            name: to_plain(holder.state_dict()) if _has_state(holder) else None
+            name: to_plain(holder.state_dict(), owner=name) if _has_state(holder) else None
             for name, holder in self._holders.items()
         }
         return states if any(state is not None for state in states.values()) else None

@@ -9,10 +9,14 @@ from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.streams.lane import Lane, StreamConfig
 from lightning_stateful.streams.portion import Portion, leaf_of
 from lightning_stateful.streams.share import Share
+from lightning_stateful.streams.skipped import are_counts
 from lightning_stateful.streams.source import Source
+from lightning_stateful.streams.stage import Place
 
 # What stands there is a source's or a user's own.
 _FREE = ("state",)
+# No count comes to more.
+_MOST = 2**53
 
 
 def check_lane_place(place: Any, config: StreamConfig, shares: Mapping[str, Share]) -> None:
@@ -23,16 +27,36 @@ def check_lane_place(place: Any, config: StreamConfig, shares: Mapping[str, Shar
         PositionError: It lies beyond what the lane was dealt.
     """
     fresh = Lane(config, dict.fromkeys(config.sources, Share())).place()
-    _compare(place, fresh, "the place of a lane", missing=("repeated",))
+    # Only ranks that repeat batches say so.
+    given = {"repeated": 0, **place} if isinstance(place, Mapping) else place
+    _compare(given, {**fresh, "repeated": 0}, "The place of a lane")
+    for key in ("ended", "again", "gone"):
+        if any(type(name) is not str or name not in config.sources for name in place[key]):
+            raise DamagedStateError(
+                f"The place of a lane, {key}, names some of {list(config.sources)}, got {place[key]!r}.{_REMEDY}"
+            )
     for name, source in config.sources.items():
-        held, dealt = place["of"][name], shares[name].in_round(place["of"][name]["round"], source)
-        if held["portion"] > len(dealt):
-            raise PositionError(f"A lane stands in portion {held['portion']} of {len(dealt)}.{_REMEDY}")
-        if held["place"] is not None and held["portion"] < len(dealt):
-            shards = dealt[held["portion"]].shards
-            check_portion(Portion(0, shards, held["place"]), source)
-            if held["opened"] > len(shards):
-                raise PositionError(f"A lane has opened {held['opened']} of {len(shards)} shards.{_REMEDY}")
+        held = place["of"][name]
+        if not are_counts(held["skipped"]):
+            raise DamagedStateError(
+                f"The place of a lane has three counts of skipped, got {held['skipped']!r}.{_REMEDY}"
+            )
+        _check_in_share(held, shares[name], source)
+
+
+def _check_in_share(held: Place, share: Share, source: Source) -> None:
+    number, place, opened = held["portion"], held["place"], held["opened"]
+    dealt = share.in_round(held["round"], source)
+    if number > len(dealt):
+        raise PositionError(f"A lane stands in portion {number} of {len(dealt)}.{_REMEDY}")
+    shards = dealt[number].shards if number < len(dealt) else ()
+    if opened > len(shards):
+        raise PositionError(f"A lane has opened {opened} of {len(shards)} shards.{_REMEDY}")
+    if place is not None:
+        check_portion(Portion(0, shards, place), source)
+    begun = 0 if place is None else min(leaf_of(place)["shard"] + 1, len(shards))
+    if opened < begun or (opened and place is None):
+        raise DamagedStateError(f"A lane has opened {opened} shards, and stands at {place!r} in them.{_REMEDY}")
 
 
 def check_portion(portion: Portion, source: Source) -> None:
@@ -42,12 +66,8 @@ def check_portion(portion: Portion, source: Source) -> None:
         DamagedStateError, PositionError: That is so.
     """
     number = source.shards.num_shards
-    if (
-        portion.epoch < 0
-        or not portion.shards
-        or any(type(s) is not int or not 0 <= s < number for s in portion.shards)
-    ):
-        raise DamagedStateError(f"a part of a stream has shards of range({number}), got {portion.shards}.{_REMEDY}")
+    if not portion.shards or any(type(shard) is not int or not 0 <= shard < number for shard in portion.shards):
+        raise DamagedStateError(f"A part of a stream has shards of range({number}), got {portion.shards}.{_REMEDY}")
     if portion.place is not None:
         check_place(portion.place, source)
         at = leaf_of(portion.place)["shard"]
@@ -62,18 +82,25 @@ def check_place(place: Any, source: Source) -> None:
         DamagedStateError: A key is missing, or its value of another kind than the source's stages write.
     """
     stage, _ = source.open(Portion(0, ()), None)
-    _compare(place, stage.place(), "a place in a stream")
+    _compare(place, stage.place(), "A place in a stream")
+    leaf = leaf_of(place)
+    if leaf["item"] < leaf["since"] or (leaf["state"] is None and leaf["item"] > leaf["since"]):
+        raise DamagedStateError(
+            f"A place in a stream is sample {leaf['item']} of a shard, {leaf['since']} after the state "
+            f"{leaf['state']!r}, which cannot be.{_REMEDY}"
+        )
 
 
-def _compare(saved: Any, fresh: Any, path: str, missing: tuple[str, ...] = ()) -> None:
+def _compare(saved: Any, fresh: Any, where: str) -> None:
     if isinstance(fresh, Mapping):
-        if not isinstance(saved, Mapping) or set(saved) - set(missing) != set(fresh):
-            raise DamagedStateError(f"{path} holds {', '.join(sorted(fresh))}, got {saved!r}.{_REMEDY}")
+        if not isinstance(saved, Mapping) or set(saved) != set(fresh):
+            raise DamagedStateError(f"{where} holds {', '.join(sorted(fresh))}, got {saved!r}.{_REMEDY}")
         for key, value in fresh.items():
             if key not in _FREE:
-                _compare(saved[key], value, f"{path}, {key},")
-    elif fresh is not None and (type(saved) is not type(fresh) or (type(fresh) is int and saved < 0)):
-        raise DamagedStateError(f"{path} is a {type(fresh).__name__}, got {saved!r}.{_REMEDY}")
+                _compare(saved[key], value, f"{where}, {key}" if key else where)
+    elif fresh is not None and (type(saved) is not type(fresh) or (type(fresh) is int and not 0 <= saved <= _MOST)):
+        kind = f"a number from 0 to {_MOST}" if type(fresh) is int else f"a {type(fresh).__name__}"
+        raise DamagedStateError(f"{where}, has to be {kind}, got {saved!r}.{_REMEDY}")
 
 
 _REMEDY = " Resume from another checkpoint; this one's data state is damaged."

@@ -48,6 +48,8 @@ class Portion:
             name not in data or not isinstance(data[name], kind) for name, kind in kinds.items()
         ):
             raise DamagedStateError(f"a part of a stream holds {', '.join(kinds)}, got {data!r}")
+        if type(data["epoch"]) is not int or data["epoch"] < 0:
+            raise DamagedStateError(f"a part of a stream belongs to an epoch, got {data['epoch']!r}")
         return cls(data["epoch"], tuple(data["shards"]), copy_plain(data["place"]))
 
 
@@ -113,6 +115,8 @@ class Deal:
         kinds: dict[str, Any] = {"epoch": int, "opened": list, "unopened": list}
         if not isinstance(data, Mapping) or any(type(data.get(name)) is not kind for name, kind in kinds.items()):
             raise DamagedStateError(f"what a stream has to serve holds {', '.join(kinds)}, got {data!r}")
+        if data["epoch"] < 0:
+            raise DamagedStateError(f"what a stream has to serve belongs to an epoch, got {data['epoch']}")
         shards = order(data["epoch"])
         if not _are_runs(data["unopened"], len(shards)):
             raise DamagedStateError(

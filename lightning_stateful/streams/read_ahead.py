@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import compress, pairwise
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from lightning_stateful.index.lengths import MAX_SAMPLE_LENGTH
 from lightning_stateful.index.permutation import Indices, KeyedPermutation
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.too_long import TooLong, num_samples
+from lightning_stateful.streams.naming import NameShard, by_number, name_of, sample_of
 from lightning_stateful.streams.stage import Item, Open, Place, Stage
 
 # Lengths whose batch sizes are kept at hand.
@@ -36,9 +37,10 @@ class ReadAheadConfig:
         window: Samples of a window; the last may have fewer.
         budget: What a batch may hold.
         length: From a sample to its length, or the name of a column of the samples: of a number that, of anything else
-            its ``len``.
+            its ``len``. It is not seeded, and asked again on a resume: it has to follow from the sample alone.
         boundary_key: From a sample to an integer, or the name of a column of integers; a batch holds samples of one. A
-            window is sorted by key, and then by length. None if all samples may meet.
+            window is sorted by key, and then by length. It has to follow from the sample alone, as ``length``. None if
+            all samples may meet.
         shuffle_batches: Whether the batches of a window come in random order; by key and the longest first, if not.
         too_long: What to do about samples longer than the budget: ``"error"`` breaks the stream off at the first,
             ``"drop"`` leaves them out and ``"alone"`` serves each in a batch of its own.
@@ -84,20 +86,8 @@ class ReadAheadConfig:
         if self.budget.ends:
             described["boundaries"] = list(self.budget.ends)
         if self.boundary_key is not None:
-            described["boundary_key"] = _name(self.boundary_key)
-        return {**described, "lengths": _name(self.length), "shuffle_batches": self.shuffle_batches}
-
-
-class Tokens(NamedTuple):
-    """How much a batch holds.
-
-    Attributes:
-        used: The sum of its lengths.
-        padded: The same with padding: its number of samples times its longest.
-    """
-
-    used: int
-    padded: int
+            described["boundary_key"] = name_of(self.boundary_key)
+        return {**described, "lengths": name_of(self.length), "shuffle_batches": self.shuffle_batches}
 
 
 class ReadAhead(Stage):
@@ -115,10 +105,10 @@ class ReadAhead(Stage):
         place: Where to begin; None for the beginning.
         config: How windows are cut.
         seed: Chooses the orders of batches.
+        name_shard: What errors call a shard.
 
     Attributes:
         num_dropped: Samples left out so far because they are too long.
-        tokens: Those of the latest batch; None before the first.
 
     State:
         ``at``, where the window begins; ``since``, how many of its batches have been yielded, and ``of`` how many;
@@ -130,22 +120,28 @@ class ReadAhead(Stage):
         PositionError: The window is cut into another number of batches than before.
     """
 
-    def __init__(self, open_inner: Open, place: Place | None, *, config: ReadAheadConfig, seed: int) -> None:
+    def __init__(
+        self,
+        open_inner: Open,
+        place: Place | None,
+        *,
+        config: ReadAheadConfig,
+        seed: int,
+        name_shard: NameShard = by_number,
+    ) -> None:
         self._inner = open_inner(None if place is None else place["at"])
-        self._config, self._seed = config, seed
+        self._config, self._seed, self._name_shard = config, seed, name_shard
         self._length = _read_length(config.length)
         self._key = itemgetter(config.boundary_key) if isinstance(config.boundary_key, str) else config.boundary_key
         self._num_samples = lru_cache(_KEPT_SIZES)(partial(num_samples, config.budget))
         self._at: Place = self._inner.place()
         self._items: list[Item] = []
-        self._lengths: list[int] = []
         # Where each batch begins and ends among the items, in the order in which they are yielded.
         self._batches: list[tuple[int, int]] = []
         self._served = 0
         # Not so while a window is read, and from then on if that failed.
         self._is_whole = True
         self.num_dropped = 0
-        self.tokens: Tokens | None = None
         if place is not None:
             if place["since"]:
                 self._read_window()
@@ -158,18 +154,7 @@ class ReadAhead(Stage):
             raise StopIteration
         start, stop = self._batches[self._served]
         self._served += 1
-        lengths = self._lengths[start:stop]
-        self.tokens = Tokens(sum(lengths), lengths[0] * len(lengths))
         return self._items[start:stop]
-
-    def skip(self, count: int) -> int:
-        """Leave out batches without building them; their samples are read and measured all the same."""
-        skipped = 0
-        while skipped < count and self._find_batch():
-            some = min(count - skipped, len(self._batches) - self._served)
-            self._served += some
-            skipped += some
-        return skipped
 
     def place(self) -> Place:
         """Where the window begins, and what has been yielded of it."""
@@ -198,7 +183,7 @@ class ReadAhead(Stage):
     def _read_window(self) -> bool:
         """Read and cut the next window; False if there is none."""
         self._at = self._inner.place()
-        self._items, self._lengths, self._batches, self._served = [], [], [], 0
+        self._items, self._batches, self._served = [], [], 0
         self._is_whole = False
         items = self._inner.take(self._config.window)
         if items:
@@ -214,25 +199,24 @@ class ReadAhead(Stage):
             if self._config.too_long == "error":
                 raise self._too_long(items[int(fits.argmin())], int(lengths[fits.argmin()]))
             items, lengths = list(compress(items, fits.tolist())), lengths[fits]
-        keys = None if self._key is None else _integers(items, self._key, "boundary key", -(2**63), 2**63 - 1)
+        keys = None if self._key is None else self._integers(items, self._key, "boundary key", -(2**63), 2**63 - 1)
         window = cut_window(lengths, self._num_samples, keys)
         batches = list(pairwise(window.bounds))
         if self._config.shuffle_batches:
             key = derive_seed("read ahead", self._seed, first.shard, first.number)
             turns = KeyedPermutation(len(batches), key).take(np.arange(len(batches)))
             batches = [batches[number] for number in turns.tolist()]
-        self._items, self._lengths = list(map(items.__getitem__, window.order.tolist())), window.lengths
-        self._batches = batches
+        self._items, self._batches = list(map(items.__getitem__, window.order.tolist())), batches
         self.num_dropped += num_read - len(items)
 
     def _measure(self, items: list[Item]) -> Indices:
         first = items[0]
         if self._length is len and isinstance(first.value, Mapping):
             raise StreamError(
-                f"Sample {first.number} of shard {first.shard} is a {type(first.value).__qualname__}, whose len is its "
-                f"number of columns. Pass length, the column that counts: {', '.join(map(repr, first.value))}."
+                f"The len of {self._said(first)}, a {type(first.value).__qualname__}, is its number of columns. Pass "
+                f"length, the column that counts: {', '.join(map(repr, first.value))}."
             )
-        return _integers(items, self._length, "length", 0, MAX_SAMPLE_LENGTH - 1)
+        return self._integers(items, self._length, "length", 0, MAX_SAMPLE_LENGTH - 1)
 
     def _leave_out(self, since: int, of: int) -> None:
         """Go on behind the batches that have been yielded of a window."""
@@ -245,45 +229,42 @@ class ReadAhead(Stage):
 
     def _too_long(self, item: Item, length: int) -> StreamError:
         return StreamError(
-            f"Sample {item.number} of shard {item.shard} has {length} tokens, and max_tokens="
-            f"{self._config.budget.max_tokens} has room for {self._config.longest} of one sample. Raise max_tokens, "
+            f"The length of {self._said(item)} is {length} tokens, and max_tokens={self._config.budget.max_tokens} "
+            f"has room for {self._config.longest} of one sample. Raise max_tokens, "
             'shorten the samples, or pass too_long="drop" to leave them out or too_long="alone" to serve each in a '
             "batch of its own."
         )
 
+    def _integers(self, items: list[Item], function: Callable[[Any], Any], what: str, least: int, most: int) -> Indices:
+        """An integer for every item."""
+        found: list[Any] = []
+        failure: Exception = StopIteration()
+        try:
+            # What comes before an error stays in the list; a StopIteration ends it without a word.
+            found.extend(map(function, map(_VALUE, items)))
+        except Exception as error:
+            failure = error
+        if len(found) < len(items):
+            raise ShardError(
+                f"The {what} of {self._said(items[len(found)])} could not be had: {type(failure).__name__}: {failure}."
+            ) from failure
+        numbers = np.array(found, dtype=None if set(map(type, found)) == {int} else object)
+        if numbers.dtype.kind != "i":
+            read = [self._as_integer(item, value, what) for item, value in zip(items, found, strict=True)]
+            numbers = np.array(read, dtype=object)
+        if numbers.size and (int(numbers.min()) < least or int(numbers.max()) > most):
+            item, value = next(pair for pair in zip(items, found, strict=True) if not least <= int(pair[1]) <= most)
+            raise ShardError(f"The {what} of {self._said(item)} is {value}, and not between {least} and {most}.")
+        return numbers.astype(np.int64)
 
-def _integers(items: list[Item], function: Callable[[Any], Any], what: str, least: int, most: int) -> Indices:
-    """An integer for every item."""
-    found: list[Any] = []
-    failure: Exception = StopIteration()
-    try:
-        # What comes before an error stays in the list; a StopIteration ends it without a word.
-        found.extend(map(function, map(_VALUE, items)))
-    except Exception as error:
-        failure = error
-    if len(found) < len(items):
-        item = items[len(found)]
-        raise ShardError(
-            f"The {what} of sample {item.number} of shard {item.shard} could not be had: {type(failure).__name__}: "
-            f"{failure}."
-        ) from failure
-    numbers = np.array(found, dtype=None if set(map(type, found)) == {int} else object)
-    if numbers.dtype.kind != "i":
-        read = [_as_integer(item, value, what) for item, value in zip(items, found, strict=True)]
-        numbers = np.array(read, dtype=object)
-    if numbers.size and (int(numbers.min()) < least or int(numbers.max()) > most):
-        item, value = next(pair for pair in zip(items, found, strict=True) if not least <= int(pair[1]) <= most)
-        raise ShardError(
-            f"The {what} of sample {item.number} of shard {item.shard} is {value}, and not between {least} and {most}."
-        )
-    return numbers.astype(np.int64)
+    def _as_integer(self, item: Item, value: Any, what: str) -> int:
+        try:
+            return as_int(what, value)
+        except ConfigurationError as error:
+            raise ShardError(f"Of {self._said(item)}: {error}") from None
 
-
-def _as_integer(item: Item, value: Any, what: str) -> int:
-    try:
-        return as_int(what, value)
-    except ConfigurationError as error:
-        raise ShardError(f"Of sample {item.number} of shard {item.shard}: {error}") from None
+    def _said(self, item: Item) -> str:
+        return sample_of(item, self._name_shard)
 
 
 def _read_length(length: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
@@ -298,7 +279,3 @@ def _length_in_column(name: str, sample: Any) -> Any:
 
 def _is_too_long(budget: Budget, length: int) -> bool:
     return budget.num_samples(length) == 0
-
-
-def _name(function: Callable[[Any], Any] | str) -> str:
-    return function if isinstance(function, str) else getattr(function, "__qualname__", type(function).__qualname__)

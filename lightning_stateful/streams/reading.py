@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
 from lightning_stateful.index.seeding import derive_seed, mixed_seed
 from lightning_stateful.samplers.randomness import seed_randomness
+from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.shards import ShardIterator, Shards
 from lightning_stateful.streams.stage import Item, Place, Run, Stage
 
@@ -49,6 +50,8 @@ class Reading(Stage):
     Raises:
         ShardError: A shard could not be read; with its name.
         PositionError: A shard ends before the place.
+        StateError: What a shard says of its place is no plain data.
+        ConfigurationError: The shards are read as something else than a :class:`ShardIterator`.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Reading(Stage):
         self._since: int = begun["since"]
         self._state: Any = begun["state"]
         self._skipped: int = begun["skipped_shards"]
-        self._gap = _LEAST_GAP
+        self._gap = _gap(self._state)
         self._iterator: ShardIterator | None = None
 
     @property
@@ -84,7 +87,7 @@ class Reading(Stage):
         while self._at < len(self._numbers):
             shard = self._numbers[self._at]
             try:
-                iterator = self._iterator or self._open(shard)
+                iterator = self._open(shard) if self._iterator is None else self._iterator
                 if self._sample_seed is not None:
                     seed_randomness(mixed_seed(self._sample_seed, shard, self._item))
                 value = next(iterator, _END)
@@ -114,7 +117,8 @@ class Reading(Stage):
             values: list[Any] = []
             try:
                 # What comes before an error stays in the list.
-                values.extend(islice(self._iterator or self._open(shard), number))
+                iterator = self._open(shard) if self._iterator is None else self._iterator
+                values.extend(islice(iterator, number))
             except Exception as error:
                 self._note(runs, shard, values)
                 self._on_failure(shard, error)
@@ -128,10 +132,10 @@ class Reading(Stage):
     def place(self) -> Place:
         """The shard, the sample in it, the latest state that is worth its size, and the samples since."""
         if self._iterator is not None and self._since >= self._gap:
-            state = self._iterator.state()
+            state = self._state_of(self._iterator)
             if state is not None:
                 self._state, self._since = state, 0
-                self._gap = _LEAST_GAP + len(json.dumps(state)) // _CHARACTERS_AN_ITEM
+                self._gap = _gap(state)
         return {
             "shard": self._at,
             "item": self._item,
@@ -146,10 +150,33 @@ class Reading(Stage):
         if iterator is not None:
             iterator.close()
 
+    def _state_of(self, iterator: ShardIterator) -> Any:
+        """What an iterator says of its place, as a copy that it does not change any more."""
+        try:
+            return copy_plain(iterator.state())
+        except Exception as error:
+            where = f"{self._shards.name(self._numbers[self._at])} at its sample {self._item}"
+            of = f"state() of {type(iterator).__qualname__}"
+            if isinstance(error, StateError):
+                raise StateError(
+                    f"{of} gave, for {where}, what cannot be kept in a checkpoint: {error} Return plain JSON data, "
+                    "numbers as int(...) or float(...)."
+                ) from error
+            raise ShardError(
+                f"{of} failed for {where}: {type(error).__name__}: {error}. Mend it, or let it return None where only "
+                "reading the shard again leads there."
+            ) from error
+
     def _open(self, shard: int) -> ShardIterator:
         if self._seed is not None:
             seed_randomness(mixed_seed(self._seed, shard, 0))
-        iterator = self._shards.read(shard, self._epoch, self._state)
+        # A copy, which a reader may go on counting in.
+        iterator: Any = self._shards.read(shard, self._epoch, copy_plain(self._state))
+        if not isinstance(iterator, ShardIterator):
+            raise ConfigurationError(
+                f"read() of {type(self._shards).__qualname__} gave a {type(iterator).__qualname__} for "
+                f"{self._shards.name(shard)}. Let it return a ShardIterator, whose __next__ gives the samples."
+            )
         missing = self._since - self._leave_out(iterator, shard)
         if missing:
             iterator.close()
@@ -185,8 +212,8 @@ class Reading(Stage):
 
     def _on_failure(self, shard: int, error: Exception) -> None:
         self.close()
-        if isinstance(error, StateError):
-            # No bad shard, but another than the state was taken in.
+        if isinstance(error, (StateError, ConfigurationError)):
+            # No bad shard, but another than the state was taken in, or none that could be read at all.
             raise error
         if self._on_error == "skip":
             self._skipped += 1
@@ -197,3 +224,8 @@ class Reading(Stage):
             f"{type(error).__name__}: {error}. Nothing is lost: the state is that of the last batch handed over. "
             'Mend the shard and resume, or pass on_error="skip" to leave out what is left of it.'
         ) from error
+
+
+def _gap(state: Any) -> int:
+    """Items after which a state of this size is worth being taken again."""
+    return _LEAST_GAP if state is None else _LEAST_GAP + len(json.dumps(state)) // _CHARACTERS_AN_ITEM

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
-from lightning_stateful.index.checks import as_int
+from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.index.seeding import derive_seed, mixed_seed
 from lightning_stateful.samplers.own_words import from_plain, to_plain
 from lightning_stateful.samplers.randomness import seed_randomness
+from lightning_stateful.streams.naming import NameShard, by_number, name_of, sample_of
 from lightning_stateful.streams.reading import OnError
-from lightning_stateful.streams.stage import Item, Open, Place, Stage
+from lightning_stateful.streams.stage import Item, Open, Place, Run, Stage
 
 # Items between two places of what lies below, which may cost more than the items.
 _STRIDE = 64
@@ -31,21 +31,18 @@ class WindowedStage(Stage):
     Args:
         open_inner: Opens what the windows slide over, a stage of items.
         place: Where to begin; None for the beginning.
-        width: Items of a window.
-        step: Items from the beginning of a window to that of the next.
+        width: Items of a window, at least 1.
+        step: Items from the beginning of a window to that of the next, at least 1.
 
     State:
         ``at``, a place a little before the next window; ``since``, how many items to leave out from there.
 
     Raises:
-        ConfigurationError: ``width`` or ``step`` is below 1.
         PositionError: The items end before the place.
     """
 
     def __init__(self, open_inner: Open, place: Place | None, *, width: int, step: int = 1) -> None:
-        self._width, self._step = as_int("width", width), as_int("step", step)
-        if self._width < 1 or self._step < 1:
-            raise ConfigurationError(f"width and step must be at least 1, got width={width}, step={step}.")
+        self._width, self._step = width, step
         self._inner = open_inner(None if place is None else place["at"])
         # All counted from where the inner stage was opened: the items read or left out, of which the last are at hand,
         # and where the next window begins.
@@ -116,6 +113,7 @@ class RecurrentStage(Stage):
             alone, because it is run again over a few items when the stage is opened. It may change the state in place,
             but not what it has returned as a value.
         initial: The state at the beginning, which is copied: numbers, strings, containers, arrays or tensors.
+        name_shard: What errors call a shard.
 
     State:
         ``state``, the running state as plain data; ``at``, the place where it was taken; ``since``, the items since. It
@@ -128,9 +126,15 @@ class RecurrentStage(Stage):
     """
 
     def __init__(
-        self, open_inner: Open, place: Place | None, *, function: Callable[[Any, Any], tuple[Any, Any]], initial: Any
+        self,
+        open_inner: Open,
+        place: Place | None,
+        *,
+        function: Callable[[Any, Any], tuple[Any, Any]],
+        initial: Any,
+        name_shard: NameShard = by_number,
     ) -> None:
-        self._function = function
+        self._function, self._name_shard = function, name_shard
         self._plain = _as_plain(initial) if place is None else place["state"]
         self._state = from_plain(self._plain)
         self._inner = open_inner(None if place is None else place["at"])
@@ -148,7 +152,7 @@ class RecurrentStage(Stage):
         try:
             value, self._state = self._function(self._state, item.value)
         except Exception as error:
-            self._failure = _failed(self._function, item, error)
+            self._failure = _failed(self._function, item, error, self._name_shard)
             raise self._failure from error
         self._since += 1
         return Item(item.shard, item.number, value)
@@ -176,13 +180,14 @@ class _Passing(Stage):
         function: Callable[[Any], Any],
         seed: int | None = None,
         on_error: OnError = "raise",
+        name_shard: NameShard = by_number,
     ) -> None:
         self._seed = None if seed is None else derive_seed("transform", seed)
         self._skips = on_error == "skip"
         # What was left out is counted in a place of its own around that of the stage below.
         self._skipped = place["skipped_samples"] if self._skips and place is not None else 0
         self._inner = open_inner(place["at"] if self._skips and place is not None else place)
-        self._function = function
+        self._function, self._name_shard = function, name_shard
         self._failure: ShardError | None = None
 
     def __next__(self) -> Item:
@@ -198,7 +203,7 @@ class _Passing(Stage):
                 if self._skips:
                     self._skipped += 1
                     continue
-                self._failure = _failed(self._function, item, error)
+                self._failure = _failed(self._function, item, error, self._name_shard)
                 raise self._failure from error
             if made is not None:
                 return made
@@ -230,6 +235,7 @@ class MapStage(_Passing):
         seed: Seeds torch, NumPy and ``random`` before each item, by (seed, shard, number), so that an item comes out
             alike whenever it is read again; None to leave them.
         on_error: ``"skip"`` to leave out items on which the function fails, and count them.
+        name_shard: What errors call a shard.
 
     State:
         That of the stage below; beside the number of items left out, where they may be.
@@ -245,6 +251,20 @@ class MapStage(_Passing):
         """Leave out items, without running the function where none of them may be left out anyway."""
         return super().skip(count) if self._skips else self._inner.skip(count)
 
+    def take_runs(self, number: int) -> list[Run]:
+        """The next samples under the name of the first; one by one where each is seeded, or may be left out."""
+        if self._seed is not None or self._skips or self._failure is not None:
+            return super().take_runs(number)
+        items: list[Item] = self._inner.take(number)
+        values: list[Any] = []
+        try:
+            for item in items:
+                values.append(self._function(item.value))
+        except Exception as error:
+            self._failure = _failed(self._function, items[len(values)], error, self._name_shard)
+            raise self._failure from error
+        return [Run(items[0].shard, items[0].number, values)] if items else []
+
 
 class FilterStage(_Passing):
     """The items for whose values a function is true.
@@ -255,6 +275,7 @@ class FilterStage(_Passing):
         function: From a value to whether its item stays.
         seed: As :class:`MapStage`.
         on_error: ``"skip"`` to leave out items on which the function fails, and count them.
+        name_shard: What errors call a shard.
 
     State:
         As :class:`MapStage`.
@@ -268,10 +289,9 @@ class FilterStage(_Passing):
         return item if bool(self._function(item.value)) else None
 
 
-def _failed(function: Callable[..., Any], item: Item, error: Exception) -> ShardError:
-    name = getattr(function, "__qualname__", type(function).__qualname__)
+def _failed(function: Callable[..., Any], item: Item, error: Exception, name_shard: NameShard) -> ShardError:
     return ShardError(
-        f"{name} failed on sample {item.number} of shard {item.shard}: {type(error).__name__}: {error}. Nothing is "
+        f"{name_of(function)} failed on {sample_of(item, name_shard)}: {type(error).__name__}: {error}. Nothing is "
         "lost: the state is that of the last batch handed over. Mend the sample or the function and resume."
     )
 

@@ -12,6 +12,7 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.streams.block_shuffle import BlockShuffle
+from lightning_stateful.streams.naming import NameShard, by_number
 from lightning_stateful.streams.portion import Portion, order_of_shards
 from lightning_stateful.streams.reading import OnError, Reading, check_on_error
 from lightning_stateful.streams.shards import Shards
@@ -25,11 +26,13 @@ class Way(NamedTuple):
         seed: Chooses orders within the epoch.
         sample_seed: Seeds what is drawn at the epoch's samples; None if nothing is seeded.
         on_error: What to do where a function fails.
+        name_shard: What errors call a shard.
     """
 
     seed: int
     sample_seed: int | None
     on_error: OnError
+    name_shard: NameShard = by_number
 
 
 class Step(Protocol):
@@ -84,7 +87,7 @@ class Source:
         """The items of a portion from a place on, and the stage in which its shards are read."""
         readings: list[Reading] = []
         seed = derive_seed("stream", self.seed, portion.epoch)
-        way = Way(seed, seed if self.seed_samples else None, self.on_error)
+        way = Way(seed, seed if self.seed_samples else None, self.on_error, self.shards.name)
 
         def read(at: Place | None) -> Stage:
             how: dict[str, Any] = {"seeds_samples": self.shards.draws, "on_error": self.on_error}

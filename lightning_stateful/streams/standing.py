@@ -13,9 +13,12 @@ from lightning_stateful.streams.lane import StreamConfig
 from lightning_stateful.streams.place_check import check_lane_place, check_portion
 from lightning_stateful.streams.portion import Deal, Portion, leaf_of, redealt
 from lightning_stateful.streams.share import Share
-from lightning_stateful.streams.skipped import Skipped, skipped_at
+from lightning_stateful.streams.skipped import Skipped, are_counts, skipped_at
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.stage import Place
+
+# A damaged state may name any number, for which there is no memory.
+_MOST_LANES = 2**17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,14 +223,19 @@ class Standing:
         damaged = [f"{name} {data.get(name)!r}" for name, kind in kinds.items() if type(data.get(name)) is not kind]
         numbers = () if damaged else ("pass", "steps", "workers")
         damaged += [f"{name} {data[name]}" for name in numbers if data[name] < (name == "workers")]
-        if not damaged and [type(count) for count in data["skipped"]] != [int] * len(Skipped._fields):
+        if not damaged and not are_counts(data["skipped"]):
             damaged = [f"skipped {data['skipped']!r}"]
         if damaged:
             raise DamagedStateError(
                 f"a stream's position holds {', '.join(kinds)}, but not as they are written: {', '.join(damaged)}. "
                 "Resume from another checkpoint."
             )
-        if set(data["sources"]) != set(config.sources) or data["workers"] < 1:
+        if num_replicas * data["workers"] > _MOST_LANES:
+            raise DamagedStateError(
+                f"a stream's position is that of {num_replicas} ranks with {data['workers']} workers each, more than "
+                "there can be. Resume from another checkpoint."
+            )
+        if set(data["sources"]) != set(config.sources):
             raise DamagedStateError(
                 f"a stream's position has the sources {list(data['sources'])}, and there are {list(config.sources)}"
             )
@@ -254,7 +262,27 @@ class Standing:
         for key, place in data["shards"].items():
             check_lane_place(place, config, standing.shares[lanes[key]])
             places[lanes[key]] = copy_plain(place)
-        return standing.at(tuple(places), data["steps"])
+        moved = standing.at(tuple(places), data["steps"])
+        moved._refuse_missing()
+        return moved
+
+    def _refuse_missing(self) -> None:
+        """A rank says of all its lanes where they stand, and of other ranks nothing where it cannot ask them."""
+        keys = self._keys()
+        dealt = [any(portions.values()) for portions in self.portions]
+        for rank in range(self.num_replicas):
+            lanes = range(rank, self.num_lanes, self.num_replicas)
+            missing = [keys[lane] for lane in lanes if dealt[lane] and self.places[lane] is None]
+            if missing and any(self.places[lane] is not None for lane in lanes):
+                raise DamagedStateError(
+                    f"a stream's position says where some of rank {rank}'s lanes stand, but not where those of the "
+                    f"shards {missing} do. Resume from another checkpoint."
+                )
+        if self.steps and any(dealt) and all(place is None for place in self.places):
+            raise DamagedStateError(
+                f"a stream's position is one after {self.steps} steps, but says of no lane where it stands. Resume "
+                "from another checkpoint."
+            )
 
     def _left(self, name: str) -> list[Portion]:
         left = []

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.checks import as_int
+from lightning_stateful.streams.naming import check_function, name_of
 from lightning_stateful.streams.read_ahead import ReadAhead, ReadAheadConfig
 from lightning_stateful.streams.running import FilterStage, MapStage, RecurrentStage, WindowedStage
 from lightning_stateful.streams.source import Way
@@ -14,40 +17,64 @@ from lightning_stateful.streams.stage import Open, Place, Stage
 
 @dataclass(frozen=True)
 class Mapped:
-    """A function of a sample."""
+    """A function of a sample.
+
+    Raises:
+        ConfigurationError: It is no function.
+    """
 
     function: Callable[[Any], Any]
 
+    def __post_init__(self) -> None:
+        check_function("What is mapped over samples", self.function)
+
     def open(self, open_inner: Open, place: Place | None, way: Way) -> Stage:
         """The stage at a place."""
-        return MapStage(open_inner, place, function=self.function, seed=way.sample_seed, on_error=way.on_error)
+        return MapStage(open_inner, place, function=self.function, **_handling(way))
 
     def describe(self) -> Any:
         """Plain data to be compared."""
-        return ["map", _name(self.function)]
+        return ["map", name_of(self.function)]
 
 
 @dataclass(frozen=True)
 class Filtered:
-    """Samples of which a function is true."""
+    """Samples of which a function is true.
+
+    Raises:
+        ConfigurationError: It is no function.
+    """
 
     function: Callable[[Any], Any]
 
+    def __post_init__(self) -> None:
+        check_function("What samples are filtered by", self.function)
+
     def open(self, open_inner: Open, place: Place | None, way: Way) -> Stage:
         """The stage at a place."""
-        return FilterStage(open_inner, place, function=self.function, seed=way.sample_seed, on_error=way.on_error)
+        return FilterStage(open_inner, place, function=self.function, **_handling(way))
 
     def describe(self) -> Any:
         """Plain data to be compared."""
-        return ["filter", _name(self.function)]
+        return ["filter", name_of(self.function)]
 
 
 @dataclass(frozen=True)
 class Windowed:
-    """Sliding windows of consecutive samples."""
+    """Sliding windows of consecutive samples.
+
+    Raises:
+        ConfigurationError: ``width`` or ``step`` is no integer, or below 1.
+    """
 
     width: int
     step: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("width", "step"):
+            object.__setattr__(self, name, as_int(name, getattr(self, name)))
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}.")
 
     def open(self, open_inner: Open, place: Place | None, way: Way) -> Stage:
         """The stage at a place."""
@@ -60,18 +87,28 @@ class Windowed:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A running state: ``value, state = function(state, sample)``."""
+    """A running state: ``value, state = function(state, sample)``.
+
+    The function is not seeded, and is run again on a resume: what it returns has to follow from its arguments alone.
+
+    Raises:
+        ConfigurationError: It is no function.
+    """
 
     function: Callable[[Any, Any], tuple[Any, Any]]
     initial: Any
 
+    def __post_init__(self) -> None:
+        check_function("What carries a state from sample to sample", self.function)
+
     def open(self, open_inner: Open, place: Place | None, way: Way) -> Stage:
         """The stage at a place."""
-        return RecurrentStage(open_inner, place, function=self.function, initial=self.initial)
+        own: dict[str, Any] = {"function": self.function, "initial": self.initial}
+        return RecurrentStage(open_inner, place, **own, name_shard=way.name_shard)
 
     def describe(self) -> Any:
         """Plain data to be compared."""
-        return ["recurrent", _name(self.function)]
+        return ["recurrent", name_of(self.function)]
 
 
 @dataclass(frozen=True)
@@ -82,12 +119,12 @@ class Budgeted:
 
     def open(self, open_inner: Open, place: Place | None, way: Way) -> Stage:
         """The stage at a place."""
-        return ReadAhead(open_inner, place, config=self.config, seed=way.seed)
+        return ReadAhead(open_inner, place, config=self.config, seed=way.seed, name_shard=way.name_shard)
 
     def describe(self) -> Any:
         """Plain data to be compared."""
         return ["read_ahead", self.config.describe()]
 
 
-def _name(function: Any) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__)
+def _handling(way: Way) -> dict[str, Any]:
+    return {"seed": way.sample_seed, "on_error": way.on_error, "name_shard": way.name_shard}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_stateful import state as format_
-from lightning_stateful.errors import DamagedStateError
+from lightning_stateful.errors import ConfigurationError, DamagedStateError
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
@@ -49,7 +50,9 @@ class Stream(IterableDataset[Any]):
         self._place: Place | None = None
         # Whose place it is, and whether it was loaded.
         self._held: tuple[dict[str, int], bool] = ({}, False)
-        self._latest: StreamIterator | None = None
+        # The latest pass, which is over where nobody holds it any more, and where that was then.
+        self._latest: weakref.ref[StreamIterator] | None = None
+        self._left: tuple[int, Place | None] = (0, None)
         self._described: dict[str, Any] | None = None
 
     def shuffle(self, *, buffer_size: int = 0, seed: int | None = None) -> Stream:
@@ -86,17 +89,23 @@ class Stream(IterableDataset[Any]):
         return StreamConfig(sources=self.sources, mixing=self.mixing, **batching)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next iteration; a place within that same epoch is kept."""
-        if as_int("epoch", epoch) != self._epoch:
-            self._epoch, self._place, self._latest = int(epoch), None, None
+        """Begin ``epoch`` with the next iteration; a place within that same epoch is kept.
+
+        Raises:
+            ConfigurationError: It is no epoch.
+        """
+        epoch = as_int("epoch", epoch)
+        if epoch < 0:
+            raise ConfigurationError(f"epoch must be at least 0, got {epoch}.")
+        if epoch != self._epoch:
+            self._epoch, self._place, self._latest = epoch, None, None
 
     def __iter__(self) -> Iterator[Any]:
         return StreamIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next sample comes from: fresh plain data. To know, one sample may be read ahead."""
-        epoch, place = (self._epoch, self._place) if self._latest is None else self._latest.stand()
-        return self.pack(epoch, place)
+        return self.pack(*self._stand())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, with the next iteration.
@@ -155,17 +164,29 @@ class Stream(IterableDataset[Any]):
                 )
             # Only looked at, in another process.
             self._place = None
-        self._latest = iterator
+        self._latest = iterator.reference
         return self._epoch, self._place
 
     def end_of(self, iterator: StreamIterator, epoch: int) -> None:
         """Go on with the next epoch, if this was the latest pass."""
-        if self._latest is iterator:
+        if self._latest is iterator.reference:
             self._epoch, self._place, self._latest = epoch + 1, None, None
+
+    def leave(self, iterator: StreamIterator, epoch: int, place: Place | None) -> None:
+        """Know where a pass stood that nobody holds any more, if this was the latest."""
+        if self._latest is iterator.reference:
+            self._left = epoch, place
+
+    def _stand(self) -> tuple[int, Place | None]:
+        if self._latest is None:
+            return self._epoch, self._place
+        # One that was left is opened again to know whether a sample follows, and left again.
+        iterator = self._latest() or StreamIterator(self, self._left)
+        return iterator.stand()
 
     def __getstate__(self) -> dict[str, Any]:
         # Open files stay here.
-        epoch, place = (self._epoch, self._place) if self._latest is None else self._latest.stand()
+        epoch, place = self._stand()
         held = self._held if self._latest is None else (self._seat(), False)
         return {**vars(self), "_epoch": epoch, "_place": place, "_held": held, "_latest": None}
 
@@ -187,16 +208,21 @@ class StreamIterator:
 
     Args:
         stream: The stream; the pass begins where it stands at the first ``next()``.
+        begin: Epoch and place where it begins instead.
+
+    Attributes:
+        reference: By this the stream knows the pass without holding it.
     """
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        # What it was loaded with.
-        self._begun: tuple[int, Place | None] | None = None
-        self._epoch = 0
+    def __init__(self, stream: Stream, begin: tuple[int, Place | None] | None = None) -> None:
+        self._stream, self._begin = stream, begin
+        # Where its lane was opened, once it is begun.
+        self._opened: tuple[int, Place | None] | None = None
         self._lane: Lane | None = None
-        self._place: Place | None = None
+        # A sample that was read ahead, and where that was.
         self._ahead: list[Any] = []
+        self._place: Place | None = None
+        self.reference = weakref.ref(self)
 
     def __iter__(self) -> StreamIterator:
         return self
@@ -211,16 +237,24 @@ class StreamIterator:
             lane.close()
             self._stream.end_of(self, epoch)
             raise
+        except BaseException:
+            self._break_off(epoch, lane)
+            raise
 
     def stand(self) -> tuple[int, Place | None]:
         """Epoch and place of the next sample, which is read to know that there is one."""
         epoch, lane = self._open()
         if not self._ahead:
             self._place = lane.place()
-            batch = next(lane, None)
-            if batch is None:
+            try:
+                self._ahead.append(next(lane).values[0])
+            except StopIteration:
                 return epoch + 1, None
-            self._ahead.append(batch.values[0])
+            except BaseException as error:
+                self._break_off(epoch, lane)
+                # Whoever asks for that sample is told.
+                if not isinstance(error, Exception):
+                    raise
         return epoch, self._place
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,20 +268,38 @@ class StreamIterator:
         Raises:
             StateError: It is damaged, or of another stream, rank or worker.
         """
-        self._begun, self._lane, self._ahead = self._stream.unpack(state_dict), None, []
+        self._begin = self._stream.unpack(state_dict)
+        self._close()
+        self._opened, self._ahead = None, []
 
     def _open(self) -> tuple[int, Lane]:
-        if self._lane is None:
+        if self._opened is None:
             began = self._stream.begin_of(self)
-            self._epoch, place = self._begun or began
-            standing, lane = self._stream.share(self._epoch)
+            self._opened = self._begin or began
+        epoch, place = self._opened
+        if self._lane is None:
+            standing, lane = self._stream.share(epoch)
             worker = lane // standing.num_replicas
-            self._lane = Lane(standing.config, standing.shares[lane], place, epoch=self._epoch, worker=worker)
-        return self._epoch, self._lane
+            self._lane = Lane(standing.config, standing.shares[lane], place, epoch=epoch, worker=worker)
+        return epoch, self._lane
+
+    def _break_off(self, epoch: int, lane: Lane) -> None:
+        """Open the lane anew before the next sample: stages that an error went through have lost what they held."""
+        self._opened = epoch, lane.place()
+        self._close()
+
+    def _close(self) -> None:
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.close()
 
     def __del__(self) -> None:
-        if self._lane is not None:
-            self._lane.close()
+        if self._opened is not None:
+            epoch, place = self._opened
+            if self._lane is not None:
+                place = self._place if self._ahead else self._lane.place()
+            self._stream.leave(self, epoch, place)
+        self._close()
 
 
 def as_stream(dataset: Any, seed: int = 0, *, seed_samples: bool = True) -> Stream | None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from datasets import DatasetDict, IterableDatasetDict
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.errors import ConfigurationError
@@ -15,6 +14,7 @@ from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.too_long import TooLong
 from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.loaders.stream_options import Replay, StreamOptions, StreamTail
+from lightning_stateful.streams.hugging_face import splits_in
 from lightning_stateful.streams.lane import StreamConfig
 from lightning_stateful.streams.read_ahead import ReadAheadConfig
 from lightning_stateful.streams.reading import OnError
@@ -146,9 +146,9 @@ class StreamDataModule(StatefulDataModule):
         super().__init__(train, val, test, predict, batch_size=batch_size, shuffle=shuffle, **options)  # type: ignore[arg-type]
 
     def _loaders(self, data: Any, **how: Any) -> Any:
-        if isinstance(data, (DatasetDict, IterableDatasetDict)):
+        if splits := splits_in(data):
             raise ConfigurationError(
-                f"A {type(data).__name__} holds the splits {', '.join(data)}. Pass one of them: load_dataset(..., "
+                f"A {type(data).__name__} holds the splits {', '.join(splits)}. Pass one of them: load_dataset(..., "
                 "split=...)."
             )
         return super()._loaders(data, **how)

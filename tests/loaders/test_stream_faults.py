@@ -222,7 +222,7 @@ def test_a_function_that_fails_on_a_sample(tmp_path: Path, change: str) -> None:
             return stream_loader(dataset, config=measured_by(dataset, lambda number: trouble(number) % 5), **IN_PROCESS)
         return stream_loader(dataset, **IN_PROCESS)
 
-    match = r"sample 3 of shard 3.*OSError: the disk is gone"
+    match = r"sample 3 of chunk 3 of 6 .*OSError: the disk is gone"
     assert_mends(make, trouble.marker.touch, trouble.marker.unlink, match)
 
 
@@ -247,7 +247,7 @@ def test_a_sample_longer_than_a_batch(tmp_path: Path) -> None:
         dataset = chunks()
         return stream_loader(dataset, config=measured_by(dataset, length_of), **IN_PROCESS)
 
-    match = r"Sample 3 of shard 3 has 13 tokens, and max_tokens=12"
+    match = r"sample 3 of chunk 3 of 6 .* is 13 tokens, and max_tokens=12"
     assert_mends(make, trouble.marker.touch, trouble.marker.unlink, match)
 
 
@@ -445,7 +445,7 @@ def test_a_stream_of_which_nothing_can_be_read_ends(tmp_path: Path) -> None:
     assert list(loader) == list(loader) == []
     assert loader.position_report()["shards_skipped"] == 6
     assert loader.position_report()["epoch"] == 2
-    with pytest.raises(ConfigurationError, match="no batch to give in a whole pass"):
+    with pytest.raises(ConfigurationError, match="has given no batch to all ranks in 4 passes"):
         list(make(steps_per_epoch=2))
 
 

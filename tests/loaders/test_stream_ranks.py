@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support import hf_streams
+from support.large_states import RemembersMuch, assert_gives_the_same
 from support.stream_cases import (
     END,
     OTHER_SIZES,
@@ -353,6 +354,20 @@ def with_workers(folder: Path) -> Any:
     return {"items": items, "states": states}
 
 
+@on(2)
+def large(folder: Path) -> Any:
+    """Datasets whose state is large, stopped and resumed; padded, so that ranks also repeat what they have told."""
+    found = {}
+    for name, options in {"next": {}, "pad": {"tail": "pad"}, "steps": {"steps_per_epoch": 7}}.items():
+        for num_workers in (0, 2):
+            kind = {"num_workers": num_workers, "kind": InThisProcess} if num_workers else {}
+            # Unequal shares: of 301 samples and of 300, or of 151 at most.
+            make = partial(stream_loader, RemembersMuch(601), batch_size=20, **kind, **options)
+            assert_gives_the_same(make, [6, 0, 3, 11], total=36)
+            found[name, num_workers] = observe(make, 36)[1]
+    return found
+
+
 def kill(marker: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -568,6 +583,16 @@ def test_more_ranks_than_shards_are_refused_on_all(folder: Path) -> None:
     for found in found_by(folder, "too_many"):
         assert found["said"].startswith("ConfigurationError: 3 ranks")
         assert "3 lanes, more than the 2 shards" in found["said"]
+
+
+def test_large_states_of_a_dataset_reach_the_other_ranks(folder: Path) -> None:
+    first, second = found_by(folder, "large")
+
+    assert first == second
+    for states in first.values():
+        lanes = [list(state["position"]["shards"].values()) for state in states]
+        held = [[len(json.dumps(lane["of"][""]["place"])) for lane in of] for of in lanes]
+        assert sum(len(sizes) > 1 and min(sizes) > 1024 for sizes in held) > 5
 
 
 def test_ranks_with_workers_agree_too(folder: Path) -> None:

@@ -28,6 +28,7 @@ from lightning_stateful.streams import exchange as exchange_module
 from lightning_stateful.streams import group_store
 from lightning_stateful.streams.exchange import Exchange
 from lightning_stateful.streams.group_store import GroupStore, unpack
+from lightning_stateful.streams.place_text import Text
 
 OPERATIONS = ("set", "add", "check", "compare_set", "delete_key", "multi_get")
 
@@ -173,6 +174,7 @@ def walk(
     ahead: int = 0,
     each: Callable[[int], None] = lambda step: None,
     last: int | None = None,
+    say: Callable[[int, int], str | Text] = place,
 ) -> int:
     """Read a stream of ``length`` batches as a loader would; returns the step before which the pass stopped."""
     rank, step = exchange.topology.rank, exchange.first_step
@@ -180,12 +182,12 @@ def walk(
     while last is None or step < last:
         while announced < exchange.horizon(step) + ahead:
             if announced >= end and not ended:
-                exchange.announce_end()
+                exchange.announce_end(say(rank, announced) if say is not place else None)
                 ended = True
             if ended and (exchange.tail == "stop" or announced >= exchange.horizon(step)):
                 break
             announced += 1
-            exchange.announce(place(rank, announced))
+            exchange.announce(say(rank, announced))
         if not exchange.happens(step):
             break
         each(step)
@@ -209,8 +211,13 @@ def check_pass(
     weights: list[int] | None = None,
     seed: int = 0,
     store: TurnsStore | None = None,
+    say: Callable[[int, int], str | Text] = place,
 ) -> TurnsStore:
     """One pass: all stop where they should, and rank 0 can write all places of every step it is handed."""
+
+    def whole(rank: int, step: int) -> str:
+        return "".join(say(rank, step))
+
     ranks = len(lengths)
     store = store or TurnsStore(ranks, seed, weights)
     store.most_requests = 100_000
@@ -222,14 +229,16 @@ def check_pass(
             if rank:
                 return
             for kept in range(max(step + 2 - keep, first_step + 1), step + 2):
-                assert exchange.places_at(kept) == [place(other, kept) for other in range(ranks)]
+                assert exchange.places_at(kept) == [whole(other, kept) for other in range(ranks)]
 
-        stop = walk(exchange, lengths[rank], ahead=ahead[rank] if ahead else 0, each=each)
+        stop = walk(exchange, lengths[rank], ahead=ahead[rank] if ahead else 0, each=each, say=say)
         gathered = exchange.gather_places(stop)
         return stop, exchange.stop, gathered
 
     stop = first_step + (min(lengths) if tail == "stop" else max(lengths))
-    places = [place(rank, stop) if stop > first_step else None for rank in range(ranks)]
+    places: list[str | None] = [whole(rank, stop) if stop > first_step else None for rank in range(ranks)]
+    if say is not place and stop == first_step:
+        places = [whole(rank, stop) if length == 0 else None for rank, length in enumerate(lengths)]
     assert raised(in_turns(store, *[body] * ranks)) == [(stop, stop, places)] * ranks
     return store
 
@@ -445,6 +454,100 @@ class TestPlaces:
         error = in_turns(store, tampered_with, lambda rank: walk(open_exchange(store, 2, rank), 5))[0]
         assert isinstance(error, StreamError)
         assert "Stale or foreign entries" in str(error)
+
+
+def with_large(changes: int, others: int = 10**9) -> Callable[[int, int], Text]:
+    """Places with two large states, of which one changes after so many steps, and the other after others."""
+
+    def say(rank: int, step: int) -> Text:
+        first, second = f"<{rank} {step // changes}>", f"({rank} {step // others})"
+        return f"[{step}, ", first, ", ", second, f", {rank}]"
+
+    return say
+
+
+class TestLargeParts:
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def test_every_place_that_is_kept_is_whole(self, data: st.DataObject) -> None:
+        ranks = data.draw(st.sampled_from([1, 2, 3]))
+        changes = st.sampled_from([1, 2, 5, 100])
+        store = None
+        for _ in range(2):
+            store = check_pass(
+                data.draw(st.lists(st.integers(0, 30), min_size=ranks, max_size=ranks)),
+                tail=data.draw(st.sampled_from(["stop", "pad"])),
+                group_size=data.draw(st.sampled_from([None, 3])),
+                keep=data.draw(st.sampled_from([1, 5])),
+                ahead=data.draw(st.lists(st.sampled_from([0, 7, 100]), min_size=ranks, max_size=ranks)),
+                weights=data.draw(st.lists(st.sampled_from([1, 20]), min_size=ranks, max_size=ranks)),
+                seed=data.draw(st.integers(0, 2**32)),
+                say=with_large(data.draw(changes), data.draw(changes)),
+                store=store,
+            )
+
+    def aside(self, store: TurnsStore, rank: int) -> int:
+        """How many large parts of a rank's the store holds."""
+        return sum(f"/places/{rank}/aside/" in key for key in store.inner.list_keys())
+
+    def test_those_that_stay_are_said_once_and_others_make_room_for_their_successors(self) -> None:
+        found = {}
+        for changes in (1, 50, 10**9):
+            store = TurnsStore(2)
+            for _ in range(2):
+                check_pass([300, 300], keep=4, store=store, say=with_large(changes))
+            found[changes] = self.aside(store, 0), self.aside(store, 1)
+        # keep, the groups that may lie ahead, and as many as are being replaced.
+        assert found == {1: (14, 14), 50: (3, 3), 10**9: (2, 2)}
+
+    def test_those_that_stay_cost_no_request(self) -> None:
+        more = []
+        for length in (20, 60):
+            requests = []
+            for say in (place, with_large(10**9)):
+                exchange = open_exchange(asked := CountedStore(HashStore()), 1, 0)
+                assert walk(exchange, length, say=say) == length
+                requests.append(asked.requests)
+            more.append(requests[1] - requests[0])
+        assert more[0] == more[1]
+
+    @pytest.mark.parametrize("stale", [b"nonsense", b'["other-run",1,0,"<1 0>"]', b'["run",1,1,"<1 9>"]', b"[]", None])
+    def test_foreign_entries_are_refused(self, stale: bytes | None) -> None:
+        store = TurnsStore(2)
+
+        def tampered_with(rank: int) -> list[str]:
+            exchange = open_exchange(store, 2, rank)
+            walk(exchange, 5, say=with_large(10**9))
+            (key,) = (key for key in store.inner.list_keys() if key.endswith("places/1/aside/0"))
+            assert unpack(store.inner.get(key)) == [exchange.run, 1, 0, "<1 0>"]
+            store.inner.delete_key(key)
+            if stale is not None:
+                store.inner.set(key, stale.replace(b'"run"', f'"{exchange.run}"'.encode()))
+            return exchange.places_at(4)
+
+        other = lambda rank: walk(open_exchange(store, 2, rank), 5, say=with_large(10**9))  # noqa: E731
+        error = in_turns(store, tampered_with, other)[0]
+        assert isinstance(error, StreamError)
+        assert "Stale or foreign entries" in str(error)
+
+    def test_who_is_late_is_named_with_its_whole_place(self) -> None:
+        store, say = TurnsStore(2), with_large(3)
+        bodies = [
+            lambda rank: walk(open_exchange(store, 2, rank, timeout=0.2), 20, say=say),
+            lambda rank: walk(open_exchange(store, 2, rank, timeout=0.2), 20, last=5, say=say),
+        ]
+        assert f"- rank 1: stood at {''.join(say(1, 6))}\n" in str(in_turns(store, *bodies)[0])
+
+    def test_large_parts_may_be_of_any_size(self) -> None:
+        large = [base64.b64encode(random.Random(seed).randbytes(6_000_000)).decode() for seed in range(3)]
+        store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+        exchange = open_exchange(store, 1, 0)
+        for number in (0, 0, 1, 2):
+            exchange.announce(("[", large[number], "]"))
+        exchange.announce_end(("[", large[2], "]"))
+        assert [exchange.happens(step) for step in range(5)] == [True, True, True, True, False]
+        assert [exchange.places_at(step) for step in (1, 2, 3)] == [[f"[{large[number]}]"] for number in (0, 0, 1)]
+        assert exchange.gather_places(4) == [f"[{large[2]}]"]
 
 
 class TestFailures:

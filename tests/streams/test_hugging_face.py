@@ -6,9 +6,12 @@ import copy
 import gc
 import io
 import json
+import os
 import pickle
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError
 from lightning_stateful.samplers.randomness import keep_randomness, seed_randomness
+from lightning_stateful.streams import hugging_face_stages as stages
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
 from lightning_stateful.streams.reading import Reading
 
@@ -274,6 +278,49 @@ class TestWhatShardsHold:
 
         assert mixed == (values[:-2], values[2:])
         assert one.state() == states[-3]
+
+
+def arguments(dataset: Any) -> list[Any]:
+    """What the sources of a dataset read."""
+    found = [stage.kwargs for stage in stages.walk(dataset._ex_iterable) if hasattr(stage, "kwargs")]
+    # Some say where they were read last.
+    return [{name: value for name, value in kwargs.items() if name != "files_iterables"} for kwargs in found]
+
+
+class TestDividing:
+    @pytest.mark.parametrize("kind", ["json", "parquet", "generator", "table"])
+    @pytest.mark.parametrize("name", ["plain", "take", "shuffle", "repeat", "interleave", "concatenate"])
+    def test_shards_read_what_hugging_face_divides_them_into(self, kind: str, name: str, tmp_path: Path) -> None:
+        dataset = build(name, kind, tmp_path)
+        shards = HuggingFaceShards(dataset)
+        # The user's own iteration leaves its state behind.
+        next(iter(dataset))
+        for copied in (shards, pickle.loads(pickle.dumps(shards)), copy.deepcopy(shards)):
+            for shard in range(dataset.num_shards):
+                own, theirs = copied._shard(shard), dataset.shard(dataset.num_shards, shard)
+                assert list(map(str, arguments(own))) == list(map(str, arguments(theirs)))
+                assert own.num_shards == theirs.num_shards
+                assert samples(own.shard(1, 0)) == samples(theirs)
+
+    @pytest.mark.parametrize(("number", "parts"), [(7, 7), (7, 3), (7, 1), (2, 2), (1, 1)])
+    @pytest.mark.parametrize("contiguous", [True, False])
+    def test_any_division_is_that_of_hugging_face(self, number: int, parts: int, contiguous: bool) -> None:
+        own = {
+            "parts": [(first, 1) for first in range(number)],
+            "of": tuple(range(9)),
+            "names": list("abcdefg"[:number]),
+        }
+        dataset = datasets.IterableDataset.from_generator(lambda parts, of, names: hf.generate(parts), gen_kwargs=own)
+        divided = HuggingFaceShards(dataset)._dataset
+        for part in range(parts):
+            theirs = dataset.shard(parts, part, contiguous=contiguous)
+            assert arguments(divided.shard(parts, part, contiguous=contiguous)) == arguments(theirs)
+
+    def test_a_shard_of_many_costs_no_more_than_one_of_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        many = datasets.IterableDataset.from_generator(hf.generate, gen_kwargs={"parts": [(0, 1)] * 5000})
+        shards = HuggingFaceShards(many.map(hf.plus).take(9000))
+        monkeypatch.setattr(datasets.iterable_dataset, "_split_gen_kwargs", lambda *_, **__: pytest.fail("all files"))
+        assert arguments(shards._shard(4321)) == [{"parts": [(0, 1)]}]
 
 
 class TestGoingOn:
@@ -596,6 +643,49 @@ class TestErrors:
 
         with pytest.raises(KeyError, match="0"):
             next(HuggingFaceShards(hf.stream("arrow", tmp_path, (3,)).map(fail)).read(0, 0))
+
+    @pytest.mark.parametrize("options", [{}, {"probabilities": [0.5, 0.5], "seed": 1}], ids=["in turn", "at random"])
+    def test_behind_an_interleaved_shard_nobody_sleeps(
+        self, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one, other = (hf.stream("parquet", tmp_path / name, (3, 4)) for name in ("one", "other"))
+        dataset = interleave_datasets([one, other], stopping_strategy="all_exhausted_without_replacement", **options)
+        slept: list[float] = []
+        monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 5)
+        monkeypatch.setattr(time, "sleep", slept.append)
+        shards = HuggingFaceShards(dataset.map(hf.plus))
+
+        assert [len(samples(shards.read(shard, 0))) for shard in range(2)] == [6, 8]
+        iterator = shards.read(0, 0)
+        next(iterator)
+        iterator.close()
+
+        assert 5 not in slept
+        # The user's own iteration is as it was.
+        assert len(samples(dataset)) == 14
+        assert 5 in slept
+
+    def test_a_process_may_end_in_the_midst_of_parquet_files(self, tmp_path: Path) -> None:
+        for name in ("one", "other"):
+            hf.stream("parquet", tmp_path / name, (4000,), chunk=100)
+        script = f"""
+import datasets
+from lightning_stateful.streams.hugging_face import HuggingFaceShards
+parts = [
+    datasets.load_dataset("parquet", data_files={str(tmp_path)!r} + f"/{{name}}/*.parquet", split="train",
+                          streaming=True, cache_dir={str(tmp_path / "cache")!r})
+    for name in ("one", "other")
+]
+for dataset in (datasets.interleave_datasets(parts), parts[0]):
+    closed = HuggingFaceShards(dataset).read(0, 0)
+    print(next(closed)["n"])
+    closed.close()
+"""
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment, check=False
+        )
+        assert (done.returncode, done.stdout.split()) == (0, ["0", "0"]), done.stderr
 
     def test_a_closed_reading_ends(self, tmp_path: Path) -> None:
         iterator = HuggingFaceShards(hf.stream("parquet", tmp_path, (3,))).read(0, 0)

@@ -143,6 +143,35 @@ class TestBatches:
                 next(lane)
             assert batches + list(lane_of(mended)(lane.place())) == list(lane_of(mended)(None))
 
+    @pytest.mark.parametrize("how", [{"by": "sample"}, {"by": "sample", "stop": "cycle"}, {"stop": "cycle"}])
+    def test_an_error_after_a_source_has_ended_leaves_it_as_it_was_after_the_latest_batch(self, how: Any) -> None:
+        for sizes, bad in (([3], 3), ([4], 4), ([2], 9), ([4, 0], 5)):
+            for batching in ({"batch_size": 4}, {"batch_size": 2}, {"batch_size": 3, "drop_last": True}):
+                mended = two(sizes, [12], batching=batching, **how)
+                fails: dict[int, int] = {0: bad}
+                of = mixed_config(
+                    {"a": source(sizes, label="a"), "b": source([12], label="b", of={"fails": fails})},
+                    batching=batching,
+                    **how,
+                )
+                lane = lane_of(of)(None)
+                batches: list[LaneBatch] = []
+                with pytest.raises(ShardError, match="b-0"):
+                    batches.extend(lane)
+                assert batches + list(lane_of(mended)(lane.place())) == list(lane_of(mended)(None))
+
+    def test_an_error_as_a_source_begins_again_leaves_it_where_its_round_ended(self) -> None:
+        of = two([4], [12], batching={"batch_size": 2}, stop="cycle")
+        fails: dict[int, int] = of.sources["a"].shards.fails  # type: ignore[attr-defined]  # numbered shards
+        whole = list(lane_of(of)(None))
+        lane = lane_of(of)(None)
+        batches = lane.take(4)
+        fails[0] = -1
+        with pytest.raises(ShardError, match="a-0"):
+            next(lane)
+        fails.clear()
+        assert batches + list(lane_of(of)(lane.place())) == whole
+
     def test_places_do_not_change_as_the_lane_goes_on(self) -> None:
         for of in CONFIGS.values():
             lane = lane_of(of)(None)
@@ -303,6 +332,16 @@ class TestStop:
         assert [value for value in served if value[0] == "b"] == [("b", 4, 0, number) for number in range(20)]
         assert of_a == [("a", 4 + number // 3, 0, number % 3) for number in range(len(of_a))]
         assert 20 <= len(of_a) <= 21
+
+    @pytest.mark.parametrize("size", [2, 3, 4])
+    def test_full_batches_of_a_cycle_leave_nothing_out_between_its_rounds(self, size: int) -> None:
+        of = two([5], [40], batching={"batch_size": size, "drop_last": True}, stop="cycle")
+        crew = Crew(Standing.beginning(of, 0, 1, 1))
+        served = crew.serve(0)
+        of_a = [value for value in served if value[0] == "a"]
+        assert of_a == [("a", number // 5, 0, number % 5) for number in range(len(of_a))]
+        assert len(of_a) >= 40 - size
+        assert len(of_a) % size == 0
 
     def test_rounds_of_a_cycle_have_orders_of_their_own(self) -> None:
         small = source([10], label="a", buffer_size=10)

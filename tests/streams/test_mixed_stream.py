@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
+from datasets import IterableDataset as HuggingFace
 from support.shards import NumberedShards
 from torch.utils.data import IterableDataset
 
@@ -172,6 +175,20 @@ class TestRefusals:
         with pytest.raises(ConfigurationError, match='by="batch"'):
             mixed.config(batch_size=None)
 
+    def test_one_stream_is_no_list_of_streams_and_is_not_read(self) -> None:
+        def endless(ref: int) -> Iterator[int]:
+            yield from count()
+
+        hf = HuggingFace.from_generator(count)
+        for one in (ChunkedDataset([0], endless), hf, Bare(), NumberedShards([3]), "ab", b"ab", None, 3, count()):
+            with pytest.raises(ConfigurationError, match=r"by name, or in a list, got a .*MixedStream\(\["):
+                MixedStream(one)  # type: ignore[arg-type]  # that is the point
+
+    def test_any_collection_of_streams_will_do(self) -> None:
+        named = {"a": chunks("a", 2), "b": chunks("b", 2)}
+        for streams in (list(named.values()), tuple(named.values()), named.values()):
+            assert labels(MixedStream(streams)) == "abab"  # type: ignore[arg-type]  # values are no sequence
+
     def test_names_that_are_alike_as_text_are_refused(self) -> None:
         with pytest.raises(ConfigurationError):
             MixedStream({1: chunks("a", 1), "1": chunks("b", 1)})  # type: ignore[dict-item]  # that is the point
@@ -185,3 +202,14 @@ def test_what_is_a_stream() -> None:
     assert made.sources[""].seed == 7
     assert as_stream([1, 2]) is None
     assert as_stream(Bare()) is None
+
+
+def test_what_is_mixed_alike_has_one_hash_and_turns_are_not_found_by_hashing_shares() -> None:
+    def mixing(weights: Any) -> Any:
+        return MixedStream({"a": chunks("a", 1), "b": chunks("b", 1)}, weights=weights).mixing
+
+    one, same, other = mixing([1, 2]), mixing([2, 4]), mixing([1, 3])
+    assert one == same != other
+    assert hash(one) == hash(same) == hash(pickle.loads(pickle.dumps(one)))
+    turns = [mixed.source_at(turn, ("a", "b"), 0) for turn in range(12) for mixed in (one, other)]
+    assert [turns[0::2].count("a"), turns[1::2].count("a")] == [4, 3]

@@ -14,7 +14,7 @@ from support.shards import Crew, drawn, round_trip
 from test_running import assert_obeys
 from torch.utils.data import IterableDataset
 
-from lightning_stateful.errors import PositionError, ShardError
+from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.samplers.randomness import keep_randomness
 from lightning_stateful.streams import reading
 from lightning_stateful.streams.lane import ALONE, StreamConfig
@@ -421,3 +421,24 @@ class TestDraws:
                 np.random.seed(1)
                 runs.append(values(list(opens(self.Drawing(), seed=None)(None))))
         assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("owner", ["dataset", "iterator"])
+def test_a_state_that_cannot_be_kept_is_said_to_be_whose_it_is(owner: str) -> None:
+    class Odd(OnDataset if owner == "dataset" else OnIterator):  # type: ignore[misc]  # one of two
+        def __iter__(self) -> Iterator[Any]:
+            iterator = super().__iter__()
+            if owner == "iterator":
+                iterator.state_dict = self.odd  # type: ignore[attr-defined]  # it has one
+            return iterator
+
+        def odd(self) -> dict[str, Any]:
+            return {"o": object()}
+
+        if owner == "dataset":
+            state_dict = odd
+
+    reading = Reading(OwnStream(Odd(), 1, 1), [0], 0)
+    reading.take(2)
+    with pytest.raises(StateError, match=rf"The {owner}'s state_dict\(\)\['o'\] is a object, which cannot be kept"):
+        reading.place()

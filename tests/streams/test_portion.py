@@ -352,6 +352,14 @@ class TestDamage:
         with pytest.raises(DamagedStateError, match="runs of its 5 shards"):
             Deal.from_dict({**self.data(), "unopened": unopened}, self.order)
 
+    @pytest.mark.parametrize("epoch", [-1, True])
+    def test_an_epoch_that_is_none_is_refused_with_its_value(self, epoch: Any) -> None:
+        data = {"epoch": 0, "opened": [], "unopened": []}
+        with pytest.raises(DamagedStateError, match=str(epoch)):
+            Deal.from_dict({**data, "epoch": epoch}, lambda epoch: [])
+        with pytest.raises(DamagedStateError, match=str(epoch)):
+            Portion.from_dict({"epoch": epoch, "shards": [0], "place": None})
+
     @pytest.mark.parametrize("unopened", [[[-1, -1]], [[-3, 2]], [[0, 1], [1, 2]], [[3, 3], [3, 3]], [[3, 1]]])
     def test_runs_that_would_serve_a_shard_twice_or_none_are_refused(self, unopened: Any) -> None:
         with pytest.raises(DamagedStateError):

@@ -279,7 +279,9 @@ class TestTooLong:
 
     def test_the_first_is_an_error_that_names_it(self) -> None:
         stage = ahead(listed([1, 2, 3, 12, 4, 5, 13, 99]))(None)
-        with pytest.raises(StreamError, match="Sample 1 of shard 8 has 13 tokens, and max_tokens=12 has room for 12"):
+        with pytest.raises(
+            StreamError, match="The length of sample 1 of shard 8 is 13 tokens, and max_tokens=12 has room for 12"
+        ):
             next(stage)
 
     def test_each_may_have_a_batch_of_its_own(self) -> None:
@@ -302,24 +304,21 @@ class TestLengths:
     def test_a_column_counts_as_a_number_or_by_its_len(self, column: Any) -> None:
         samples = [{"text": column, "other": [1, 2, 3]}, {"text": [0] * 20, "other": 5}]
         expected = len(column) if isinstance(column, str) else 7
-        stage = ahead(listed(samples), length="text", budget=Budget(batch_size=1))(None)
-        used = []
-        for _ in stage:
-            used.append(stage.tokens.used)
-        assert sorted(used) == [expected, 20]
+        assert len(list(ahead(listed(samples), length="text", budget=Budget(batch_size=1))(None))) == 2
+        with pytest.raises(StreamError, match=f"is {expected} tokens, and max_tokens={expected - 1}"):
+            next(ahead(listed(samples[:1]), length="text", budget=Budget(max_tokens=expected - 1))(None))
 
     @pytest.mark.parametrize("column", [[5], np.array([5]), torch.tensor([5])], ids=["list", "array", "tensor"])
     def test_one_token_is_not_a_length(self, column: Any) -> None:
-        stage = ahead(listed([{"text": column}]), length="text")(None)
-        next(stage)
-        assert stage.tokens == (1, 1)
+        stage = ahead(listed([{"text": column}] * 3), length="text", max_tokens=3)(None)
+        assert len(next(stage)) == 3
 
     def test_by_default_the_len_of_a_sample_counts(self) -> None:
         stage = ahead(listed(["abc", "a", "abcdef", "ab"]), length=len, shuffle_batches=False)(None)
         assert values(stage) == [["abcdef", "abc"], ["ab", "a"]]
 
     def test_the_number_of_columns_is_no_length(self) -> None:
-        with pytest.raises(StreamError, match=r"Sample 0 of shard 7 is a dict.*: 'text', 'label'"):
+        with pytest.raises(StreamError, match=r"len of sample 0 of shard 7, a dict, .*: 'text', 'label'"):
             next(ahead(listed([{"text": "a", "label": 1}]), length=len)(None))
 
     @pytest.mark.parametrize("what", ["length", "boundary_key"])
@@ -357,15 +356,6 @@ class TestLengths:
         lengths = [np.uint8(200), np.int64(3), True, torch.tensor(7), np.array(2), 0]
         stage = ahead(listed(range(6)), length=lengths.__getitem__, budget=Budget(batch_size=9))(None)
         assert values(stage) == [[0, 3, 1, 4, 2, 5]]
-        assert stage.tokens == (213, 1200)
-
-    def test_tokens_are_those_of_the_latest_batch(self) -> None:
-        stage = ahead(listed([1, 5, 2, 6]), shuffle_batches=False)(None)
-        assert stage.tokens is None
-        next(stage)
-        assert stage.tokens == (11, 12)
-        next(stage)
-        assert stage.tokens == (3, 4)
 
 
 class TestBreakingOff:
@@ -466,3 +456,16 @@ class TestConfig:
         budget = Budget(batch_size=(4, 2), ends=(10, 20))
         batches = values(ahead(listed([25, 20, 15, 11, 10, 9, 8, 7]), budget=budget, shuffle_batches=False)(None))
         assert batches == [[25, 20], [15, 11], [10, 9, 8, 7]]
+
+
+def test_errors_call_a_shard_by_its_name() -> None:
+    def stage(**config: Any) -> ReadAhead:
+        options: Any = {"window": 8, "budget": Budget(max_tokens=12), **config}
+        return ReadAhead(listed(["abc"] * 8), None, config=ReadAheadConfig(**options), seed=0, name_shard="s-{}".format)
+
+    for config in ({"length": lambda value: 13}, {"length": lambda value: 1 // 0}, {"length": lambda value: "x"}):
+        with pytest.raises(StreamError, match=r"sample 0 of s-7"):
+            next(stage(**config))
+    for key in (lambda value: 1 // 0, lambda value: "x", lambda value: 2**70):
+        with pytest.raises(ShardError, match=r"sample 0 of s-7"):
+            next(stage(boundary_key=key))

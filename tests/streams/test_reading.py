@@ -14,7 +14,7 @@ import torch
 from support.shards import NumberedShards, drawn
 from test_running import assert_obeys
 
-from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, ShardError
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, ShardError, StateError
 from lightning_stateful.samplers.randomness import keep_randomness
 from lightning_stateful.streams import reading as module
 from lightning_stateful.streams.own_stream import OwnStream
@@ -415,3 +415,99 @@ def test_a_shard_iterator_need_not_do_more_than_yield() -> None:
     items = assert_obeys(lambda place: Reading(Bares(), (1, 0), 0, place), random.Random(0))
     assert [item.value for item in items] == [None, 0, "", None, 0, ""]
     assert (Bares().warning, Bares().sizes(), Bares().reread) == ("", None, "")
+
+
+class Counting(ShardIterator):
+    """Numbers up to ten, whose state is what a test makes of the next."""
+
+    def __init__(self, said: Callable[[Counting], Any]) -> None:
+        self.said, self.counts, self.closed = said, {"next": 0}, 0
+
+    def __next__(self) -> int:
+        if self.counts["next"] == 10:
+            raise StopIteration
+        self.counts["next"] += 1
+        return self.counts["next"] - 1
+
+    def state(self) -> Any:
+        return self.said(self)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Counted(NumberedShards):
+    """One shard of :class:`Counting`."""
+
+    def __init__(self, said: Callable[[Counting], Any]) -> None:
+        super().__init__([10])
+        self.said = said
+
+    def read(self, shard: int, epoch: int, state: Any = None) -> ShardIterator:
+        iterator = Counting(self.said)
+        # Counted in by the iterator.
+        iterator.counts = {"next": 0} if state is None else state
+        return iterator
+
+
+class TestStatesOfAuthors:
+    def test_a_state_that_is_counted_in_is_taken_as_it_was(self) -> None:
+        shards = Counted(lambda iterator: iterator.counts)
+        whole, stage, places = list(Reading(shards, (0,), 0)), Reading(shards, (0,), 0), []
+        for item in stage:
+            places.append((item.value, stage.place()))
+        for value, place in places:
+            saved = json.dumps(place)
+            assert [item.value for item in Reading(shards, (0,), 0, place)] == list(range(value + 1, 10))
+            assert json.dumps(place) == saved
+        assert len(places) == len(whole) == 10
+
+    @pytest.mark.parametrize("state", [{"at": np.int64(3)}, {3: 4}, [np.arange(2)], float("nan"), {1, 2}, object()])
+    def test_what_is_no_plain_data_is_told_with_the_shard(self, state: Any) -> None:
+        for on_error in ("raise", "skip"):
+            stage = Reading(Counted(lambda iterator: state), (0,), 0, on_error=on_error)  # type: ignore[arg-type]  # a str
+            next(stage)
+            for _ in range(2):
+                with pytest.raises(StateError, match=r"state\(\) of Counting gave, for shard-0\.bin at its sample 1, "):
+                    stage.place()
+
+    def test_a_state_that_cannot_be_had_is_told_with_the_shard(self) -> None:
+        def fail(iterator: Counting) -> Any:
+            raise KeyError("offset")
+
+        stage = Reading(Counted(fail), (0,), 0)
+        assert stage.place()["item"] == 0
+        next(stage)
+        with pytest.raises(ShardError, match=r"state\(\) of Counting failed for shard-0\.bin .* KeyError") as caught:
+            stage.place()
+        assert isinstance(caught.value.__cause__, KeyError)
+
+    @pytest.mark.parametrize(
+        "given",
+        [[1, 2], range(2), iter([1]), (one for one in "ab"), None],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_what_is_no_shard_iterator_is_told_and_never_skipped(self, given: Any) -> None:
+        class Lists(NumberedShards):
+            def read(self, shard: int, epoch: int, state: Any = None) -> ShardIterator:
+                return given  # type: ignore[no-any-return]  # that is the point
+
+        said = rf"read\(\) of .*Lists gave a {type(given).__name__} for shard-0\.bin\. .*ShardIterator"
+        for ask in (lambda stage: stage.take_runs(1), next):
+            with pytest.raises(ConfigurationError, match=said):
+                ask(Reading(Lists([3]), (0,), 0, on_error="skip"))
+
+    def test_an_iterator_that_counts_as_false_is_opened_once(self) -> None:
+        class Sized(Counting):
+            def __len__(self) -> int:
+                return 0
+
+        class Falses(Counted):
+            def read(self, shard: int, epoch: int, state: Any = None) -> ShardIterator:
+                self.asked["opened"] += 1
+                return Sized(self.said)
+
+        shards = Falses(lambda iterator: None)
+        stage = Reading(shards, (0,), 0)
+        assert [item.value for item in stage.take(3)] + [item.value for item in stage] == list(range(10))
+        assert shards.asked["opened"] == 1

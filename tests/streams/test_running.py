@@ -13,11 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.shards import NumberedShards
 
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
+from lightning_stateful.index.budget import Budget
 from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.streams.portion import Portion
+from lightning_stateful.streams.read_ahead import ReadAheadConfig
 from lightning_stateful.streams.running import FilterStage, MapStage, RecurrentStage, WindowedStage
+from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.stage import Item, Open, Place, Stage
+from lightning_stateful.streams.steps import Budgeted, Filtered, Mapped, Recurrent, Windowed
 
 
 class Listed(Stage):
@@ -208,8 +214,8 @@ def test_windows_that_are_left_out_are_not_read() -> None:
 
 @pytest.mark.parametrize(("width", "step"), [(0, 1), (-1, 1), (1, 0), (2.5, 1)])
 def test_windows_of_nothing_are_refused(width: Any, step: int) -> None:
-    with pytest.raises(ConfigurationError, match="width"):
-        opened(WindowedStage, listed([]), width=width, step=step)(None)
+    with pytest.raises(ConfigurationError, match=r"width|step"):
+        Windowed(width, step)
 
 
 def test_windows_over_fewer_items_than_were_used_are_refused() -> None:
@@ -442,3 +448,58 @@ def test_closing_reaches_what_lies_below(kind: Any) -> None:
     next(stage)
     stage.close()
     assert asked["closed"] == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), StopIteration("no"), DoubtfulError(1, 2)], ids=repr)
+def test_a_failing_function_over_many_at_once_names_the_sample_too(error: Exception) -> None:
+    def function(value: int) -> int:
+        if value == 6:
+            raise error
+        return value + 1
+
+    stage = opened(MapStage, listed(range(10)), function=function, name_shard="part-{}.gz".format)(None)
+    assert [run.values for run in stage.take_runs(4)] == [[1, 2, 3, 4]]
+    assert stage.place() == {"next": 4}
+    said = rf"function failed on sample 1 of part-8\.gz: {type(error).__name__}: {error}"
+    for ask in (partial(stage.take_runs, 4), stage.__next__, partial(stage.take_runs, 4), stage.place):
+        with pytest.raises(ShardError, match=said) as caught:
+            ask()
+        assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 1}, {"on_error": "skip"}])
+def test_runs_are_the_items_that_come_one_by_one(options: dict[str, Any]) -> None:
+    with keep_randomness():
+        whole = list(opened(MapStage, listed(range(23)), function=mixed, **options)(None))
+        for number in (1, 4, 23, 30):
+            stage = opened(MapStage, listed(range(23)), function=mixed, **options)(None)
+            runs = [run for _ in range(23) for run in stage.take_runs(number)]
+            assert [value for run in runs for value in run.values] == [item.value for item in whole]
+            firsts = {(item.shard, item.number): item.value for item in whole}
+            assert all(firsts[run.shard, run.first] == run.values[0] for run in runs)
+
+
+def test_errors_call_a_shard_by_its_name() -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("gone")
+
+    for kind in (partial(RecurrentStage, initial=0), MapStage, FilterStage):
+        with pytest.raises(ShardError, match=r"fail failed on sample 0 of part-7\.gz: OSError: gone"):
+            next(opened(kind, listed([1]), function=fail, name_shard="part-{}.gz".format)(None))
+
+
+@pytest.mark.parametrize("over", ["shards", "blocks"])
+def test_a_stream_gives_its_stages_the_names_of_its_shards(over: str) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError("gone")
+
+    config = ReadAheadConfig(window=4, budget=Budget(max_tokens=9), length=fail)
+    for step in (Mapped(fail), Filtered(fail), Recurrent(fail, 0), Budgeted(config)):
+        source = Source(
+            shards=NumberedShards([0, 3]), steps=(step,), buffer_size=4 if over == "blocks" else 0, seed_samples=False
+        )
+        for ask in (next, lambda stage: stage.take_runs(2)):
+            stage, _ = source.open(Portion(0, (1,)), None)
+            number = r"\d" if over == "blocks" else "0"
+            with pytest.raises(ShardError, match=rf"sample {number} of shard-1\.bin"):
+                ask(stage)

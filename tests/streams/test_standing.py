@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -167,7 +168,8 @@ class TestHistories:
                 for name in "abc"[: rng.choice([2, 3])]
             }
             how = {"by": rng.choice(["batch", "sample"]), "weights": [rng.randint(1, 4) for _ in sources]}
-            of = mixed_config(sources, batching={"batch_size": rng.randint(1, 3)}, stop="cycle", **how)
+            batching = {"batch_size": rng.randint(1, 3), "drop_last": seed % 3 == 0}
+            of = mixed_config(sources, batching=batching, stop="cycle", **how)
             lanes = [(1, 1), (2, 1), (1, 2), (3, 1)]
             standing, served = Standing.beginning(of, 0, *rng.choice(lanes)), Counter[Value]()
             for _ in range(rng.randint(1, 6)):
@@ -646,6 +648,83 @@ class TestDamage:
         data["shards"]["0:77"] = next(iter(data["shards"].values()))
         with pytest.raises(DamagedStateError, match=r"shards that were not dealt out: \['0:77'\]"):
             Standing.from_dict(data, standing.config, 2)
+
+    def test_a_lane_that_is_missing_from_those_of_its_rank_is_named(self) -> None:
+        of = config([6] * 8, shuffle=True)
+        standing = after(Standing.beginning(of, 0, 2, 2), 2, 1, 2, 1)
+        data = standing.to_dict()
+        for lane, key in enumerate(data["shards"]):
+            shards = {name: place for name, place in data["shards"].items() if name != key}
+            with pytest.raises(DamagedStateError, match=rf"rank {lane % 2}'s lanes stand, but not .*\['{key}'\]"):
+                Standing.from_dict({**data, "shards": shards}, of, 2)
+
+    def test_a_rank_may_know_nothing_of_the_others_but_all_of_its_own(self) -> None:
+        of = config([6] * 8, shuffle=True)
+        begun = Standing.beginning(of, 0, 2, 2)
+        places = after(begun, 2, 1, 2, 1).places
+        for rank in range(2):
+            own = tuple(place if lane % 2 == rank else None for lane, place in enumerate(places))
+            again = round_trip(begun.at(own, 3))
+            assert [place is not None for place in again.places] == [lane % 2 == rank for lane in range(4)]
+        with pytest.raises(DamagedStateError, match="after 3 steps, but says of no lane where it stands"):
+            round_trip(begun.at((None,) * 4, 3))
+        assert round_trip(begun).places == (None,) * 4
+
+    @pytest.mark.parametrize("value", [None, "x", [], ["zzz"], [1], 0.5, True, -1, [[]], 10**30])
+    @pytest.mark.parametrize("key", ["repeated", "ended", "again", "gone", "turn", "batches", "skipped", "opened"])
+    def test_what_a_lane_never_writes_is_refused_with_its_value(self, key: str, value: Any) -> None:
+        standing = list(self.standings())[-1]
+        data = json.loads(json.dumps(standing.to_dict()))
+        place = next(iter(data["shards"].values()))
+        held = place["of"]["b"] if key in ("skipped", "opened") else place
+        if key in ("ended", "again", "gone") and value == []:
+            return
+        held[key] = value
+        with pytest.raises(StateError, match=re.escape(repr(value))):
+            Standing.from_dict(data, standing.config, 2)
+
+    @pytest.mark.parametrize("counts", [[-1, 0, 0], [0, 0], [0, 0, 0, 0], [0, 0, True], [0, None, 0]])
+    def test_counts_of_what_was_left_out_are_three_numbers(self, counts: Any) -> None:
+        standing = next(self.standings())
+        data = json.loads(json.dumps(standing.to_dict()))
+        with pytest.raises(DamagedStateError, match=re.escape(repr(counts))):
+            Standing.from_dict({**data, "skipped": counts}, standing.config, 2)
+        next(iter(data["shards"].values()))["of"][""]["skipped"] = counts
+        with pytest.raises(DamagedStateError, match=re.escape(repr(counts))):
+            Standing.from_dict(data, standing.config, 2)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"item": 10**6},
+            {"item": 3, "since": 4},
+            {"item": 4, "since": 3, "state": None},
+            {"shard": 1, "item": 0, "since": 0},
+        ],
+    )
+    def test_a_place_within_shards_that_cannot_be_is_refused(self, changes: Any) -> None:
+        of = config([9] * 4)
+        data = json.loads(json.dumps(after(Standing.beginning(of, 0, 2, 1), 4, 4).to_dict()))
+        next(iter(data["shards"].values()))["of"][""]["place"].update(changes)
+        with pytest.raises(DamagedStateError, match=r"which cannot be|has opened 1 shards"):
+            Standing.from_dict(data, of, 2)
+
+    def test_a_lane_without_a_place_in_a_portion_has_opened_nothing_of_it(self) -> None:
+        of = config([9] * 4)
+        data = json.loads(json.dumps(after(Standing.beginning(of, 0, 2, 1), 4, 4).to_dict()))
+        held = next(iter(data["shards"].values()))["of"][""]
+        place, held["place"] = held["place"], None
+        with pytest.raises(DamagedStateError, match="has opened 1 shards, and stands at None"):
+            Standing.from_dict(data, of, 2)
+        # Nor is there a place behind the last portion.
+        held.update(portion=1, place=place, opened=0)
+        with pytest.raises(DamagedStateError, match="shards of range"):
+            Standing.from_dict(data, of, 2)
+
+    def test_more_lanes_than_there_can_be_are_refused_before_they_are_counted_out(self) -> None:
+        data = {**Standing.beginning(config([6] * 5), 0, 2, 2).to_dict(), "workers": 10**12}
+        with pytest.raises(DamagedStateError, match="2 ranks with 1000000000000 workers"):
+            Standing.from_dict(data, config([6] * 5), 2)
 
     @pytest.mark.parametrize("workers", [0, -1])
     def test_a_number_of_workers_that_is_none_is_refused(self, workers: int) -> None:

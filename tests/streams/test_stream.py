@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_stateful.errors import (
     ConfigurationError,
     DamagedStateError,
+    ShardError,
     StateError,
+    StatefulError,
     StateMismatchError,
     StateVersionError,
 )
@@ -180,6 +183,9 @@ class TestALoop:
         assert list(resumed) == epochs[2]
         with pytest.raises(ConfigurationError, match="epoch"):
             resumed.set_epoch(1.5)  # type: ignore[arg-type]  # that is the point
+        with pytest.raises(ConfigurationError, match="epoch must be at least 0, got -1"):
+            resumed.set_epoch(-1)
+        assert resumed.state_dict()["position"]["epoch"] == 3
 
     def test_asking_for_a_state_at_every_sample_changes_nothing(self) -> None:
         stream = chunked().recurrent(add_up, 0).windowed(2)
@@ -235,6 +241,144 @@ class TestALoop:
         assert not asked
         next(iterator)
         assert asked["read"] == 1
+
+
+class TestAPassThatWasLeft:
+    @pytest.mark.parametrize("number", [1, 4, TOTAL - 1, TOTAL])
+    def test_its_state_is_that_of_one_that_is_held_however_often_it_is_asked_for(self, number: int) -> None:
+        asked: Counter[str] = Counter()
+        held, left = numbered(asked=Counter(), state_size=3), numbered(asked=asked, state_size=3)
+        iterator = iter(held)
+        for _ in range(number):
+            next(iterator)
+        state = held.state_dict()
+        for _ in islice(left, number):
+            pass
+        assert asked["opened"] == asked["closed"]
+        for _ in range(3):
+            assert left.state_dict() == state
+            assert asked["opened"] == asked["closed"]
+        assert copy.deepcopy(left).state_dict() == state
+        # The next pass begins where this one did.
+        assert list(left) == list(numbered())
+
+    def test_one_that_looked_ahead_lost_nothing(self) -> None:
+        stream = chunked()
+        iterator = iter(stream)
+        taken = [next(iterator) for _ in range(5)]
+        state = stream.state_dict()
+        del iterator
+        assert stream.state_dict() == state
+        resumed = chunked()
+        resumed.load_state_dict(state)
+        assert taken + list(resumed) == list(chunked())
+
+    def test_an_earlier_one_or_one_from_before_another_epoch_says_nothing_any_more(self) -> None:
+        stream = chunked()
+        earlier, latest = iter(stream), iter(stream)
+        for iterator, number in ((earlier, 7), (latest, 3)):
+            for _ in range(number):
+                next(iterator)
+        del earlier, iterator
+        assert stream.state_dict() == resumed_after(chunked(), 3).state_dict()
+        stream.set_epoch(4)
+        del latest
+        assert (stream.state_dict()["position"]["epoch"], stream.state_dict()["position"]["place"]) == (4, None)
+
+
+class TestErrors:
+    """What broke off goes on at the very sample, once that can be read, and without a word of it in a state."""
+
+    def streams(self) -> Iterator[tuple[str, Stream, dict[int, int]]]:
+        for name in ("plain", "blocks", "by state", "windows", "running", "by sample", "cycle"):
+            fails: dict[int, int] = {}
+            stream = numbered(7, 3, 9, fails=fails, state_size=1 if name == "by state" else None)
+            shards: Any = stream.sources[""].shards
+            shards.fails = fails
+            other = as_stream(NumberedShards((4, 5), label="other"), 1)
+            yield name, {
+                "plain": lambda stream=stream: stream,
+                "blocks": lambda stream=stream: stream.shuffle(buffer_size=4).map(str),
+                "by state": lambda stream=stream: stream.filter(_kept),
+                "windows": lambda stream=stream: stream.windowed(3, 2),
+                "running": lambda stream=stream: stream.recurrent(_chain, 1),
+                "by sample": lambda s=stream, o=other: MixedStream([s, o], by="sample", weights=[2, 1]),
+                "cycle": lambda s=stream, o=other: MixedStream([s, o], stop="cycle"),
+            }[name](), fails  # fmt: skip
+
+    def test_next_raises_until_the_shard_is_mended_and_then_goes_on(self) -> None:
+        for name, stream, fails in self.streams():
+            whole = list(stream)
+            stream.set_epoch(0)
+            for shard, number in ((0, 2), (0, 0), (2, 8), (2, -1), (1, 1)):
+                fails[shard] = number
+                iterator, taken = iter(stream), []
+                for _ in range(2):
+                    with pytest.raises(ShardError, match=f"-{shard}"):
+                        taken.extend(iterator)
+                assert len(taken) < len(whole)
+                fails.clear()
+                assert taken + list(iterator) == whole, (name, shard, number)
+                stream.set_epoch(0)
+
+    def test_a_state_where_the_next_sample_is_bad_is_that_before_it_and_next_says_what_is_wrong(self) -> None:
+        for name, stream, fails in self.streams():
+            whole = list(stream)
+            stream.set_epoch(0)
+            fails[2] = 5
+            iterator = iter(stream)
+            seen: list[tuple[Any, Any]] = []
+            with pytest.raises(ShardError):
+                seen.extend((sample, stream.state_dict()) for sample in iterator)
+            state = json.loads(json.dumps(seen[-1][1]))
+            for _ in range(2):
+                assert stream.state_dict() == state == copy.deepcopy(stream).state_dict()
+                with pytest.raises(ShardError, match="-2"):
+                    next(iterator)
+            del iterator
+            assert stream.state_dict() == state
+            fails.clear()
+            stream.load_state_dict(state)
+            assert [sample for sample, _ in seen] + list(stream) == whole, name
+
+    def test_a_function_that_fails_once_or_is_interrupted_loses_nothing(self) -> None:
+        for error in (OSError("busy"), KeyboardInterrupt()):
+            for asks in (False, True):
+                raised: list[int] = []
+
+                def shaky(value: int, error: BaseException = error, raised: list[int] = raised) -> int:
+                    if value % 4 == 1 and value not in raised:
+                        raised.append(value)
+                        raise error
+                    return value
+
+                stream = chunked().map(shaky)
+                iterator, taken, failed = iter(stream), [], 0
+                while True:
+                    try:
+                        if asks:
+                            stream.state_dict()
+                        taken.append(next(iterator))
+                    except StopIteration:
+                        break
+                    except (ShardError, KeyboardInterrupt):
+                        failed += 1
+                assert taken == list(chunked())
+                assert len(raised) == 4
+
+    def test_an_earlier_pass_that_goes_on_after_an_error_is_not_the_latest(self) -> None:
+        fails = {0: 3}
+        stream = numbered(6, fails=fails)
+        shards: Any = stream.sources[""].shards
+        shards.fails = fails
+        earlier = iter(stream)
+        with pytest.raises(ShardError):
+            list(earlier)
+        latest = iter(stream)
+        next(latest)
+        fails.clear()
+        assert len(list(earlier)) == 3
+        assert stream.state_dict() == resumed_after(numbered(6), 1).state_dict()
 
 
 def resumed_after(stream: Stream, number: int) -> Stream:
@@ -301,7 +445,7 @@ class TestSteps:
 
     def test_widths_and_steps_out_of_range_are_refused(self) -> None:
         for width, step in ((0, 1), (1, 0), (-2, 1)):
-            with pytest.raises(ConfigurationError, match="width"):
+            with pytest.raises(ConfigurationError, match="width" if width < 1 else "step"):
                 list(chunked().windowed(width, step))
         with pytest.raises(ConfigurationError, match="width"):
             chunked().windowed(1.5)  # type: ignore[arg-type]  # that is the point
@@ -448,6 +592,29 @@ class TestDamage:
                 path = [*path, type(error).__name__]
             accepted.append(".".join(path))
         assert accepted == []
+
+    def test_whatever_is_wrong_is_refused_or_ends_in_an_error_of_ours(self) -> None:
+        broken, refused = [], 0
+        for make in (chunked().recurrent(add_up, 0).windowed, lambda width: MixedStream([chunked(), chunked()])):
+            state = resumed_after(make(2), 6).state_dict()
+            for path in _paths(state["position"]):
+                for wrong in (None, True, -1, 10**6, 10**30, 0.5, "x", [], ["zzz"], [-1, 0, 0], {}):
+                    damaged = copy.deepcopy(state)
+                    held: Any = damaged["position"]
+                    for name in path[:-1]:
+                        held = held[name]
+                    held[path[-1]] = wrong
+                    stream = make(2)
+                    try:
+                        stream.load_state_dict(damaged)
+                        stream.state_dict()
+                        list(stream)
+                    except StatefulError:
+                        refused += 1
+                    except Exception as error:
+                        broken.append(f"{path} is {wrong!r}: {type(error).__name__}: {error}")
+        assert broken == []
+        assert refused > 200
 
     @pytest.mark.parametrize("epoch", [None, "1", 1.5])
     def test_an_epoch_that_is_no_number_is_refused(self, epoch: Any) -> None:

@@ -1,0 +1,97 @@
+"""Datasets whose state is large: it goes from a worker to the loader only when it changes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from support.large_states import RemembersMuch, assert_gives_the_same
+from support.stream_cases import InThisProcess, plain, stream_loader
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from lightning_stateful.errors import PositionError
+from lightning_stateful.loaders import rank_reader
+from lightning_stateful.loaders.lanes import Delivery, Sealed
+
+much = partial(stream_loader, RemembersMuch(), batch_size=30)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "persistent_workers", "kind"),
+    [(0, False, DataLoader), (2, False, InThisProcess), (2, False, DataLoader), (2, True, DataLoader)],
+)
+def test_it_goes_on_exactly(num_workers: int, persistent_workers: bool, kind: Any) -> None:
+    make = partial(much, num_workers=num_workers, persistent_workers=persistent_workers, kind=kind)
+
+    assert_gives_the_same(make, [7, 0, 1, 24, 5], total=45)
+
+
+def test_a_delivery_is_small_unless_the_state_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    delivered: list[Any] = []
+
+    def heard(news: Any, before: Any) -> Any:
+        delivered.append(news)
+        return listens(news, before)
+
+    listens = rank_reader.heard
+    monkeypatch.setattr(rank_reader, "heard", heard)
+    loader = much(num_workers=2, kind=InThisProcess)
+    for _ in range(2):
+        delivered.clear()
+        assert len(list(loader)) == 30
+        large = [len(news) > 1 and news[1] is not None for news in delivered]
+        # 64 samples, and one more for 16 characters.
+        assert 2 <= sum(large) <= 6
+        assert all(sum(len(part or "") for part in news[::2]) < 400 for news in delivered)
+
+
+def test_what_is_remembered_of_the_latest_steps_is_one_and_the_same_state() -> None:
+    loader = much(num_workers=2, kind=InThisProcess)
+    iterator = iter(loader)
+    for _ in range(28):
+        next(iterator)
+    remembered = [places for _, places in sorted(loader.course._run._places.items())]
+    states = [{id(places[worker][1]) for places in remembered if len(places[worker]) > 1} for worker in range(2)]
+
+    assert len(remembered) > 10
+    assert all(1 <= len(ids) <= 3 for ids in states)
+
+
+def test_pinning_memory_leaves_places_as_they_are() -> None:
+    place = {"of": {"": {"place": {"state": [1, 2]}}}}
+    pinned = pin_memory(Delivery(0, Sealed(place), "batch", False))
+
+    assert pinned.place.place is place
+    assert pinned.batch == "batch"
+
+
+def test_a_loader_that_pins_memory_goes_on_exactly() -> None:
+    """As on a machine with a GPU, where torch hands every delivery to ``pin_memory``."""
+
+    class Pins(DataLoader[Any]):
+        def _get_iterator(self) -> Any:
+            return map(pin_memory, super()._get_iterator())
+
+        def __iter__(self) -> Any:
+            return self._get_iterator()
+
+    for num_workers in (0, 2):
+        assert_gives_the_same(partial(much, num_workers=num_workers, kind=Pins, collate_fn=list), [7, 20], total=30)
+
+
+def test_a_rank_with_fewer_batches_than_a_state_of_another_says_is_told_so() -> None:
+    def make(rank: int) -> Any:
+        # Of 20 samples and of 6.
+        dataset = RemembersMuch(26)
+        dataset.share = lambda: list(range(20 if rank == 0 else 6))  # type: ignore[method-assign]
+        return stream_loader(dataset, num_replicas=2, rank=rank)
+
+    first, second = make(0), make(1)
+    for _, batch in zip(range(8), first, strict=False):
+        assert len(plain(batch)) == 3
+    second.load_state_dict(first.state_dict())
+    for _ in range(2):
+        with pytest.raises(PositionError, match=r"each rank was given 8 batches(.|\n)*rank 1(.|\n)*has only 3\."):
+            list(second)
