@@ -236,7 +236,7 @@ class PassRun:
     def _repeated(self) -> list[Place | Text]:
         """Where this rank stands after one more repeated batch."""
         self._num_repeated += 1
-        places = [*self._last]
+        places: list[Place | Text] = [*self._last]
         places[self._says_repeated] = {**self._last[self._says_repeated], "repeated": self._num_repeated}
         return places
 

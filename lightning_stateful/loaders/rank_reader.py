@@ -111,8 +111,7 @@ class RankReader:
         except Exception as error:
             self.end()
             if self.num_workers:
-                # Frames of torch's would keep workers alive as long as the error.
-                error = error.with_traceback(None)
+                _forget_frames(error)
             ours = isinstance(error, StatefulError) or not isinstance(error, RuntimeError)
             if ours or not _OF_WORKERS.search(str(error)):
                 raise error
@@ -162,6 +161,13 @@ class RankReader:
             f"The workers broke off: {error} They were reading {', '.join(reading)}. Nothing is lost: the state is "
             "that of the last batch handed over. Look for a worker out of memory or a slow disk, and resume."
         )
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Frames of torch's would keep workers alive as long as the error."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 @cache

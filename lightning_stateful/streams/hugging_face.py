@@ -33,8 +33,10 @@ def is_hugging_face(dataset: Any) -> bool:
 
 def splits_in(data: Any) -> list[str]:
     """The splits that ``load_dataset`` gives without ``split=``; none of anything else."""
-    kinds: Any = [getattr(sys.modules.get("datasets"), name, None) for name in ("DatasetDict", "IterableDatasetDict")]
-    return list(data) if None not in kinds and isinstance(data, tuple(kinds)) else []
+    library: Any = sys.modules.get("datasets")
+    if library is None or not isinstance(data, (library.DatasetDict, library.IterableDatasetDict)):
+        return []
+    return list(data)
 
 
 class HuggingFaceShards(Shards):

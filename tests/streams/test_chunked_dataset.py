@@ -362,8 +362,11 @@ class TestErrors:
     def test_an_error_in_a_worker_names_the_chunk_too(self, tmp_path: Path) -> None:
         files = write_chunks(tmp_path, (3, 3))
         files[1].write_text("x\n")
+        batches: Any = iter(loaded(ChunkedDataset(files, read_numbers)))
         with pytest.raises(ShardError, match=r"chunk 1 of 2 \(part-001\.txt\)"):
-            list(loaded(ChunkedDataset(files, read_numbers)))
+            list(batches)
+        # Garbage in a cycle with the error, torch would wait for them for seconds.
+        batches._shutdown_workers()
 
     def test_a_transform_that_fails_names_itself_and_the_sample_or_is_left_out(self) -> None:
         def invert(number: int) -> float:
