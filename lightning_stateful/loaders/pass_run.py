@@ -71,6 +71,7 @@ class PassRun:
         self._error: Exception | None = None
         self._broken: Exception | None = None
         self._is_over = self.is_closed = False
+        self._sure = -1  # The step of which it is known that it happens.
         self.served = 0
         self._start(standing)
         self._places: dict[int, list[Place | Text]] = {0: reader.places}
@@ -95,7 +96,7 @@ class PassRun:
 
     def has_next(self) -> bool:
         """Whether another batch follows, or an error in its place."""
-        if self._is_over or self._broken:
+        if self._is_over or self._broken or self._sure == self.served:
             return not self._is_over
         exchange = self._exchange
         self._read_until(self.served + 1 if exchange is None else exchange.horizon(self.served))
@@ -108,6 +109,8 @@ class PassRun:
                 self._is_over = not exchange.happens(self.served)
             except StreamError as error:
                 self._broken = error
+        if not self._is_over:
+            self._sure = self.served
         return not self._is_over
 
     @property

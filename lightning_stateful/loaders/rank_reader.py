@@ -195,7 +195,7 @@ class _Unwrapping:
         while True:
             delivery = next(self._iterator)
             batch = delivery.batch
-            self._arrived.append(delivery._replace(batch=None))
+            self._arrived.append(Delivery(delivery.worker, delivery.place, None, delivery.is_end))
             if not delivery.is_end:
                 return batch
 
