@@ -80,7 +80,8 @@ class Stream(IterableDataset[Any]):
         """Carry a state from sample to sample: ``value, state = function(state, sample)`` gives ``value``.
 
         The state goes on through the samples that one worker reads and is part of a checkpoint; on other ranks or
-        workers, shards that nobody has begun begin with ``initial``.
+        workers, shards that nobody has begun begin with ``initial``. The function is not seeded, and is run again over
+        a few samples on a resume: what it returns has to follow from its arguments alone.
         """
         return self._with_step(Recurrent(function, initial))
 
