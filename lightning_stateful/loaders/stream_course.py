@@ -11,13 +11,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed
-from torch.utils.data import DataLoader
 
 from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.index.position import Position
 from lightning_stateful.loaders.pass_run import PassRun
 from lightning_stateful.loaders.rank_reader import RankReader
-from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.stream_setup import StreamSetup
 from lightning_stateful.samplers.marks import digest
 from lightning_stateful.streams.exchange import Exchange
@@ -44,35 +42,17 @@ class StreamCourse:
     """Reads a stream from any step that it has come by, and knows where all lanes stood there.
 
     Args:
-        loader: The user's loader.
-        config: How the stream is read; None to read it as the loader says.
-        options: How it is served.
-        seed: Chooses the randomness of what has none of its own.
-        seed_samples: Seed what is drawn at samples.
-        num_replicas: Data-parallel ranks; None for those of the process group.
-        rank: This rank.
+        setup: How the stream is read and served on the present ranks and workers.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        config: StreamConfig | None,
-        options: StreamOptions,
-        seed: int,
-        seed_samples: bool,
-        num_replicas: int | None,
-        rank: int | None,
-    ) -> None:
-        self._loader, self._options, self._seed, self._seed_samples = loader, options, seed, seed_samples
-        self._setup = StreamSetup(
-            loader, config, options, seed, seed_samples=seed_samples, num_replicas=num_replicas, rank=rank
-        )
+    def __init__(self, setup: StreamSetup) -> None:
+        self._setup, self._options = setup, setup.options
         self._known: OrderedDict[tuple[int, int], _Known] = OrderedDict()
         # Where the latest iteration began, however long ago.
         self._origin: dict[tuple[int, int], _Known] = {}
         self._run: PassRun | None = None
         self._reader: RankReader | None = None
-        self._limit = options.steps_per_epoch
+        self._limit = setup.options.steps_per_epoch
         self._repeats = self._is_prepared = False
         # The latest epoch that has ended, and its steps.
         self.ended: tuple[int, int] | None = None
@@ -238,17 +218,18 @@ class StreamCourse:
         return run
 
     def _begin(self, standing: Standing) -> PassRun:
+        setup = self._setup
         if self._run is not None:
             self._run.close()
         if self._reader is None:
-            self._reader = RankReader(self._loader, self.config, self._seed, seed_samples=self._seed_samples)
+            self._reader = RankReader(setup.loader, self.config, setup.seed, seed_samples=setup.seed_samples)
         self._run = PassRun(
             standing,
             self._reader,
-            self._setup.topology(),
+            setup.topology(),
             partial(self._connect, standing) if self._is_joined() else None,
             tail=self._options.tail,
-            seed=self._seed,
+            seed=setup.seed,
             keep=self._keep,
         )
         return self._run

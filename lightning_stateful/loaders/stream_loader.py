@@ -17,6 +17,7 @@ from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.stream_course import StreamCourse
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
+from lightning_stateful.loaders.stream_setup import StreamSetup
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.state import accepted_names, differences
@@ -70,7 +71,16 @@ class StreamLoader(DataLoader[Any]):
         self.options = StreamOptions() if options is None else options
         self.accept = accepted_names(accept)
         self._config, self._num_replicas, self._rank = config, num_replicas, rank
-        self.course = StreamCourse(self._original, config, self.options, self.seed, seed_samples, num_replicas, rank)
+        setup = StreamSetup(
+            self._original,
+            config,
+            self.options,
+            self.seed,
+            seed_samples=seed_samples,
+            num_replicas=num_replicas,
+            rank=rank,
+        )
+        self.course = StreamCourse(setup)
         self.order = StreamOrder(
             type(loader.dataset).__qualname__, self.course.config.describe(), self.options.steps_per_epoch or ENDLESS
         )

@@ -30,6 +30,9 @@ class StreamSetup:
         seed_samples: Seed what is drawn at samples.
         num_replicas: Data-parallel ranks; None for those of the process group.
         rank: This rank.
+
+    Attributes:
+        loader, options, seed, seed_samples: As they were given.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class StreamSetup:
         num_replicas: int | None,
         rank: int | None,
     ) -> None:
-        self._loader, self._options, self._seed, self._seed_samples = loader, options, seed, seed_samples
+        self.loader, self.options, self.seed, self.seed_samples = loader, options, seed, seed_samples
         self.topology = partial(detect_topology, num_replicas, rank)
         self._batching: dict[str, Any] = {
             "batch_size": loader.batch_size,
@@ -64,12 +67,12 @@ class StreamSetup:
     @property
     def name(self) -> str:
         """What people know the stream by."""
-        return type(self._loader.dataset).__qualname__
+        return type(self.loader.dataset).__qualname__
 
     @property
     def num_workers(self) -> int:
         """Lanes of a rank: its workers, or itself."""
-        return max(self._loader.num_workers, 1)
+        return max(self.loader.num_workers, 1)
 
     @property
     def config(self) -> StreamConfig:
@@ -80,8 +83,8 @@ class StreamSetup:
         """How it is read on others: an iterable dataset without shards has one for each of its lanes."""
         if self._given is not None:
             return self._given
-        shards = OwnStream(self._loader.dataset, num_replicas, num_workers, self._beginning_of_own)
-        source = Source(shards=shards, seed=self._seed, seed_samples=self._seed_samples)
+        shards = OwnStream(self.loader.dataset, num_replicas, num_workers, self._beginning_of_own)
+        source = Source(shards=shards, seed=self.seed, seed_samples=self.seed_samples)
         return StreamConfig(sources={ALONE: source}, **self._batching)
 
     def beginning(self, epoch: int) -> Standing:
@@ -116,7 +119,7 @@ class StreamSetup:
             return self.beginning(standing.epoch)
         remedy = (
             f"What {self.name} gives to one rank and worker cannot be given to others: resume on {saved[0]} ranks "
-            f"with num_workers={self._loader.num_workers and saved[1]}, or from a checkpoint at the end of an epoch."
+            f"with num_workers={self.loader.num_workers and saved[1]}, or from a checkpoint at the end of an epoch."
         )
         changed = [
             Difference(path=name, saved=before, present=now, remedy=remedy)
@@ -129,7 +132,7 @@ class StreamSetup:
         config, ranks = self.config, self.topology().num_replicas
         lanes = ranks * self.num_workers
         most = max(source.shards.num_shards for source in config.sources.values())
-        if self._options.exact and most < ranks:
+        if self.options.exact and most < ranks:
             warnings.warn(
                 f"{self.name} has {most} shards for {ranks} ranks, so some evaluate nothing. A metric that is logged "
                 "with sync_dist=True waits for them for ever: make more shards, or leave sync_dist out.",
@@ -138,7 +141,7 @@ class StreamSetup:
             )
         for name, source in config.sources.items():
             shards = source.shards.num_shards
-            if shards < lanes and not self._options.exact:
+            if shards < lanes and not self.options.exact:
                 of = f" of source {name!r}" if name else ""
                 fewer = f"num_workers={shards // ranks}" if shards >= ranks else "fewer ranks"
                 raise ConfigurationError(

@@ -361,8 +361,8 @@ def large(folder: Path) -> Any:
     for name, options in {"next": {}, "pad": {"tail": "pad"}, "steps": {"steps_per_epoch": 7}}.items():
         for num_workers in (0, 2):
             kind = {"num_workers": num_workers, "kind": InThisProcess} if num_workers else {}
-            # Unequal shares: of 301 samples and of 300, or of 151 at most.
-            make = partial(stream_loader, RemembersMuch(601), batch_size=20, **kind, **options)
+            # Unequal shares: of 751 samples and of 750, or of 376 at most.
+            make = partial(stream_loader, RemembersMuch(1501), batch_size=50, **kind, **options)
             assert_gives_the_same(make, [6, 0, 3, 11], total=36)
             found[name, num_workers] = observe(make, 36)[1]
     return found
