@@ -36,7 +36,7 @@ MOMENTS = [
     ("on_train_epoch_end", 0, 0),
     ("on_train_epoch_end", 1, 0),
 ]
-FEW = [MOMENTS[number] for number in (1, 4, 6, 9, 11)]
+FEW = [MOMENTS[number] for number in (1, 4, 9)]
 REREAD = "ignore:.*(were read again|Hugging Face's own state):lightning_stateful.errors.StatefulWarning"
 
 
