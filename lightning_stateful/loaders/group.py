@@ -107,19 +107,20 @@ class LoaderGroup:
         Raises:
             ConfigurationError: With the remedy.
         """
-        for path, loader in self.loaders.items():
-            if self._cyclic and isinstance(loader.plan, StreamPlan) and len(loader) < num_steps:
+        for path, loader in self.loaders.items() if self._cyclic else ():
+            if not isinstance(loader.plan, (SlotPlan, StreamPlan)) or len(loader) >= num_steps:
+                continue
+            if isinstance(loader.plan, StreamPlan):
                 raise ConfigurationError(
                     f"Stream {path!r} has {len(loader)} steps an epoch, and the epoch has {num_steps}; it cannot start "
                     f"over within an epoch. Pass steps_per_epoch={num_steps}, and it goes on through its passes, or "
                     "combine the loaders in the mode 'min_size' or 'max_size'."
                 )
-            if self._cyclic and isinstance(loader.plan, SlotPlan) and len(loader) < num_steps:
-                raise ConfigurationError(
-                    f"Loader {path!r} has {len(loader)} whole batches an epoch, and the epoch has {num_steps}; it "
-                    "cannot start over within an epoch. Combine the loaders in the mode 'min_size' or 'max_size', or "
-                    f"give a mixture num_steps={num_steps}."
-                )
+            raise ConfigurationError(
+                f"Loader {path!r} has {len(loader)} whole batches an epoch, and the epoch has {num_steps}; it cannot "
+                "start over within an epoch. Combine the loaders in the mode 'min_size' or 'max_size', or give a "
+                f"mixture num_steps={num_steps}."
+            )
 
     def continue_from(self, other: LoaderGroup, epoch: int) -> None:
         """At the beginning of ``epoch``, let sources whose places carry over go on where another group's stand."""

@@ -129,19 +129,21 @@ class StreamSetup:
         raise StateMismatchError(changed, where=where)
 
     def _check_lanes(self) -> None:
-        config, ranks = self.config, self.topology().num_replicas
+        ranks = self.topology().num_replicas
         lanes = ranks * self.num_workers
-        most = max(source.shards.num_shards for source in config.sources.values())
-        if self.options.exact and most < ranks:
-            warnings.warn(
-                f"{self.name} has {most} shards for {ranks} ranks, so some evaluate nothing. A metric that is logged "
-                "with sync_dist=True waits for them for ever: make more shards, or leave sync_dist out.",
-                StatefulWarning,
-                stacklevel=2,
-            )
-        for name, source in config.sources.items():
-            shards = source.shards.num_shards
-            if shards < lanes and not self.options.exact:
+        sizes = {name: source.shards.num_shards for name, source in self.config.sources.items()}
+        if self.options.exact:
+            if max(sizes.values()) < ranks:
+                warnings.warn(
+                    f"{self.name} has {max(sizes.values())} shards for {ranks} ranks, so some evaluate nothing. A "
+                    "metric that is logged with sync_dist=True waits for them for ever: make more shards, or leave "
+                    "sync_dist out.",
+                    StatefulWarning,
+                    stacklevel=2,
+                )
+            return
+        for name, shards in sizes.items():
+            if shards < lanes:
                 of = f" of source {name!r}" if name else ""
                 fewer = f"num_workers={shards // ranks}" if shards >= ranks else "fewer ranks"
                 raise ConfigurationError(

@@ -155,15 +155,15 @@ class StreamDataModule(StatefulDataModule):
 
     def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
         exact = how.get("exact", False)
-        if as_stream(dataset) is None and not isinstance(dataset, IterableDataset):
-            return self._of_index(dataset, name, **how)
         size = self.batch_size if not exact or self.eval_batch_size is None else self.eval_batch_size
+        stream = as_stream(dataset)
+        if stream is None and not isinstance(dataset, IterableDataset):
+            return self._of_index(dataset, name, size, **how)
         budgeted = self._read_ahead is not None and not (exact and self.eval_batch_size is not None)
         drop_last = bool(how.get("drop_last", False))
         loader: DataLoader[Any] = DataLoader(
             dataset, **{**self._options, "batch_size": size or 1, "drop_last": drop_last and not budgeted}
         )
-        stream = as_stream(dataset)
         if exact and stream is None:
             return loader
         config = None if stream is None else self._config(stream, dataset, size, exact, budgeted, drop_last)
@@ -179,14 +179,13 @@ class StreamDataModule(StatefulDataModule):
             seed_samples=self._settings.seed_samples,
         )
 
-    def _of_index(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
+    def _of_index(self, dataset: Any, name: str | None, size: int | None, **how: Any) -> DataLoader[Any]:
         """Evaluation on a dataset with an index, beside training on a stream."""
         if not how.get("exact"):
             raise ConfigurationError(
                 f"{type(self).__name__} trains on iterable datasets; a {type(dataset).__name__} has an index, and "
                 "StatefulDataModule serves it faster."
             )
-        size = self.batch_size if self.eval_batch_size is None else self.eval_batch_size
         if size is None:
             raise ConfigurationError(
                 f"A {type(dataset).__name__} has an index, and is evaluated in batches of a size: pass eval_batch_size."

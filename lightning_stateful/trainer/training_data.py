@@ -225,10 +225,11 @@ class TrainingData:
         if any(loader.is_sized for loader in streams.values()):
             # Lightning doubts the length of any iterable dataset; this one is a number of steps, for all workers.
             warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
+        steps = self.num_batches()
         for path, loader in streams.items():
             loader.course.prepare(
                 f"training data {path}",
-                limit=self.num_batches() if self.num_batches() < ENDLESS else None,
+                limit=steps if steps < ENDLESS else None,
                 # A window of accumulated gradients that is open is served again from its first batch.
                 lag=longest_accumulation(self._trainer) - 1,
                 repeats=_overfit_batches(self._trainer) > 0,
