@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import replace
 from fractions import Fraction
@@ -21,6 +23,10 @@ from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 
 Lengths = Mapping[str, Any] | Sequence[Any] | ConcatDataset[Any]
 _LARGEST_BLOCK = 2**16
+
+# A split is known by the first word of its name: "train_sft", "validation_matched", "test.other".
+_TRAINING_SPLITS = ("train", "training")
+_EVALUATION_SPLITS = ("validation", "val", "valid", "dev", "eval", "evaluation", "test", "testing")
 
 By = Literal["batch", "sample", "token"]
 
@@ -180,6 +186,7 @@ def sources_of(lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[
     Raises:
         ConfigurationError: A dataset is empty, or has no batch size or no legal one; with its name.
     """
+    refuse_splits(lengths)
     if isinstance(lengths, ConcatDataset):
         lengths = list(lengths.datasets)
     if isinstance(lengths, Mapping):
@@ -205,6 +212,39 @@ def sources_of(lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[
         for name, size in sizes.items()
     ]
     return Sources(names, tuple(found), tuple(checked))
+
+
+def refuse_splits(data: Any, *, trains: bool = True) -> None:
+    """Refuse the splits of one dataset where several datasets are expected: a test split would be trained on.
+
+    A mapping counts as splits if a training split and one for evaluation are among its keys; a ``DatasetDict`` if any
+    of its keys is a split's name. For evaluation, only a ``DatasetDict`` with a training split does.
+
+    Args:
+        data: What was passed; anything that is no mapping is left alone.
+        trains: Whether it was passed to be trained on.
+
+    Raises:
+        ConfigurationError: With the remedy.
+    """
+    if not isinstance(data, Mapping):
+        return
+    words = {str(name): re.split(r"[^a-z]", str(name).lower())[0] for name in data}
+    training = [name for name, word in words.items() if word in _TRAINING_SPLITS]
+    evaluation = [name for name, word in words.items() if word in _EVALUATION_SPLITS]
+    library: Any = sys.modules.get("datasets")
+    if library is not None and isinstance(data, (library.DatasetDict, library.IterableDatasetDict)):
+        refused = bool(training or (evaluation and trains))
+    else:
+        refused = bool(training and evaluation and trains)
+    if refused:
+        use = "trained" if trains else "evaluated"
+        wanted = (training if trains and training else evaluation or training)[0]
+        raise ConfigurationError(
+            f"A {type(data).__name__} with the splits {', '.join(words)} was passed where datasets are expected, and "
+            f"all of them would be {use} on. Pass one split, data[{wanted!r}], or load_dataset(..., split={wanted!r}). "
+            f"If several are meant, give them names of another kind: {{'one': data[{wanted!r}], 'other': ...}}."
+        )
 
 
 def _ending(stop: Stop | None, num_steps: int | None) -> dict[str, Any]:

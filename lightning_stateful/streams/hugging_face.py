@@ -31,14 +31,6 @@ def is_hugging_face(dataset: Any) -> bool:
     return kind is not None and isinstance(dataset, kind)
 
 
-def splits_in(data: Any) -> list[str]:
-    """The splits that ``load_dataset`` gives without ``split=``; none of anything else."""
-    library: Any = sys.modules.get("datasets")
-    if library is None or not isinstance(data, (library.DatasetDict, library.IterableDatasetDict)):
-        return []
-    return list(data)
-
-
 class HuggingFaceShards(Shards):
     """The shards of a ``datasets.IterableDataset``, which are its files, mostly.
 

@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.mixture import Stop
+from lightning_stateful.samplers.sources import refuse_splits
 from lightning_stateful.streams.hugging_face import is_hugging_face
 from lightning_stateful.streams.lane import ALONE
 from lightning_stateful.streams.mixing import By, Mixing
@@ -34,7 +35,7 @@ class MixedStream(Stream):
         seed: Chooses the order of turns.
 
     Raises:
-        ConfigurationError: An argument is out of range, or a stream is mixed itself.
+        ConfigurationError: An argument is out of range, a stream is mixed itself, or they are splits of one dataset.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class MixedStream(Stream):
                 f"MixedStream takes streams by name, or in a list, got a {type(streams).__qualname__}. Pass "
                 "MixedStream([one, other]) or MixedStream({'one': one, 'other': other})."
             )
+        refuse_splits(streams)
         named = streams if isinstance(streams, Mapping) else {str(n): stream for n, stream in enumerate(streams)}
         if not named:
             raise ConfigurationError("MixedStream was given no streams.")

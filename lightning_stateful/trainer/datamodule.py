@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.samplers.sources import refuse_splits
 from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.checkpoint import STATE_KEY
 from lightning_stateful.trainer.training_data import Settings
@@ -49,7 +50,8 @@ class StatefulDataModule(pl.LightningDataModule):
     The module brings a :class:`StatefulDataCallback` along into its trainer, unless there is one already.
 
     Args:
-        train: A map-style dataset, or a list or dict of datasets of which each step gets one batch each.
+        train: A map-style dataset, or a list or dict of datasets of which each step gets one batch each. The splits of
+            one dataset, as ``load_dataset`` gives them without ``split=``, are refused.
         val: The same for validation, each sample once over all ranks, in order.
         test: The same for testing.
         predict: The same for prediction.
@@ -172,6 +174,8 @@ class StatefulDataModule(pl.LightningDataModule):
                 f"{type(self).__name__} has no dataset for this stage. Pass it to the constructor, set it in setup() "
                 "(self.train, self.val, self.test, self.predict), or override the dataloader hook."
             )
+        for part in (data, *(data.values() if isinstance(data, Mapping) else ())):
+            refuse_splits(part, trains="exact" not in how)
         if isinstance(data, Mapping):
             return {name: self._loader(dataset, str(name), **how) for name, dataset in data.items()}
         if _is_several(data):

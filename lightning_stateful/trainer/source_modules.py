@@ -13,7 +13,7 @@ from lightning_stateful.index.mixture import Stop
 from lightning_stateful.index.schedule import WeightSchedule
 from lightning_stateful.loaders.sources import Collate, SourceCollate, SourceDataset
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
-from lightning_stateful.samplers.sources import By, MixtureBatchSampler, RoundRobinBatchSampler
+from lightning_stateful.samplers.sources import By, MixtureBatchSampler, RoundRobinBatchSampler, refuse_splits
 from lightning_stateful.trainer.datamodule import StatefulDataModule
 
 
@@ -53,6 +53,7 @@ class SourcesDataModule(StatefulDataModule):
         )
 
     def _named(self, data: Any) -> dict[str, Any]:
+        refuse_splits(data)
         if isinstance(data, Mapping):
             pairs = [(str(name), dataset) for name, dataset in data.items()]
         elif isinstance(data, (list, tuple)):

@@ -14,7 +14,6 @@ from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.too_long import TooLong
 from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.loaders.stream_options import Replay, StreamOptions, StreamTail
-from lightning_stateful.streams.hugging_face import splits_in
 from lightning_stateful.streams.lane import StreamConfig
 from lightning_stateful.streams.read_ahead import ReadAheadConfig
 from lightning_stateful.streams.reading import OnError
@@ -144,14 +143,6 @@ class StreamDataModule(StatefulDataModule):
         self._serving = StreamOptions(steps_per_epoch=steps_per_epoch, tail=tail, replay=replay, timeout=timeout)
         # Spelled out, because LightningCLI looks here for the options of the class above.
         super().__init__(train, val, test, predict, batch_size=batch_size, shuffle=shuffle, **options)  # type: ignore[arg-type]
-
-    def _loaders(self, data: Any, **how: Any) -> Any:
-        if splits := splits_in(data):
-            raise ConfigurationError(
-                f"A {type(data).__name__} holds the splits {', '.join(splits)}. Pass one of them: load_dataset(..., "
-                "split=...)."
-            )
-        return super()._loaders(data, **how)
 
     def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
         exact = how.get("exact", False)

@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lightning.pytorch as pl
 import pytest
 from support.ledger import LedgerModel, Numbers
@@ -168,12 +167,6 @@ def test_evaluation_of_a_mixture_gives_each_sample_once_whatever_stops_its_passe
 def test_a_map_style_dataset_is_evaluated_beside_a_stream() -> None:
     run = train_on(lambda: module(chunks(), val=Numbers(5, first=VAL_FIRST)), max_epochs=1)
     assert sorted(index for event in run.ledger if event[0] == "val" for index in event[-1]) == list(range(500, 505))
-
-
-def test_splits_are_not_taken_for_streams() -> None:
-    splits = datasets.IterableDatasetDict({"train": datasets.Dataset.from_dict({"n": [1]}).to_iterable_dataset()})
-    with pytest.raises(ConfigurationError, match=r"holds the splits train. Pass one of them: .*split="):
-        train_on(lambda: module(splits))
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
