@@ -64,6 +64,12 @@ def test_the_library_raises_errors_and_asserts_nothing() -> None:
         assert asserts == [], path
 
 
+def test_only_one_file_imports_lightning() -> None:
+    lightnings = {"lightning", "pytorch_lightning"}
+    importing = {path.name for path in FILES if lightnings & {name.split(".")[0] for name in imported(path)}}
+    assert importing == {"lightning.py"}
+
+
 def test_only_one_file_touches_the_loop_counters() -> None:
     touching = {
         path.name for path in FILES if re.search(r"(batch|epoch)_progress|_batches_that_stepped", path.read_text())

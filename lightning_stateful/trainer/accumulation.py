@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning_stateful.trainer.lightning import GradientAccumulationScheduler, pl
 
 
 def longest_accumulation(trainer: pl.Trainer) -> int:

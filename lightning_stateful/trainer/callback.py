@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
@@ -22,6 +20,7 @@ from lightning_stateful.trainer.checkpoint import (
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
 from lightning_stateful.trainer.finders import refuse_finders
 from lightning_stateful.trainer.in_use import check_in_use
+from lightning_stateful.trainer.lightning import TrainerFn, pl
 from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.metrics import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.moment import Moment, Resume

@@ -11,11 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.loops.evaluation_loop import RestartStage
-from lightning.pytorch.trainer.states import TrainerFn
-
+from lightning_stateful.trainer.lightning import GradientAccumulationScheduler, RestartStage, TrainerFn, pl
 from lightning_stateful.trainer.moment import Moment
 
 _AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stateful.errors import ConfigurationError
@@ -17,6 +15,7 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.sources import refuse_splits
 from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.checkpoint import STATE_KEY
+from lightning_stateful.trainer.lightning import PACKAGE, _CallbackConnector, check_package, pl
 from lightning_stateful.trainer.training_data import Settings
 
 _SAMPLES = (str, bytes, list, tuple, dict)
@@ -136,6 +135,7 @@ class StatefulDataModule(pl.LightningDataModule):
         self._trainer = trainer
         if trainer is None:
             return
+        check_package(trainer)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         present = [callback for callback in callbacks if isinstance(callback, StatefulDataCallback)]
         if not present:
@@ -154,6 +154,14 @@ class StatefulDataModule(pl.LightningDataModule):
                 log_sources=theirs.log_sources or self._settings.log_sources,
                 log_padding=theirs.log_padding or self._settings.log_padding,
             )
+
+    def __iter__(self) -> NoReturn:
+        # A Trainer of the other package takes a data module for a loader.
+        raise ConfigurationError(
+            f"A {type(self).__name__} is no loader: iterate what its train_dataloader() returns. If it was passed to "
+            f"trainer.fit, the Trainer is not one of {PACKAGE}, which lightning_stateful builds on in this process: "
+            "import Lightning's classes from there, or import the Trainer's package before lightning_stateful."
+        )
 
     def train_dataloader(self) -> Any:
         """The training loader, or a list or dict of them."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
@@ -16,6 +15,7 @@ from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.takeover import take_over
 from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.trainer.agreement import build_alike
+from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.structure import Structure
 from lightning_stateful.trainer.training_data import Settings, topology_of
 from lightning_stateful.trainer.view import LoaderView

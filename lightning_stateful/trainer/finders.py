@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.trainer.lightning import BatchSizeFinder, LearningRateFinder, pl
 
 # What the finders call the file that they restore from themselves.
 _OWN_FILES = (".lr_find", ".scale_batch_size")

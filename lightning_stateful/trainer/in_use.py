@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
-
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.patched import is_patched
+from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.training_data import TrainingData
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 
 from lightning_stateful.index.budget import Budget
 from lightning_stateful.index.padding import StepPadding
 from lightning_stateful.trainer import counters
+from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.training_data import Settings, TrainingData
 
 

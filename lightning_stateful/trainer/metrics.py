@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+
+from lightning_stateful.trainer.lightning import pl
 
 
 def monitored_metrics(trainer: pl.Trainer, *, epoch_ended: bool = False) -> dict[str, float]:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning_stateful.trainer.lightning import _DataLoaderSource, check_package, pl
 
 Request = Callable[[], Any]
 
@@ -41,7 +40,11 @@ def intercept(
         trainer: The trainer, with its sources attached.
         training: Gets the request for training loaders.
         evaluation: Gets the stage (``"val"``, ``"test"`` or ``"predict"``) and its request.
+
+    Raises:
+        ConfigurationError: The trainer is of the other package that Lightning comes in.
     """
+    check_package(trainer)
     _install(trainer.fit_loop, training)
     evaluations = {
         "val": (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop),

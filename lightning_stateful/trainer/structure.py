@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils import _pytree as pytree
+
+from lightning_stateful.trainer.lightning import CombinedLoader
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import SequentialSampler
 
@@ -31,6 +29,7 @@ from lightning_stateful.state import accepted_names
 from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.accumulation import longest_accumulation
 from lightning_stateful.trainer.agreement import build_alike
+from lightning_stateful.trainer.lightning import _DataLoaderIterDataFetcher, pl
 from lightning_stateful.trainer.moment import Moment
 from lightning_stateful.trainer.randomness import seed_model
 from lightning_stateful.trainer.structure import Structure

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-
 from lightning_stateful.index.position import Position
 from lightning_stateful.loaders.patched import AnyLoader
+from lightning_stateful.trainer.lightning import _IndexBatchSamplerWrapper
 
 
 class LoaderView:
