@@ -19,13 +19,13 @@ from lightning_stateful.trainer.checkpoint import (
 )
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
 from lightning_stateful.trainer.finders import refuse_finders
-from lightning_stateful.trainer.in_use import check_in_use
+from lightning_stateful.trainer.fit_data import FitData
 from lightning_stateful.trainer.lightning import TrainerFn, pl
 from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.metrics import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.moment import Moment, Resume
 from lightning_stateful.trainer.randomness import seed_model
-from lightning_stateful.trainer.source import Request, intercept, request_training_loaders
+from lightning_stateful.trainer.source import Request, intercept
 from lightning_stateful.trainer.training_data import Settings, TrainingData, topology_of
 
 
@@ -81,13 +81,9 @@ class StatefulDataCallback(pl.Callback):
             log_padding=log_padding,
         )
         self._trainer: pl.Trainer | None = None
-        # The loaders; those built before Lightning asked for them, and those of the fit before.
-        self._data: TrainingData | None = None
-        self._prepared: TrainingData | None = None
-        self._previous: TrainingData | None = None
-        # What the run goes on with, up to its first batch or validation; whether Lightning has yet to restore its part.
+        self._fit: FitData | None = None
+        # What the run goes on with, up to its first batch or validation.
         self._resume: Resume | None = None
-        self._awaits_start = False
         self._in_resumed_epoch = False
         self._validation_epoch = -1
         self._batch: counters.BatchBegun | None = None
@@ -105,27 +101,19 @@ class StatefulDataCallback(pl.Callback):
         """Step between the trainer's loops and their loaders."""
         self._trainer = trainer
         if stage == "fit":
-            self._previous, self._data, self._prepared, self._resume = self._data, None, None, None
-            self._awaits_start = False
+            self._fit, self._resume = FitData(trainer, self.settings, self._data), None
         intercept(trainer, self._training_loaders, self._evaluation_loaders)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the trainer's limits as they were."""
         counters.restore_max_steps(trainer)
 
-    def _training_loaders(self, request: Request) -> Any:
-        data, self._prepared = self._prepared, None
-        if data is None and self._resume is not None and self._awaits_start:
-            data = self._build_again(self._resume)
-        if data is None:
-            data, before = self._build(request), self._data or self._previous
-            if before is not None:
-                data.group.continue_from(before.group, counters.next_step(self._attached())[0])
-        self._data = data
-        return data.structure
+    @property
+    def _data(self) -> TrainingData | None:
+        return None if self._fit is None else self._fit.data
 
-    def _build(self, request: Request) -> TrainingData:
-        return TrainingData.build(self._attached(), request, self.settings)
+    def _training_loaders(self, request: Request) -> Any:
+        return self._fitting().loaders(request)
 
     def _evaluation_loaders(self, stage: str, request: Request) -> Any:
         trainer = self._attached()
@@ -148,7 +136,7 @@ class StatefulDataCallback(pl.Callback):
         moment = self._moment()
         return {
             "version": VERSION,
-            "restored": not self._awaits_start,
+            "restored": self._fit is None or not self._fit.awaits_start,
             "module": module,
             "moment": moment.to_dict(),
             "monitored": self._monitored(moment),
@@ -157,7 +145,7 @@ class StatefulDataCallback(pl.Callback):
 
     def data_state(self) -> dict[str, Any] | None:
         """The state of the training data at this moment; None before there are loaders."""
-        data = self._data or self._prepared
+        data = self._data
         return None if data is None else data.group.state_at(*self._moment().data)
 
     def position_report(self) -> dict[str, Any]:
@@ -165,7 +153,7 @@ class StatefulDataCallback(pl.Callback):
 
         Of several loaders a dict by path; empty before there are loaders.
         """
-        data = self._data or self._prepared
+        data = self._data
         return {} if data is None else data.report_at(*self._moment().data)
 
     def on_save_checkpoint(
@@ -210,31 +198,30 @@ class StatefulDataCallback(pl.Callback):
         own = checkpoint["callbacks"].get(self.state_key)
         moment, metrics = (counters.locate(loops["fit_loop"]), {}) if own is None else read_callback_state(own)
         state = find_data_state(checkpoint, own, module_name(trainer), self.settings.accept)
-        data = self._build_as_of(moment)
-        if state is not None:
-            moment = data.load(state, moment)
-        elif moment.data != (0, 0):
+        if state is None and moment.data != (0, 0):
             warn_of_missing_state(moment)
+        moment = self._fitting().place(state, moment)
         loops["fit_loop"] = counters.rewritten(loops["fit_loop"], moment)
-        resume = Resume(moment=moment, global_step=checkpoint["global_step"], state=state, metrics=metrics)
-        self._go_on(data, resume)
+        self._go_on(Resume(moment=moment, global_step=checkpoint["global_step"], metrics=metrics))
+        if trainer.strategy.restore_checkpoint_after_setup:
+            # Such strategies restore after on_fit_start.
+            counters.lift_max_steps(trainer, moment, checkpoint["global_step"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Where a trainer is fitted again after it was stopped within an epoch, go on at the next batch."""
-        if self._resume is None and trainer.ckpt_path is None and self._previous is not None:
-            self._fit_again(trainer, self._previous)
+        earlier = self._fitting().earlier
+        if self._resume is None and trainer.ckpt_path is None and earlier is not None:
+            self._fit_again(trainer, earlier)
         self._interrupted = self._batch = None
         if self._resume is not None:
             counters.lift_max_steps(trainer, self._resume.moment, self._resume.global_step)
 
-    def _fit_again(self, trainer: pl.Trainer, previous: TrainingData) -> None:
+    def _fit_again(self, trainer: pl.Trainer, earlier: TrainingData) -> None:
         moment = self._moment()
         if not moment.running:
             return
-        state = previous.group.state_at(*moment.data)
-        data = self._build_as_of(moment)
         try:
-            moment = data.load(state, moment)
+            moment = self._fitting().place(earlier.group.state_at(*moment.data), moment)
         except StateMismatchError as error:
             rank_zero_warn(
                 f"This trainer was stopped after batch {moment.batch} of epoch {moment.epoch} and is fitted again on "
@@ -243,38 +230,18 @@ class StatefulDataCallback(pl.Callback):
             )
             return
         counters.continue_from(trainer, moment)
-        self._go_on(data, Resume(moment=moment, global_step=trainer.global_step, state=state))
+        self._go_on(Resume(moment=moment, global_step=trainer.global_step))
 
-    def _go_on(self, data: TrainingData, resume: Resume) -> None:
-        self._prepared, self._resume, self._awaits_start = data, resume, True
-        self._validation_epoch = resume.moment.val_reload_epoch
-
-    def _build_as_of(self, moment: Moment) -> TrainingData:
-        """Build the loaders under the epoch at which an uninterrupted run would have built them."""
-        trainer = self._attached()
-        with counters.epoch_set_to(trainer, max(moment.train_reload_epoch, 0)):
-            return self._build(lambda: request_training_loaders(trainer))
-
-    def _build_again(self, resume: Resume) -> TrainingData:
-        """Build loaders that Lightning asks for once more before the first batch, at the same place."""
-        moment = resume.moment
-        data = self._build_as_of(moment)
-        if resume.state is not None and (again := data.load(resume.state, moment)) != moment:
-            raise ConfigurationError(
-                f"The data would now go on at batch {again.batch} of epoch {moment.epoch}, and not at batch "
-                f"{moment.batch} as when the checkpoint was loaded: the batch size has changed since. Set it before."
-            )
-        return data
+    def _go_on(self, resume: Resume) -> None:
+        self._resume, self._validation_epoch = resume, resume.moment.val_reload_epoch
 
     # Training
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the first epoch after a resume run as it would have without the stop."""
-        self._previous, self._awaits_start, self._unchecked = None, False, True
-        check_in_use(trainer, self._data)
+        self._fitting().begin()
+        self._unchecked = True
         self._in_resumed_epoch = self._resume is not None
-        if self._data is not None:
-            self._data.pending = None
         if self._resume is not None:
             restore_metrics(trainer, self._resume.metrics)
             counters.step_plateau_schedulers(trainer, self._resume.moment)
@@ -289,7 +256,7 @@ class StatefulDataCallback(pl.Callback):
         """From here on the loop's counters say where training is."""
         self._resume = None
         if self._unchecked:
-            check_in_use(trainer, self._data)
+            self._fitting().check_in_use()
         self._unchecked = False
         self._batch = counters.note_batch(trainer)
 
@@ -320,6 +287,12 @@ class StatefulDataCallback(pl.Callback):
     def _seed_model(self, trainer: pl.Trainer, stage: str) -> None:
         if self.settings.seed_model:
             seed_model(self.settings.seed, topology_of(trainer).rank, stage, *counters.next_step(trainer))
+
+    def _fitting(self) -> FitData:
+        self._attached()
+        if self._fit is None:
+            raise ConfigurationError("StatefulDataCallback was not set up by Trainer.fit.")
+        return self._fit
 
     def _attached(self) -> pl.Trainer:
         if self._trainer is None:

@@ -68,11 +68,9 @@ class Resume:
     Attributes:
         moment: Where, in steps of the present topology.
         global_step: Optimizer steps taken.
-        state: The data's state, or None if the checkpoint has none.
         metrics: Values of monitored metrics.
     """
 
     moment: Moment
     global_step: int
-    state: Mapping[str, Any] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -62,6 +62,17 @@ def request_training_loaders(trainer: pl.Trainer) -> Any:
     return source.request() if isinstance(source, InterceptedSource) else source.dataloader()
 
 
+def discard_training_loaders(trainer: pl.Trainer) -> None:
+    """Throw away the loaders that the fit loop has built, and end their workers, so that it asks for them anew."""
+    fit_loop: Any = trainer.fit_loop
+    if fit_loop._combined_loader is None:
+        return
+    if fit_loop._data_fetcher is not None:
+        fit_loop._data_fetcher.teardown()
+    # Lightning's own teardown fails on a fetcher that has been torn down.
+    fit_loop._combined_loader = fit_loop._data_fetcher = None
+
+
 def _install(loop: Any, function: Callable[[Request], Any]) -> None:
     source = loop._data_source
     if isinstance(source, InterceptedSource):

@@ -22,6 +22,7 @@ from support.runs import (
     seeded,
     train,
 )
+from support.stream_runs import chunks, module
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
@@ -71,6 +72,62 @@ def test_2_asking_for_the_number_of_steps_in_configure_optimizers_changes_nothin
     assert stop.ledger is not None
     assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
     assert_same_end(resumed, whole)
+
+
+def asking_at(hook: str) -> tuple[type[LedgerModel], list[pl.Callback]]:
+    """A model, and a callback, of which one asks for the number of steps before Lightning loads a checkpoint."""
+
+    def ask(asked: Any, *args: Any, **kwargs: Any) -> None:
+        trainer = args[0] if args else asked.trainer
+        assert trainer.estimated_stepping_batches > 0
+
+    holder, name = hook.split(".")
+    model = type("Asks", (LedgerModel,), {name: ask} if holder == "module" else {})
+    # Set up before the callback that the data module brings along.
+    return model, [type("AsksToo", (pl.Callback,), {name: ask})()] if holder == "callback" else []
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize("hook", ["callback.setup", "module.setup", "module.configure_model"])
+def test_2_loaders_built_before_the_checkpoint_is_loaded_are_thrown_away(tmp_path: Path, hook: str) -> None:
+    def run(make: Any, *callbacks: Any, **how: Any) -> Any:
+        model, asking = asking_at(hook)
+        return train(make, callbacks=[*asking, *callbacks], model=seeded(model), max_epochs=2, **how)
+
+    def stream() -> Any:
+        return module(chunks(), steps_per_epoch=8)
+
+    stop = StopAt("on_train_batch_end", tmp_path / "stream.ckpt", epoch=1, batch=2)
+    run(stream, stop)
+    resumed, whole = run(stream, ckpt_path=tmp_path / "stream.ckpt"), run(stream)
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+    assert_same_end(resumed, whole)
+
+    stop = StopAt("on_train_batch_end", tmp_path / "batches.ckpt", epoch=1, batch=1)
+    run(numbers_module, stop)
+    resumed = run(lambda: numbers_module(batch_size=3), ckpt_path=tmp_path / "batches.ckpt")
+    assert stop.ledger is not None
+    served = [index for event in trained(stop.ledger + resumed.ledger) if event[1] == 1 for index in event[4]]
+    assert sorted(served) == list(range(22))
+
+
+def test_2_workers_of_loaders_that_are_thrown_away_end(tmp_path: Path) -> None:
+    class Asks(pl.LightningDataModule):
+        def setup(self, stage: str) -> None:
+            assert self.trainer.estimated_stepping_batches == 22
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(Numbers(22), batch_size=2, num_workers=1, persistent_workers=True)
+
+    workers = []
+
+    class Counts(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            workers.append(len(psutil.Process().children()))
+
+    train(Asks, callbacks=[StatefulDataCallback(seed=7), Counts()], max_epochs=2)
+    assert set(workers) == {1}
 
 
 def test_7_the_state_is_small_plain_and_the_same_in_both_places(tmp_path: Path) -> None:
