@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ddp_cases
+from support import ddp_cases, fsdp_cases
 from support.ranks import run_on_ranks
 from support.runs import assert_stitches, train
 
@@ -22,7 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(folder: Path) -> Ranks:
     # What one process leaves behind is picked up by two, in `resumed_on_two_ranks`.
     train(max_steps=5).trainer.save_checkpoint(folder / "one.ckpt")
-    return run_on_ranks([("support.ddp_cases", case.__name__) for case in ddp_cases.ALL], 2, folder)
+    cases = [*ddp_cases.ALL, *fsdp_cases.ALL]
+    return run_on_ranks([(case.__module__, case.__name__) for case in cases], 2, folder)
 
 
 def of(ranks: Ranks, name: str) -> list[Any]:
@@ -79,6 +80,23 @@ def test_the_callback_alone_does_the_same_under_the_default_distributed_sampler(
         assert_stitches([first["ledger"], resumed["ledger"]], reference["ledger"], 0)
         assert resumed["weights"] == reference["weights"]
         assert [event[4] for event in trained(reference["ledger"])] == [event[4] for event in trained(whole["ledger"])]
+
+
+@pytest.mark.parametrize("case", ["sharded_stream", "sharded_validation_due"])
+def test_fsdp2_which_restores_late_goes_on_exactly(ranks: Ranks, case: str) -> None:
+    for first, resumed, whole in of(ranks, case):
+        assert_stitches([first["ledger"], resumed["ledger"]], whole["ledger"], 0)
+        assert resumed["weights"] == whole["weights"]
+        assert resumed["end"] == whole["end"]
+
+
+def test_fsdp2_with_another_batch_size_serves_every_sample_once(ranks: Ranks) -> None:
+    served = [
+        index
+        for first, resumed, _ in of(ranks, "sharded_other_batch_size")
+        for index in samples(first["ledger"] + resumed["ledger"], 0)
+    ]
+    assert sorted(served) == list(range(22))
 
 
 def test_8_the_state_needs_no_other_rank(ranks: Ranks) -> None:
