@@ -47,9 +47,6 @@ class StreamLoader(DataLoader[Any]):
 
     State:
         The position after the batches handed over, and where in its shards each lane stands; equal on all ranks.
-
-    Raises:
-        ConfigurationError: Of the first batch: there are more lanes than shards.
     """
 
     def __init__(

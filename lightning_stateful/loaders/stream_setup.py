@@ -9,11 +9,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_stateful.errors import ConfigurationError, Difference, StatefulWarning, StateMismatchError
+from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.streams.lane import ALONE, StreamConfig
 from lightning_stateful.streams.own_stream import OwnStream, beginning_of
+from lightning_stateful.streams.shards import num_parts_for
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.standing import Standing
 from lightning_stateful.streams.stream import as_stream
@@ -63,6 +64,7 @@ class StreamSetup:
             # Each sample once.
             config = replace(config, mixing=replace(config.mixing, stop="all_exhausted"))
         self._given, self._beginning_of_own = config, beginning_of(loader.dataset)
+        self._has_warned = False
 
     @property
     def name(self) -> str:
@@ -82,18 +84,19 @@ class StreamSetup:
     def config_on(self, num_replicas: int, num_workers: int) -> StreamConfig:
         """How it is read on others: an iterable dataset without shards has one for each of its lanes."""
         if self._given is not None:
-            return self._given
+            # In evaluation workers without a shard cost nothing, and ranks without one would be waited for.
+            sources = {
+                name: replace(source, splits=not self.options.exact or source.shards.num_shards < num_replicas)
+                for name, source in self._given.sources.items()
+            }
+            return replace(self._given, sources=sources)
         shards = OwnStream(self.loader.dataset, num_replicas, num_workers, self._beginning_of_own)
         source = Source(shards=shards, seed=self.seed, seed_samples=self.seed_samples)
         return StreamConfig(sources={ALONE: source}, **self._batching)
 
     def beginning(self, epoch: int) -> Standing:
-        """The beginning of a pass before which nothing was left.
-
-        Raises:
-            ConfigurationError: There are more lanes than shards.
-        """
-        self._check_lanes()
+        """The beginning of a pass before which nothing was left."""
+        self._warn_of_few_shards()
         return Standing.beginning(self.config, epoch, self.topology().num_replicas, self.num_workers)
 
     def here(self, standing: Standing, where: str) -> Standing:
@@ -105,7 +108,6 @@ class StreamSetup:
 
         Raises:
             StateMismatchError: What is left cannot be dealt out to others.
-            ConfigurationError: There are more lanes than shards.
         """
         present = self.topology().num_replicas, self.num_workers
         saved = standing.num_replicas, standing.num_workers
@@ -113,7 +115,7 @@ class StreamSetup:
             return standing
         pinned = any(source.shards.pinned for source in standing.config.sources.values())
         if not pinned and (standing.is_known or not standing.steps):
-            self._check_lanes()
+            self._warn_of_few_shards()
             return standing.on(*present)
         if pinned and not standing.has_begun:
             return self.beginning(standing.epoch)
@@ -128,26 +130,26 @@ class StreamSetup:
         ]
         raise StateMismatchError(changed, where=where)
 
-    def _check_lanes(self) -> None:
+    def _warn_of_few_shards(self) -> None:
+        """Say once what it costs where lanes have to read shards together."""
         ranks = self.topology().num_replicas
         lanes = ranks * self.num_workers
-        sizes = {name: source.shards.num_shards for name, source in self.config.sources.items()}
-        if self.options.exact:
-            if max(sizes.values()) < ranks:
-                warnings.warn(
-                    f"{self.name} has {max(sizes.values())} shards for {ranks} ranks, so some evaluate nothing. A "
-                    "metric that is logged with sync_dist=True waits for them for ever: make more shards, or leave "
-                    "sync_dist out.",
-                    StatefulWarning,
-                    stacklevel=2,
-                )
+        few = {
+            num_parts_for(source.shards.num_shards, lanes): (name, source.shards.num_shards)
+            for name, source in self.config.sources.items()
+            if source.splits and not source.shards.pinned and source.shards.num_shards < lanes
+        }
+        if not few or self._has_warned:
             return
-        for name, shards in sizes.items():
-            if shards < lanes:
-                of = f" of source {name!r}" if name else ""
-                fewer = f"num_workers={shards // ranks}" if shards >= ranks else "fewer ranks"
-                raise ConfigurationError(
-                    f"{ranks} ranks with {self.num_workers} workers each are {lanes} lanes, more than the {shards} "
-                    f"shards{of} that {self.name} has, so some would have nothing to read. Use {fewer}, or make more "
-                    "and smaller shards (Hugging Face: dataset.reshard() for parquet files)."
-                )
+        self._has_warned = True
+        parts = max(few)
+        name, number = few[parts]
+        of, fewer = f" of source {name!r}" if name else "", f"num_workers={number // ranks}, or " * (ranks <= number)
+        warnings.warn(
+            f"{ranks} ranks with {self.num_workers} workers each are {lanes} lanes, more than the {number} shards{of} "
+            f"that {self.name} has. So each shard is read {parts} times, and one sample in {parts} is kept each time: "
+            f"that much more work for reading and decoding. Use {fewer}more and smaller shards (Hugging Face: "
+            "dataset.reshard() for parquet files).",
+            StatefulWarning,
+            stacklevel=2,
+        )

@@ -8,6 +8,7 @@ from typing import Any
 from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.streams.lane import Lane, StreamConfig
 from lightning_stateful.streams.portion import Portion, leaf_of
+from lightning_stateful.streams.shards import Part
 from lightning_stateful.streams.share import Share
 from lightning_stateful.streams.skipped import are_counts
 from lightning_stateful.streams.source import Source
@@ -66,7 +67,7 @@ def check_portion(portion: Portion, source: Source) -> None:
         DamagedStateError, PositionError: That is so.
     """
     number = source.shards.num_shards
-    if not portion.shards or any(type(shard) is not int or not 0 <= shard < number for shard in portion.shards):
+    if not portion.shards or any(type(shard) is not int or Part.of(shard, number) is None for shard in portion.shards):
         raise DamagedStateError(f"A part of a stream has shards of range({number}), got {portion.shards}.{_REMEDY}")
     if portion.place is not None:
         check_place(portion.place, source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,9 @@ from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.skipped import without_skipped
 from lightning_stateful.streams.stage import Place
+
+# Samples of shards by their numbers.
+Sizes = Sequence[int] | Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Deal:
     opened: tuple[Portion, ...]
     unopened: tuple[int, ...]
 
-    def lanes(self, number: int, *, sizes: Sequence[int] | None = None, pinned: bool = False) -> list[list[Portion]]:
+    def lanes(self, number: int, *, sizes: Sizes | None = None, pinned: bool = False) -> list[list[Portion]]:
         """The portions of each of ``number`` lanes, opened ones first.
 
         Args:
@@ -98,6 +101,11 @@ class Deal:
             if own_shards:
                 dealt[lane].append(Portion(self.epoch, tuple(own_shards)))
         return dealt
+
+    @property
+    def shards(self) -> list[int]:
+        """All shards in it."""
+        return [*(shard for portion in self.opened for shard in portion.shards), *self.unopened]
 
     def to_dict(self, order: Sequence[int]) -> dict[str, Any]:
         """Plain data for a state: unopened shards as runs of places in the epoch's order."""
@@ -162,13 +170,19 @@ def left_of(portions: Sequence[Portion], number: int, place: Place | None, num_o
     return left
 
 
-def redealt(left: Iterable[Portion], epoch: int, order: Sequence[int]) -> Deal:
+def redealt(
+    left: Iterable[Portion],
+    epoch: int,
+    order: Sequence[int],
+    regrouped: Callable[[Collection[int]], Collection[int]] = tuple,
+) -> Deal:
     """A deal of what lanes have not served.
 
     Args:
         left: What :func:`left_of` gives, of all lanes.
         epoch: The epoch whose unopened shards stay in its order; those of others come first, each by itself.
         order: The order of its shards.
+        regrouped: Puts parts of shards together, or divides shards, as the order has them.
     """
     opened: list[Portion] = []
     unopened: set[int] = set()
@@ -179,6 +193,9 @@ def redealt(left: Iterable[Portion], epoch: int, order: Sequence[int]) -> Deal:
             unopened.update(portion.shards)
         else:
             opened += [Portion(portion.epoch, (shard,)) for shard in portion.shards]
+    unopened = set(regrouped(unopened))
+    # Parts that other lanes had begun to divide a shard into.
+    opened += [Portion(epoch, (part,)) for part in sorted(unopened.difference(order))]
     # Opened shards first, because their buffers are at hand; older epochs before newer ones.
     opened.sort(key=lambda portion: (portion.place is None, portion.epoch))
     return Deal(epoch, tuple(opened), tuple(shard for shard in order if shard in unopened))
@@ -203,7 +220,7 @@ def _are_runs(runs: list[Any], length: int) -> bool:
     return True
 
 
-def _size(what: Portion | int, sizes: Sequence[int] | None) -> int:
+def _size(what: Portion | int, sizes: Sizes | None) -> int:
     """Samples of a shard, or left in a portion; 1 where they are not known."""
     if sizes is None:
         return 1

@@ -30,7 +30,7 @@ class Share:
         if not number:
             return list(self.portions)
         epoch = self.epoch + number
-        shards = source.order(epoch)[self.lane :: self.num_lanes]
+        shards = source.order(epoch, self.num_lanes)[self.lane :: self.num_lanes]
         return [Portion(epoch, tuple(shards))] if shards else []
 
     def left(self, place: Place | None, source: Source) -> list[Portion]:

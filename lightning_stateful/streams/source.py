@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +15,7 @@ from lightning_stateful.streams.block_shuffle import BlockShuffle
 from lightning_stateful.streams.naming import NameShard, by_number
 from lightning_stateful.streams.portion import Portion, order_of_shards
 from lightning_stateful.streams.reading import OnError, Reading, check_on_error
-from lightning_stateful.streams.shards import Shards
+from lightning_stateful.streams.shards import Part, Parts, Shards, num_parts_for, parts_of
 from lightning_stateful.streams.stage import Open, Place, Stage
 
 
@@ -57,6 +57,7 @@ class Source:
         seed_samples: Whether what user code draws at a sample is a function of (seed, epoch, shard, sample).
         on_error: Whether a shard that cannot be read is an error or left out.
         steps: What is done to the samples, one after the other.
+        splits: Whether lanes that are more than the shards read each shard together, every lane its own samples.
 
     Raises:
         ConfigurationError: An argument is out of range.
@@ -69,6 +70,7 @@ class Source:
     seed_samples: bool = True
     on_error: OnError = "raise"
     steps: Sequence[Step] = field(default=())
+    splits: bool = False
 
     def __post_init__(self) -> None:
         check_on_error(self.on_error)
@@ -79,19 +81,49 @@ class Source:
         if not self.shards.num_shards:
             raise ConfigurationError("The stream has no shards.")
 
-    def order(self, epoch: int) -> list[int]:
-        """The order in which the shards of an epoch are dealt out."""
-        return order_of_shards(self.shards.num_shards, self.seed, epoch, shuffle=self.shuffle)
+    def order(self, epoch: int, num_lanes: int = 1) -> list[int]:
+        """The order in which the shards of an epoch, or their parts, are dealt out to so many lanes."""
+        number = self.shards.num_shards
+        order = order_of_shards(number, self.seed, epoch, shuffle=self.shuffle)
+        parts = num_parts_for(number, num_lanes) if self.splits else 1
+        return order if parts == 1 else [part for shard in order for part in parts_of(shard, parts, number)]
+
+    def name(self, shard: int) -> str:
+        """What people know a shard by, or a part of one."""
+        return Parts(self.shards).name(shard)
+
+    def sizes(self, numbers: Collection[int]) -> Sequence[int] | Mapping[int, int] | None:
+        """Samples of each of some shards and parts, where that is known without reading."""
+        sizes = self.shards.sizes()
+        if sizes is None or all(number < len(sizes) for number in numbers):
+            return sizes
+        parts = {number: Part.of(number, len(sizes)) for number in numbers}
+        return {number: part.size_in(sizes[part.shard]) for number, part in parts.items() if part is not None}
+
+    def regrouped(self, numbers: Collection[int], num_lanes: int) -> set[int]:
+        """Shards all of whose parts are there, divided as so many lanes have it; other parts as they are."""
+        number, held = self.shards.num_shards, set(numbers)
+        wanted = num_parts_for(number, num_lanes) if self.splits else 1
+        for one in numbers:
+            part = Part.of(one, number)
+            if part is None or part.which or part.num_parts == wanted:
+                continue
+            parts = parts_of(part.shard, part.num_parts, number)
+            if held.issuperset(parts):
+                held = held.difference(parts).union(parts_of(part.shard, wanted, number))
+        return held
 
     def open(self, portion: Portion, place: Place | None) -> tuple[Stage, Reading]:
         """The items of a portion from a place on, and the stage in which its shards are read."""
         readings: list[Reading] = []
         seed = derive_seed("stream", self.seed, portion.epoch)
-        way = Way(seed, seed if self.seed_samples else None, self.on_error, self.shards.name)
+        way = Way(seed, seed if self.seed_samples else None, self.on_error, self.name)
+        is_whole = all(shard < self.shards.num_shards for shard in portion.shards)
+        shards = self.shards if is_whole else Parts(self.shards)
 
         def read(at: Place | None) -> Stage:
             how: dict[str, Any] = {"seeds_samples": self.shards.draws, "on_error": self.on_error}
-            readings.append(Reading(self.shards, portion.shards, portion.epoch, at, seed=way.sample_seed, **how))
+            readings.append(Reading(shards, portion.shards, portion.epoch, at, seed=way.sample_seed, **how))
             return readings[-1]
 
         opening: Open = read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from lightning_stateful.errors import DamagedStateError
@@ -50,14 +50,15 @@ class Standing:
     @classmethod
     def beginning(cls, config: StreamConfig, epoch: int, num_replicas: int, num_workers: int) -> Standing:
         """The beginning of a pass before which nothing was left."""
-        deals = {name: Deal(epoch, (), tuple(source.order(epoch))) for name, source in config.sources.items()}
+        lanes = num_replicas * num_workers
+        deals = {name: Deal(epoch, (), tuple(source.order(epoch, lanes))) for name, source in config.sources.items()}
         return cls(
             config=config,
             epoch=epoch,
             num_replicas=num_replicas,
             num_workers=num_workers,
             deals=deals,
-            places=(None,) * (num_replicas * num_workers),
+            places=(None,) * lanes,
         )
 
     @property
@@ -69,9 +70,9 @@ class Standing:
     def portions(self) -> list[dict[str, list[Portion]]]:
         """The portions of each lane, by source."""
         dealt = {
-            name: deal.lanes(self.num_lanes, sizes=shards.sizes(), pinned=shards.pinned)
+            name: deal.lanes(self.num_lanes, sizes=source.sizes(deal.shards), pinned=source.shards.pinned)
             for name, deal in self.deals.items()
-            for shards in (self.config.sources[name].shards,)
+            for source in (self.config.sources[name],)
         }
         return [{name: lanes[lane] for name, lanes in dealt.items()} for lane in range(self.num_lanes)]
 
@@ -98,11 +99,8 @@ class Standing:
         """What is left of the pass, dealt out to other lanes; the same if they are as many."""
         if (num_replicas, num_workers) == (self.num_replicas, self.num_workers):
             return self
-        deals = {}
-        for name in self.deals:
-            latest = self._latest(name)
-            deals[name] = redealt(self._left(name), latest, self.config.sources[name].order(latest))
         lanes = num_replicas * num_workers
+        deals = {name: self._redealt(name, self._latest(name), lanes) for name in self.deals}
         dealt: dict[str, Any] = {"deals": deals, "places": (None,) * lanes, "steps": 0, "skipped": self.left_out}
         return replace(self, num_replicas=num_replicas, num_workers=num_workers, **dealt)
 
@@ -110,12 +108,12 @@ class Standing:
         """The beginning of the next pass: first what is left of this one, then all shards once more."""
         deals = {}
         for name, source in self.config.sources.items():
-            left, latest = self._left(name), self._latest(name)
-            if self._has_plenty(left, source):
-                deals[name] = redealt(left, latest, source.order(latest))
+            latest = self._latest(name)
+            if self._has_plenty(self._left(name), source):
+                deals[name] = self._redealt(name, latest, self.num_lanes)
             else:
-                order = source.order(latest + 1)
-                deals[name] = replace(redealt(left, latest + 1, order), unopened=tuple(order))
+                order = tuple(source.order(latest + 1, self.num_lanes))
+                deals[name] = replace(self._redealt(name, latest + 1, self.num_lanes), unopened=order)
         places: tuple[Place | None, ...] = (None,) * self.num_lanes
         return replace(self, epoch=self.epoch + 1, deals=deals, places=places, steps=0, skipped=self.left_out)
 
@@ -172,7 +170,7 @@ class Standing:
             portions = share.in_round(at["round"], self.config.sources[name])
             if at["portion"] < len(portions):
                 shard = portions[at["portion"]].shards[max(at["opened"] - 1, 0)]
-                names.append(self.config.sources[name].shards.name(shard))
+                names.append(self.config.sources[name].name(shard))
         return names
 
     def read_again(self, lanes: Iterable[int] | None = None) -> dict[str, int]:
@@ -191,12 +189,15 @@ class Standing:
                 if source.shards.reread and at is not None and (leaf := leaf_of(at))["state"] is None and leaf["since"]:
                     portions = self.shares[lane][name].in_round(place["of"][name]["round"], source)
                     shard = portions[place["of"][name]["portion"]].shards[leaf["shard"]]
-                    found[source.shards.name(shard)] = leaf["since"]
+                    found[source.name(shard)] = leaf["since"]
         return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a state; each lane goes by the first shard that it was dealt."""
-        deals = {name: deal.to_dict(self.config.sources[name].order(deal.epoch)) for name, deal in self.deals.items()}
+        deals = {
+            name: deal.to_dict(self.config.sources[name].order(deal.epoch, self.num_lanes))
+            for name, deal in self.deals.items()
+        }
         keys = self._keys()
         lanes = {
             keys[lane]: copy_plain(place)
@@ -242,7 +243,8 @@ class Standing:
         deals = {}
         for name in config.sources:
             dealt = data["sources"][name]
-            deals[name] = Deal.from_dict(dealt, config.sources[name].order)
+            order = partial(config.sources[name].order, num_lanes=num_replicas * data["workers"])
+            deals[name] = Deal.from_dict(dealt, order)
             for portion in deals[name].opened:
                 check_portion(portion, config.sources[name])
         standing = cls(
@@ -290,11 +292,17 @@ class Standing:
             left += shares[name].left(None if place is None else place["of"][name], self.config.sources[name])
         return left
 
+    def _redealt(self, name: str, epoch: int, num_lanes: int) -> Deal:
+        """What is left of a source, dealt out anew to so many lanes; ``epoch`` is that of its unopened shards."""
+        source = self.config.sources[name]
+        regrouped = partial(source.regrouped, num_lanes=num_lanes)
+        return redealt(self._left(name), epoch, source.order(epoch, num_lanes), regrouped)
+
     def _has_plenty(self, left: list[Portion], source: Source) -> bool:
         """Whether so much is left of a source that it is not begun anew yet, lest it pile up pass by pass."""
         mixing, number = self.config.mixing, sum(len(portion.shards) for portion in left)
         cut_short = mixing is not None and mixing.stop == "first_exhausted"
-        return cut_short and number >= self.num_lanes and 2 * number > source.shards.num_shards
+        return cut_short and number >= self.num_lanes and 2 * number > len(source.order(0, self.num_lanes))
 
     def _latest(self, name: str) -> int:
         """The latest epoch of a source's shards that a lane has come to."""

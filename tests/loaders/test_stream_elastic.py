@@ -34,9 +34,11 @@ from support.stream_cases import (
     stream_loader,
 )
 
-from lightning_stateful.errors import ConfigurationError, StateMismatchError
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
 
 WORKERS = range(5)
+# Of six shards, and of five.
+MORE_THAN_SHARDS = (7, 9)
 # Makes a loader on so many workers.
 Make = Callable[[int], Any]
 
@@ -44,6 +46,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning"),
     pytest.mark.filterwarnings("ignore:.*in the pipeline:lightning_stateful.errors.StatefulWarning"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:.*lanes, more than the:lightning_stateful.errors.StatefulWarning"),
 ]
 
 
@@ -114,12 +117,12 @@ def test_every_sample_comes_once_from_every_moment_on_any_workers() -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_kind_of_stream_is_complete_on_other_workers(name: str) -> None:
-    assert_complete(WHOLE[name], [(0, 3), (4, 1), (2, 3), (3, 2)], stride=4)
+    assert_complete(WHOLE[name], [(0, 3), (4, 1), (2, 3), (3, 2), (9, 2), (1, 7), (7, 9)], stride=4)
 
 
 @pytest.mark.parametrize("name", ["files", "batched map", "concatenated", "shuffle buffer"])
 def test_streams_of_hugging_faces_are_complete_on_other_workers(hugging_face: dict[str, Make], name: str) -> None:
-    assert_complete(hugging_face[name], [(0, 3), (4, 1)], stride=5)
+    assert_complete(hugging_face[name], [(0, 3), (9, 1)], stride=5)
 
 
 class Run:
@@ -163,7 +166,9 @@ class Run:
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(
     name=st.sampled_from([name for name in WHOLE if name != "running state"]),
-    legs=st.lists(st.tuples(st.sampled_from(WORKERS), st.integers(0, 9)), min_size=4, max_size=12),
+    legs=st.lists(
+        st.tuples(st.sampled_from([*WORKERS, *MORE_THAN_SHARDS]), st.integers(0, 9)), min_size=4, max_size=12
+    ),
 )
 def test_workers_may_change_any_number_of_times_over_many_passes(name: str, legs: list[tuple[int, int]]) -> None:
     run = Run(WHOLE[name], finish(WHOLE[name](0)))
@@ -263,38 +268,20 @@ def test_a_dataset_that_divides_itself_changes_workers_between_epochs_only(datas
         assert finish(loader) == Counter(range(23))
 
 
-TOO_MANY = r"1 ranks with 7 workers each are 7 lanes, more than the 6 shards that ChunkedDataset has.*num_workers=6"
+@pytest.mark.parametrize(
+    ("make", "num_workers", "words"),
+    [
+        (of(chunks), 9, r"9 lanes, more than the 6 shards that ChunkedDataset has.* read 3 times.*num_workers=6"),
+        (of(mixed), 6, r"6 lanes, more than the 5 shards of source 'two' that MixedStream has.* read 6 times"),
+        (of(chunks, num_replicas=3, rank=1), 3, r"3 ranks with 3 workers each are 9 lanes.*num_workers=2"),
+        (of(chunks, num_replicas=8, rank=0), 0, r"8 ranks .* for reading and decoding. Use more and smaller shards"),
+    ],
+)
+def test_more_lanes_than_shards_are_told_what_that_costs(make: Make, num_workers: int, words: str) -> None:
+    with pytest.warns(StatefulWarning, match=words):
+        next(iter(make(num_workers)))
 
 
-def test_more_workers_than_shards_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigurationError, match=TOO_MANY):
-        next(iter(WHOLE["in blocks"](7)))
-    with pytest.raises(
-        ConfigurationError, match=r"6 lanes, more than the 5 shards of source 'two' that MixedStream has"
-    ):
-        next(iter(WHOLE["mixed by batch"](6)))
-    with pytest.raises(ConfigurationError, match=r"3 ranks with 3 workers each are 9 lanes.*num_workers=2"):
-        next(iter(of(chunks, num_replicas=3, rank=1)(3)))
-
-
-@pytest.mark.parametrize("at", [0, 5, 12])
-def test_more_workers_than_shards_are_refused_after_a_state_was_loaded(at: int) -> None:
-    _, states = observe(lambda: WHOLE["in blocks"](2), 12)
-
-    loader = WHOLE["in blocks"](7)
-
-    with pytest.raises(ConfigurationError, match=TOO_MANY):
-        next(iter(loaded(loader, states[at])))
-
-
-def test_what_is_said_to_help_helps() -> None:
-    with pytest.raises(ConfigurationError) as refused:
-        next(iter(of(chunks, num_replicas=8, rank=0)(0)))
-
-    assert "num_workers=0" not in str(refused.value)
-
-
-@pytest.mark.filterwarnings("ignore:.*shards for . ranks, so some evaluate nothing")
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 @pytest.mark.parametrize("num_workers", [0, 1, 4])

@@ -252,7 +252,6 @@ def refused(folder: Path) -> dict[str, str]:
         "chunks": refusal(lambda: module(chunks(SIZES[: 8 + rank]))),
         "steps": refusal(lambda: module(chunks(), steps_per_epoch=3 + rank)),
         "tail": refusal(lambda: module(chunks(), tail=["pad", "next"][rank])),
-        "one chunk": refusal(lambda: module(chunks((4,)))),
     }
 
 

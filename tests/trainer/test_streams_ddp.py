@@ -278,11 +278,6 @@ def test_ranks_that_disagree_are_refused_on_both(ranks: Ranks, case: str, words:
         assert words in found[case]
 
 
-def test_more_ranks_than_shards_are_refused_on_both(ranks: Ranks) -> None:
-    for found in of(ranks, "refused"):
-        assert found["one chunk"].startswith("ConfigurationError: 2 ranks with 1 workers each are 2 lanes, more than")
-
-
 def test_a_rank_without_samples_has_nothing_to_pad_with(ranks: Ranks) -> None:
     for found in of(ranks, "nothing_on_a_rank"):
         assert found["pad"].startswith("StreamError: ")
