@@ -25,6 +25,7 @@ from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.metrics import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.moment import Moment, Resume
 from lightning_stateful.trainer.randomness import seed_model
+from lightning_stateful.trainer.signals import HeldSignals
 from lightning_stateful.trainer.source import Request, intercept
 from lightning_stateful.trainer.training_data import Settings, TrainingData, topology_of
 
@@ -89,6 +90,7 @@ class StatefulDataCallback(pl.Callback):
         self._batch: counters.BatchBegun | None = None
         self._unchecked = True
         self._interrupted: Moment | None = None
+        self._signals = HeldSignals()
 
     @property
     def state_key(self) -> str:
@@ -105,8 +107,9 @@ class StatefulDataCallback(pl.Callback):
         intercept(trainer, self._training_loaders, self._evaluation_loaders)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave the trainer's limits as they were."""
+        """Leave the trainer as it was."""
         counters.restore_max_steps(trainer)
+        self._signals.end()
 
     @property
     def _data(self) -> TrainingData | None:
@@ -122,11 +125,10 @@ class StatefulDataCallback(pl.Callback):
 
     def _first_validation_epoch(self, stage: str) -> int:
         """The epoch under which the first validation loaders after a resume are to be built, or -1."""
-        epoch, fitting = self._validation_epoch, self._attached().state.fn == TrainerFn.FITTING
-        if stage == "val" and fitting:
-            self._validation_epoch = -1
-            return epoch
-        return -1
+        if stage != "val" or self._attached().state.fn != TrainerFn.FITTING:
+            return -1
+        epoch, self._validation_epoch = self._validation_epoch, -1
+        return epoch
 
     # Saving
 
@@ -168,6 +170,7 @@ class StatefulDataCallback(pl.Callback):
         """Remember the moment: Lightning soon forgets whether it was validating."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._interrupted = self._moment()
+            self._signals.end(failed=True)
 
     def _moment(self) -> Moment:
         if self._resume is not None:
@@ -246,6 +249,7 @@ class StatefulDataCallback(pl.Callback):
             restore_metrics(trainer, self._resume.metrics)
             counters.step_plateau_schedulers(trainer, self._resume.moment)
             counters.prepare_first_epoch(trainer, self._resume.moment)
+        self._signals.begin(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed what the model draws before the first batch of an epoch."""
@@ -254,6 +258,7 @@ class StatefulDataCallback(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """From here on the loop's counters say where training is."""
+        self._signals.hold()
         self._resume = None
         if self._unchecked:
             self._fitting().check_in_use()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule
 from support.ledger import LedgerModel, Numbers
-from support.runs import Outcome, StopAt, numbers_module, train
+from support.runs import Outcome, StopAt, numbers_module, seeded, train
+from support.signalled import SignalledInStep, enter_slurm_job
 
 DDP: dict[str, Any] = {"strategy": "ddp", "devices": 2, "max_epochs": 2}
 
@@ -121,6 +129,25 @@ def exception_on_one_rank(folder: Path) -> list[dict[str, Any]]:
     return [plain(first), {"state": states[0]}]
 
 
+def signals_inside_a_step(folder: Path) -> list[list[dict[str, Any]]]:
+    """Every rank gets a signal in a step of its own, or only one rank gets it; with SLURM, the first then SIGTERM."""
+    rank = torch.distributed.get_rank()
+    enter_slurm_job(folder, os.environ.__setitem__, rank=rank, num_ranks=2)
+    runs = []
+    for signum, steps in [(signal.SIGUSR1, (7, 8)), (signal.SIGTERM, (-1, 8)), (signal.SIGINT, (8, 9))]:
+        own = folder / signum.name
+        first, saver = seeded(partial(SignalledInStep, signum, steps[rank])), OnExceptionCheckpoint(own)
+        options = {**DDP, "plugins": [SLURMEnvironment()], "default_root_dir": own}
+        with contextlib.suppress(SIGTERMException, SystemExit):
+            train(model=first, callbacks=[saver], **options)
+        saved = "hpc_ckpt_1.ckpt" if signum == signal.SIGUSR1 else "on_exception.ckpt"
+        resumed = train(ckpt_path=own / saved, seed=9, **options)
+        runs.append([{"ledger": first.ledger}, plain(resumed)])
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        del os.environ[name]
+    return runs
+
+
 def states_of_all_ranks(folder: Path) -> dict[str, Any]:
     run = train(**{**DDP, "max_steps": 8})
     return {
@@ -227,4 +254,5 @@ ALL = [
     evaluation,
     plain_evaluation_loaders,
     dropout_by_rank,
+    signals_inside_a_step,
 ]

@@ -55,6 +55,14 @@ def test_a_run_stopped_in_any_hook_goes_on_exactly_on_every_rank(ranks: Ranks) -
             assert resumed["end"] == whole["end"], moment
 
 
+def test_22_ranks_that_get_signals_inside_different_steps_save_together_and_go_on_exactly(ranks: Ranks) -> None:
+    for whole, runs in zip(of(ranks, "uninterrupted"), of(ranks, "signals_inside_a_step"), strict=True):
+        for first, resumed in runs:
+            assert 7 <= len(trained(first["ledger"])) <= 10
+            assert_stitches([first["ledger"], resumed["ledger"]], whole["ledger"])
+            assert (resumed["weights"], resumed["end"]) == (whole["weights"], whole["end"])
+
+
 def test_open_accumulation_windows_are_served_again_on_every_rank(ranks: Ranks) -> None:
     for whole, pairs in zip(of(ranks, "uninterrupted_with_windows"), of(ranks, "every_moment_in_windows"), strict=True):
         for first, resumed in pairs:

@@ -1,0 +1,160 @@
+"""Signals that arrive while a batch is trained on wait for its end.
+
+Lightning saves within its handler of SLURM's requeue signal, and Ctrl-C raises ``KeyboardInterrupt``, at whatever line
+runs: inside ``optimizer.step`` the weights have moved, and the batch does not count as trained on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_stateful.trainer.lightning import pl
+
+Handler = Callable[[int, Any], Any]
+
+
+class HeldSignals:
+    """Runs the handlers of signals between batches while a trainer trains.
+
+    In one process a handler runs at once, or at the end of the batch, of a validation's or an epoch's end hooks, or of
+    a validation of averaged weights. Ranks agree at the end of every batch on what any of them has received and run
+    the handlers together, because these save, and so wait for the other ranks.
+    """
+
+    def __init__(self) -> None:
+        self._together = False
+        self._holding = False
+        self._arrived: list[int] = []
+        self._signals: list[int] = []
+        self._handlers: dict[int, Handler] = {}
+        self._wrapped: list[tuple[Any, str]] = []
+        self._device: Any = None
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Take the place of the present handlers, until Lightning restores what was there before its own.
+
+        Args:
+            trainer: A trainer that begins to train.
+        """
+        in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if trainer.world_size > 1 and not in_group:
+            return  # Ranks without a process group (XLA) could not agree.
+        self._together, self._device = trainer.world_size > 1, trainer.strategy.root_device
+        self._signals, self._handlers = _signals_of(trainer), {}
+        if threading.current_thread() is threading.main_thread():
+            for signum in self._signals:
+                handler = signal.getsignal(signum)
+                if callable(handler) and handler != self._receive:
+                    self._handlers[signum] = handler
+                    signal.signal(signum, self._receive)
+        self._wrap_loops(trainer)
+
+    def hold(self) -> None:
+        """Hold signals back from here on, for a batch begins."""
+        self._holding = True
+
+    def end(self, *, failed: bool = False) -> None:
+        """Leave the trainer as it was.
+
+        Args:
+            failed: After an error; what arrived in its batch is of no use any more.
+        """
+        for loop, name in self._wrapped:
+            vars(loop).pop(name, None)
+        self._wrapped.clear()
+        self._holding = False
+        arrived = [] if failed else self._arrived
+        self._arrived = []
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            if signum in arrived:
+                # After the last batch of several ranks: to the handlers that Lightning has restored.
+                os.kill(os.getpid(), signum)
+
+    def _wrap_loops(self, trainer: pl.Trainer) -> None:
+        fit_loop: Any = trainer.fit_loop
+        epoch_loop, val_loop = fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        self._wrap(epoch_loop, "on_advance_end", self._after_batch)
+        self._wrap(fit_loop, "on_advance_end", self._held)
+        if not any(hasattr(callback, "_swap_models") for callback in callbacks):
+            # A resumed run repeats a validation; but WeightAveraging swaps the weights in it.
+            self._wrap(val_loop, "run", self._let_through)
+            self._wrap(val_loop, "on_run_end", self._held)
+        if self._together and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
+            # Lightning's own agreement on SIGTERM, of which there is no more need.
+            epoch_loop._broadcast_sigterm_tensor = lambda: None
+            self._wrapped.append((epoch_loop, "_broadcast_sigterm_tensor"))
+
+    def _wrap(self, loop: Any, name: str, around: Callable[[], Any]) -> None:
+        method = getattr(loop, name)
+
+        def wrapped(*args: Any) -> Any:
+            with around():
+                return method(*args)
+
+        setattr(loop, name, wrapped)
+        self._wrapped.append((loop, name))
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        before, self._holding = self._holding, True
+        yield
+        self._holding = before
+        self._run_handlers()
+
+    @contextmanager
+    def _let_through(self) -> Iterator[None]:
+        before, self._holding = self._holding, False
+        self._run_handlers()
+        yield
+        self._holding = before
+
+    @contextmanager
+    def _after_batch(self) -> Iterator[None]:
+        self._holding = False
+        if self._together:
+            self._agree()
+        self._run_handlers()
+        with self._held():
+            yield
+
+    def _receive(self, signum: int, frame: Any) -> None:
+        again = signum == signal.SIGINT and signum in self._arrived
+        if again or not (self._holding or self._together):
+            self._handlers[signum](signum, frame)
+            return
+        self._arrived.append(signum)
+        remedy = " Press Ctrl-C again to stop at once, within it." if signum == signal.SIGINT else ""
+        rank_zero_info(f"{signal.Signals(signum).name} waits for the end of the batch.{remedy}")
+
+    def _run_handlers(self) -> None:
+        while self._arrived and not (self._holding or self._together):
+            signum = self._arrived.pop(0)
+            self._handlers[signum](signum, sys._getframe())
+
+    def _agree(self) -> None:
+        arrived = [int(signum in self._arrived) for signum in self._signals]
+        on_any = torch.tensor(arrived, dtype=torch.int32, device=self._device)
+        torch.distributed.all_reduce(on_any, op=torch.distributed.ReduceOp.MAX)
+        found = [signum for signum, flag in zip(self._signals, on_any.tolist(), strict=True) if flag]
+        self._arrived = [signum for signum in self._arrived if signum not in found]
+        for signum in found:
+            self._handlers.get(signum, signal.default_int_handler)(signum, sys._getframe())
+
+
+def _signals_of(trainer: pl.Trainer) -> list[int]:
+    """Signals whose handlers save or end a run; over several ranks only those that Lightning or Python handle."""
+    environment: Any = trainer._accelerator_connector.cluster_environment
+    signals = [getattr(environment, "requeue_signal", None)] if getattr(environment, "auto_requeue", False) else []
+    if trainer.world_size == 1:
+        signals += [getattr(signal, name, None) for name in ("SIGUSR1", "SIGUSR2")]
+    return list(dict.fromkeys(int(signum) for signum in [*signals, signal.SIGTERM, signal.SIGINT] if signum))
