@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning_stateful import state as format_
@@ -143,6 +144,15 @@ class LoaderGroup:
             if isinstance(before, StreamLoader):
                 # Nobody reads it any more.
                 before.course.end_workers()
+
+    def begin_streams_at(self, epoch: int, batch: int) -> list[str]:
+        """Begin streams at step ``batch`` of ``epoch``, of which no state says where they stood; their names."""
+        streams = {path: loader for path, loader in self.loaders.items() if isinstance(loader, StreamLoader)}
+        for path, loader in streams.items():
+            self._anchor[path] = replace(loader.plan.begin(epoch), consumed=batch)
+            loader.course.begin_at(self._anchor[path])
+        self._anchor_batch = batch
+        return [loader.order.name for loader in streams.values()]
 
     def end_epoch(self, epoch: int) -> None:
         """The epoch ends where a state was loaded: streams go on from there in the next."""

@@ -176,6 +176,10 @@ class StreamCourse:
             )
         self._know(position.epoch, position.consumed, _Known(standing))
 
+    def begin_at(self, position: Position) -> None:
+        """Let a pass begin at a position, within an epoch too."""
+        self._know(position.epoch, position.consumed, _Known(self._setup.beginning(position.epoch)))
+
     def end_at(self, position: Position) -> None:
         """The epoch of a known position ends there: the next goes on from it."""
         key = position.epoch, position.consumed

@@ -11,11 +11,11 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning, State
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.checkpoint import (
-    data_state_in,
+    drop_states_of_views,
     find_data_state,
+    module_lacks_state,
     module_name,
     read_callback_state,
-    warn_of_missing_state,
 )
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
 from lightning_stateful.trainer.finders import refuse_finders
@@ -162,8 +162,8 @@ class StatefulDataCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the data's state where the data module has left it out of its own."""
-        name = module_name(trainer)
-        if name is not None and data_state_in(checkpoint.get(name)) is None:
+        drop_states_of_views(checkpoint)
+        if module_lacks_state(trainer, checkpoint):
             checkpoint["callbacks"][self.state_key]["data"] = self.data_state()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -201,8 +201,6 @@ class StatefulDataCallback(pl.Callback):
         own = checkpoint["callbacks"].get(self.state_key)
         moment, metrics = (counters.locate(loops["fit_loop"]), {}) if own is None else read_callback_state(own)
         state = find_data_state(checkpoint, own, module_name(trainer), self.settings.accept)
-        if state is None and moment.data != (0, 0):
-            warn_of_missing_state(moment)
         moment = self._fitting().place(state, moment)
         loops["fit_loop"] = counters.rewritten(loops["fit_loop"], moment)
         self._go_on(Resume(moment=moment, global_step=checkpoint["global_step"], metrics=metrics))

@@ -84,17 +84,40 @@ def module_name(trainer: Any) -> str | None:
     return type(module).__qualname__ if getattr(module, "holds_data_state", False) else None
 
 
+def module_lacks_state(trainer: Any, checkpoint: Mapping[str, Any]) -> bool:
+    """Whether the data module should hold the data's state, and has left it out of its own."""
+    name = module_name(trainer)
+    return name is not None and data_state_in(checkpoint.get(name)) is None
+
+
 def data_state_in(module_state: Any) -> Mapping[str, Any] | None:
     """The data's state within a data module's state, which may hold more of the user's own."""
     return module_state.get(STATE_KEY) if isinstance(module_state, Mapping) else None
 
 
-def warn_of_missing_state(moment: Moment) -> None:
-    """Say what a run does that is resumed from a checkpoint without a data state."""
+def drop_states_of_views(checkpoint: Mapping[str, Any]) -> None:
+    """Take out what Lightning saved of each loader, which is nothing: a Trainer of plain loaders would refuse it."""
+    checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+
+
+def warn_of_missing_state(moment: Moment, begun_anew: Collection[str]) -> None:
+    """Say what a run does that is resumed from a checkpoint without a data state.
+
+    Args:
+        moment: Where it goes on.
+        begun_anew: Names of streams, of which nobody knows where they stood within the epoch.
+    """
+    follows = (
+        "in this toolkit's order. The checkpoint's run had another order, so some samples of this epoch are trained on "
+        "twice and others not at all; from the next epoch on every sample comes once."
+    )
+    if begun_anew:
+        follows = (
+            f"but nobody knows where in its shards that was, so {', '.join(begun_anew)} begins anew: samples that the "
+            "checkpoint's run has trained on in this epoch come again."
+        )
     rank_zero_warn(
         "The checkpoint has no data state: it was made without lightning-stateful, or before there were loaders. The "
-        f"run goes on at batch {moment.batch} of epoch {moment.epoch}, as the loop counters say, in this toolkit's "
-        "order. The checkpoint's run had another order, so some samples of this epoch are trained on twice and others "
-        "not at all; from the next epoch on every sample comes once.",
+        f"run goes on at batch {moment.batch} of epoch {moment.epoch}, as the loop counters say, {follows}",
         category=StatefulWarning,
     )

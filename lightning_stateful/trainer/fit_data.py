@@ -8,6 +8,7 @@ from typing import Any
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.patched import is_patched
 from lightning_stateful.trainer import counters
+from lightning_stateful.trainer.checkpoint import warn_of_missing_state
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.moment import Moment
 from lightning_stateful.trainer.source import Request, discard_training_loaders, request_training_loaders
@@ -73,6 +74,10 @@ class FitData:
         data = self._build_as_of(moment)
         if state is not None:
             moment = data.load(state, moment)
+        else:
+            begun_anew = data.go_on_without_state(moment)
+            if moment.data != (0, 0):
+                warn_of_missing_state(moment, begun_anew)
         self.data, self._has_asked, self.awaits_start = data, False, True
         self._state, self._moment = state, moment
         discard_training_loaders(self._trainer)
@@ -115,7 +120,9 @@ class FitData:
         """Build loaders that Lightning asks for once more before the first batch, at the same place."""
         moment = self._moment
         data = self._build_as_of(moment)
-        if self._state is not None and (again := data.load(self._state, moment)) != moment:
+        if self._state is None:
+            data.go_on_without_state(moment)
+        elif (again := data.load(self._state, moment)) != moment:
             raise ConfigurationError(
                 f"The data would now go on at batch {again.batch} of epoch {moment.epoch}, and not at batch "
                 f"{moment.batch} as when the checkpoint was loaded: the batch size has changed since. Set it before."

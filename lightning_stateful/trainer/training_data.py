@@ -180,6 +180,18 @@ class TrainingData:
         self.pending = (moment.epoch, moment.batch)
         return moment
 
+    def go_on_without_state(self, moment: Moment) -> list[str]:
+        """Go on where a checkpoint says that has no data state, with streams from their beginning.
+
+        Returns:
+            Names of the streams that begin anew within an epoch.
+        """
+        self.pending = (moment.epoch, moment.batch)
+        if moment.ended:
+            self._ended_epoch = moment.epoch
+            return []
+        return self.group.begin_streams_at(moment.epoch, moment.batch) if moment.batch else []
+
     def check_one_batch_a_step(self) -> None:
         """Refuse a training step that took several batches, or fetched ahead, through ``dataloader_iter``.
 

@@ -84,7 +84,7 @@ class LoaderView:
         self.loader.worker_init_fn = function
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the position travels in the state of the data module or callback, once."""
+        """Nothing: the position travels in the state of the data module or callback. Without this Lightning warns."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -206,24 +206,12 @@ class TestLookingLikeALoader:
 
         assert view.loader.worker_init_fn is not None
 
-    def test_its_state_is_empty_wherever_it_stands(self) -> None:
-        view = a_view(Guide(Position(consumed=4)))
-        next(iter(view))
-
-        assert view.state_dict() == {}
-
-    def test_every_state_is_a_fresh_one(self) -> None:
-        view = a_view()
-        view.state_dict()["position"] = 3
-
-        assert view.state_dict() == {}
-
     def test_loading_a_state_moves_nothing(self) -> None:
         view = a_view()
         view.load_state_dict(a_loader().state_at(Position(epoch=1, consumed=4)))
 
         assert view.loader.position == Position()
-        assert read(view) == batches_from(Position())
+        assert view.state_dict() == {}
 
     def test_persistent_workers_are_found_and_ended_where_lightning_looks(self) -> None:
         view = LoaderView(a_loader(num_workers=1, persistent_workers=True), the_beginning)

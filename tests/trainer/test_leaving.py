@@ -1,0 +1,124 @@
+"""Leaving the toolkit, and taking it up, in the middle of an epoch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ledger import Numbers
+from support.runs import StopAt, train
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning
+
+# A process that has no toolkit; each checkpoint's name says what data it was made with.
+PLAIN = """
+import sys, warnings
+from pathlib import Path
+sys.modules["lightning_stateful"] = None
+warnings.simplefilter("ignore")
+import lightning.pytorch as pl, torch
+from torch.utils.data import DataLoader, IterableDataset
+from support.ledger import LedgerModel, Numbers
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        return map(Numbers(8).__getitem__, range(8))
+
+MAKE = {
+    "one": lambda: DataLoader(Numbers(8), batch_size=2),
+    "stream": lambda: DataLoader(Rows(), batch_size=2),
+    "two": lambda: {"a": DataLoader(Numbers(8), batch_size=2), "b": DataLoader(Numbers(6), batch_size=2)},
+}
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+                         enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(LedgerModel(), MAKE[path.name.split("-")[0]](), ckpt_path=path)
+    print(path.stem, trainer.current_epoch)
+"""
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return map(Numbers(8).__getitem__, range(8))
+
+
+def rows() -> DataLoader[Any]:
+    return DataLoader(Rows(), batch_size=2)
+
+
+def numbers(length: int = 8) -> DataLoader[Any]:
+    return DataLoader(Numbers(length), batch_size=2, shuffle=True)
+
+
+MAKE: dict[str, Any] = {"one": numbers, "stream": rows, "two": lambda: {"a": numbers(), "b": numbers(6)}}
+
+
+def stop_after(path: Path, make: Any, *callbacks: Any, epoch: int = 0) -> None:
+    """Train on two batches of an epoch, save and crash."""
+    train(make, callbacks=[StopAt("on_train_batch_end", path, epoch=epoch, batch=1), *callbacks])
+
+
+def test_a_plain_trainer_resumes_checkpoints_of_this_package_where_it_is_not_installed(tmp_path: Path) -> None:
+    for name, make in MAKE.items():
+        stop_after(tmp_path / f"{name}-middle.ckpt", make, StatefulDataCallback())
+    ending = [StopAt("on_train_epoch_end", tmp_path / "one-end.ckpt"), StatefulDataCallback()]
+    train(numbers, callbacks=ending)
+
+    told = subprocess.run(
+        [sys.executable, "-c", PLAIN, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": str(Path(__file__).parents[1]), "PATH": ""},
+    )
+    assert told.stdout.split("\n")[:-1] == ["one-end 2", "one-middle 2", "stream-middle 2", "two-middle 2"], told.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*were read again.*")
+def test_taking_it_up_on_a_stream_begins_the_pass_anew_and_says_so(tmp_path: Path) -> None:
+    path, again = tmp_path / "plain.ckpt", tmp_path / "again.ckpt"
+    stop_after(path, rows, epoch=1)
+
+    with pytest.warns(StatefulWarning, match=r"batch 2 of epoch 1.*Rows begins anew"):
+        run = train(rows, callbacks=[StatefulDataCallback()], ckpt_path=path)
+    served = [(epoch, step, ids) for kind, epoch, step, _, ids in filter(is_step, run.ledger)]
+    passed = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert served == [(1, 2 + step, ids) for step, ids in enumerate(passed)] + [
+        (2, step, ids) for step, ids in enumerate(passed)
+    ]
+
+    # From then on it resumes exactly.
+    stop = StopAt("on_train_batch_end", again, epoch=1, batch=0)
+    with pytest.warns(StatefulWarning, match="begins anew"):
+        train(rows, callbacks=[stop, StatefulDataCallback()], ckpt_path=path)
+    resumed = train(rows, callbacks=[StatefulDataCallback()], ckpt_path=again)
+    assert resumed.ledger == run.ledger[1:]
+
+
+def is_step(event: tuple[Any, ...]) -> bool:
+    return bool(event[0] == "train")
+
+
+def test_taking_it_up_within_a_window_of_accumulation_can_be_saved_at_once(tmp_path: Path) -> None:
+    path, again = tmp_path / "plain.ckpt", tmp_path / "again.ckpt"
+    stop_after(path, rows)
+    stop = StopAt("on_train_batch_end", again, batch=0)
+
+    with pytest.warns(StatefulWarning, match="begins anew"):
+        train(rows, callbacks=[stop, StatefulDataCallback()], ckpt_path=path, accumulate_grad_batches=4)
+    assert stop.ledger is not None
+    assert again.exists()
+
+
+def test_taking_it_up_after_the_last_batch_of_an_epoch_goes_on_with_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "plain.ckpt"
+    train(rows, callbacks=[StopAt("on_train_batch_end", path, batch=3)])
+
+    with pytest.warns(StatefulWarning, match="batch 4 of epoch 0"):
+        run = train(rows, callbacks=[StatefulDataCallback()], ckpt_path=path)
+    assert [event[1:3] for event in filter(is_step, run.ledger)][:2] == [(1, 0), (1, 1)]
