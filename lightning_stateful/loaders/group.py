@@ -140,10 +140,6 @@ class LoaderGroup:
                 )
                 continue
             self._begun[path] = loader.locate(state, cyclic=False, where=f"The state of loader {path!r}")
-        for before in other.loaders.values():
-            if isinstance(before, StreamLoader):
-                # Nobody reads it any more.
-                before.course.end_workers()
 
     def begin_streams_at(self, epoch: int, batch: int) -> list[str]:
         """Begin streams at step ``batch`` of ``epoch``, of which no state says where they stood; their names."""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_stateful.trainer.lightning import _DataLoaderSource, check_package, pl
+from lightning_stateful.trainer.lightning import CombinedLoader, _DataLoaderSource, check_package, pl
+from lightning_stateful.trainer.view import LoaderView
 
 Request = Callable[[], Any]
 
@@ -16,15 +17,23 @@ class InterceptedSource(_DataLoaderSource):
 
     The loops ask their source whenever they (re)build loaders: from a data module, from hooks of a LightningModule, or
     for loaders that were passed to ``fit``. What passes here is what the loops use.
+
+    Args:
+        original: The loop's source.
+        intercept: Gets the request and answers it.
+        loop: The loop; the workers of loaders that it has are ended when it gets others.
     """
 
-    def __init__(self, original: _DataLoaderSource, intercept: Callable[[Request], Any]) -> None:
+    def __init__(self, original: _DataLoaderSource, intercept: Callable[[Request], Any], loop: Any = None) -> None:
         super().__init__(original.instance, original.name)
         self.intercept = intercept
+        self._loop = loop
 
     def dataloader(self) -> Any:
         """What the loop gets."""
-        return self.intercept(self.request)
+        loaders = self.intercept(self.request)
+        _end_workers(getattr(self._loop, "_combined_loader", None))
+        return loaders
 
     def request(self) -> Any:
         """What the user's hook returns, or what was passed to the trainer."""
@@ -78,4 +87,16 @@ def _install(loop: Any, function: Callable[[Request], Any]) -> None:
     if isinstance(source, InterceptedSource):
         source.intercept = function
     else:
-        loop._data_source = InterceptedSource(source, function)
+        loop._data_source = InterceptedSource(source, function, loop)
+
+
+def _end_workers(combined: CombinedLoader | None) -> None:
+    """End the workers of loaders of ours that are replaced: references in a circle would keep them for long."""
+    if combined is None:
+        return
+    views = [leaf for leaf in combined.flattened if isinstance(leaf, LoaderView)]
+    if combined._iterator is not None and len(views) == len(combined.flattened):
+        # Passes that are broken off have workers too. Begun anew, which costs nothing, for whoever asked in between.
+        iter(combined)
+    for view in views:
+        view.end_workers()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
 from lightning_stateful.index.position import Position
 from lightning_stateful.loaders.patched import AnyLoader
 from lightning_stateful.trainer.lightning import _IndexBatchSamplerWrapper
@@ -73,6 +75,13 @@ class LoaderView:
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
         self.loader._iterator = iterator
+
+    def end_workers(self) -> None:
+        """End workers that persist."""
+        iterator = self._iterator
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            iterator._shutdown_workers()
+        self._iterator = None
 
     @property
     def worker_init_fn(self) -> Any:
