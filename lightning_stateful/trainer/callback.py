@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
+from lightning_stateful.errors import ConfigurationError, StateError, StatefulWarning, StateMismatchError
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.checkpoint import (
     drop_states_of_views,
     find_data_state,
-    module_lacks_state,
     module_name,
+    put_data_state,
     read_callback_state,
 )
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
@@ -101,10 +102,10 @@ class StatefulDataCallback(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Step between the trainer's loops and their loaders."""
-        self._trainer = trainer
         if stage == "fit":
-            self._fit, self._resume = FitData(trainer, self.settings, self._data), None
-        intercept(trainer, self._training_loaders, self._evaluation_loaders)
+            earlier = self._data if trainer is self._trainer else None
+            self._trainer, self._fit, self._resume = trainer, FitData(trainer, self.settings, earlier), None
+        intercept(trainer, self._training_loaders, partial(self._evaluation_loaders, trainer))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the trainer as it was."""
@@ -118,17 +119,12 @@ class StatefulDataCallback(pl.Callback):
     def _training_loaders(self, request: Request) -> Any:
         return self._fitting().loaders(request)
 
-    def _evaluation_loaders(self, stage: str, request: Request) -> Any:
-        trainer = self._attached()
-        with counters.validation_loaders_as_of(trainer, self._first_validation_epoch(stage)):
+    def _evaluation_loaders(self, trainer: pl.Trainer, stage: str, request: Request) -> Any:
+        epoch = -1
+        if stage == "val" and trainer.state.fn == TrainerFn.FITTING:
+            epoch, self._validation_epoch = self._validation_epoch, -1
+        with counters.validation_loaders_as_of(trainer, epoch):
             return exact_evaluation(trainer, request, self.settings, stage)
-
-    def _first_validation_epoch(self, stage: str) -> int:
-        """The epoch under which the first validation loaders after a resume are to be built, or -1."""
-        if stage != "val" or self._attached().state.fn != TrainerFn.FITTING:
-            return -1
-        epoch, self._validation_epoch = self._validation_epoch, -1
-        return epoch
 
     # Saving
 
@@ -161,10 +157,19 @@ class StatefulDataCallback(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the data's state where the data module has left it out of its own."""
+        """Keep this trainer's data state, where the data module has left it out, or has served another trainer since.
+
+        Raises:
+            StateError: This callback has served another trainer since.
+        """
+        if self._trainer not in (None, trainer):
+            raise StateError(
+                "This StatefulDataCallback has been fitted in another trainer since, and knows only its position. "
+                "Give every trainer a callback of its own, and save a checkpoint before the next trainer is fitted."
+            )
         drop_states_of_views(checkpoint)
-        if module_lacks_state(trainer, checkpoint):
-            checkpoint["callbacks"][self.state_key]["data"] = self.data_state()
+        if (name := module_name(trainer)) is not None:
+            put_data_state(checkpoint, name, self.state_key, self.data_state())
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Remember the moment: Lightning soon forgets whether it was validating."""
@@ -292,14 +297,8 @@ class StatefulDataCallback(pl.Callback):
             seed_model(self.settings.seed, topology_of(trainer).rank, stage, *counters.next_step(trainer))
 
     def _fitting(self) -> FitData:
-        self._attached()
         if self._fit is None:
-            raise ConfigurationError("StatefulDataCallback was not set up by Trainer.fit.")
-        return self._fit
-
-    def _attached(self) -> pl.Trainer:
-        if self._trainer is None:
             raise ConfigurationError(
                 "StatefulDataCallback works inside a Trainer; pass it to Trainer(callbacks=[...])."
             )
-        return self._trainer
+        return self._fit

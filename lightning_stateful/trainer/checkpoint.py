@@ -84,10 +84,21 @@ def module_name(trainer: Any) -> str | None:
     return type(module).__qualname__ if getattr(module, "holds_data_state", False) else None
 
 
-def module_lacks_state(trainer: Any, checkpoint: Mapping[str, Any]) -> bool:
-    """Whether the data module should hold the data's state, and has left it out of its own."""
-    name = module_name(trainer)
-    return name is not None and data_state_in(checkpoint.get(name)) is None
+def put_data_state(checkpoint: dict[str, Any], module: str, callback: str, state: Mapping[str, Any] | None) -> None:
+    """Put a trainer's data state where its data module has put one, or in the callback's part where that has none.
+
+    A data module puts that of the trainer it was attached to last.
+
+    Args:
+        checkpoint: The whole checkpoint.
+        module: Name of the data module.
+        callback: Key of the callback's part.
+        state: The data's state.
+    """
+    if data_state_in(checkpoint.get(module)) is None:
+        checkpoint["callbacks"][callback]["data"] = state
+    else:
+        checkpoint[module] = {**checkpoint[module], STATE_KEY: state}
 
 
 def data_state_in(module_state: Any) -> Mapping[str, Any] | None:

@@ -234,3 +234,25 @@ def test_samples_that_equal_steps_serve_twice_are_reported(caplog: pytest.LogCap
     loader = StatefulLoader(Numbers(5), batch_size=1, num_replicas=2, rank=0)
     train(lambda: loader, callbacks=[StatefulDataCallback()], max_epochs=1)
     assert "1 of 5 samples are served twice in every epoch, because 2 ranks" in caplog.text
+
+
+def test_a_data_module_that_serves_two_trainers_is_saved_by_each_at_its_own_place(tmp_path: Path) -> None:
+    data = numbers_module()
+    first = train(lambda: data, max_steps=13)
+    second = train(lambda: data, max_steps=5)
+    first.trainer.save_checkpoint(tmp_path / "first.ckpt")
+    second.trainer.save_checkpoint(tmp_path / "second.ckpt")
+    whole = train()
+    for run in (first, second):
+        resumed = train(ckpt_path=tmp_path / ("first.ckpt" if run is first else "second.ckpt"))
+        assert_stitches([trained(run.ledger), trained(resumed.ledger)], trained(whole.ledger), 0)
+        assert_same_end(resumed, whole)
+
+
+def test_a_callback_that_has_served_another_trainer_since_saves_nothing_of_the_first(tmp_path: Path) -> None:
+    callback = StatefulDataCallback(seed=7)
+    first = train(callbacks=[callback], max_steps=13)
+    second = train(callbacks=[callback], max_steps=5)
+    assert second.ledger == train(max_steps=5).ledger
+    with pytest.raises(StateError, match="Give every trainer a callback of its own"):
+        first.trainer.save_checkpoint(tmp_path / "first.ckpt")
