@@ -9,16 +9,19 @@ from typing import Any, TypeVar
 import torch.distributed
 
 from lightning_stateful.errors import RankMismatchError
+from lightning_stateful.trainer.lightning import pl
 
 T = TypeVar("T")
 
 
-def build_alike(build: Callable[[], T], describe: Callable[[T], dict[str, Any]], what: str) -> T:
+def build_alike(trainer: pl.Trainer, build: Callable[[], T], describe: Callable[[T], dict[str, Any]], what: str) -> T:
     """Build something on every rank and make sure that all ranks could, and that the results agree.
 
-    A collective: every rank of the default process group has to call it. Without one it only builds.
+    A collective of the trainer's ranks. A trainer of one process only builds, whatever group of processes another
+    trainer has left behind.
 
     Args:
+        trainer: Says how many ranks there are.
         build: What each rank does for itself.
         describe: What has to be equal on all ranks, as plain data.
         what: How an error calls it.
@@ -28,8 +31,7 @@ def build_alike(build: Callable[[], T], describe: Callable[[T], dict[str, Any]],
         Exception: The rank's own, where it failed to build.
     """
     running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    num_ranks = torch.distributed.get_world_size() if running else 1
-    if num_ranks == 1:
+    if trainer.world_size == 1 or not running:
         return build()
     failure: Exception | None = None
     try:
@@ -37,7 +39,7 @@ def build_alike(build: Callable[[], T], describe: Callable[[T], dict[str, Any]],
         report: tuple[str, Any] = ("built", describe(built))
     except Exception as error:
         failure, report = error, ("failed", f"{type(error).__name__}: {error}")
-    reports: list[Any] = [None] * num_ranks
+    reports: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(reports, report)
     if failure is not None:
         raise failure

@@ -46,7 +46,7 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
         }
         return replace(structure, loaders=views)
 
-    structure = build_alike(build, _lengths, f"the {stage} data")
+    structure = build_alike(trainer, build, _lengths, f"the {stage} data")
     return structure.rebuilt(lambda path, loader: loader)
 
 

@@ -112,7 +112,9 @@ class TrainingData:
             RankMismatchError: The ranks disagree.
             UnsupportedLoaderError: A loader cannot be taken over.
         """
-        return build_alike(lambda: cls(trainer, request(), settings), lambda data: data.describe(), "the training data")
+        return build_alike(
+            trainer, lambda: cls(trainer, request(), settings), lambda data: data.describe(), "the training data"
+        )
 
     def describe(self) -> dict[str, Any]:
         """What has to be equal on all ranks."""

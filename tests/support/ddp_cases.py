@@ -21,6 +21,8 @@ from lightning_stateful import StatefulDataCallback, StatefulDataModule
 from support.ledger import LedgerModel, Numbers
 from support.runs import Outcome, StopAt, numbers_module, seeded, train
 from support.signalled import SignalledInStep, enter_slurm_job
+from support.stream_runs import chunks
+from support.stream_runs import module as stream_module
 
 DDP: dict[str, Any] = {"strategy": "ddp", "devices": 2, "max_epochs": 2}
 
@@ -224,6 +226,32 @@ def plain_evaluation_loaders(folder: Path) -> dict[str, Any]:
     return found
 
 
+def tested_on_rank_0(folder: Path) -> dict[str, Any]:
+    """Rank 0 alone tests what all ranks have been fitted on, within the fit and after it."""
+    seen = {}
+
+    def test_alone(name: str, data: Any) -> None:
+        if torch.distributed.get_rank() == 0:
+            model = LedgerModel()
+            trainer = pl.Trainer(
+                accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
+            )
+            trainer.test(model, datamodule=data, verbose=False)
+            seen[name] = [event[2] for event in model.ledger]
+
+    class Tests(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            test_alone("within", numbers_module(test=Numbers(5)))
+
+    data = numbers_module(test=Numbers(5))
+    fitted = train(lambda: data, callbacks=[Tests()], **{**DDP, "max_epochs": 1})
+    test_alone("after", data)
+    stream = stream_module(chunks(), test=chunks((3, 2)), val=None)
+    train(lambda: stream, **{**DDP, "max_epochs": 1})
+    test_alone("stream", stream)
+    return {"seen": seen, "steps": fitted.global_step}
+
+
 def dropout_by_rank(folder: Path) -> list[float]:
     class Draws(LedgerModel):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -253,6 +281,7 @@ ALL = [
     fails_on_one_rank,
     evaluation,
     plain_evaluation_loaders,
+    tested_on_rank_0,
     dropout_by_rank,
     signals_inside_a_step,
 ]

@@ -175,6 +175,15 @@ def test_plain_evaluation_loaders_are_exact_too(ranks: Ranks, how: str) -> None:
     assert len(first) == len(second)
 
 
+def test_rank_0_alone_may_test_within_a_fit_and_after_it(ranks: Ranks) -> None:
+    first, second = of(ranks, "tested_on_rank_0")
+    assert first["steps"] == second["steps"] == 6
+    assert second["seen"] == {}
+    assert first["seen"].keys() == {"within", "after", "stream"}
+    for seen in first["seen"].values():
+        assert sorted(index for batch in seen for index in batch) == list(range(5))
+
+
 def test_ranks_draw_other_dropout(ranks: Ranks) -> None:
     first, second = of(ranks, "dropout_by_rank")
     assert not set(first) & set(second)

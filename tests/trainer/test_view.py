@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch.distributed
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful import StatefulLoader
 from lightning_stateful.index import Position
-from lightning_stateful.trainer.agreement import build_alike
 from lightning_stateful.trainer.source import InterceptedSource, intercept, request_training_loaders
 from lightning_stateful.trainer.view import LoaderView
 
@@ -464,33 +462,3 @@ class TestIntercept:
 
         names = [loop._data_source.name for loop in loops_of(intercepted.trainer).values()]
         assert [f"{stage}_dataloader" for stage in intercepted.asked] == names
-
-
-class TestBuildAlike:
-    def test_without_a_process_group_it_builds_once_and_asks_for_no_description(self) -> None:
-        built: list[str] = []
-
-        def build() -> str:
-            built.append("data")
-            return "data"
-
-        def describe(data: str) -> dict[str, Any]:
-            raise AssertionError("there is nobody to agree with")
-
-        assert not torch.distributed.is_initialized()
-        assert build_alike(build, describe, "the training data") == "data"
-        assert built == ["data"]
-
-    def test_an_error_of_the_only_rank_is_its_own(self) -> None:
-        def build() -> str:
-            raise OSError("disk not mounted")
-
-        with pytest.raises(OSError, match=r"^disk not mounted$"):
-            build_alike(build, lambda data: {}, "the training data")
-
-    def test_an_interrupt_is_not_held_back(self) -> None:
-        def build() -> str:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            build_alike(build, lambda data: {}, "the training data")
