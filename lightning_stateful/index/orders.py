@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from lightning_stateful.index.checks import check_length, check_num_samples
 from lightning_stateful.index.permutation import Indices, keyed_permutation
-from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.seeding import derive_seed, loader_seed
 
 
 @runtime_checkable
@@ -106,3 +106,22 @@ class ShuffledOrder:
         if self.num_samples is not None:
             described["num_samples"] = self.num_samples
         return described
+
+
+AnOrder = TypeVar("AnOrder")
+
+
+def order_at(order: AnOrder, path: str) -> AnOrder:
+    """The same kind of order for one of several loaders: its sequence is drawn from (seed, path).
+
+    Args:
+        order: An order, or one of batches. One that holds no ``seed`` stays as it is.
+        path: The loader's place in the user's list or dict; empty for a loader that stands alone.
+    """
+    if not path or not is_dataclass(order):
+        return order
+    for part in ("mixture", "windows"):
+        if hasattr(order, part):
+            return replace(order, **{part: order_at(getattr(order, part), path)})  # type: ignore[type-var]  # an instance
+    seed = getattr(order, "seed", None)
+    return order if seed is None else replace(order, seed=loader_seed(seed, path))  # type: ignore[type-var]  # as above

@@ -58,6 +58,19 @@ def mixed_seed(seed: int, *numbers: int) -> int:
     return seed
 
 
+def loader_seed(seed: int, path: str) -> int:
+    """The seed of one of several loaders that are served side by side, so that no two of them draw alike.
+
+    Args:
+        seed: The seed that all of them share.
+        path: The loader's place in the user's list or dict, with dots; empty for a loader that stands alone.
+
+    Returns:
+        ``seed`` itself for a loader that stands alone.
+    """
+    return derive_seed("loader", seed, path) if path else seed
+
+
 _WORD = 2**64 - 1
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.topology import Topology
 
 # The first batch should not wait for many; later ones are computed many at a time.
@@ -120,11 +120,11 @@ class SlotPlan:
 
     def num_samples(self) -> int:
         """Samples of this rank in a whole epoch; they are counted batch by batch."""
-        here, count = self.begin(0), 0
+        here, samples = self.begin(0), 0
         for first in range(0, self.num_batches(), _LARGEST):
             last = min(first + _LARGEST, self.num_batches())
-            count += int(self.order.batches(here, first, last, self.topology.rank).sizes.sum())
-        return count
+            samples += int(self.order.batches(here, first, last, self.topology.rank).sizes.sum())
+        return samples
 
     def repeats(self) -> list[str]:
         """What is served twice, in words; empty if nothing is."""
@@ -168,17 +168,10 @@ class SlotPlan:
         for found in self._batches(position):
             yield from _cut(found.indices, found.sizes)
 
-    def keyed(self, position: Position, seed: int) -> Iterator[tuple[int | list[int], list[int]]]:
-        """:meth:`indices`, each batch with a key to seed its samples by, or one key for each of them."""
-        keys: dict[int, int] = {}
-        for found in self._batches(position):
-            batches = zip(_cut(found.indices, found.sizes), _cut(found.passes, found.sizes), strict=True)
-            for indices, passes in batches:
-                for number in set(passes) - keys.keys():
-                    # A sample that comes again in an epoch, in a later pass over its source, draws anew.
-                    keys[number] = derive_seed("samples", seed, position.epoch, number)
-                alike = passes.count(passes[0]) == len(passes)
-                yield keys[passes[0]] if alike else [keys[number] for number in passes], indices
+    def numbered(self, position: Position) -> Iterator[tuple[int, list[int]]]:
+        """:meth:`indices`, each batch with the number of its slot."""
+        here = self.here(position)
+        return zip(count(here.consumed + self.topology.rank, self.num_replicas), self.indices(position), strict=False)
 
     def _batches(self, position: Position) -> Iterator[Batches]:
         """More and more batches at a time."""

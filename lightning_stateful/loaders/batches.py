@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_stateful.index.orders import Order
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.seeding import derive_seed, mixed_seed
 from lightning_stateful.index.slots import BatchOrder, SlotPlan, say_repeats
 from lightning_stateful.index.step_plan import StepPlan
 from lightning_stateful.index.steps import StepRule
@@ -55,15 +55,12 @@ class BatchPlan(StepPlan):
         """Samples of this rank in a whole epoch."""
         return self.num_shared()
 
-    def keyed(self, position: Position, seed: int) -> Iterator[tuple[int, list[int]]]:
-        """:meth:`indices`, each batch with a key to seed its samples by."""
-        # A second pass over the same samples within an epoch (max_size_cycle) draws anew.
-        number = position.consumed // max(len(self.order), 1)
-        key = derive_seed("samples", seed, position.epoch, number)
-        return ((key, indices) for indices in self.indices(position))
-
     def indices(self, position: Position) -> Iterator[list[int]]:
         """The rank's batches from ``position`` to the end of the pass."""
+        return (indices for _, indices in self.numbered(position))
+
+    def numbered(self, position: Position) -> Iterator[tuple[int, list[int]]]:
+        """:meth:`indices`, each batch with the number of its first slot."""
         rule, epoch, slot = self.rule, position.epoch, position.consumed
         remaining = self.remaining(position)
         size = rule.batch_size
@@ -74,10 +71,11 @@ class BatchPlan(StepPlan):
             count = min(block, plain - start)
             starts = slot + np.arange(count, dtype=np.int64) * rule.full
             table = self.order.take((starts[:, None] + own).ravel(), epoch).reshape(count, size)
+            firsts = range(slot + self.rank * size, slot + count * rule.full, rule.full)
             slot += count * rule.full
-            yield from table.tolist()
+            yield from zip(firsts, table.tolist(), strict=True)
         for share in self.last_shares(remaining - plain * rule.full):
-            yield self.order.take(slot + share, epoch).tolist()
+            yield slot + int(share[0]), self.order.take(slot + share, epoch).tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +146,8 @@ class PositionedBatches:
 
     Args:
         plan: Which batches.
-        seed: Seed of the samples, or None to yield bare indices. With a seed each batch is ``(key, indices)``, as
-            :class:`~lightning_stateful.loaders.seeded.SeededDataset` wants them.
+        seed: Seeds each batch by (seed, epoch, first slot of the batch), which it then carries as a
+            :class:`~lightning_stateful.loaders.seeded.Keyed`; None to yield bare indices.
         is_batched: Whether the loader collates batches; if not, each "batch" is one index of the dataset.
     """
 
@@ -160,14 +158,14 @@ class PositionedBatches:
         self.start = Position()
 
     def __iter__(self) -> Iterator[Any]:
-        plan = self.plan
-        if self.is_batched:
-            return plan.indices(self.start) if self.seed is None else plan.keyed(self.start, self.seed)
-        unwrap = isinstance(plan, BatchPlan)
+        # Of single samples, an order has lists of one.
+        unwrap = not self.is_batched and isinstance(self.plan, BatchPlan)
         if self.seed is None:
-            return (batch[0] if unwrap else batch for batch in plan.indices(self.start))
-        keyed: Iterator[tuple[Any, Any]] = plan.keyed(self.start, self.seed)
-        return (Keyed(key, batch[0] if unwrap else batch) for key, batch in keyed)
+            batches: Iterator[Any] = self.plan.indices(self.start)
+            return (batch[0] for batch in batches) if unwrap else batches
+        seed = derive_seed("batch", self.seed, self.start.epoch)
+        numbered: Iterator[tuple[int, Any]] = self.plan.numbered(self.start)
+        return (Keyed(mixed_seed(seed, slot), batch[0] if unwrap else batch) for slot, batch in numbered)
 
     def __len__(self) -> int:
         return self.plan.num_batches()

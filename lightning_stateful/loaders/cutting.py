@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.orders import Order, order_at
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.loaders.batches import Cut, SlotCut
@@ -24,11 +25,13 @@ class Cutting(NamedTuple):
 
     Attributes:
         cut: The batches.
+        order: The order as it is for a loader that stands alone.
         cursor: A position in their order.
         accept: Names of differences that the batch sampler lets pass.
     """
 
     cut: Cut | SlotCut | SamplerCut
+    order: Order | BatchOrder | UserSampler
     cursor: Cursor
     accept: tuple[str, ...] = ()
 
@@ -42,6 +45,7 @@ def cutting_of(
     batch_sampler: Any,
     drop_last: bool,
     seed: int,
+    path: str,
     exact: bool,
     replace_samplers: bool,
     generator: Any,
@@ -66,9 +70,9 @@ def cutting_of(
                     "exact=True never repeats a sample, which whole batches cannot promise; leave it out, or evaluate "
                     "with batch_size in place of batch_sampler."
                 )
-            return _of_batches(dataset, batch_sampler, num_replicas, rank)
+            return _of_batches(dataset, batch_sampler, path, num_replicas, rank)
         if not cuts_samples(batch_sampler):
-            cut = _user_cut(batch_sampler, seed, accept, exact=exact, whole_batches=True, is_collated=True)
+            cut = _user_cut(batch_sampler, seed, path, accept, exact=exact, whole_batches=True, is_collated=True)
             return _of_sampler(dataset, cut, num_replicas, rank)
         batch_size, drop_last, sampler = batch_sampler.batch_size, batch_sampler.drop_last, batch_sampler.sampler
     if sampler is not None and shuffle:
@@ -76,12 +80,13 @@ def cutting_of(
     # Checks the batch size now: the number of ranks, and so the rule, is known only when batches are asked for.
     StepRule(batch_size=1 if batch_size is None else batch_size)
     if isinstance(sampler, SamplerCut) or not has_order(sampler, replace=replace_samplers, generator=generator):
-        cut = _user_cut(sampler, seed, accept, exact=exact and batch_size is not None, whole_batches=batch_size is None)
+        exact = exact and batch_size is not None
+        cut = _user_cut(sampler, seed, path, accept, exact=exact, whole_batches=batch_size is None)
         cut = replace(cut, batch_size=1 if cut.order.whole_batches else batch_size or 1)
         return _of_sampler(dataset, replace(cut, tail="drop") if drop_last else cut, num_replicas, rank)
     order = order_of(dataset, sampler=sampler, shuffle=shuffle, seed=seed)
     cut_of_order = Cut(
-        order=order,
+        order=order_at(order, path),
         batch_size=batch_size or 1,
         drop_last=drop_last,
         # What is not collated cannot be served two at a time.
@@ -90,22 +95,32 @@ def cutting_of(
         rank=rank,
     )
     # A state is compared with what decides the sequence of samples; batch size, workers and ranks do not.
-    described = {"drop_last": drop_last, "dataset": describe_dataset(dataset)}
-    return Cutting(cut_of_order, Cursor(order, described))
+    described = {**order.describe(), "drop_last": drop_last, "dataset": describe_dataset(dataset)}
+    return Cutting(cut_of_order, order, Cursor(cut_of_order.order, described))
 
 
 def _user_cut(
-    sampler: Any, seed: int, accept: tuple[str, ...], *, exact: bool, whole_batches: bool, is_collated: bool = False
+    sampler: Any,
+    seed: int,
+    path: str,
+    accept: tuple[str, ...],
+    *,
+    exact: bool,
+    whole_batches: bool,
+    is_collated: bool = False,
 ) -> SamplerCut:
     """A user's sampler, wrapped or not."""
     if isinstance(sampler, SamplerCut):
-        return replace(sampler, exact=exact or sampler.exact)
+        return replace(sampler, order=sampler.order.at(path), exact=exact or sampler.exact)
     if not isinstance(sampler, DDPSamplerWrapper):
-        source = UserSampler(sampler, seed=seed, whole_batches=whole_batches, is_collated=is_collated, accept=accept)
+        source = UserSampler(
+            sampler, seed=seed, path=path, whole_batches=whole_batches, is_collated=is_collated, accept=accept
+        )
         return SamplerCut(order=source, exact=exact)
     source = UserSampler(
         sampler.sampler,
-        seed=sampler.seed or seed,
+        seed=seed if sampler.seed_given is None else sampler.seed_given,
+        path=path,
         whole_batches=whole_batches,
         is_collated=is_collated,
         length=sampler.length,
@@ -126,11 +141,11 @@ def _of_sampler(dataset: Any, cut: SamplerCut, num_replicas: int | None, rank: i
     if (num_replicas, rank) != (None, None):
         cut = replace(cut, num_replicas=num_replicas, rank=rank)
     described = {**cut.describe(), "dataset": describe_dataset(dataset)}
-    return Cutting(cut, Cursor(cut.order, described), cut.order.accept)
+    return Cutting(cut, cut.order, Cursor(cut.order, described), cut.order.accept)
 
 
 def _of_batches(
-    dataset: Any, batches: StatefulBatchSampler | BatchOrder, num_replicas: int | None, rank: int | None
+    dataset: Any, batches: StatefulBatchSampler | BatchOrder, path: str, num_replicas: int | None, rank: int | None
 ) -> Cutting:
     accept: tuple[str, ...] = ()
     if isinstance(batches, StatefulBatchSampler):
@@ -138,8 +153,8 @@ def _of_batches(
         if (num_replicas, rank) == (None, None):
             num_replicas, rank = batches.num_replicas, batches.rank
         batches = batches.order
-    cut = SlotCut(order=batches, num_replicas=num_replicas, rank=rank)
+    cut = SlotCut(order=order_at(batches, path), num_replicas=num_replicas, rank=rank)
     # Here batch sizes do decide: they are part of what the order says of itself.
     described = batches.describe()
     describe = describe_sources if "sources" in described else describe_lengths
-    return Cutting(cut, Cursor(batches, describe(dataset, described)), accept)
+    return Cutting(cut, batches, Cursor(cut.order, describe(dataset, described)), accept)

@@ -10,6 +10,21 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.batches import PositionedBatches
+from lightning_stateful.loaders.seeded import read_batch
+from lightning_stateful.samplers.randomness import IsolatedReads, seed_randomness
+
+# What is taken over from the loader in front, where this version of torch has it.
+OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
 
 
 class Engine(NamedTuple):
@@ -47,17 +62,35 @@ class Engine(NamedTuple):
         kind = type(self.loader)
         return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
-    def fetch_in_process(self) -> Callable[[], Any]:
-        """What torch's iterator does without workers or pinned memory, without its bookkeeping for each batch."""
-        dataset: Any = self.loader.dataset
-        collate = self.loader.collate_fn
-        batches = iter(self.batches)
-        if not self.batches.is_batched:
-            return lambda: collate(dataset[next(batches)])
-        fetch_many = getattr(dataset, "__getitems__", None)
-        if fetch_many is not None:
-            return lambda: collate(fetch_many(next(batches)))
-        return lambda: collate([dataset[index] for index in next(batches)])
+    def fetch_in_process(self, dataset: Any, isolate: IsolatedReads | None) -> Callable[[], Any]:
+        """What torch's iterator does without workers or pinned memory, without its bookkeeping for each batch.
+
+        Args:
+            dataset: The user's dataset.
+            isolate: Puts the process's generators back after each batch that is seeded; None to leave them seeded.
+        """
+        collate, batches = self.loader.collate_fn, iter(self.batches)
+        if self.batches.is_batched:
+
+            def read(index: Any) -> Any:
+                return collate(read_batch(dataset, index))
+
+        else:
+
+            def read(index: Any) -> Any:
+                return collate(dataset[index])
+
+        if self.batches.seed is None:
+            return lambda: read(next(batches))
+
+        def fetch() -> Any:
+            seed, index = next(batches)
+            if isolate is not None:
+                return isolate(seed, lambda: read(index))
+            seed_randomness(seed)
+            return read(index)
+
+        return fetch
 
     def fetch(self, count: int) -> Callable[[], Any]:
         """What the loader's own iterator does, for a pass of ``count`` batches."""

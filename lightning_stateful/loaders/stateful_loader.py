@@ -11,32 +11,19 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.seeding import derive_seed, loader_seed
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.batches import AnyPlan, PassBatches, PassIndices, PositionedBatches, SlotCut
 from lightning_stateful.loaders.cutting import cutting_of
-from lightning_stateful.loaders.engine import Engine
+from lightning_stateful.loaders.engine import OPTIONS, Engine
 from lightning_stateful.loaders.origins import is_torchdatas
 from lightning_stateful.loaders.passes import Count, Pass
 from lightning_stateful.loaders.seeded import SeededDataset
-from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.randomness import IsolatedReads, keep_randomness, seed_or_default
 from lightning_stateful.samplers.sampler_plan import SamplerCut
 from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.state import accepted_names
-
-# What the inner DataLoader takes over from this one, where this version of torch has it.
-OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-)
 
 
 class StatefulLoader(DataLoader[Any]):
@@ -61,11 +48,13 @@ class StatefulLoader(DataLoader[Any]):
             likewise, or a :class:`~lightning_stateful.index.slots.BatchOrder`. Of one of this package's, batch sizes
             are part of the configuration, and a position that it holds is left behind: load the state into the loader.
         drop_last: Leave out the last step of an epoch if it is not full.
-        seed: Chooses the orders and the randomness of samples.
+        seed: Chooses the orders and the randomness of samples; by default the seed of Lightning's ``seed_everything``,
+            or 0.
+        path: Where several loaders are served side by side, which of them this is: each draws from (seed, path).
         num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
         rank: This rank; by default that of the process group, or 0.
-        seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, epoch,
-            sample).
+        seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, path, epoch,
+            batch).
         exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.
         replace_samplers: Replace torch's own random samplers by orders of the same distribution, of which every place
             is reached at once. A plain shuffle always is such an order.
@@ -91,7 +80,8 @@ class StatefulLoader(DataLoader[Any]):
         sampler: Any = None,
         batch_sampler: Any = None,
         drop_last: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
+        path: str = "",
         num_replicas: int | None = None,
         rank: int | None = None,
         seed_samples: bool = True,
@@ -109,9 +99,10 @@ class StatefulLoader(DataLoader[Any]):
         if not options.pop("in_order", True):
             raise ConfigurationError("in_order=False hands batches over in no fixed order and cannot be resumed.")
         self._original: DataLoader[Any] | None = None
-        self.seed = seed = as_int("seed", seed)
+        self.seed = seed = seed_or_default(seed)
+        self.path, self._own_seed = path, loader_seed(seed, path)
         self.seed_samples = seed_samples
-        self.cut, self._cursor, accepted = cutting_of(
+        self.cut, self.order_alone, self._cursor, accepted = cutting_of(
             dataset,
             batch_size=batch_size,
             shuffle=shuffle,
@@ -119,6 +110,7 @@ class StatefulLoader(DataLoader[Any]):
             batch_sampler=batch_sampler,
             drop_last=drop_last,
             seed=seed,
+            path=path,
             exact=exact,
             replace_samplers=replace_samplers,
             generator=options.get("generator"),
@@ -131,6 +123,7 @@ class StatefulLoader(DataLoader[Any]):
         self._generation = 0
         self._running: Count | None = None
         self._engine: Engine | None = None
+        self._isolate = IsolatedReads()
         is_batched = batch_size is not None
         indices = PassIndices(self.cut, self._cursor, is_batched=is_batched)
         # Not super(): between this class and torch's there may be a user's, which has been constructed already.
@@ -241,9 +234,15 @@ class StatefulLoader(DataLoader[Any]):
         """The position in a state whose differences were looked at before; see :meth:`Cursor.locate`."""
         return self._cursor.locate(state_dict, cyclic=cyclic, where=where)
 
-    def batches(self, position: Position) -> Iterator[Any]:
-        """The batches from ``position`` to the end of its pass, without moving the loader."""
-        count, fetch = self._fetcher(position)
+    def batches(self, position: Position, *, isolated: bool = True) -> Iterator[Any]:
+        """The batches from ``position`` to the end of its pass, without moving the loader.
+
+        Args:
+            position: Where to begin.
+            isolated: Whether the process's generators are put back after a batch that is read in this process; not
+                where they are seeded then anyway.
+        """
+        count, fetch = self._fetcher(position, isolated=isolated)
         learns = isinstance(self.order, UserSampler) and self.order.way == "feedback"
         for step in range(count):
             try:
@@ -256,7 +255,7 @@ class StatefulLoader(DataLoader[Any]):
                 self.order.note_handed(self.plan.after(position, next_step))  # type: ignore[union-attr]  # by its way
             yield batch
 
-    def _fetcher(self, position: Position) -> tuple[int, Callable[[], Any]]:
+    def _fetcher(self, position: Position, *, isolated: bool = True) -> tuple[int, Callable[[], Any]]:
         """How many batches there are from ``position`` on, and what gets the next of them."""
         plan = self.plan
         count = plan.num_batches(position)
@@ -268,13 +267,12 @@ class StatefulLoader(DataLoader[Any]):
         engine = self._engine
         engine.batches.start = position
         if not self.num_workers and not self.pin_memory and engine.is_plain:
-            fetch = engine.fetch_in_process()
-        else:
-            # torch draws a base seed for its workers here; not from the generator that the model uses.
-            base = derive_seed("workers", self.seed, self.topology.rank, position.epoch, position.consumed)
-            engine.generator.manual_seed(base)
-            fetch = engine.fetch(count)
-        if self.num_workers or not self.seed_samples:
+            return count, engine.fetch_in_process(self.dataset, self._isolate if isolated else None)
+        # torch draws a base seed for its workers here; not from the generator that the model uses.
+        base = derive_seed("workers", self._own_seed, self.topology.rank, position.epoch, position.consumed)
+        engine.generator.manual_seed(base)
+        fetch = engine.fetch(count)
+        if self.num_workers or not (self.seed_samples and isolated):
             return count, fetch
 
         def fetch_aside() -> Any:
@@ -302,8 +300,9 @@ class StatefulLoader(DataLoader[Any]):
         return {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None)}
 
     def _build_engine(self, plan: AnyPlan, options: dict[str, Any]) -> Engine:
-        seed = derive_seed("samples", self.seed) if self.seed_samples else None
-        batches = PositionedBatches(plan, seed, is_batched=self.batch_sampler is not None)
+        batches = PositionedBatches(
+            plan, self._own_seed if self.seed_samples else None, is_batched=self.batch_sampler is not None
+        )
         dataset = SeededDataset(self.dataset) if self.seed_samples else self.dataset
         if self._original is not None and not is_torchdatas(self._original):
             return Engine.within(self._original, dataset, batches, options)

@@ -19,6 +19,7 @@ from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
 from lightning_stateful.loaders.stream_setup import StreamSetup
 from lightning_stateful.samplers.cursor import Cursor
+from lightning_stateful.samplers.randomness import seed_or_default
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.streams.lane import StreamConfig
@@ -39,8 +40,10 @@ class StreamLoader(DataLoader[Any]):
         loader: The user's loader; a copy of it is read, of its class and with its attributes.
         config: How the stream is read; by default as the loader says.
         options: How it is served.
-        seed: Chooses the randomness of what has none of its own.
-        seed_samples: Seed what torch, NumPy and ``random`` draw, by (seed, epoch, shard, sample).
+        seed: Chooses the randomness of what has none of its own; by default that of Lightning's ``seed_everything``,
+            or 0.
+        path: Where several loaders are served side by side, which of them this is: each draws from (seed, path).
+        seed_samples: Seed what torch, NumPy and ``random`` draw, by (seed, path, epoch, shard, sample).
         num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
         rank: This rank.
         accept: Names of differences between a state and this configuration to let pass.
@@ -55,7 +58,8 @@ class StreamLoader(DataLoader[Any]):
         *,
         config: StreamConfig | None = None,
         options: StreamOptions | None = None,
-        seed: int = 0,
+        seed: int | None = None,
+        path: str = "",
         seed_samples: bool = True,
         num_replicas: int | None = None,
         rank: int | None = None,
@@ -64,7 +68,7 @@ class StreamLoader(DataLoader[Any]):
         # Not torch's constructor: the copy has been constructed.
         self.__dict__["_original"] = copy.copy(loader)
         vars(self._original).update(_iterator=None)
-        self.seed, self.seed_samples = as_int("seed", seed), seed_samples
+        self.seed, self.path, self.seed_samples = seed_or_default(seed), path, seed_samples
         self.options = StreamOptions() if options is None else options
         self.accept = accepted_names(accept)
         self._config, self._num_replicas, self._rank = config, num_replicas, rank
@@ -73,6 +77,7 @@ class StreamLoader(DataLoader[Any]):
             config,
             self.options,
             self.seed,
+            path=path,
             seed_samples=seed_samples,
             num_replicas=num_replicas,
             rank=rank,
@@ -86,10 +91,13 @@ class StreamLoader(DataLoader[Any]):
         self._handed = 0
         self._latest: object = None
 
-    def again(self, *, num_replicas: int | None = None, rank: int | None = None, exact: bool = False) -> StreamLoader:
+    def again(
+        self, *, path: str = "", num_replicas: int | None = None, rank: int | None = None, exact: bool = False
+    ) -> StreamLoader:
         """A loader of the same stream that nobody has read yet.
 
         Args:
+            path: As in the constructor.
             num_replicas: Data-parallel ranks, if this loader was not given theirs.
             rank: This rank.
             exact: Whether it is for evaluation: each rank serves what it has, of every source.
@@ -101,6 +109,7 @@ class StreamLoader(DataLoader[Any]):
             config=self._config,
             options=replace(self.options, exact=True, steps_per_epoch=None) if exact else self.options,
             seed=self.seed,
+            path=path,
             seed_samples=self.seed_samples,
             num_replicas=num_replicas,
             rank=rank,
@@ -154,8 +163,13 @@ class StreamLoader(DataLoader[Any]):
         if empty and self._latest is latest:
             self._stand(self.plan.begin(began.epoch + 1))
 
-    def batches(self, position: Position) -> Iterator[Any]:
-        """The batches from ``position`` to the end of the epoch, without moving the loader."""
+    def batches(self, position: Position, *, isolated: bool = True) -> Iterator[Any]:
+        """The batches from ``position`` to the end of the epoch, without moving the loader.
+
+        Args:
+            position: Where to begin.
+            isolated: As in :class:`StatefulLoader`; streams leave the process's generators where reading leaves them.
+        """
         return (batch for batch, _ in self.course.read(position))
 
     def set_epoch(self, epoch: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
+from lightning_stateful.index.seeding import loader_seed
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.streams.lane import ALONE, StreamConfig
@@ -28,12 +29,14 @@ class StreamSetup:
         config: How the stream is read; None to read it as the loader says.
         options: How it is served.
         seed: Chooses the randomness of what has none of its own.
+        path: The place of the loader among several, which draw apart.
         seed_samples: Seed what is drawn at samples.
         num_replicas: Data-parallel ranks; None for those of the process group.
         rank: This rank.
 
     Attributes:
-        loader, options, seed, seed_samples: As they were given.
+        loader, options, seed_samples: As they were given.
+        seed: The seed of this loader among several.
     """
 
     def __init__(
@@ -43,11 +46,13 @@ class StreamSetup:
         options: StreamOptions,
         seed: int,
         *,
+        path: str,
         seed_samples: bool,
         num_replicas: int | None,
         rank: int | None,
     ) -> None:
-        self.loader, self.options, self.seed, self.seed_samples = loader, options, seed, seed_samples
+        self.loader, self.options, self.seed_samples = loader, options, seed_samples
+        self.seed, self._seed_given, self._path = loader_seed(seed, path), seed, path
         self.topology = partial(detect_topology, num_replicas, rank)
         self._batching: dict[str, Any] = {
             "batch_size": loader.batch_size,
@@ -63,7 +68,8 @@ class StreamSetup:
         if config is not None and config.mixing is not None and options.exact:
             # Each sample once.
             config = replace(config, mixing=replace(config.mixing, stop="all_exhausted"))
-        self._given, self._beginning_of_own = config, beginning_of(loader.dataset)
+        self._given = None if config is None else config.at(path)
+        self._beginning_of_own = beginning_of(loader.dataset)
         self._has_warned = False
 
     @property
@@ -91,7 +97,7 @@ class StreamSetup:
             }
             return replace(self._given, sources=sources)
         shards = OwnStream(self.loader.dataset, num_replicas, num_workers, self._beginning_of_own)
-        source = Source(shards=shards, seed=self.seed, seed_samples=self.seed_samples)
+        source = Source(shards=shards, seed=self._seed_given, path=self._path, seed_samples=self.seed_samples)
         return StreamConfig(sources={ALONE: source}, **self._batching)
 
     def beginning(self, epoch: int) -> Standing:

@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.loaders.batches import SlotCut
+from lightning_stateful.loaders.engine import OPTIONS
 from lightning_stateful.loaders.kinds import class_of_patched
-from lightning_stateful.loaders.stateful_loader import OPTIONS, StatefulLoader
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.torch_samplers import cuts_samples, has_order, without_lightnings
@@ -25,7 +26,8 @@ from lightning_stateful.streams.stream import as_stream
 def take_over(
     loader: Any,
     *,
-    seed: int = 0,
+    seed: int | None = None,
+    path: str = "",
     num_replicas: int | None = None,
     rank: int | None = None,
     seed_samples: bool = True,
@@ -41,6 +43,7 @@ def take_over(
         loader: A ``DataLoader`` over a map-style dataset, of which class and attributes are kept, or a StatefulLoader,
             of which the settings stay.
         seed: Seed for a loader that is not yet stateful.
+        path: As in :class:`StatefulLoader`.
         num_replicas: Data-parallel ranks.
         rank: This rank.
         seed_samples: As in :class:`StatefulLoader`.
@@ -58,13 +61,14 @@ def take_over(
         loader = loader.loader
     if isinstance(loader, StreamLoader):
         # Whatever limits a trainer sets are its own.
-        return loader.again(num_replicas=num_replicas, rank=rank, exact=exact)
+        return loader.again(path=path, num_replicas=num_replicas, rank=rank, exact=exact)
     if _is_stream(loader, exact) and getattr(loader, "in_order", True):
         stream: Any = class_of_patched(StreamLoader, type(loader))
         taken: StreamLoader = stream(
             loader,
             options=StreamOptions(exact=exact),
             seed=seed,
+            path=path,
             seed_samples=seed_samples,
             num_replicas=num_replicas,
             rank=rank,
@@ -84,6 +88,7 @@ def take_over(
             loader.dataset,
             **_cutting(loader, shuffle, exact),
             seed=seed,
+            path=path,
             num_replicas=num_replicas,
             rank=rank,
             seed_samples=seed_samples,
@@ -102,7 +107,7 @@ def take_over(
 def patch_dataloader(
     loader: DataLoader[Any],
     *,
-    seed: int = 0,
+    seed: int | None = None,
     num_replicas: int | None = None,
     rank: int | None = None,
     seed_samples: bool = True,
@@ -118,11 +123,12 @@ def patch_dataloader(
         loader: A DataLoader over a map-style dataset, with any sampler or batch sampler, which may be wrapped in a
             :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper` to say how it is dealt out; or over an
             iterable dataset, which is read again on a resume.
-        seed: Chooses the orders, and the randomness of samplers and samples.
+        seed: Chooses the orders, and the randomness of samplers and samples; by default that of Lightning's
+            ``seed_everything``, or 0.
         num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
         rank: This rank; by default that of the process group, or 0.
         seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, epoch,
-            sample).
+            batch).
         replace_samplers: Replace torch's own random samplers by orders of the same distribution, of which every place
             is reached at once. A plain shuffle always is such an order.
         accept: Names of differences to let pass when a state is loaded; ``"nondeterministic"`` lets pass a sampler
@@ -175,12 +181,13 @@ def _cutting(loader: Any, shuffle: bool | None, exact: bool) -> dict[str, Any]:
 def _cutting_again(loader: StatefulLoader, shuffle: bool | None, exact: bool) -> dict[str, Any]:
     cut: Any = loader.cut
     dataset: Any = loader.dataset
+    order: Any = loader.order_alone
     if isinstance(cut, SlotCut):
-        return {"batch_sampler": cut.order.unshuffled() if shuffle is False else cut.order}
+        return {"batch_sampler": order.unshuffled() if shuffle is False else order}
     exact, is_batched = exact or cut.exact, loader.batch_sampler is not None
     if isinstance(cut, SamplerCut) and cut.order.whole_batches and is_batched:
         return {"batch_sampler": Repeated(cut.order.sampler) if shuffle is False else cut, "exact": exact}
-    sampler: Any = cut if isinstance(cut, SamplerCut) else cut.order
+    sampler: Any = cut if isinstance(cut, SamplerCut) else order
     if shuffle is False:
         whole = isinstance(cut, SamplerCut) and cut.order.whole_batches
         sampler = Repeated(cut.order.sampler) if whole else SequentialSampler(dataset)

@@ -10,12 +10,12 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.bucket_order import BucketOrder
 from lightning_stateful.index.buckets import Boundaries, Buckets
 from lightning_stateful.index.budget import QuadraticCost
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.too_long import TooLong
 from lightning_stateful.index.window_order import WindowOrder
 from lightning_stateful.index.windows import Windows
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.lengths import open_lengths
+from lightning_stateful.samplers.randomness import seed_or_default
 
 Lengths = Sequence[int] | str | Path | Any
 
@@ -53,7 +53,7 @@ class BucketBatchSampler(StatefulBatchSampler):
             and ``"alone"`` serves each in a batch of its own.
         shuffle: False to serve the longest bucket first, or windows of the dataset's order, alike in every epoch.
         drop_last: Leave out the last step if it is not full; of windows, if it has no batch for every rank.
-        seed: Chooses the orders.
+        seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
         num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
         rank: This rank; by default that of the process group, or 0.
         accept: Names of differences between a state and this configuration to let pass on load. What decides about
@@ -87,14 +87,14 @@ class BucketBatchSampler(StatefulBatchSampler):
         too_long: TooLong = "error",
         shuffle: bool = True,
         drop_last: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         accept: Collection[str] = (),
     ) -> None:
         lengths = open_lengths(lengths)
         boundaries = "least_padding" if boundaries is None else boundaries
-        seed = as_int("seed", seed)
+        seed = seed_or_default(seed)
         budget: dict[str, Any] = {
             "max_tokens": max_tokens,
             "batch_size": batch_size,

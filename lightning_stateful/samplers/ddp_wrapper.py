@@ -14,6 +14,7 @@ from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.items import knows_how_to_split
+from lightning_stateful.samplers.randomness import seed_or_default
 from lightning_stateful.samplers.sampler_plan import SamplerCut, SamplerPlan, Tail
 from lightning_stateful.samplers.user_sampler import Length, UserSampler
 from lightning_stateful.samplers.world import detect_topology
@@ -42,7 +43,8 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
             to step.
         length: Items that the sampler yields in an epoch: ``"len"`` for its own ``len()`` if it has one,
             ``"unknown"`` to find out where it ends, or a number after which an epoch is cut off.
-        seed: Chooses the sampler's randomness.
+        seed: Chooses the sampler's randomness; by default the loader's seed, or that of Lightning's
+            ``seed_everything``, or 0.
         accept: Names of differences between a state and this configuration to let pass on load;
             ``"nondeterministic"`` lets pass a sampler that yields something else every time.
 
@@ -65,7 +67,7 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
         tail: Tail = "split",
         shuffle_samples_between_gpus: bool = False,
         length: Length = "len",
-        seed: int = 0,
+        seed: int | None = None,
         accept: Collection[str] = (),
     ) -> None:
         if num_replicas is not None or rank is not None:
@@ -76,7 +78,7 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
             tail = first.tail if tail == "split" else tail
             shuffle_samples_between_gpus = shuffle_samples_between_gpus or first.shuffle_samples_between_gpus
             length = first.length if length == "len" else length
-            seed, accept = seed or first.seed, (*accepted_names(accept), *first.accept)
+            seed, accept = first.seed_given if seed is None else seed, (*accepted_names(accept), *first.accept)
             sampler = first.sampler
         # Not torch's constructor: it wants a dataset, and to know the ranks now.
         self.sampler: Any = sampler
@@ -84,7 +86,8 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
         self.tail: Tail = tail
         self.shuffle_samples_between_gpus: bool = shuffle_samples_between_gpus
         self.length: Length = length
-        self.seed: int = as_int("seed", seed)
+        self.seed_given: int | None = None if seed is None else as_int("seed", seed)
+        self.seed: int = seed_or_default(seed)
         self.accept: tuple[str, ...] = accepted_names(accept)
         source = UserSampler(sampler, seed=self.seed, length=length, accept=self.accept)
         source.whole_batches = _yields_batches(source)

@@ -16,6 +16,7 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.identity import describe_dataset
+from lightning_stateful.samplers.randomness import seed_or_default
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.state import accepted_names
 
@@ -37,7 +38,7 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         num_replicas: Number of ranks; by default that of the process group, or 1.
         rank: This rank; by default that of the process group, or 0.
         shuffle: Whether each epoch has an order of its own.
-        seed: Chooses the orders.
+        seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
         drop_last: Drop the last incomplete round in place of filling it.
         accept: Names of differences between a state and this configuration to let pass on load.
 
@@ -55,13 +56,13 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         drop_last: bool = False,
         *,
         accept: Collection[str] = (),
     ) -> None:
         topology = detect_topology(num_replicas, rank)
-        seed = as_int("seed", seed)
+        seed = seed_or_default(seed)
         if isinstance(dataset, Sized):
             length, described = len(dataset), describe_dataset(dataset)
         else:

@@ -35,15 +35,6 @@ def digest(item: Any, before: str = "") -> str:
     return hashed.hexdigest()
 
 
-def is_plain_index(item: Any) -> bool:
-    """Whether an index, or a batch of them, is told apart from others by what it holds: numbers, strings and such."""
-    if isinstance(item, (int, str, bytes, np.integer, range)):
-        return True
-    if isinstance(item, (np.ndarray, torch.Tensor)):
-        return not item.is_floating_point() if isinstance(item, torch.Tensor) else item.dtype.kind in "biuSU"
-    return isinstance(item, (list, tuple)) and (set(map(type, item)) == {int} or all(map(is_plain_index, item)))
-
-
 def _feed(hashed: Any, item: Any, depth: int) -> None:
     if isinstance(item, (int, np.integer)):
         hashed.update(b"i%d;" % int(item))

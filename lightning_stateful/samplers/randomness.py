@@ -1,17 +1,23 @@
-"""The generators of torch, NumPy and ``random`` that all code in a process shares, and those that an object holds."""
+"""The random generators that all code in a process shares, and those that an object holds: seeding, putting back."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.seeding import derive_seed
 
+T = TypeVar("T")
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -40,6 +46,24 @@ def seed_randomness(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+def seed_or_default(seed: int | None) -> int:
+    """The seed itself; for None that of Lightning's ``seed_everything`` (``PL_GLOBAL_SEED``), or 0 where that is unset.
+
+    Raises:
+        ConfigurationError: A seed is no integer.
+    """
+    if seed is not None:
+        return as_int("seed", seed)
+    found = os.environ.get("PL_GLOBAL_SEED", "0")
+    try:
+        return int(found)
+    except ValueError:
+        raise ConfigurationError(
+            f"The environment variable PL_GLOBAL_SEED, which stands for seed=None, is {found!r} and no integer. Call "
+            "seed_everything, or pass seed."
+        ) from None
 
 
 @contextmanager
@@ -80,3 +104,85 @@ def write_generator(generator: Any, state: Any) -> None:
         generator.setstate(state)
     else:
         generator.set_state(state)
+
+
+class IsolatedReads:
+    """Runs functions that read a batch under a seed, and leaves the process's CPU generators as they were.
+
+    To seed the generators of NumPy and ``random``, and to put them back, takes longer than reading a small batch. So
+    it stops where the first reads have drawn from neither, which shows in the generators' memory. A read that does draw
+    from one of them later on is run once more, under its seed.
+    """
+
+    _TRIED = 8  # reads
+
+    def __init__(self) -> None:
+        # How many reads have drawn from neither; None once one has.
+        self._idle: int | None = 0
+
+    def __call__(self, seed: int, read: Callable[[], T]) -> T:
+        """What ``read()`` returns under ``seed``."""
+        of_torch = torch.default_generator.get_state()
+        try:
+            if self._idle is not None and self._idle >= self._TRIED:
+                before = _memory()
+                torch.default_generator.manual_seed(seed)
+                try:
+                    result = read()
+                finally:
+                    has_drawn = _memory() != before
+                    if has_drawn:
+                        _put_back(before)
+                if not has_drawn:
+                    return result
+                self._idle = None
+            with keep_randomness():
+                seed_randomness(seed)
+                seeded = _memory()
+                result = read()
+                if self._idle is not None:
+                    self._idle = self._idle + 1 if seeded is not None and _memory() == seeded else None
+                return result
+        finally:
+            torch.default_generator.set_state(of_torch)
+
+
+_NUM_WORDS = 624
+
+
+def _find_python_memory() -> Any:
+    """The memory of the generator behind the functions of ``random``: how many words are used up, and the words.
+
+    None where objects are laid out in another way than CPython does it.
+    """
+    if sys.implementation.name != "cpython":
+        return None
+    held: Any = vars(random)["_inst"]  # what these functions are methods of
+    begin, end = object.__basicsize__, random.Random.__mro__[1].__basicsize__
+    found = (ctypes.c_char * (end - begin)).from_address(id(held) + begin)
+    return found if _python_words(found.raw) == random.getstate()[1] else None
+
+
+def _python_words(memory: bytes) -> tuple[int, ...]:
+    used, *words = np.frombuffer(memory, dtype=np.uint32)[: _NUM_WORDS + 1].tolist()
+    return (*words, used)
+
+
+_PYTHON_MEMORY = _find_python_memory()
+
+
+def _memory() -> tuple[bytes, bytes] | None:
+    """The memory of the generators of ``random`` and NumPy; None where it is not known how to read it."""
+    bits: Any = np.random.mtrand.get_bit_generator()
+    if _PYTHON_MEMORY is None or type(bits) is not np.random.MT19937:
+        return None
+    return _PYTHON_MEMORY.raw, ctypes.string_at(bits.ctypes.state_address, 4 * (_NUM_WORDS + 1))
+
+
+def _put_back(memory: tuple[bytes, bytes] | None) -> None:
+    if memory is None:
+        return
+    random.setstate((3, _python_words(memory[0]), random.getstate()[2]))
+    words = np.frombuffer(memory[1], dtype=np.uint32)
+    state = {"key": words[:_NUM_WORDS], "pos": int(words[_NUM_WORDS])}
+    np.random.mtrand.get_bit_generator().state = {"bit_generator": "MT19937", "state": state}

@@ -21,7 +21,6 @@ from lightning_stateful.index.step_plan import StepPlan
 from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.topology import Topology, split_evenly
 from lightning_stateful.samplers.items import knows_how_to_split
-from lightning_stateful.samplers.marks import is_plain_index
 from lightning_stateful.samplers.trial import wrong_length
 from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.samplers.winding import Winding
@@ -91,14 +90,6 @@ class SamplerPlan(StepPlan):
         """The rank's batches from ``position`` to the end of the pass."""
         return (batch for _, batch in self.numbered(position))
 
-    def keyed(self, position: Position, seed: int) -> Iterator[tuple[int, Any]]:
-        """:meth:`indices`, each batch with a key to seed its samples by."""
-        number = position.consumed // (len(self.order) or 1)
-        key = derive_seed("samples", seed, position.epoch, number)
-        for slot, batch in self.numbered(position):
-            # What is no plain index cannot tell its samples' randomness apart, so the slot has to.
-            yield (key if is_plain_index(batch) else derive_seed(key, "slot", slot)), batch
-
     def numbered(self, position: Position) -> Iterator[tuple[int, Any]]:
         """The rank's batches, each with the number of its first slot, from ``position`` to the end of the pass."""
         steps = self._steps(self.order.wind(position), position)
@@ -134,7 +125,9 @@ class SamplerPlan(StepPlan):
             remaining -= step
             # Before what may be the last batch that anybody asks for.
             self._check_end(winding, remaining, position.epoch)
-            yield slot + int(rule.share(left, rank)[0]), self._last(slots, left, position.epoch, slot)
+            # Parts of one batch have numbers of their own.
+            first = rank if self.order.whole_batches else int(rule.share(left, rank)[0])
+            yield slot + first, self._last(slots, left, position.epoch, slot)
             slot += step
             ahead = min(full, remaining) if self.order.is_sized else 2 * full
 
@@ -183,7 +176,7 @@ class SamplerPlan(StepPlan):
         return slots[self.rank % len(slots)]
 
     def _shuffled(self, count: int, own: Indices, epoch: int, slot: int) -> Indices:
-        return keyed_permutation(count, derive_seed("ranks", self.order.seed, epoch, slot)).take(own)
+        return keyed_permutation(count, derive_seed("ranks", self.order.own_seed, epoch, slot)).take(own)
 
     def _log_repeats(self, what: str, count: int, epoch: int) -> None:
         if self.rank == self.num_replicas - 1 and not self.order.has_reported:

@@ -20,6 +20,7 @@ from lightning_stateful.index.schedule import Schedule, WeightSchedule
 from lightning_stateful.index.sources import Sources
 from lightning_stateful.index.weights import by_name, exact_block, refuse_rare, shares_of, tempered
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
+from lightning_stateful.samplers.randomness import seed_or_default
 
 Lengths = Mapping[str, Any] | Sequence[Any] | ConcatDataset[Any]
 _LARGEST_BLOCK = 2**16
@@ -49,7 +50,7 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
         num_steps: In place of ``stop``: steps of an epoch. Every dataset goes on in the next where it stands.
         shuffle: Whether samples have an order of their own in each pass.
         drop_last: Serve full batches only, and leave out the last step if it is not full.
-        seed: Chooses the orders.
+        seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
         num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
         rank: This rank; by default that of the process group, or 0.
         accept: Names of differences between a state and this configuration to let pass on load, for example
@@ -71,7 +72,7 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
         num_steps: int | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         accept: Collection[str] = (),
@@ -85,7 +86,7 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
             in_turn=True,
             shuffle=shuffle,
             drop_last=drop_last,
-            seed=as_int("seed", seed),
+            seed=seed_or_default(seed),
             **_ending(stop, num_steps),
         )
         super().__init__(MixtureOrder(mixture), num_replicas=num_replicas, rank=rank, accept=accept)
@@ -117,7 +118,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
         num_steps: As in :class:`RoundRobinBatchSampler`.
         shuffle: Whether samples, and the turns within a block, have an order of their own.
         drop_last: Serve full batches only, and leave out the last step if it is not full.
-        seed: Chooses the orders.
+        seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
         num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
         rank: This rank; by default that of the process group, or 0.
         accept: Names of differences between a state and this configuration to let pass on load, for example
@@ -146,7 +147,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
         num_steps: int | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         accept: Collection[str] = (),
@@ -174,7 +175,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
             schedule=resolved,
             shuffle=shuffle,
             drop_last=drop_last,
-            seed=as_int("seed", seed),
+            seed=seed_or_default(seed),
             **_ending(stop, num_steps),
         )
         super().__init__(MixtureOrder(mixture), num_replicas=num_replicas, rank=rank, accept=accept)

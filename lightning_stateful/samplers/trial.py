@@ -108,12 +108,12 @@ class Trial:
                 slots = source.begin(0, 0)
                 for _ in range(STATE_STRIDE):
                     next(slots)
-                source.surroundings.seed(source.seed, 0, 0, STATE_STRIDE)
+                source.seed_draws(0, 0, STATE_STRIDE)
                 state = source.own_state()
                 expected = [digest(slot) for slot in islice(slots, STATE_STRIDE)]
             with source.entered():
                 source.prepare(0, 0)
-                source.surroundings.seed(source.seed, 0, 0, STATE_STRIDE)
+                source.seed_draws(0, 0, STATE_STRIDE)
                 source.sampler.load_state_dict(from_plain(state))
                 found = [digest(slot) for slot in islice(only_next(iter(source.sampler)), STATE_STRIDE)]
             if found != expected:

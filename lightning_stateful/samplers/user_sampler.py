@@ -21,6 +21,7 @@ from torch.utils.data import (
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
+from lightning_stateful.index.seeding import loader_seed
 from lightning_stateful.index.step_plan import ENDLESS
 from lightning_stateful.samplers import claims
 from lightning_stateful.samplers.items import only_next
@@ -66,6 +67,7 @@ class UserSampler:
     Args:
         sampler: Any iterable over indices (or over batches of them), to be iterated once an epoch.
         seed: Chooses its randomness.
+        path: The place of its loader among several, which draw apart; empty for a loader that stands alone.
         whole_batches: Whether it yields whole batches.
         is_collated: Whether these are certainly batches of indices, of whatever type; else a tuple names one sample.
         length: Items that it yields in an epoch: ``"len"`` for its own ``len()`` if it has one, ``"unknown"`` to find
@@ -83,13 +85,15 @@ class UserSampler:
         sampler: Any,
         *,
         seed: int = 0,
+        path: str = "",
         whole_batches: bool = False,
         is_collated: bool = False,
         length: Length = "len",
         accept: Collection[str] = (),
     ) -> None:
         self.sampler = sampler
-        self.seed = as_int("seed", seed)
+        self.seed, self.path = as_int("seed", seed), path
+        self.own_seed = loader_seed(self.seed, path)
         self.whole_batches = whole_batches
         self.is_collated = is_collated
         self.accept = accepted_names(accept)
@@ -152,8 +156,26 @@ class UserSampler:
         epoch = 0 if isinstance(self.sampler, Repeated) else epoch
         if self.restores and self.pristine is not None:
             self.pristine.restore()
-        self.surroundings.seed(self.seed, epoch, number)
+        self.seed_draws(epoch, number)
         self.set_epoch(epoch)
+
+    def seed_draws(self, *labels: int) -> None:
+        """Seed everything that the sampler may draw from; to be called within the surroundings."""
+        self.surroundings.seed(self.own_seed, *labels)
+
+    def at(self, path: str) -> UserSampler:
+        """The same sampler for a loader at ``path`` among several."""
+        if path == self.path:
+            return self
+        return UserSampler(
+            self.sampler,
+            seed=self.seed,
+            path=path,
+            whole_batches=self.whole_batches,
+            is_collated=self.is_collated,
+            length=self.length_given,
+            accept=self.accept,
+        )
 
     @contextmanager
     def entered(self) -> Iterator[None]:

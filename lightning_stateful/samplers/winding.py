@@ -169,7 +169,7 @@ class Winding:
             source.prepare(self.epoch, self.number)
         elif place.slot:
             source.prepare(self.epoch, self.number)
-            source.surroundings.seed(source.seed, self.epoch, self.number, place.slot)
+            source.seed_draws(self.epoch, self.number, place.slot)
             sampler.load_state_dict(state)
             self.drawn = place.slot
         else:
@@ -253,7 +253,7 @@ class Winding:
         if source.way == "own_state":
             if self.drawn % STATE_STRIDE == 0 and self.drawn != self._seeded_at:
                 # Seeded first: a state may hold generators, which a resume then puts where they are now.
-                source.surroundings.seed(source.seed, self.epoch, self.number, self.drawn)
+                source.seed_draws(self.epoch, self.number, self.drawn)
                 self._states.append((self.drawn, source.own_state()))
             wanted = min(wanted, STATE_STRIDE - self.drawn % STATE_STRIDE)
         slots = islice(self._iterator, wanted)  # type: ignore[arg-type]  # begun
@@ -279,7 +279,7 @@ class Winding:
         """Let a sampler that depends on training yield no more than is needed, under randomness of each slot."""
         source = self._source
         for _ in range(count):
-            source.surroundings.seed(source.seed, self.epoch, self.number, self.drawn)
+            source.seed_draws(self.epoch, self.number, self.drawn)
             item = next(self._iterator, _END)  # type: ignore[arg-type]  # begun
             if item is _END:
                 self.end = self.drawn

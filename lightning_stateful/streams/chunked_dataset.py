@@ -26,7 +26,7 @@ class ChunkedDataset(Stream):
             it draws at random as it is opened follows from (seed, epoch, chunk).
         shuffle: Read the chunks of each epoch in an order of its own, and shuffle samples in blocks.
         buffer_size: Samples of a block, which are held in memory; 1 to leave samples in the order of their chunks.
-        seed: Chooses the orders and the randomness.
+        seed: Chooses the orders and the randomness; by default the seed of Lightning's ``seed_everything``, or 0.
         transform: A function of a sample, applied after shuffling, under a seed of (seed, epoch, chunk, sample).
         on_error: ``"skip"`` to leave out the rest of a chunk that cannot be read, and count it.
         chunk_sizes: Samples of each chunk, if they are known.
@@ -47,7 +47,7 @@ class ChunkedDataset(Stream):
         read_chunk_fn: Callable[[Any], Iterable[Any]],
         shuffle: bool = True,
         buffer_size: int = 1024,
-        seed: int = 0,
+        seed: int | None = None,
         transform: Callable[[Any], Any] | None = None,
         on_error: OnError = "raise",
         chunk_sizes: Sequence[int] | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lightning_stateful.errors import ConfigurationError
@@ -68,6 +68,11 @@ class StreamConfig:
     def gives_batches(self) -> bool:
         """Whether the sources cut their batches themselves."""
         return self.is_batched and self.batch_size is None
+
+    def at(self, path: str) -> StreamConfig:
+        """The same stream as one of several that are read side by side, whose randomness it does not share."""
+        sources = {name: source.at(path) for name, source in self.sources.items()}
+        return replace(self, sources=sources, mixing=None if self.mixing is None else self.mixing.at(path))
 
     def describe(self) -> dict[str, Any]:
         """Plain data to be compared."""

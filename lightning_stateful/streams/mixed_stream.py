@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -32,7 +33,7 @@ class MixedStream(Stream):
         by: Whether a turn is a ``"batch"`` or a ``"sample"``.
         stop: When a worker's share of an epoch ends: ``"all_exhausted"``, ``"first_exhausted"`` (what is left comes
             first in the next epoch), or ``"cycle"``: those exhausted begin again until all have been.
-        seed: Chooses the order of turns.
+        seed: Chooses the order of turns; by default the seed of Lightning's ``seed_everything``, or 0.
 
     Raises:
         ConfigurationError: An argument is out of range, a stream is mixed itself, or they are splits of one dataset.
@@ -46,7 +47,7 @@ class MixedStream(Stream):
         temperature: float = 1,
         by: By = "batch",
         stop: Stop = "all_exhausted",
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         is_one = isinstance(streams, (str, bytes, IterableDataset, Shards)) or is_hugging_face(streams)
         if is_one or not isinstance(streams, Collection):
@@ -69,8 +70,13 @@ class MixedStream(Stream):
                     f"{' mixed already' if stream is not None else ', which has no shards'}. Mix ChunkedDatasets and "
                     "streams of Hugging Face's."
                 )
-            sources[str(name)] = stream.sources[ALONE]
+            sources[str(name)] = replace(stream.sources[ALONE], path=str(name))
         mixing = Mixing.of(
-            list(sources), weights=weights, temperature=temperature, by=by, stop=stop, seed=as_int("seed", seed)
+            list(sources),
+            weights=weights,
+            temperature=temperature,
+            by=by,
+            stop=stop,
+            seed=None if seed is None else as_int("seed", seed),
         )
         super().__init__(sources, mixing)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.checks import as_int
-from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.index.seeding import derive_seed, loader_seed
+from lightning_stateful.samplers.randomness import seed_or_default
 from lightning_stateful.streams.block_shuffle import BlockShuffle
 from lightning_stateful.streams.naming import NameShard, by_number
 from lightning_stateful.streams.portion import Portion, order_of_shards
@@ -53,7 +54,9 @@ class Source:
         shards: The shards.
         shuffle: Whether each epoch has an order of shards of its own.
         buffer_size: Items of a block that is shuffled; 0 or 1 to leave items in the order of their shards.
-        seed: Chooses the orders, and the samples' randomness.
+        seed: Chooses the orders, and the samples' randomness; None for the seed of Lightning's ``seed_everything``,
+            or 0.
+        path: The place of the source among several that are read side by side: each draws from (seed, path).
         seed_samples: Whether what user code draws at a sample is a function of (seed, epoch, shard, sample).
         on_error: Whether a shard that cannot be read is an error or left out.
         steps: What is done to the samples, one after the other.
@@ -66,7 +69,8 @@ class Source:
     shards: Shards
     shuffle: bool = False
     buffer_size: int = 0
-    seed: int = 0
+    seed: int | None = None
+    path: str = ""
     seed_samples: bool = True
     on_error: OnError = "raise"
     steps: Sequence[Step] = field(default=())
@@ -74,17 +78,26 @@ class Source:
 
     def __post_init__(self) -> None:
         check_on_error(self.on_error)
-        for name in ("buffer_size", "seed"):
-            object.__setattr__(self, name, as_int(name, getattr(self, name)))
+        object.__setattr__(self, "buffer_size", as_int("buffer_size", self.buffer_size))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", as_int("seed", self.seed))
         if self.buffer_size < 0:
             raise ConfigurationError(f"buffer_size must not be negative, got {self.buffer_size}.")
         if not self.shards.num_shards:
             raise ConfigurationError("The stream has no shards.")
 
+    def at(self, path: str) -> Source:
+        """The same source as part of what stands at ``path``."""
+        return replace(self, seed=seed_or_default(self.seed), path=".".join(filter(None, (path, self.path))))
+
+    @property
+    def _own_seed(self) -> int:
+        return loader_seed(seed_or_default(self.seed), self.path)
+
     def order(self, epoch: int, num_lanes: int = 1) -> list[int]:
         """The order in which the shards of an epoch, or their parts, are dealt out to so many lanes."""
         number = self.shards.num_shards
-        order = order_of_shards(number, self.seed, epoch, shuffle=self.shuffle)
+        order = order_of_shards(number, self._own_seed, epoch, shuffle=self.shuffle)
         parts = num_parts_for(number, num_lanes) if self.splits else 1
         return order if parts == 1 else [part for shard in order for part in parts_of(shard, parts, number)]
 
@@ -116,7 +129,7 @@ class Source:
     def open(self, portion: Portion, place: Place | None) -> tuple[Stage, Reading]:
         """The items of a portion from a place on, and the stage in which its shards are read."""
         readings: list[Reading] = []
-        seed = derive_seed("stream", self.seed, portion.epoch)
+        seed = derive_seed("stream", self._own_seed, portion.epoch)
         way = Way(seed, seed if self.seed_samples else None, self.on_error, self.name)
         is_whole = all(shard < self.shards.num_shards for shard in portion.shards)
         shards = self.shards if is_whole else Parts(self.shards)
@@ -139,7 +152,7 @@ class Source:
         """Plain data to be compared."""
         described = {
             "dataset": self.shards.describe(),
-            "seed": self.seed,
+            "seed": seed_or_default(self.seed),
             "shuffle": self.shuffle,
             "buffer_size": self.buffer_size,
         }

@@ -303,7 +303,7 @@ class StreamIterator:
         self._close()
 
 
-def as_stream(dataset: Any, seed: int = 0, *, seed_samples: bool = True) -> Stream | None:
+def as_stream(dataset: Any, seed: int | None = None, *, seed_samples: bool = True) -> Stream | None:
     """A dataset as a stream of shards; None where it has none that can be told apart.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import ConfigurationError, StateError, StatefulWarning, StateMismatchError
+from lightning_stateful.samplers.randomness import seed_or_default
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.checkpoint import (
@@ -17,6 +18,7 @@ from lightning_stateful.trainer.checkpoint import (
     module_name,
     put_data_state,
     read_callback_state,
+    refuse_other_seed,
 )
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
 from lightning_stateful.trainer.finders import refuse_finders
@@ -40,8 +42,10 @@ class StatefulDataCallback(pl.Callback):
     anywhere else.
 
     Args:
-        seed: Chooses the orders of loaders that are not yet stateful, and the randomness.
-        seed_samples: Make what torch, NumPy and ``random`` draw inside datasets a function of (seed, epoch, sample).
+        seed: Chooses the orders of loaders that are not yet stateful, and the randomness; by default the seed of
+            Lightning's ``seed_everything``, or 0.
+        seed_samples: Make what torch, NumPy and ``random`` draw inside datasets a function of (seed, path of the
+            loader, epoch, batch).
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         accept: Names of differences between a checkpoint and the present data to let pass, for example
             ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
@@ -63,7 +67,7 @@ class StatefulDataCallback(pl.Callback):
     def __init__(
         self,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         seed_samples: bool = True,
         seed_model: bool = True,
         accept: Collection[str] = (),
@@ -83,6 +87,7 @@ class StatefulDataCallback(pl.Callback):
             log_padding=log_padding,
         )
         self._trainer: pl.Trainer | None = None
+        self._seed = 0
         self._fit: FitData | None = None
         # What the run goes on with, up to its first batch or validation.
         self._resume: Resume | None = None
@@ -105,6 +110,7 @@ class StatefulDataCallback(pl.Callback):
         if stage == "fit":
             earlier = self._data if trainer is self._trainer else None
             self._trainer, self._fit, self._resume = trainer, FitData(trainer, self.settings, earlier), None
+            self._seed = seed_or_default(self.settings.seed)
         intercept(trainer, self._training_loaders, partial(self._evaluation_loaders, trainer))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -136,6 +142,7 @@ class StatefulDataCallback(pl.Callback):
             "version": VERSION,
             "restored": self._fit is None or not self._fit.awaits_start,
             "module": module,
+            "seed": self._seed,
             "moment": moment.to_dict(),
             "monitored": self._monitored(moment),
             "data": self.data_state() if module is None else None,
@@ -207,6 +214,8 @@ class StatefulDataCallback(pl.Callback):
         moment, metrics = (counters.locate(loops["fit_loop"]), {}) if own is None else read_callback_state(own)
         state = find_data_state(checkpoint, own, module_name(trainer), self.settings.accept)
         moment = self._fitting().place(state, moment)
+        if own is not None:
+            refuse_other_seed(own, self._seed, self.settings.accept)
         loops["fit_loop"] = counters.rewritten(loops["fit_loop"], moment)
         self._go_on(Resume(moment=moment, global_step=checkpoint["global_step"], metrics=metrics))
         if trainer.strategy.restore_checkpoint_after_setup:
@@ -294,7 +303,7 @@ class StatefulDataCallback(pl.Callback):
 
     def _seed_model(self, trainer: pl.Trainer, stage: str) -> None:
         if self.settings.seed_model:
-            seed_model(self.settings.seed, topology_of(trainer).rank, stage, *counters.next_step(trainer))
+            seed_model(self._seed, topology_of(trainer).rank, stage, *counters.next_step(trainer))
 
     def _fitting(self) -> FitData:
         if self._fit is None:

@@ -50,6 +50,18 @@ def read_callback_state(own: Any) -> tuple[Moment, dict[str, float]]:
     return Moment.from_dict(own["moment"]), dict(metrics)
 
 
+def refuse_other_seed(own: Mapping[str, Any], seed: int, accept: Collection[str]) -> None:
+    """Refuse a run that would draw other noise than the one that wrote the checkpoint.
+
+    Raises:
+        StateMismatchError: The seeds differ, and that is not accepted.
+    """
+    if own.get("seed") != seed and "seed" not in accept:
+        remedy = "Pass the saved seed, or call seed_everything with it, or accept the change with accept=('seed',)."
+        difference = Difference(path="seed", saved=own.get("seed"), present=seed, remedy=remedy)
+        raise StateMismatchError([difference], where="The callback's state")
+
+
 def find_data_state(
     checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None, module: str | None, accept: Collection[str]
 ) -> Mapping[str, Any] | None:

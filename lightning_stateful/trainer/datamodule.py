@@ -57,10 +57,11 @@ class StatefulDataModule(pl.LightningDataModule):
         batch_size: Samples in a batch of one rank.
         shuffle: Whether training has an order of its own in each epoch.
         drop_last: Leave out the last training step of an epoch if it is not full.
-        seed: Chooses the orders and the randomness.
+        seed: Chooses the orders and the randomness; by default the seed of Lightning's ``seed_everything``, or 0.
         num_workers: Worker processes of each loader.
         collate_fn: Makes a batch of samples.
-        seed_samples: Make what torch, NumPy and ``random`` draw inside datasets a function of (seed, epoch, sample).
+        seed_samples: Make what torch, NumPy and ``random`` draw inside datasets a function of (seed, path of the
+            loader, epoch, batch).
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         accept: Names of differences between a checkpoint and the present data to let pass.
         replace_samplers: Replace torch's own random samplers, in loaders that a subclass returns, by orders.
@@ -89,7 +90,7 @@ class StatefulDataModule(pl.LightningDataModule):
         batch_size: int = 1,
         shuffle: bool = True,
         drop_last: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed_samples: bool = True,

@@ -41,7 +41,7 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
     def build() -> Structure:
         structure = Structure.of(request())
         views = {
-            path: _view(trainer, loader, f"the {stage} loader {path!r}", settings, topology)
+            path: _view(trainer, loader, ".".join(filter(None, (stage, path))), settings, topology)
             for path, loader in structure.loaders.items()
         }
         return replace(structure, loaders=views)
@@ -61,11 +61,13 @@ def _lengths(structure: Structure) -> dict[str, Any]:
     return described
 
 
-def _view(trainer: pl.Trainer, loader: Any, where: str, settings: Settings, topology: Topology) -> Any:
+def _view(trainer: pl.Trainer, loader: Any, path: str, settings: Settings, topology: Topology) -> Any:
+    where = f"the evaluation loader {path!r}"
     try:
         taken = take_over(
             loader,
             seed=settings.seed,
+            path=path,
             num_replicas=topology.num_replicas,
             rank=topology.rank,
             seed_samples=settings.seed_samples,

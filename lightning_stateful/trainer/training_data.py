@@ -43,7 +43,7 @@ class Settings:
     """How loaders that are not yet stateful are taken over.
 
     Attributes:
-        seed: Chooses orders and randomness.
+        seed: Chooses orders and randomness; None for the seed of ``seed_everything``, or 0.
         seed_samples: Seed the samples' randomness.
         seed_model: Seed the model's randomness.
         accept: Names of differences to let pass on load.
@@ -52,7 +52,7 @@ class Settings:
         log_padding: Log the padding of batches of like lengths.
     """
 
-    seed: int = 0
+    seed: int | None = None
     seed_samples: bool = True
     seed_model: bool = True
     accept: Collection[str] = ()
@@ -218,6 +218,7 @@ class TrainingData:
         taken = take_over(
             loader,
             seed=settings.seed,
+            path=path,
             num_replicas=topology.num_replicas,
             rank=topology.rank,
             seed_samples=settings.seed_samples,
@@ -293,7 +294,7 @@ class TrainingData:
             if seeds_model:
                 seed_model(seed, rank, "batch", *(self.pending or counters.next_step(trainer)))
 
-        return LoaderView(loader, locate, before_batch, seed_batch)
+        return LoaderView(loader, locate, before_batch, seed_batch, isolated=not seeds_model)
 
 
 def _is_shuffled(loader: Any) -> bool:

@@ -23,6 +23,7 @@ class LoaderView:
         locate: Where a pass that begins now should begin; None for nowhere, because the loader is exhausted.
         before_batch: Called after a batch is read and before it is handed over.
         at_end: Called when there is no further batch, which Lightning asks for ahead where it cannot know.
+        isolated: Whether the process's generators are put back after a batch that is read in this process.
         keeps_indices: Also offer the indices of each batch, as Lightning's prediction writers want them.
     """
 
@@ -35,12 +36,14 @@ class LoaderView:
         before_batch: Callable[[], None] | None = None,
         at_end: Callable[[], None] | None = None,
         *,
+        isolated: bool = True,
         keeps_indices: bool = False,
     ) -> None:
         self.loader = loader
         self._locate = locate
         self._before_batch = before_batch
         self._at_end = at_end
+        self._isolated = isolated
         if keeps_indices and loader.is_sized and loader.batch_sampler is not None:
             self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)  # type: ignore[arg-type]  # never None here
 
@@ -52,7 +55,7 @@ class LoaderView:
         if "batch_sampler" in vars(self):
             plan: Any = self.loader.plan
             self.batch_sampler.seen_batch_indices = list(plan.indices(position))
-        for batch in self.loader.batches(position):
+        for batch in self.loader.batches(position, isolated=self._isolated):
             if self._before_batch is not None:
                 self._before_batch()
             yield batch

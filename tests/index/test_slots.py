@@ -5,7 +5,6 @@ from support.mixtures import mixture, plan, random_order, round_robin, samples_o
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.seeding import derive_seed
 
 ORDERS = {
     "round robin": round_robin([25, 9, 14], [2, 3, 4]),
@@ -74,22 +73,14 @@ def test_a_long_epoch_comes_in_the_same_batches_however_many_are_computed_at_onc
         assert list(made.indices(made.after(made.begin(0), steps))) == whole[steps:]
 
 
-def test_a_batch_of_one_pass_has_one_key_and_a_batch_of_two_has_one_a_sample():
-    order = round_robin([3], 2, num_steps=3, shuffle=False)
-    made = plan(order, 1)
-    first, second = (derive_seed("samples", 5, 0, number) for number in (0, 1))
-    assert list(made.keyed(made.begin(0), 5)) == [(first, [0, 1]), ([first, second], [2, 0]), (second, [1, 2])]
-
-
-def test_keys_follow_epoch_and_seed_and_not_the_ranks():
-    order = round_robin([8], 2)
-    keys = {
-        (epoch, seed): {key for rank in (0, 1) for key, _ in plan(order, 2, rank).keyed(order.begin(epoch, 2), seed)}
-        for epoch in (0, 1)
-        for seed in (0, 1)
-    }
-    assert all(len(found) == 1 for found in keys.values())
-    assert len(set.union(*keys.values())) == 4
+@pytest.mark.parametrize("step", [0, 2, 3])
+def test_batches_are_numbered_alike_from_wherever_one_begins(step):
+    order = round_robin([8, 7], 2)
+    for rank in (0, 1):
+        made = plan(order, 2, rank)
+        whole = list(made.numbered(made.begin(0)))
+        assert [slot for slot, _ in whole] == list(range(rank, 2 * len(whole), 2))
+        assert list(made.numbered(made.after(made.begin(0), step))) == whole[step:]
 
 
 def test_repeats_are_told_in_words():

@@ -130,24 +130,6 @@ class TestAugmentation:
 
         assert begun + draws(second) == expected
 
-    @every_sampler
-    @pytest.mark.parametrize("ranks", [1, 3])
-    def test_what_a_sample_draws_in_an_epoch_does_not_depend_on_ranks(self, make: Any, ranks: int) -> None:
-        alone = {sample for batch in draws(a_loader(make())) for sample in batch}
-        loaders = [a_loader(make(), num_replicas=2, rank=rank) for rank in range(2)]
-        served = []
-        for loader in loaders:
-            batches = iter(loader)
-            served += [sample for batch in draws(next(batches) for _ in range(3)) for sample in batch]
-        for rank in range(ranks):
-            loader = a_loader(make(), num_replicas=ranks, rank=rank)
-            loader.load_state_dict(loaders[0].state_dict())
-            served += [sample for batch in draws(loader) for sample in batch]
-
-        assert set(served) == alone
-        # Where fewer samples than ranks are left, some are served twice.
-        assert len(served) - len(alone) < ranks
-
     def test_the_same_sample_draws_anew_in_every_epoch(self) -> None:
         loader = a_loader()
         first, second = (dict(sample for batch in draws(loader) for sample in batch) for _ in range(2))

@@ -16,7 +16,6 @@ from lightning.pytorch.overrides.distributed import (
     _IndexBatchSamplerWrapper,
 )
 from support.samplers import (
-    BATCHED,
     LENGTH,
     LOADERS,
     PERMUTATIONS,
@@ -369,13 +368,14 @@ class TestWrappersInALoader:
             assert len(batches_of(patched)) == found
 
     def test_the_seed_is_the_wrappers_unless_it_has_none(self) -> None:
-        def make(seed: int, own: int) -> list[list[int]]:
+        def make(seed: int, own: int | None) -> list[list[int]]:
             sampler = DDPSamplerWrapper(GlobalRandom(), seed=own)
             return batches_of(patch_dataloader(a_loader(batch_size=4, sampler=sampler), seed=seed))
 
         assert make(1, 5) == make(2, 5)
-        assert make(1, 0) != make(2, 0)
-        assert make(5, 0) == make(1, 5)
+        assert make(1, None) != make(2, None)
+        assert make(5, None) == make(1, 5)
+        assert make(5, 0) == make(1, 0)
 
     def test_ranks_of_the_wrappers_own_are_used(self) -> None:
         ranks = [
@@ -478,13 +478,6 @@ class Drawn(Dataset[Any]):
         return str(index), (torch.rand(1).item(), float(np.random.rand()), random.random())
 
 
-class DrawnTogether(Drawn):
-    """Reads whole batches."""
-
-    def __getitems__(self, indices: list[Any]) -> list[Any]:
-        return [self[index] for index in indices]
-
-
 def as_list(batch: Any) -> list[Any]:
     return batch if isinstance(batch, list) else [batch]
 
@@ -499,15 +492,10 @@ INDICES: dict[str, Callable[[], Sampler[Any]]] = {
 }
 
 
-def drawn(sampler: str, num_replicas: int = 1, *, batch_size: int | None = 3, **options: Any) -> dict[str, Any]:
+def drawn(sampler: str, *, batch_size: int | None = 3, **options: Any) -> dict[str, Any]:
     """What was drawn for each sample of an epoch."""
-    dataset = options.pop("dataset", None) or Drawn()
-    epoch: dict[str, Any] = {}
-    for rank in range(num_replicas):
-        loader = DataLoader(dataset, batch_size=batch_size, sampler=INDICES[sampler](), collate_fn=as_list, **options)
-        patched = patch_dataloader(loader, num_replicas=num_replicas, rank=rank)
-        for batch in patched:
-            epoch |= dict(batch)
+    loader = DataLoader(Drawn(), batch_size=batch_size, sampler=INDICES[sampler](), collate_fn=as_list, **options)
+    epoch = dict(sample for batch in patch_dataloader(loader) for sample in batch)
     assert len(epoch) == LENGTH
     return epoch
 
@@ -517,20 +505,6 @@ class TestAugmentation:
     @pytest.mark.parametrize("name", INDICES)
     def test_it_is_alike_for_any_number_of_workers(self, name: str, batch_size: int | None) -> None:
         assert drawn(name, batch_size=batch_size) == drawn(name, batch_size=batch_size, num_workers=2)
-
-    @pytest.mark.parametrize("num_replicas", [2, 3])
-    @pytest.mark.parametrize("name", INDICES)
-    def test_it_is_alike_on_any_number_of_ranks_one_by_one(self, name: str, num_replicas: int) -> None:
-        assert drawn(name, batch_size=None) == drawn(name, num_replicas, batch_size=None)
-
-    @pytest.mark.parametrize("num_replicas", [2, 3])
-    @pytest.mark.parametrize("name", INDICES)
-    def test_it_is_alike_on_any_number_of_ranks(self, name: str, num_replicas: int) -> None:
-        assert drawn(name) == drawn(name, num_replicas)
-
-    @pytest.mark.parametrize("name", INDICES)
-    def test_it_is_alike_for_any_batch_size(self, name: str) -> None:
-        assert drawn(name) == drawn(name, batch_size=4)
 
     @pytest.mark.parametrize("batch_size", [3, None])
     @pytest.mark.parametrize("name", INDICES)
@@ -561,21 +535,6 @@ class TestAugmentation:
         patched = loader(0)
         epochs = [{value for batch in one for _, value in batch} for one in (patched, patched, loader(1))]
         assert len(set.union(*epochs)) == 3 * LENGTH
-
-    @pytest.mark.parametrize("name", INDICES)
-    def test_a_dataset_that_reads_batches_draws_the_same(self, name: str) -> None:
-        assert drawn(name, dataset=DrawnTogether()) == drawn(name)
-
-    @pytest.mark.parametrize("name", ["class balanced", "shuffled batches", "batches without len"])
-    def test_it_is_alike_in_batches_on_any_number_of_ranks(self, name: str) -> None:
-        def epoch(num_replicas: int) -> set[tuple[str, Any]]:
-            def make() -> DataLoader[Any]:
-                return DataLoader(Drawn(), batch_sampler=BATCHED[name](), collate_fn=as_list)
-
-            ranks = on_ranks(make, num_replicas)
-            return {sample for rank in ranks for batch in rank for sample in batch}
-
-        assert epoch(1) == epoch(2) == epoch(3)
 
     def test_without_it_nothing_is_seeded(self) -> None:
         def epoch(seed: int) -> list[Any]:
@@ -690,7 +649,7 @@ class TestDatasets:
         )
 
         assert samples([patched]) == DATA
-        assert {len(asked) for asked in dataset.asked} == ({1} if seed_samples else {11})
+        assert {len(asked) for asked in dataset.asked} == {11}
 
     def test_one_of_string_keys_is_read_by_them(self) -> None:
         dataset = {f"name {number}": number for number in DATA}

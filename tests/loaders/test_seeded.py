@@ -1,4 +1,4 @@
-"""What a dataset draws is a function of (seed, epoch, sample), whoever reads it."""
+"""What a dataset draws is a function of (seed, path of its loader, epoch, batch), whoever reads it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, WeightedRandomSampler
 
-from lightning_stateful.errors import ConfigurationError
+from lightning_stateful import patch_dataloader
 from lightning_stateful.index import Position
 from lightning_stateful.loaders import SeededDataset, StatefulLoader, keep_randomness, seed_randomness
+from lightning_stateful.loaders.seeded import Keyed
 
 LENGTH = 12
-
-Drawn = dict[int, tuple[float, float, float]]
 
 
 class Noisy(Dataset[tuple[int, float, float, float]]):
@@ -32,130 +31,97 @@ class Noisy(Dataset[tuple[int, float, float, float]]):
         return index, torch.rand(1, dtype=torch.double).item(), np.random.rand(), random.random()
 
 
-class NoisyBatches(Noisy):
-    def __getitems__(self, indices: list[int]) -> list[tuple[int, float, float, float]]:
-        return [self[index] for index in indices]
+class Mixup(Noisy):
+    """Reads a batch at a time, and mixes its samples."""
 
-
-class WholeBatches(Noisy):
-    def __getitems__(self, indices: list[int]) -> Any:
-        return torch.tensor(indices)
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
+        share = random.random()
+        return [
+            (index, share * index + (1 - share) * other) for index, other in zip(indices, indices[::-1], strict=True)
+        ]
 
 
 def a_loader(dataset: Any = None, **options: Any) -> StatefulLoader:
     return StatefulLoader(dataset or Noisy(), **{"batch_size": 3, "shuffle": True, **options})
 
 
-def drawn(*passes: Any) -> Drawn:
-    """What each sample drew in one epoch, over the batches of all ranks."""
-    rows = [
-        row for batches in passes for batch in batches for row in zip(*[part.tolist() for part in batch], strict=True)
-    ]
-    return {int(index): (one, two, three) for index, one, two, three in rows}
+def drawn(batches: Any) -> list[list[list[float]]]:
+    """Index and numbers of every sample, batch by batch."""
+    return [[part.tolist() for part in batch] for batch in batches]
+
+
+def numbers(batches: list[list[list[float]]]) -> set[float]:
+    return {number for batch in batches for part in batch[1:] for number in part}
 
 
 REFERENCE = drawn(a_loader())
 
 
-class TestSamples:
-    def test_every_sample_draws_numbers_of_its_own(self) -> None:
-        assert len(REFERENCE) == LENGTH
-        assert len({number for numbers in REFERENCE.values() for number in numbers}) == 3 * LENGTH
-
-    @pytest.mark.parametrize("num_workers", [1, 2])
-    def test_workers_draw_the_same(self, num_workers: int) -> None:
-        assert drawn(a_loader(num_workers=num_workers)) == REFERENCE
-
-    @pytest.mark.parametrize("batch_size", [1, 5, 12])
-    def test_the_company_in_a_batch_does_not_matter(self, batch_size: int) -> None:
-        assert drawn(a_loader(batch_size=batch_size)) == REFERENCE
-
-    def test_the_order_does_not_matter(self) -> None:
-        assert drawn(a_loader(shuffle=False)) == REFERENCE
-
-    @pytest.mark.parametrize("num_replicas", [2, 3])
-    def test_the_rank_does_not_matter(self, num_replicas: int) -> None:
-        ranks = [a_loader(num_replicas=num_replicas, rank=rank) for rank in range(num_replicas)]
-
-        assert drawn(*ranks) == REFERENCE
-
-    def test_a_resumed_run_draws_the_same_on_other_ranks_with_another_batch_size(self) -> None:
+class TestBatches:
+    def test_every_sample_of_every_epoch_draws_numbers_of_its_own(self) -> None:
         loader = a_loader()
-        iterator = iter(loader)
-        head = [next(iterator)]
-        ranks = [a_loader(batch_size=2, num_replicas=2, rank=rank) for rank in range(2)]
-        for rank in ranks:
-            rank.load_state_dict(loader.state_dict())
+        epochs = [drawn(loader) for _ in range(3)]
 
-        assert drawn(head, *ranks) == REFERENCE
+        assert epochs[0] == REFERENCE
+        assert len(set.union(*map(numbers, epochs))) == 3 * 3 * LENGTH
 
-    def test_what_the_main_process_drew_before_does_not_matter(self) -> None:
+    def test_workers_draw_the_same_whatever_the_main_process_drew(self) -> None:
         torch.manual_seed(5)
         np.random.seed(5)
         random.seed(5)
 
-        assert drawn(a_loader()) == REFERENCE
+        assert drawn(a_loader(num_workers=2)) == drawn(a_loader()) == REFERENCE
 
-    def test_every_epoch_draws_anew_and_the_same_in_every_run(self) -> None:
+    def test_a_resumed_run_draws_the_same(self) -> None:
         loader = a_loader()
-        epochs = [drawn(loader) for _ in range(3)]
-        again = a_loader()
-        again.set_epoch(2)
+        iterator = iter(loader)
+        next(iterator)
+        fresh = a_loader()
+        fresh.load_state_dict(loader.state_dict())
 
-        assert epochs[0] == REFERENCE
-        assert all(len({epoch[index] for epoch in epochs}) == 3 for index in range(LENGTH))
-        assert drawn(again) == epochs[2]
+        assert drawn(fresh) == drawn(iterator) == REFERENCE[1:]
 
-    def test_another_seed_draws_otherwise(self) -> None:
-        assert all(numbers != REFERENCE[index] for index, numbers in drawn(a_loader(seed=1)).items())
+    @pytest.mark.parametrize("others", [({}, {"seed": 1}), ({}, {"path": "b"}), ({"rank": 0}, {"rank": 1})])
+    def test_seeds_paths_and_ranks_draw_apart(self, others: tuple[dict[str, Any], ...]) -> None:
+        one, other = (numbers(drawn(a_loader(num_replicas=2, **{"rank": 0, **how}))) for how in others)
+
+        assert not one & other
 
     def test_seed_and_epoch_do_not_collide(self) -> None:
-        numbers = set()
-        for seed in range(3):
-            loader = a_loader(seed=seed)
-            numbers |= {drawn(loader)[0] for _ in range(3)}
+        loaders = [a_loader(seed=seed) for seed in range(3)]
+        passes = [numbers(drawn(loader)) for loader in loaders for _ in range(3)]
 
-        assert len(numbers) == 9
+        assert len(set.union(*passes)) == 9 * 3 * LENGTH
 
     def test_a_second_pass_over_the_samples_within_an_epoch_draws_anew(self) -> None:
-        loader = a_loader()
-        again = drawn(loader.batches(Position(epoch=0, consumed=LENGTH)))
+        again = drawn(a_loader().batches(Position(epoch=0, consumed=LENGTH)))
 
-        assert all(again[index] != REFERENCE[index] for index in range(LENGTH))
+        assert len(again) == len(REFERENCE)
+        assert not numbers(again) & numbers(REFERENCE)
 
-    def test_the_same_sample_twice_in_a_batch_draws_the_same(self) -> None:
-        seeded = SeededDataset(Noisy())
-        one, other = seeded.__getitems__((7, [4, 4]))
+    def test_a_sample_that_comes_twice_draws_anew(self) -> None:
+        torch.manual_seed(0)
+        sampler = WeightedRandomSampler([1.0, 1.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], 60)
+        batches = drawn(patch_dataloader(DataLoader(Noisy(), batch_size=4, sampler=sampler)))
 
-        assert one == other
+        assert len(numbers(batches)) == 3 * 60
 
-    def test_it_can_be_switched_off(self) -> None:
+    def test_seeding_can_be_switched_off(self) -> None:
         torch.manual_seed(0)
         one = drawn(a_loader(seed_samples=False))
         torch.manual_seed(1)
 
-        assert one.keys() == REFERENCE.keys()
+        assert [batch[0] for batch in one] == [batch[0] for batch in REFERENCE]
         assert drawn(a_loader(seed_samples=False)) != one
 
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    def test_single_samples_that_are_not_collated_are_seeded_too(self, num_workers: int) -> None:
+        one = list(a_loader(batch_size=None))
+        loader = a_loader(batch_size=None, num_workers=num_workers)
+        loader.seek(Position(consumed=4))
 
-class TestAKeyForEachSample:
-    @pytest.mark.parametrize("dataset", [Noisy, NoisyBatches])
-    def test_one_key_for_all_is_the_same_as_that_key_for_each(self, dataset: Any) -> None:
-        seeded = SeededDataset(dataset())
-
-        assert seeded.__getitems__((5, [3, 1, 2])) == seeded.__getitems__(([5, 5, 5], [3, 1, 2]))
-
-    @pytest.mark.parametrize("dataset", [Noisy, NoisyBatches])
-    def test_a_sample_draws_by_its_own_key_whatever_the_others_have(self, dataset: Any) -> None:
-        seeded = SeededDataset(dataset())
-        mixed = seeded.__getitems__(([5, 6, 5, 6], [3, 3, 1, 1]))
-
-        assert mixed == [seeded.__getitems__((key, [index]))[0] for key, index in ((5, 3), (6, 3), (5, 1), (6, 1))]
-        assert mixed[0] != mixed[1]
-
-    def test_keys_and_indices_of_other_numbers_are_an_error(self) -> None:
-        with pytest.raises(ValueError, match="argument 2 is longer"):
-            SeededDataset(Noisy()).__getitems__(([5], [3, 1]))
+        assert list(loader) == one[4:]
+        assert len({sample[1] for sample in one}) == LENGTH
 
 
 class TestCollating:
@@ -163,90 +129,47 @@ class TestCollating:
     def collate(samples: list[Any]) -> tuple[list[int], float, float, float]:
         return [sample[0] for sample in samples], torch.rand(1).item(), np.random.rand(), random.random()
 
-    def test_what_the_collate_function_draws_is_the_same_for_any_number_of_workers(self) -> None:
-        runs = [list(a_loader(collate_fn=self.collate, num_workers=number)) for number in (0, 1, 2)]
-
-        assert runs[0] == runs[1] == runs[2]
-        assert len({number for batch in runs[0] for number in batch[1:]}) == 12
-
-    def test_it_is_the_same_after_a_resume(self) -> None:
-        loader = a_loader(collate_fn=self.collate)
-        whole = list(loader)
+    def test_what_the_collate_function_draws_follows_from_the_batch(self) -> None:
+        runs = [list(a_loader(collate_fn=self.collate, num_workers=number)) for number in (0, 2)]
         fresh = a_loader(collate_fn=self.collate)
         fresh.seek(Position(consumed=6))
 
-        assert list(fresh) == whole[2:]
+        assert runs[0] == runs[1]
+        assert len({number for batch in runs[0] for number in batch[1:]}) == 12
+        assert list(fresh) == runs[0][2:]
 
 
 class TestDatasetsThatReadBatches:
     @pytest.mark.parametrize("num_workers", [0, 1])
-    def test_getitems_draws_as_getitem_does(self, num_workers: int) -> None:
-        assert drawn(a_loader(NoisyBatches(), num_workers=num_workers)) == REFERENCE
+    def test_they_are_asked_for_whole_batches(self, num_workers: int) -> None:
+        loader = a_loader(Mixup(), num_workers=num_workers, shuffle=False)
+        mixed = [mixed for batch in loader for mixed in batch[1].tolist()]
 
-    def test_a_subset_of_either_draws_by_the_number_in_the_subset(self) -> None:
-        indices = list(range(LENGTH))[::-1]
-        one = drawn(a_loader(Subset(Noisy(), indices)))
-        other = drawn(a_loader(Subset(NoisyBatches(), indices)))
+        # A sample by itself would be mixed with itself.
+        assert all(value != index for index, value in enumerate(mixed) if index % 3 != 1)
+        assert len(set(mixed)) == LENGTH
 
-        assert one == other
-        assert {LENGTH - 1 - index: numbers for index, numbers in one.items()} == REFERENCE
+    def test_a_subset_passes_batches_on(self) -> None:
+        alone = [batch[1].tolist() for batch in a_loader(Mixup(), shuffle=False)]
 
-    def test_getitems_that_returns_a_whole_batch_is_refused_with_the_way_out(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"WholeBatches.__getitems__\(\[\d+\]\) returned a Tensor"):
-            next(iter(a_loader(WholeBatches())))
+        assert [batch[1].tolist() for batch in a_loader(Subset(Mixup(), range(LENGTH)), shuffle=False)] == alone
 
-        options: dict[str, Any] = {"seed_samples": False, "collate_fn": lambda batch: batch}
-        assert torch.cat(list(a_loader(WholeBatches(), shuffle=False, **options))).tolist() == list(range(LENGTH))
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    def test_a_transform_of_hugging_face_may_pad_its_batch(self, num_workers: int) -> None:
+        rows = datasets.Dataset.from_dict({"x": [[1] * (1 + number % 5) for number in range(LENGTH)]})
+        rows.set_transform(lambda batch: {"x": torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, batch["x"])], True)})
+        ours = [batch["x"].tolist() for batch in a_loader(rows, shuffle=False, num_workers=num_workers)]
 
+        assert ours == [batch["x"].tolist() for batch in DataLoader(rows, batch_size=3)]
 
-class TestHuggingFaceDatasets:
-    @staticmethod
-    def rows() -> datasets.Dataset:
-        return datasets.Dataset.from_dict({"x": list(range(LENGTH))})
+    def test_rows_of_hugging_face_resume_exactly(self) -> None:
+        rows = datasets.Dataset.from_dict({"x": list(range(LENGTH))})
+        whole = [batch["x"].tolist() for batch in a_loader(rows)]
+        loader, fresh = a_loader(rows), a_loader(rows)
+        next(iter(loader))
+        fresh.load_state_dict(loader.state_dict())
 
-    @staticmethod
-    def noise(rows: dict[str, list[int]]) -> dict[str, Any]:
-        return {"x": rows["x"], "noise": [random.random() for _ in rows["x"]]}
-
-    def noisy(self, **options: Any) -> dict[int, float]:
-        dataset = self.rows()
-        dataset.set_transform(self.noise)
-        batches = list(a_loader(dataset, **options))
-        return {x: n for batch in batches for x, n in zip(batch["x"].tolist(), batch["noise"].tolist(), strict=True)}
-
-    def test_rows_come_as_from_a_data_loader(self) -> None:
-        ours = list(a_loader(self.rows(), shuffle=False))
-        theirs = list(DataLoader(self.rows(), batch_size=3))
-
-        assert [batch["x"].tolist() for batch in ours] == [batch["x"].tolist() for batch in theirs]
-
-    def test_formatted_rows_come_as_from_a_data_loader(self) -> None:
-        batch = next(iter(a_loader(self.rows().with_format("torch"), shuffle=False)))
-
-        assert torch.equal(batch["x"], torch.tensor([0, 1, 2]))
-
-    def test_a_transform_draws_for_every_row_on_its_own(self) -> None:
-        reference = self.noisy()
-
-        assert len(set(reference.values())) == LENGTH
-        assert self.noisy(num_workers=1) == reference
-        assert self.noisy(batch_size=5, shuffle=False) == reference
-
-    def test_a_run_resumes_exactly_and_refuses_other_rows(self) -> None:
-        loader = a_loader(self.rows())
-        iterator = iter(loader)
-        head = [next(iterator)["x"].tolist()]
-        state = loader.state_dict()
-        fresh = a_loader(self.rows())
-        fresh.load_state_dict(state)
-
-        assert head + [batch["x"].tolist() for batch in fresh] == [
-            batch["x"].tolist() for batch in a_loader(self.rows())
-        ]
-        assert state["config"]["dataset"].keys() == {"length", "fingerprint"}
-        other = a_loader(self.rows().filter(lambda row: row["x"] != 3, keep_in_memory=True), accept=("dataset.length",))
-        with pytest.raises(ValueError, match=r"dataset\.fingerprint"):
-            other.load_state_dict(state)
+        assert [batch["x"].tolist() for batch in fresh] == whole[1:]
 
 
 class TestTheWrapper:
@@ -264,45 +187,84 @@ class TestTheWrapper:
         seeded = SeededDataset(Noisy())
 
         for other in (pickle.loads(pickle.dumps(seeded)), copy.copy(seeded), copy.deepcopy(seeded)):
-            assert other.__getitems__((1, [2])) == seeded.__getitems__((1, [2]))
-
-    def test_a_sample_is_the_same_alone_and_in_company(self) -> None:
-        seeded = SeededDataset(Noisy())
-
-        assert seeded.__getitems__((1, [5])) == seeded.__getitems__((1, [3, 5, 7]))[1:2]
+            assert other.__getitems__(Keyed(1, [2])) == seeded.__getitems__(Keyed(1, [2]))
 
     def test_a_worker_init_function_may_read_a_sample(self) -> None:
         assert SeededDataset([10, 11, 12])[2] == 12
 
 
-class TestGenerators:
-    @staticmethod
-    def draw() -> tuple[float, float, float]:
-        return torch.rand(1).item(), np.random.rand(), random.random()
+def draw() -> tuple[float, float, float]:
+    return torch.rand(1).item(), np.random.rand(), random.random()
 
+
+class TestTheGeneratorsOfTheProcess:
     @pytest.mark.parametrize("seed", [0, 2**31, 2**64 - 1])
     def test_any_64_bit_seed_sets_all_three(self, seed: int) -> None:
         with keep_randomness():
             seed_randomness(seed)
-            one = self.draw()
+            one = draw()
             seed_randomness(seed)
-            assert self.draw() == one
+            assert draw() == one
 
     def test_kept_randomness_comes_back_even_after_an_error(self) -> None:
         with keep_randomness():
-            expected = self.draw()
+            expected = draw()
 
         def draw_and_fail() -> None:
             with keep_randomness():
-                self.draw()
+                draw()
                 raise OSError("x")
 
         with pytest.raises(OSError, match="x"):
             draw_and_fail()
-        assert self.draw() == expected
+        assert draw() == expected
 
+    @pytest.mark.parametrize("function", [lambda: torch.rand(()), np.random.rand, random.random, float])
+    def test_reading_leaves_them_alone(self, function: Any) -> None:
+        class Reads(Noisy):
+            def __len__(self) -> int:
+                return 60
 
-def test_the_default_collate_function_is_used() -> None:
-    batch = next(iter(a_loader()))
+            def __getitem__(self, index: int) -> Any:
+                return index, float(function())
 
-    assert [type(part) for part in batch] == [type(part) for part in default_collate([Noisy()[0]])]
+        with keep_randomness():
+            expected = [draw() for _ in range(20)]
+
+        assert [draw() for _ in a_loader(Reads())] == expected
+
+    def test_a_dataset_that_draws_for_the_first_time_late_is_seeded_all_the_same(self) -> None:
+        class DrawsLate(Noisy):
+            def __len__(self) -> int:
+                return 60
+
+            def __getitem__(self, index: int) -> Any:
+                return index, random.random() + np.random.rand() if index >= 48 else 0.0
+
+        with keep_randomness():
+            expected = [draw() for _ in range(20)]
+        late = [([*batch[0].tolist()], [*batch[1].tolist()], draw()) for batch in a_loader(DrawsLate(), shuffle=False)]
+        by_workers = drawn(a_loader(DrawsLate(), shuffle=False, num_workers=1))
+
+        assert [[*indices_and_noise] for *indices_and_noise, _ in late] == by_workers
+        assert [found for *_, found in late] == expected
+
+    def test_an_error_of_the_dataset_leaves_them_alone(self) -> None:
+        class FailsLate(Noisy):
+            def __len__(self) -> int:
+                return 60
+
+            def __getitem__(self, index: int) -> Any:
+                if index >= 48:
+                    draw()
+                    raise OSError("x")
+                return index
+
+        iterator = iter(a_loader(FailsLate(), shuffle=False))
+        for _ in range(16):
+            next(iterator)
+        with keep_randomness():
+            expected = draw()
+        with pytest.raises(OSError, match="x"):
+            next(iterator)
+        assert draw() == expected

@@ -141,21 +141,6 @@ class TestAugmentation:
 
         assert begun + draws(second) == expected
 
-    @pytest.mark.parametrize("resumed_on", [1, 3])
-    def test_what_a_sample_draws_in_an_epoch_does_not_depend_on_ranks(self, resumed_on: int) -> None:
-        alone = {sample for batch in draws(a_loader()) for sample in batch}
-        ranks = [a_loader(num_replicas=2, rank=rank) for rank in range(2)]
-        served = set()
-        for loader in ranks:
-            batches = iter(loader)
-            served |= {sample for _ in range(3) for sample in draws([next(batches)])[0]}
-        for rank in range(resumed_on):
-            loader = a_loader(num_replicas=resumed_on, rank=rank)
-            loader.load_state_dict(ranks[0].state_dict())
-            served |= {sample for batch in draws(loader) for sample in batch}
-
-        assert served == alone
-
     @pytest.mark.parametrize("kind", ["cycle", "by sample"])
     def test_a_sample_that_comes_again_in_the_epoch_draws_anew(self, kind: str) -> None:
         seen: dict[int, list[float]] = {}

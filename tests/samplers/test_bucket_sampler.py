@@ -119,7 +119,7 @@ class TestArguments:
             ({"max_tokens": 30}, r"\d+ of 150 samples are longer than max_tokens=30 allows; the longest has 40"),
             ({"max_tokens": 30, "window": 40}, r"\d+ of 150 samples are longer than max_tokens=30 allows"),
             ({"seed": 1.5}, "seed must be an integer, got 1.5"),
-            ({"seed": None}, "seed must be an integer, got None"),
+            ({"seed": "a"}, "seed must be an integer, got 'a'"),
             ({"num_replicas": 2, "rank": 2}, "rank"),
             ({"num_replicas": 0, "rank": 0}, "num_replicas"),
         ],

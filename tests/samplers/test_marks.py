@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stateful.samplers.marks import STRIDE, digest, is_plain_index, next_mark
+from lightning_stateful.samplers.marks import STRIDE, digest, next_mark
 
 
 @dataclass(frozen=True)
@@ -114,45 +114,6 @@ def test_indices_are_alike_in_whatever_they_are_held(item: Any, same: Any) -> No
 )
 def test_lists_of_numpy_integers_are_like_lists_of_ints(kind: Any) -> None:
     assert digest([kind(1), kind(2)]) == digest([1, 2])
-
-
-@pytest.mark.parametrize(
-    "item",
-    [
-        3,
-        2**70,
-        True,
-        "a",
-        b"a",
-        np.int32(3),
-        np.str_("a"),
-        torch.tensor(3),
-        torch.tensor([1, 2]),
-        np.array([1, 2]),
-        np.array(["a", "b"]),
-        [1, 2],
-        (1, "a"),
-        [(0, 1), (1, "a")],
-        [np.int64(1), torch.tensor(2)],
-        [],
-    ],
-    ids=repr,
-)
-def test_what_holds_numbers_and_texts_is_a_plain_index(item: Any) -> None:
-    assert is_plain_index(item)
-
-
-@pytest.mark.parametrize(
-    "item",
-    [None, 0.5, {"index": 1}, {1}, Named("x"), Cuts("x"), [1, Named("x")], (1, None), np.array([object()])],
-    ids=lambda item: type(item).__name__,
-)
-def test_anything_else_is_none(item: Any) -> None:
-    assert not is_plain_index(item)
-
-
-def test_a_tensor_of_weights_is_no_plain_index() -> None:
-    assert not is_plain_index(torch.tensor([0.5]))
 
 
 def test_digests_are_the_same_on_every_platform() -> None:

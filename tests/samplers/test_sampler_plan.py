@@ -188,33 +188,10 @@ def test_batches_that_split_themselves_are_joined_and_split_in_the_last_step(
     assert named(found) == [[*own, tuple(part)] for own, part in zip(full, last, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        [7, 8, 9],
-        (7, 8, 9),
-        np.array([7, 8, 9]),
-        torch.tensor([7, 8, 9]),
-        [(0, 7), (1, 8)],
-        range(7, 10),
-    ],
-    ids=["list", "tuple", "array", "tensor", "list of pairs", "range"],
-)
-def test_a_batch_and_the_parts_that_it_is_split_into_have_one_key(batch: Any) -> None:
-    keys = {
-        key
-        for ranks in (1, 2)
-        for rank in range(ranks)
-        for key, _ in plan_of(InOrder([batch]), ranks, rank, whole_batches=True, is_collated=True).keyed(Position(), 3)
-    }
+def test_the_parts_of_a_batch_that_is_split_have_numbers_of_their_own() -> None:
+    ranks = [plan_of(InOrder([[7, 8, 9]]), 2, rank, whole_batches=True, is_collated=True) for rank in (0, 1)]
 
-    assert len(keys) == 1
-
-
-def test_batches_of_other_things_have_a_key_each() -> None:
-    plan = plan_of(InOrder([Cuts("a"), Cuts("b"), Cuts("a")]), 1, 0, whole_batches=True)
-
-    assert len({key for key, _ in plan.keyed(Position(), 3)}) == 3
+    assert [list(plan.numbered(Position())) for plan in ranks] == [[(0, [7, 8])], [(1, [9])]]
 
 
 def test_batches_that_split_themselves_are_padded_whole() -> None:

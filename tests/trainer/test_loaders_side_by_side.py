@@ -1,0 +1,120 @@
+"""Loaders that are served side by side share neither their orders nor what their samples draw."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
+
+from lightning_stateful import (
+    ChunkedDataset,
+    MixedStream,
+    StatefulDataCallback,
+    StatefulDataModule,
+    StreamDataModule,
+)
+from lightning_stateful.samplers import BucketBatchSampler
+
+Make = Callable[[], Any]
+LENGTH = 64
+
+
+class Noisy(Dataset[Any]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return index, float(torch.rand(())) + random.random()
+
+
+class Own(Sampler[int]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Any:
+        return iter(random.sample(range(LENGTH), LENGTH))
+
+
+class Records(BoringModel):
+    """Keeps what each loader gives to each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[str, list[tuple[list[int], list[float]]]] = {"a": [], "b": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for name, steps in self.steps.items():
+            steps.append(tuple(part.tolist() for part in batch[name]))
+        return super().training_step(torch.rand(1, 32), batch_idx)
+
+
+def chunks() -> ChunkedDataset:
+    return ChunkedDataset(range(8), lambda chunk: [(8 * chunk + n, random.random()) for n in range(8)], seed=0)
+
+
+def a_loader(**options: Any) -> Any:
+    return DataLoader(Noisy(), batch_size=4, **options)
+
+
+def of_buckets() -> Any:
+    return DataLoader(Noisy(), batch_sampler=BucketBatchSampler([1] * LENGTH, batch_size=4))
+
+
+CASES: dict[str, Make] = {
+    "shuffled": lambda: {name: a_loader(shuffle=True) for name in "ab"},
+    "weighted": lambda: {name: a_loader(sampler=WeightedRandomSampler([1.0] * LENGTH, LENGTH)) for name in "ab"},
+    "own sampler": lambda: {name: a_loader(sampler=Own()) for name in "ab"},
+    "torch's sampler": lambda: {
+        name: a_loader(sampler=RandomSampler(range(LENGTH), generator=torch.Generator())) for name in "ab"
+    },
+    "buckets": lambda: {name: of_buckets() for name in "ab"},
+    "module": lambda: StatefulDataModule({name: Noisy() for name in "ab"}, batch_size=4),
+    "streams": lambda: StreamDataModule({name: chunks() for name in "ab"}, batch_size=4, steps_per_epoch=16),
+    "mixed streams": lambda: StreamDataModule(
+        {name: MixedStream({"x": chunks(), "y": chunks()}) for name in "ab"}, batch_size=4, steps_per_epoch=32
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_two_loaders_serve_alike(name: str) -> None:
+    model, data = Records(), CASES[name]()
+    trainer = pl.Trainer(
+        max_epochs=1, callbacks=[StatefulDataCallback()], accelerator="cpu",
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, data)
+
+    steps = list(zip(model.steps["a"], model.steps["b"], strict=True))
+    assert len(steps) >= LENGTH // 4
+    # By chance, one pair in sixteen thousand.
+    assert sum(one[0] == other[0] for one, other in steps) < 3
+    assert not {noise for one, _ in steps for noise in one[1]} & {noise for _, other in steps for noise in other[1]}
+
+
+def test_workers_whose_samples_are_not_seeded_draw_apart_too() -> None:
+    model = Records()
+    trainer = pl.Trainer(
+        max_epochs=1, callbacks=[StatefulDataCallback(seed_samples=False)], accelerator="cpu",
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, {name: a_loader(num_workers=1) for name in "ab"})
+
+    a, b = ({noise for step in model.steps[name] for noise in step[1]} for name in "ab")
+    assert not a & b
+
+
+def test_children_of_a_mixed_stream_have_orders_and_draws_of_their_own() -> None:
+    a, b = (list(zip(*MixedStream({"a": chunks(), "b": chunks()}), strict=True)) for _ in range(2))
+    mixed = list(MixedStream({"a": chunks(), "b": chunks()}))
+    turns = mixed[0::2], mixed[1::2]
+
+    assert a == b
+    assert [sample[0] for sample in turns[0]] != [sample[0] for sample in turns[1]]
+    assert not {sample[1] for sample in turns[0]} & {sample[1] for sample in turns[1]}
