@@ -81,6 +81,7 @@ class StreamLoader(DataLoader[Any]):
             seed_samples=seed_samples,
             num_replicas=num_replicas,
             rank=rank,
+            accept=self.accept,
         )
         self.course = StreamCourse(setup)
         self.order = StreamOrder(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ class StreamSetup:
         seed_samples: Seed what is drawn at samples.
         num_replicas: Data-parallel ranks; None for those of the process group.
         rank: This rank.
+        accept: Names of differences between a state and what is read now to let pass.
 
     Attributes:
         loader, options, seed_samples: As they were given.
@@ -50,7 +52,9 @@ class StreamSetup:
         seed_samples: bool,
         num_replicas: int | None,
         rank: int | None,
+        accept: Collection[str] = (),
     ) -> None:
+        self._accept = accept
         self.loader, self.options, self.seed_samples = loader, options, seed_samples
         self.seed, self._seed_given, self._path = loader_seed(seed, path), seed, path
         self.topology = partial(detect_topology, num_replicas, rank)
@@ -96,7 +100,14 @@ class StreamSetup:
                 for name, source in self._given.sources.items()
             }
             return replace(self._given, sources=sources)
-        shards = OwnStream(self.loader.dataset, num_replicas, num_workers, self._beginning_of_own)
+        shards = OwnStream(
+            self.loader.dataset,
+            num_replicas,
+            num_workers,
+            self._beginning_of_own,
+            stays=not self.loader.num_workers or self.loader.persistent_workers,
+            is_checked="nondeterministic" not in self._accept,
+        )
         source = Source(shards=shards, seed=self._seed_given, path=self._path, seed_samples=self.seed_samples)
         return StreamConfig(sources={ALONE: source}, **self._batching)
 

@@ -75,7 +75,10 @@ class Reading(Stage):
         self._since: int = begun["since"]
         self._state: Any = begun["state"]
         self._skipped: int = begun["skipped_shards"]
-        self._gap = _gap(self._state)
+        # Digest of the pass's first samples, of what divides itself.
+        self._first: str | None = begun.get("first")
+        # A state that is there at all is taken at once where only reading all again would lead there otherwise.
+        self._gap = 1 if shards.pinned and self._state is None else _gap(self._state)
         self._iterator: ShardIterator | None = None
 
     @property
@@ -136,13 +139,18 @@ class Reading(Stage):
             if state is not None:
                 self._state, self._since = state, 0
                 self._gap = _gap(state)
-        return {
+        place = {
             "shard": self._at,
             "item": self._item,
             "since": self._since,
             "state": self._state,
             "skipped_shards": self._skipped,
         }
+        if self._shards.pinned:
+            if self._iterator is not None:
+                self._first = self._iterator.first() or self._first
+            place["first"] = self._first
+        return place
 
     def close(self) -> None:
         """Close the shard that is open."""
@@ -168,6 +176,29 @@ class Reading(Stage):
             ) from error
 
     def _open(self, shard: int) -> ShardIterator:
+        if not self._item and self._state is None:
+            self._shards.begin_passes(self._epoch)
+        iterator = self._read(shard)
+        found = iterator.first() if self._state is None else None
+        if found is not None and self._first not in (None, found):
+            # It counts its passes itself.
+            iterator.close()
+            self._shards.begin_passes(self._epoch, surely=True)
+            iterator = self._read(shard)
+            if iterator.first() != self._first:
+                iterator.close()
+                raise PositionError(
+                    f"{self._shards.name(shard)} begins pass {self._epoch} with other samples than before the resume, "
+                    f"however often it is begun, so that nobody can say which of its samples {self._item} were. Give "
+                    "it state_dict and load_state_dict, or an order that follows from set_epoch(epoch), and make it "
+                    'anew for a resume; or resume from the end of an epoch. accept=("nondeterministic",) reads on '
+                    "behind as many samples."
+                )
+        self._iterator = iterator
+        return iterator
+
+    def _read(self, shard: int) -> ShardIterator:
+        """A shard where its state was taken, behind what was served since."""
         if self._seed is not None:
             seed_randomness(mixed_seed(self._seed, shard, 0))
         # A copy, which a reader may go on counting in.
@@ -184,7 +215,6 @@ class Reading(Stage):
                 f"{self._item} samples of {self._shards.name(shard)} were used, but now it ends after "
                 f"{self._item - missing}. Read the same data, or resume from another checkpoint."
             )
-        self._iterator = iterator
         return iterator
 
     def _leave_out(self, iterator: ShardIterator, shard: int) -> int:
@@ -209,6 +239,7 @@ class Reading(Stage):
     def _advance(self) -> None:
         self.close()
         self._at, self._item, self._since, self._state, self._gap = self._at + 1, 0, 0, None, _LEAST_GAP
+        self._first = None
 
     def _on_failure(self, shard: int, error: Exception) -> None:
         self.close()

@@ -23,6 +23,10 @@ class ShardIterator(ABC):
         """Where the next sample comes from, as fresh plain JSON data; None if only reading again leads there."""
         return None
 
+    def first(self) -> str | None:
+        """Digest of the first samples of a pass that is read from its beginning, where that tells it from others."""
+        return None
+
     def close(self) -> None:  # noqa: B027  # many hold nothing
         """Let go of files."""
 
@@ -67,6 +71,14 @@ class Shards(ABC):
     def sizes(self) -> list[int] | None:
         """Samples of each shard, where that is known without reading."""
         return None
+
+    def begin_passes(self, epoch: int, *, surely: bool = False) -> None:  # noqa: B027  # most do not count them
+        """Begin the passes before ``epoch`` that training has begun, for what counts its passes itself.
+
+        Args:
+            epoch: The pass that is to be read next.
+            surely: Begin all of them, even if the first ones begin alike.
+        """
 
 
 # A part of a shard goes by a number of its own: how many parts there are from this bit on, and below it which part of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from support.sources import assert_goes_on_from_every_moment
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful import StatefulDataCallback
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import PositionError, StatefulWarning
 
 MOMENTS = [
     ("on_train_batch_start", 1, 3),
@@ -74,3 +75,55 @@ def test_a_resumed_stream_tells_what_it_cost(tmp_path: Path) -> None:
 
     with pytest.warns(StatefulWarning, match="8 samples of Stream .* were read again"):
         run(Streams, ckpt_path=tmp_path / "middle.ckpt", max_steps=6)
+
+
+class Counting(IterableDataset[Any]):
+    """Shuffles by the number of passes that it has begun, and has no state."""
+
+    epoch = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        numbers = random.Random(self.epoch).sample(range(22), 22)
+        return ({"id": torch.tensor(number), "x": torch.rand(4) + number / 100} for number in numbers)
+
+
+class Unsteady(Counting):
+    """In another order whenever it is made."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Unsteady.made += 1
+        self.epoch = 1000 * Unsteady.made
+
+
+def loader_over(kind: Any, **options: Any) -> Any:
+    return lambda: DataLoader(kind(), batch_size=2, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_stream_that_counts_its_passes_goes_on_in_the_order_of_its_pass(tmp_path: Path) -> None:
+    assert_goes_on_from_every_moment(tmp_path, loader_over(Counting), MOMENTS, run)
+    # Copies in workers that end with a pass count nothing; those in workers that persist do.
+    options = {"num_workers": 1, "multiprocessing_context": "fork"}
+    assert_goes_on_from_every_moment(tmp_path, loader_over(Counting, **options), MOMENTS[3:], run)
+    options["persistent_workers"] = True
+    assert_goes_on_from_every_moment(tmp_path, loader_over(Counting, **options), MOMENTS[3:], run)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_stream_that_begins_otherwise_each_time_is_refused(tmp_path: Path) -> None:
+    stopped = run(loader_over(Unsteady), max_steps=4)
+    stopped.trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    with pytest.raises(PositionError, match=r"Unsteady .* begins pass 0 with other samples than before the resume"):
+        run(loader_over(Unsteady), ckpt_path=tmp_path / "middle.ckpt", max_steps=6)
+    with pytest.warns(StatefulWarning, match="8 samples of Unsteady .* were read again"):
+        train(
+            loader_over(Unsteady),
+            callbacks=[StatefulDataCallback(seed=7, accept=("nondeterministic",))],
+            ckpt_path=tmp_path / "middle.ckpt",
+            max_steps=6,
+        )
