@@ -15,10 +15,18 @@ and several loaders' one envelope a loader, by the path of the loader in the use
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from lightning_stateful.errors import DamagedStateError, Difference, StateError, StateMismatchError, StateVersionError
+from lightning_stateful.errors import (
+    DamagedStateError,
+    Difference,
+    StateError,
+    StatefulWarning,
+    StateMismatchError,
+    StateVersionError,
+)
 
 VERSION = 1
 COMBINED = "combined"
@@ -122,7 +130,12 @@ _DAMAGED = " Resume from another checkpoint; this one's data state is damaged."
 
 
 def differences(
-    saved: Mapping[str, Any], present: Mapping[str, Any], *, accept: Collection[str] = (), path: str = ""
+    saved: Mapping[str, Any],
+    present: Mapping[str, Any],
+    *,
+    accept: Collection[str] = (),
+    path: str = "",
+    fingerprints: bool = True,
 ) -> list[Difference]:
     """Every difference between two envelopes apart from their positions.
 
@@ -132,6 +145,7 @@ def differences(
         accept: Names of differences to let pass, in full (``"train.dataset.length"``), without the loader's path
             (``"dataset.length"``), or by a name above it (``"dataset"``).
         path: Prefix of the reported paths.
+        fingerprints: Whether to report fingerprints of datasets too, which may differ where the data are the same.
     """
     accept = accepted_names(accept)
     if (saved["kind"] == COMBINED) != (present["kind"] == COMBINED):
@@ -143,7 +157,7 @@ def differences(
     found = []
     for loader, name, before, now in pairs:
         full = ".".join(part for part in (path, loader, name) if part)
-        if not _accepted((full, name), accept):
+        if not is_accepted((full, name), accept) and (fingerprints or not is_fingerprint(name)):
             found.append(Difference(path=full, saved=before, present=now, remedy=_remedy(name)))
     return found
 
@@ -151,14 +165,36 @@ def differences(
 def refuse_differences(
     saved: Mapping[str, Any], present: Mapping[str, Any], *, accept: Collection[str] = (), where: str = "The state"
 ) -> None:
-    """Raise if two envelopes differ in more than the position and what is accepted.
+    """Raise if two envelopes differ in more than the position and what is accepted; warn if only in fingerprints.
 
     Raises:
         StateMismatchError: With every difference at once.
     """
     found = differences(saved, present, accept=accept)
-    if found:
+    if not all(is_fingerprint(difference.path) for difference in found):
         raise StateMismatchError(found, where=where)
+    if found:
+        changed = ", ".join(f"{one.path} (saved {one.saved!r}, now {one.present!r})" for one in found)
+        warnings.warn(
+            fingerprint_warning(f"{where} was made with", changed, found[0].path), StatefulWarning, stacklevel=3
+        )
+
+
+def is_fingerprint(name: str) -> bool:
+    """Whether a difference of this name is one of a dataset's fingerprint.
+
+    A Hugging Face dataset that was mapped by a method has another one in every process. Its rows are compared as well.
+    """
+    return "fingerprint" in name.split(".")
+
+
+def fingerprint_warning(what: str, changed: str, name: str) -> str:
+    """What a user is told of data that differ in their fingerprint alone."""
+    return (
+        f"{what} data of another fingerprint: {changed}. All else that is compared, length, columns and some rows, is "
+        "the same, so the run goes on. Functions that belong to an object, such as map(self.tokenize), get another "
+        f"fingerprint in every process; pass a plain function, or accept=({name!r},) to hear no more of it."
+    )
 
 
 def accepted_names(accept: Collection[str]) -> tuple[str, ...]:
@@ -249,7 +285,8 @@ def _pairs(prefix: str, saved: Mapping[str, Any], present: Mapping[str, Any]) ->
             yield "", name, before, now
 
 
-def _accepted(names: tuple[str, ...], accept: Collection[str]) -> bool:
+def is_accepted(names: tuple[str, ...], accept: Collection[str]) -> bool:
+    """Whether one of a difference's names, or a name above it, is to be let pass."""
     return any(name == wanted or name.startswith(f"{wanted}.") for name in names for wanted in accept)
 
 

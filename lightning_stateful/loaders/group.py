@@ -130,7 +130,8 @@ class LoaderGroup:
             if before is None or not _carries_over(loader) or not _carries_over(before):
                 continue
             state = before.state_at(other._origin(path, epoch))
-            changed = format_.differences(state, loader.state_at(loader.plan.begin(epoch)), accept=loader.accept)
+            now = loader.state_at(loader.plan.begin(epoch))
+            changed = format_.differences(state, now, accept=loader.accept, fingerprints=False)
             if changed:
                 found = " ".join(map(str, changed))
                 warnings.warn(

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, default_collate
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.weights import by_name
-from lightning_stateful.samplers.identity import describe_dataset
+from lightning_stateful.samplers.identity import describe_dataset, without_fingerprint
 
 Collate = Callable[[list[Any]], Any]
 
@@ -129,15 +129,19 @@ def describe_sources(dataset: Any, described: dict[str, Any]) -> dict[str, Any]:
         )
     if not isinstance(dataset, ConcatDataset) or len(dataset.datasets) != len(lengths):
         return {**described, "dataset": describe_dataset(dataset)}
-    sources = {}
+    sources, fingerprints = {}, {}
     for (name, length), part in zip(lengths.items(), dataset.datasets, strict=True):
         if len(part) != length:  # type: ignore[arg-type]  # ConcatDataset has asked for their lengths
             raise ConfigurationError(
                 f"Source {name!r} has {length} samples, and the dataset in its place {len(part)}. "  # type: ignore[arg-type]  # as above
                 "Concatenate the datasets in the order of the sources."
             )
-        sources[name] = _fingerprint(part, length)
-    return {**described, "sources": sources}
+        stable, fingerprint = without_fingerprint(describe_dataset(part))
+        sources[name] = _digest(stable, length)
+        if fingerprint is not None:
+            fingerprints[name] = fingerprint
+    found = {"fingerprint": fingerprints} if fingerprints else {}
+    return {**described, "sources": sources, **found}
 
 
 def describe_lengths(dataset: Any, described: dict[str, Any]) -> dict[str, Any]:
@@ -158,9 +162,9 @@ def describe_lengths(dataset: Any, described: dict[str, Any]) -> dict[str, Any]:
     return {**described, "dataset": describe_dataset(dataset)}
 
 
-def _fingerprint(dataset: Any, length: int) -> int | str:
+def _digest(described: dict[str, Any], length: int) -> int | str:
     """A length, followed by a digest of whatever else is known: short, because a state lists every source."""
-    more = {key: value for key, value in describe_dataset(dataset).items() if key != "length"}
+    more = {key: value for key, value in described.items() if key != "length"}
     if not more:
         return length
     digest = hashlib.blake2b(json.dumps(more, sort_keys=True).encode(), digest_size=3).hexdigest()

@@ -71,7 +71,7 @@ class Cursor:
             DamagedStateError, PositionError: The position is of no use.
         """
         if isinstance(self.order, BatchOrder):
-            changed = bool(format_.differences(state, self._present()))
+            changed = bool(format_.differences(state, self._present(), fingerprints=False))
             return _read_in_batches(self.order, state, changed=changed, cyclic=cyclic, where=where)
         own: dict[str, Any] = Position().to_dict()
         if isinstance(self.order, UserSampler):

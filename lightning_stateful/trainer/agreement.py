@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_stateful.errors import RankMismatchError
+from lightning_stateful.errors import RankMismatchError, StatefulWarning
+from lightning_stateful.state import fingerprint_warning, is_accepted, is_fingerprint
 from lightning_stateful.trainer.lightning import pl
 
 T = TypeVar("T")
+Descriptions = Mapping[str, Mapping[str, Any]]
+
+# What may differ between ranks that serve the same numbers of samples, where the user accepts it.
+_ABOUT_DATA = ("dataset", "sources", "fingerprint")
 
 
-def build_alike(trainer: pl.Trainer, build: Callable[[], T], describe: Callable[[T], dict[str, Any]], what: str) -> T:
+def build_alike(
+    trainer: pl.Trainer,
+    build: Callable[[], T],
+    describe: Callable[[T], Descriptions],
+    what: str,
+    *,
+    accept: Collection[str] = (),
+) -> T:
     """Build something on every rank and make sure that all ranks could, and that the results agree.
 
     A collective of the trainer's ranks. A trainer of one process only builds, whatever group of processes another
@@ -23,8 +36,9 @@ def build_alike(trainer: pl.Trainer, build: Callable[[], T], describe: Callable[
     Args:
         trainer: Says how many ranks there are.
         build: What each rank does for itself.
-        describe: What has to be equal on all ranks, as plain data.
+        describe: What has to be equal on all ranks, as plain data by the path of the loader.
         what: How an error calls it.
+        accept: Names of differences to let pass, as on a resume; of what a dataset says of itself, not of its length.
 
     Raises:
         RankMismatchError: On every rank, if ranks describe different things or some ranks failed to build.
@@ -47,21 +61,45 @@ def build_alike(trainer: pl.Trainer, build: Callable[[], T], describe: Callable[
     if failed:
         lines = "\n".join(f"  - rank {rank}: {text}" for rank, text in failed.items())
         raise RankMismatchError(f"{what} could not be built on every rank:\n{lines}")
-    if any(pickle.dumps(other) != pickle.dumps(reports[0]) for other in reports):
-        raise RankMismatchError(_disagreement(what, [description for _, description in reports]))
+    _compare([description for _, description in reports], what, accept)
     return built
 
 
-def _disagreement(what: str, descriptions: list[dict[str, Any]]) -> str:
-    names = dict.fromkeys(name for description in descriptions for name in description)
-    lines = []
-    for name in names:
-        values = [description.get(name, "<nothing>") for description in descriptions]
-        if any(value != values[0] for value in values):
-            by_rank = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-            lines.append(f"  - {name}: {by_rank}")
-    return (
-        f"The ranks disagree about {what}. Steps would not match and the run would hang:\n"
-        + "\n".join(lines)
-        + "\nBuild the same dataset with the same settings on every rank; the loader deals out the samples."
-    )
+def _compare(descriptions: list[Descriptions], what: str, accept: Collection[str]) -> None:
+    """Refuse what differs between ranks, but for what is accepted; warn of what does so in fingerprints alone."""
+    by_rank = [
+        {(path, name): value for path, of in description.items() for name, value in _leaves(of)}
+        for description in descriptions
+    ]
+    differing = {}
+    for path, name in dict.fromkeys(key for leaves in by_rank for key in leaves):
+        values = [leaves.get((path, name), "<nothing>") for leaves in by_rank]
+        full = f"{path}.{name}" if path else name
+        is_accepted_here = name.split(".")[0] in _ABOUT_DATA and is_accepted((full, name), accept)
+        if not is_accepted_here and len({json.dumps(value) for value in values}) > 1:
+            differing[full] = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+    if not all(map(is_fingerprint, differing)):
+        raise RankMismatchError(_disagreement(what, differing))
+    if differing:
+        changed = "; ".join(f"{name} ({values})" for name, values in differing.items())
+        rank_zero_warn(
+            fingerprint_warning(f"The ranks have, in {what},", changed, next(iter(differing))), category=StatefulWarning
+        )
+
+
+def _leaves(described: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """What is said under each dotted name; the order of a dict says nothing."""
+    for key, value in described.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _disagreement(what: str, differing: Mapping[str, str]) -> str:
+    lines = "\n".join(f"  - {name}: {values}" for name, values in differing.items())
+    remedy = "Build the same dataset with the same settings on every rank; the loader deals out the samples."
+    if data := [name for name in differing if any(part in name.split(".") for part in ("dataset", "sources"))]:
+        remedy += f" Where ranks read the same samples all the same, let it pass with accept=({data[0]!r},)."
+    said = f"The ranks disagree about {what}. Steps would not match and the run hang, or samples be lost:"
+    return f"{said}\n{lines}\n{remedy}"

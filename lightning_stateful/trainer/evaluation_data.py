@@ -50,14 +50,13 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
     return structure.rebuilt(lambda path, loader: loader)
 
 
-def _lengths(structure: Structure) -> dict[str, Any]:
-    views = {path: view for path, view in structure.loaders.items() if isinstance(view, LoaderView)}
-    described = {}
-    for path, view in views.items():
-        prefix = f"{path}." if path else ""
-        described[f"{prefix}length"] = view.plan.num_slots()
-        if isinstance(view.order, UserSampler):
-            described[f"{prefix}begins"] = view.order.examine().begins
+def _lengths(structure: Structure) -> dict[str, dict[str, Any]]:
+    described: dict[str, dict[str, Any]] = {}
+    for path, view in structure.loaders.items():
+        if isinstance(view, LoaderView):
+            described[path] = {"length": view.plan.num_slots()}
+            if isinstance(view.order, UserSampler):
+                described[path]["begins"] = view.order.examine().begins
     return described
 
 

@@ -14,6 +14,7 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError, Sta
 from lightning_stateful.index.budget import Budget
 from lightning_stateful.index.orders import SequentialOrder
 from lightning_stateful.index.padding import BudgetedOrder, StepPadding, measure
+from lightning_stateful.index.places import read_lengths
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.step_plan import ENDLESS
@@ -113,21 +114,28 @@ class TrainingData:
             UnsupportedLoaderError: A loader cannot be taken over.
         """
         return build_alike(
-            trainer, lambda: cls(trainer, request(), settings), lambda data: data.describe(), "the training data"
+            trainer,
+            lambda: cls(trainer, request(), settings),
+            lambda data: data.describe(),
+            "the training data",
+            accept=settings.accept,
         )
 
-    def describe(self) -> dict[str, Any]:
-        """What has to be equal on all ranks."""
-        described: dict[str, Any] = {"mode": self.group.mode}
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """What has to be equal on all ranks, by the path of the loader."""
+        described: dict[str, dict[str, Any]] = {
+            "": {"mode": self.group.mode, "order of loaders": list(self.group.loaders)}
+        }
         for path, loader in self.group.loaders.items():
             state = loader.state_at(loader.position)
-            prefix = f"{path}." if path else ""
-            described |= {
-                f"{prefix}length": loader.plan.num_slots(),
-                f"{prefix}batch_size": loader.batch_size,
-                f"{prefix}kind": state["kind"],
-                **{f"{prefix}{name}": value for name, value in state["config"].items()},
-            }
+            config = dict(state["config"])
+            if isinstance(config.get("sources"), Mapping) and isinstance(loader.order, BatchOrder):
+                config["lengths of sources"] = list(read_lengths(config).items())
+            elif isinstance(config.get("sources"), Mapping):
+                config["order of streams"], config["streams"] = list(config["sources"]), config.pop("sources")
+            described.setdefault(path, {}).update(
+                length=loader.plan.num_slots(), batch_size=loader.batch_size, kind=state["kind"], **config
+            )
         return described
 
     def report_at(self, epoch: int, batch: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from lightning_stateful.errors import ConfigurationError, StateMismatchError
+from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders import StatefulLoader, take_over
 from lightning_stateful.loaders.sources import Sample, SourceCollate, SourceDataset, describe_sources
 from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler
@@ -256,6 +256,15 @@ class TestChangedData:
             a_loader(datasets(version="1.1")).load_state_dict(state)
 
         assert [difference.path for difference in caught.value.differences] == ["sources.a"]
+
+    def test_a_source_whose_fingerprint_alone_has_changed_is_a_warning(self) -> None:
+        parts = datasets()
+        parts["a"]._fingerprint = "one"
+        state = a_loader(parts).state_dict()
+        parts["a"]._fingerprint = "other"
+
+        with pytest.warns(StatefulWarning, match=r"fingerprint.a \(saved 'one', now 'other'\)"):
+            a_loader(parts).load_state_dict(state)
 
     def test_a_source_of_other_files_is_named(self, tmp_path: Path) -> None:
         file = tmp_path / "part.txt"

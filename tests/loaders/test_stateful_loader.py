@@ -33,6 +33,7 @@ from lightning_stateful.errors import (
     DamagedStateError,
     PositionError,
     StateError,
+    StatefulWarning,
     StateMismatchError,
     StateVersionError,
     UnsupportedLoaderError,
@@ -471,14 +472,14 @@ class TestRefusals:
         assert path in {difference.path for difference in caught.value.differences}
         assert loader.state_dict() == before
 
-    def test_another_fingerprint_of_the_dataset_is_refused(self) -> None:
+    def test_another_fingerprint_of_the_same_data_is_a_warning(self) -> None:
         loaders = []
         for fingerprint in ("one", "other"):
             dataset = Numbers()
             dataset._fingerprint = fingerprint
             loaders.append(StatefulLoader(dataset))
 
-        with pytest.raises(StateMismatchError, match=r"dataset\.fingerprint: saved 'one', now 'other'"):
+        with pytest.warns(StatefulWarning, match=r"dataset\.fingerprint \(saved 'one', now 'other'\)"):
             loaders[1].load_state_dict(loaders[0].state_dict())
 
     @pytest.mark.parametrize(

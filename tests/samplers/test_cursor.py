@@ -106,5 +106,5 @@ def test_a_difference_is_accepted_by_its_name_or_a_name_above_it() -> None:
     with pytest.raises(StateMismatchError, match="2 differences"):
         cursor.read(state)
     with pytest.raises(StateMismatchError, match="1 difference"):
-        cursor.read(state, accept=("dataset.length",))
+        cursor.read(state, accept=("dataset.fingerprint",))
     assert cursor.read(state, accept=("dataset",)) == Position()

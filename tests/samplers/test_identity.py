@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
 
-from lightning_stateful.errors import StateError
+from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers import describe_dataset
 
 
@@ -137,6 +139,69 @@ def test_a_describe_method_with_arguments_of_its_own_is_left_alone() -> None:
     assert describe_dataset(Table(None)) == {"length": 5}
 
 
-def test_a_description_that_is_no_plain_data_is_refused_with_its_path() -> None:
-    with pytest.raises(StateError, match=r"dataset.describe\(\).root is a PosixPath"):
-        describe_dataset(Described({"root": Path("data")}))
+def test_what_a_dataset_says_of_itself_is_made_plain_whatever_its_types() -> None:
+    said = {
+        "mean": np.float32(0.5),
+        "count": np.int64(3),
+        "best": float("nan"),
+        0: "int",
+        "0": "text",
+        "sizes": np.array([1, 2]),
+        "names": {"b", "a"},
+        "root": Path("data"),
+        "dtype": torch.float16,
+        "nested": {1: (True, None, np.bool_(False))},
+    }
+    plain = describe_dataset(Described(said))
+
+    assert json.loads(json.dumps(plain, allow_nan=False)) == {
+        "length": 5,
+        "mean": 0.5,
+        "count": 3,
+        "best": "nan",
+        "int 0": "int",
+        "0": "text",
+        "sizes": [1, 2],
+        "names": ["a", "b"],
+        "root": "data",
+        "dtype": "torch.float16",
+        "nested": {"1": [True, None, False]},
+    }
+    assert describe_dataset(Described({"scores": np.arange(1000)})) != describe_dataset(
+        Described({"scores": np.arange(1000) + 1})
+    )
+
+
+def test_of_an_object_in_a_description_only_the_type_is_compared_with_a_warning() -> None:
+    with pytest.warns(StatefulWarning, match=r"dataset.describe\(\).reader\[0\] is a Files, of which"):
+        assert describe_dataset(Described({"reader": [Files([])]})) == {"length": 5, "reader": ["a Files"]}
+
+
+def test_a_hugging_face_dataset_is_its_columns_and_some_rows_past_any_transform() -> None:
+    rows = datasets.Dataset.from_dict({"n": list(range(100)), "text": [str(n) for n in range(100)]})
+    described = describe_dataset(rows)
+    fails = describe_dataset(rows.with_transform(lambda batch: 1 / 0))
+    again = describe_dataset(rows.map(lambda row: row, new_fingerprint="another"))
+
+    assert {**described, "fingerprint": "another"} == again
+    assert {key: described[key] for key in ("length", "columns", "rows")} == {
+        key: fails[key] for key in ("length", "columns", "rows")
+    }
+    assert describe_dataset(rows.shuffle(seed=1))["rows"] != describe_dataset(rows.shuffle(seed=2))["rows"]
+    assert describe_dataset(rows.rename_column("n", "m"))["columns"] != described["columns"]
+
+
+def test_of_very_many_files_all_names_and_some_sizes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def note(path: Path) -> Any:
+        read.append(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "stat", note)
+    names = [f"/mount/{number}.jpg" for number in range(10_000)]
+    described = describe_dataset(Files(names))["files"]
+
+    assert len(read) == len(set(read)) <= 100
+    names[5001] = "/mount/other.jpg"
+    assert describe_dataset(Files(names))["files"] != described

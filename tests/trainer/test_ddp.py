@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ddp_cases, fsdp_cases
+from support import data_cases, ddp_cases, fsdp_cases
 from support.ranks import run_on_ranks
 from support.runs import assert_stitches, train
 
@@ -22,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(folder: Path) -> Ranks:
     # What one process leaves behind is picked up by two, in `resumed_on_two_ranks`.
     train(max_steps=5).trainer.save_checkpoint(folder / "one.ckpt")
-    cases = [*ddp_cases.ALL, *fsdp_cases.ALL]
+    cases = [*ddp_cases.ALL, *fsdp_cases.ALL, *data_cases.ALL]
     return run_on_ranks([(case.__module__, case.__name__) for case in cases], 2, folder)
 
 
@@ -187,3 +188,33 @@ def test_rank_0_alone_may_test_within_a_fit_and_after_it(ranks: Ranks) -> None:
 def test_ranks_draw_other_dropout(ranks: Ranks) -> None:
     first, second = of(ranks, "dropout_by_rank")
     assert not set(first) & set(second)
+
+
+def test_data_of_another_fingerprint_are_trained_on_with_a_warning(ranks: Ranks) -> None:
+    found = of(ranks, "fingerprints_of_its_own")
+    assert found[0]["fingerprint"] != found[1]["fingerprint"]
+    for rank in found:
+        (first, resumed) = ([event[4] for event in trained(part)] for part in rank["parts"])
+        assert (len(first), len(resumed)) == (3, 3)
+    seen = [event[4] for rank in found for part in rank["parts"] for event in trained(part)]
+    assert sorted(index for batch in seen for index in batch) == list(range(22))
+    said = found[0]["warned"]
+    assert any("The ranks have" in text and "dataset.fingerprint" in text for text in said)
+    assert any("state was made with" in text and "dataset.fingerprint" in text for text in said)
+
+
+def test_ranks_with_other_rows_are_refused_unless_that_is_accepted(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert re.search(
+            r"dataset.rows: rank 0: .*, rank 1: .*accept=\('dataset.rows',\)", rank["other_rows"], re.DOTALL
+        )
+        assert rank["other_rows_accepted"] == 8
+        # That samples are as many as there are steps for cannot be waived.
+        assert "length: rank 0: 22, rank 1: 26" in rank["other_lengths_accepted"]
+
+
+def test_the_order_of_a_description_is_no_difference_and_that_of_loaders_is_named(ranks: Ranks) -> None:
+    assert of(ranks, "described_in_another_order")[0] > 8
+    for rank in ranks:
+        words = "order of loaders: rank 0: ['a', 'b'], rank 1: ['b', 'a']"
+        assert words in rank["loaders_in_another_order"]
