@@ -133,9 +133,11 @@ class TrainingData:
                 config["lengths of sources"] = list(read_lengths(config).items())
             elif isinstance(config.get("sources"), Mapping):
                 config["order of streams"], config["streams"] = list(config["sources"]), config.pop("sources")
-            described.setdefault(path, {}).update(
-                length=loader.plan.num_slots(), batch_size=loader.batch_size, kind=state["kind"], **config
-            )
+            elif isinstance(loader, StreamLoader):
+                # By other names, because a difference between ranks' shards is not to be accepted.
+                config["stream"] = config.pop("dataset", None)
+            own = {"length": loader.plan.num_slots(), "batch_size": loader.batch_size, "kind": state["kind"]}
+            described.setdefault(path, {}).update({**own, **config})
         return described
 
     def report_at(self, epoch: int, batch: int) -> dict[str, Any]:

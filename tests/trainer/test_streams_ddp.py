@@ -267,7 +267,7 @@ def test_a_rank_that_stands_still_is_named_on_both(ranks: Ranks) -> None:
     ("case", "words"),
     [
         ("seeds", "seed: rank 0: 0, rank 1: 1"),
-        ("chunks", "'chunks': 8"),
+        ("chunks", "stream.chunks: rank 0: 8"),
         ("steps", "length: rank 0: 3, rank 1: 4"),
         ("tail", "tail"),
     ],
