@@ -76,7 +76,7 @@ def _compare(descriptions: list[Descriptions], what: str, accept: Collection[str
         values = [leaves.get((path, name), "<nothing>") for leaves in by_rank]
         full = f"{path}.{name}" if path else name
         is_accepted_here = name.split(".")[0] in _ABOUT_DATA and is_accepted((full, name), accept)
-        if not is_accepted_here and len({json.dumps(value) for value in values}) > 1:
+        if not is_accepted_here and len({json.dumps(value, sort_keys=True, default=repr) for value in values}) > 1:
             differing[full] = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
     if not all(map(is_fingerprint, differing)):
         raise RankMismatchError(_disagreement(what, differing))
