@@ -123,19 +123,17 @@ class TrainingData:
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """What has to be equal on all ranks, by the path of the loader."""
-        described: dict[str, dict[str, Any]] = {
-            "": {"mode": self.group.mode, "order of loaders": list(self.group.loaders)}
-        }
+        of_group: dict[str, Any] = {"mode": self.group.mode, "order of loaders": list(self.group.loaders)}
+        described = {"": of_group}
         for path, loader in self.group.loaders.items():
             state = loader.state_at(loader.position)
-            config = dict(state["config"])
-            if isinstance(config.get("sources"), Mapping) and isinstance(loader.order, BatchOrder):
+            config, sources = dict(state["config"]), state["config"].get("sources")
+            if isinstance(loader, StreamLoader):
+                # By another name, because a difference between ranks' shards is not to be accepted.
+                config["stream"] = config.pop("dataset", None) or config.pop("sources", None)
+                config["order of sources"] = list(sources or ())
+            elif isinstance(sources, Mapping):
                 config["lengths of sources"] = list(read_lengths(config).items())
-            elif isinstance(config.get("sources"), Mapping):
-                config["order of streams"], config["streams"] = list(config["sources"]), config.pop("sources")
-            elif isinstance(loader, StreamLoader):
-                # By other names, because a difference between ranks' shards is not to be accepted.
-                config["stream"] = config.pop("dataset", None)
             own = {"length": loader.plan.num_slots(), "batch_size": loader.batch_size, "kind": state["kind"]}
             described.setdefault(path, {}).update({**own, **config})
         return described
