@@ -8,13 +8,16 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from lightning_stateful.errors import DamagedStateError, Difference, StateMismatchError
+from lightning_stateful.errors import DamagedStateError, Difference, PositionError, StateMismatchError
 from lightning_stateful.index.course import Course
 from lightning_stateful.index.mixture import Mixture
 from lightning_stateful.index.phases import amounts_of
 from lightning_stateful.index.places import by_name, read_lengths, read_places
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import Batches, say_repeats
+
+# Steps of so many epochs can be counted in 64 bits.
+_BEYOND = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,8 @@ class MixtureOrder:
             StateMismatchError: A change that cannot be accepted in the middle of a run.
         """
         position, names = Position.from_dict(data), self.mixture.sources.names
+        if max(position.epoch, position.width) >= _BEYOND:
+            raise PositionError(f"no run reaches an epoch or a width of {_BEYOND}, got {position}")
         lengths = read_lengths(saved)
         places, origin = (read_places(data, key, lengths) for key in ("places", "origin"))
         since = data.get("since")

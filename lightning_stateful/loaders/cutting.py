@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.index.orders import Order, order_at
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.steps import StepRule
@@ -97,6 +98,28 @@ def cutting_of(
     # A state is compared with what decides the sequence of samples; batch size, workers and ranks do not.
     described = {**order.describe(), "drop_last": drop_last, "dataset": describe_dataset(dataset)}
     return Cutting(cut_of_order, order, Cursor(cut_of_order.order, described))
+
+
+def length_of(dataset: Any, cut: Cut | SlotCut | SamplerCut) -> int | None:
+    """Samples of a dataset whose length the batches were planned for; None where a sampler looks at it itself."""
+    return None if isinstance(cut, SamplerCut) or not hasattr(dataset, "__len__") else len(dataset)
+
+
+def refuse_other_length(dataset: Any, length: int | None) -> None:
+    """Refuse a dataset that has shrunk since its batches were planned; warn of one that has grown.
+
+    Raises:
+        ConfigurationError: It has shrunk.
+    """
+    if length is None or len(dataset) == length:
+        return
+    changed = (
+        f"The {type(dataset).__qualname__} had {length} samples when its loader was built, and has {len(dataset)} now"
+    )
+    remedy = "Build the loader anew when the data change: Trainer(reload_dataloaders_every_n_epochs=1)."
+    if len(dataset) < length:
+        raise ConfigurationError(f"{changed}: some that are still to be served are not there any more. {remedy}")
+    warnings.warn(f"{changed}. New ones are not served. {remedy}", StatefulWarning, stacklevel=2)
 
 
 def _user_cut(

@@ -15,7 +15,7 @@ from lightning_stateful.index.seeding import derive_seed, loader_seed
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.batches import AnyPlan, PassBatches, PassIndices, PositionedBatches, SlotCut
-from lightning_stateful.loaders.cutting import cutting_of
+from lightning_stateful.loaders.cutting import cutting_of, length_of, refuse_other_length
 from lightning_stateful.loaders.engine import OPTIONS, Engine
 from lightning_stateful.loaders.origins import is_torchdatas
 from lightning_stateful.loaders.passes import Count, Pass
@@ -120,6 +120,7 @@ class StatefulLoader(DataLoader[Any]):
         )
         self.order = self.cut.order
         self.accept = tuple(dict.fromkeys([*accepted, *accepted_names(accept)]))
+        self._length = length_of(dataset, self.cut)
         self._generation = 0
         self._running: Count | None = None
         self._engine: Engine | None = None
@@ -259,6 +260,7 @@ class StatefulLoader(DataLoader[Any]):
         """How many batches there are from ``position`` on, and what gets the next of them."""
         plan = self.plan
         count = plan.num_batches(position)
+        refuse_other_length(self.dataset, self._length)
         if not count:
             return 0, tuple
         options = self._options()

@@ -15,10 +15,12 @@ from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.checkpoint import (
     drop_states_of_views,
     find_data_state,
+    fits_our_module,
     module_name,
     put_data_state,
     read_callback_state,
     refuse_other_seed,
+    warn_of_missing_loops,
 )
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
 from lightning_stateful.trainer.finders import refuse_finders
@@ -29,7 +31,7 @@ from lightning_stateful.trainer.metrics import monitored_metrics, restore_metric
 from lightning_stateful.trainer.moment import Moment, Resume
 from lightning_stateful.trainer.randomness import seed_model
 from lightning_stateful.trainer.signals import HeldSignals
-from lightning_stateful.trainer.source import Request, intercept
+from lightning_stateful.trainer.source import Request, intercept, release
 from lightning_stateful.trainer.training_data import Settings, TrainingData, topology_of
 
 
@@ -107,6 +109,12 @@ class StatefulDataCallback(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Step between the trainer's loops and their loaders."""
+        if stage == "fit" and self.brought_along and not fits_our_module(trainer):
+            # The data module that brought it is not trained on any more.
+            self._fit, self._resume = None, None
+            trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
+            release(trainer)
+            return
         if stage == "fit":
             earlier = self._data if trainer is self._trainer else None
             self._trainer, self._fit, self._resume = trainer, FitData(trainer, self.settings, earlier), None
@@ -209,8 +217,11 @@ class StatefulDataCallback(pl.Callback):
         if trainer.state.fn != TrainerFn.FITTING or trainer.limit_train_batches == 0:
             return
         refuse_finders(trainer)
-        loops = checkpoint["loops"]
-        own = checkpoint["callbacks"].get(self.state_key)
+        loops = checkpoint.get("loops")
+        if loops is None:
+            warn_of_missing_loops(checkpoint)
+            return
+        own = checkpoint.get("callbacks", {}).get(self.state_key)
         moment, metrics = (counters.locate(loops["fit_loop"]), {}) if own is None else read_callback_state(own)
         state = find_data_state(checkpoint, own, module_name(trainer), self.settings.accept)
         moment = self._fitting().place(state, moment)

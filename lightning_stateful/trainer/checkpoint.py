@@ -96,6 +96,11 @@ def module_name(trainer: Any) -> str | None:
     return type(module).__qualname__ if getattr(module, "holds_data_state", False) else None
 
 
+def fits_our_module(trainer: Any) -> bool:
+    """Whether the loaders to be trained on come from a data module that holds the data's state."""
+    return bool(getattr(trainer.fit_loop._data_source.instance, "holds_data_state", False))
+
+
 def put_data_state(checkpoint: dict[str, Any], module: str, callback: str, state: Mapping[str, Any] | None) -> None:
     """Put a trainer's data state where its data module has put one, or in the callback's part where that has none.
 
@@ -121,6 +126,16 @@ def data_state_in(module_state: Any) -> Mapping[str, Any] | None:
 def drop_states_of_views(checkpoint: Mapping[str, Any]) -> None:
     """Take out what Lightning saved of each loader, which is nothing: a Trainer of plain loaders would refuse it."""
     checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+
+
+def warn_of_missing_loops(checkpoint: Mapping[str, Any]) -> None:
+    """Say that Lightning begins at epoch 0 with a checkpoint that does not say how far training was."""
+    rank_zero_warn(
+        f"The checkpoint has no loop counters (its keys are {', '.join(checkpoint)}), so nobody knows how far its run "
+        "was: training begins at epoch 0, with its weights and optimizers. To go on where that run stopped, resume "
+        "from a checkpoint that trainer.save_checkpoint has written.",
+        category=StatefulWarning,
+    )
 
 
 def warn_of_missing_state(moment: Moment, begun_anew: Collection[str]) -> None:

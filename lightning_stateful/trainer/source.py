@@ -65,6 +65,15 @@ def intercept(
             _install(loop, partial(evaluation, stage))
 
 
+def release(trainer: pl.Trainer) -> None:
+    """Undo :func:`intercept`."""
+    evaluations = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, *evaluations):
+        source = loop._data_source
+        if isinstance(source, InterceptedSource):
+            loop._data_source = _DataLoaderSource(source.instance, source.name)
+
+
 def request_training_loaders(trainer: pl.Trainer) -> Any:
     """Ask the user's side for the training loaders, as the fit loop would."""
     source = trainer.fit_loop._data_source

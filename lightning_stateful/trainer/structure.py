@@ -31,7 +31,10 @@ class Structure:
         combined = raw if isinstance(raw, CombinedLoader) else None
         leaves, spec = pytree.tree_flatten_with_path(raw if combined is None else combined.iterables)
         mode = None if combined is None else combined._mode
-        return cls({_path(keys): leaf for keys, leaf in leaves}, spec, mode)
+        paths = [_path(keys) for keys, _ in leaves]
+        # Of paths that look alike, as of the keys 0 and "0", or "a.b" and "a" with "b" in it, the keys are spelled out.
+        loaders = {_path(keys, str if paths.count(_path(keys)) == 1 else repr): leaf for keys, leaf in leaves}
+        return cls(loaders, spec, mode)
 
     def rebuilt(self, replace: Callable[[str, Any], Any]) -> Any:
         """The same structure of what ``replace(path, loader)`` returns."""
@@ -39,5 +42,5 @@ class Structure:
         return tree if self.mode is None else CombinedLoader(tree, self.mode)  # type: ignore[arg-type]  # its own mode
 
 
-def _path(keys: Any) -> str:
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
+def _path(keys: Any, text: Callable[[Any], str] = str) -> str:
+    return ".".join(text(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
