@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,16 @@ def class_of_patched(ours: Any, kind: Any) -> Any:
         kind: The class of the user's loader.
     """
     return ours if issubclass(ours, kind) else _made_of(ours, kind)
+
+
+def copied(loader: Any) -> Any:
+    """A copy of a user's loader of which Lightning, while it records what is set on loaders, has a record of its own.
+
+    From the record of the user's loader Lightning may build it again, with whatever was set.
+    """
+    made = copy.copy(loader)
+    vars(made).pop("__pl_attrs_record", None)
+    return made
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
 
 from lightning_stateful.errors import ConfigurationError, StatefulError, StreamError
+from lightning_stateful.loaders.kinds import copied
 from lightning_stateful.loaders.lanes import Delivery, LaneDataset, LaneTask, Sealed
 from lightning_stateful.streams.lane import Lane, StreamConfig
 from lightning_stateful.streams.place_text import Text, as_place, heard
@@ -41,7 +41,7 @@ class RankReader:
         self._dataset = LaneDataset(config, loader.collate_fn, loader.dataset, seed if seed_samples else None)
         self._generator = torch.Generator()
         self._arrived: deque[Delivery] = deque()
-        self.loader: Any = copy.copy(loader)
+        self.loader: Any = copied(loader)
         # Past torch's guard against changes.
         vars(self.loader).update(
             dataset=self._dataset,
@@ -132,7 +132,7 @@ class RankReader:
         """End persistent workers as well."""
         self.end()
         self.loader._iterator = None
-        # After an exception in a loader hook Lightning goes on recording what is set on loaders, iterators too.
+        # Within Fabric.launch, Lightning records what is set on loaders, iterators too.
         vars(self.loader).pop("__pl_attrs_record", None)
 
     def _begun(self, task: LaneTask) -> Place:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.batches import AnyPlan, PassBatches, PassIndices, PositionedBatches, SlotCut
 from lightning_stateful.loaders.cutting import cutting_of, length_of, refuse_other_length
 from lightning_stateful.loaders.engine import OPTIONS, Engine
+from lightning_stateful.loaders.kinds import copied
 from lightning_stateful.loaders.origins import is_torchdatas
 from lightning_stateful.loaders.passes import Count, Pass
 from lightning_stateful.loaders.seeded import SeededDataset
@@ -312,7 +312,7 @@ class StatefulLoader(DataLoader[Any]):
 
     def adopt(self, original: DataLoader[Any]) -> None:
         """Read through a copy of the loader that this one was made of, and have its attributes."""
-        self._original = copy.copy(original)
+        self._original = copied(original)
 
     def __getattr__(self, name: str) -> Any:
         original = vars(self).get("_original")

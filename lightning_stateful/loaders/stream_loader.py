@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.step_plan import ENDLESS
 from lightning_stateful.index.topology import Topology
+from lightning_stateful.loaders.kinds import copied
 from lightning_stateful.loaders.stream_course import StreamCourse
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
@@ -66,7 +66,7 @@ class StreamLoader(DataLoader[Any]):
         accept: Collection[str] = (),
     ) -> None:
         # Not torch's constructor: the copy has been constructed.
-        self.__dict__["_original"] = copy.copy(loader)
+        self.__dict__["_original"] = copied(loader)
         vars(self._original).update(_iterator=None)
         self.seed, self.path, self.seed_samples = seed_or_default(seed), path, seed_samples
         self.options = StreamOptions() if options is None else options

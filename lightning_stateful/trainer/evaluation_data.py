@@ -15,9 +15,9 @@ from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.takeover import take_over
 from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.trainer.agreement import build_alike
-from lightning_stateful.trainer.lightning import pl
+from lightning_stateful.trainer.lightning import TrainerFn, pl
 from lightning_stateful.trainer.structure import Structure
-from lightning_stateful.trainer.training_data import Settings, topology_of
+from lightning_stateful.trainer.training_data import Settings, overfit_batches, topology_of
 from lightning_stateful.trainer.view import LoaderView
 
 
@@ -62,6 +62,7 @@ def _lengths(structure: Structure) -> dict[str, dict[str, Any]]:
 
 def _view(trainer: pl.Trainer, loader: Any, path: str, settings: Settings, topology: Topology) -> Any:
     where = f"the evaluation loader {path!r}"
+    overfits = trainer.state.fn == TrainerFn.FITTING and overfit_batches(trainer) > 0
     try:
         taken = take_over(
             loader,
@@ -70,6 +71,7 @@ def _view(trainer: pl.Trainer, loader: Any, path: str, settings: Settings, topol
             num_replicas=topology.num_replicas,
             rank=topology.rank,
             seed_samples=settings.seed_samples,
+            shuffle=False if overfits else None,
             exact=True,
             replace_samplers=settings.replace_samplers,
             accept=settings.accept,
@@ -89,4 +91,4 @@ def _view(trainer: pl.Trainer, loader: Any, path: str, settings: Settings, topol
         # Randomness and, if the loader shuffles, its order follow the training epoch, as a plain loader's would.
         return Position(epoch=trainer.current_epoch, width=topology.num_replicas) if taken.plan.num_batches() else None
 
-    return LoaderView(taken, locate, keeps_indices=trainer.predicting)
+    return LoaderView(taken, locate, keeps_indices=trainer.predicting, original=loader, overfits=overfits)

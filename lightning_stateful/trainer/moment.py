@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_stateful.errors import DamagedStateError
@@ -39,6 +39,21 @@ class Moment:
     def data(self) -> tuple[int, int]:
         """Epoch and step that the data goes on from: after the last batch of an epoch, the next epoch."""
         return (self.epoch + 1, 0) if self.ended else (self.epoch, self.batch)
+
+    def at_step(self, step: int, *, ended: bool) -> Moment:
+        """The same in steps of the present ranks and batch sizes.
+
+        Args:
+            step: The step that the running epoch goes on at.
+            ended: Whether none is left of it.
+        """
+        if ended and not self.validate:
+            # Nothing is left on the present ranks. Lightning then decides on a validation, and counts the batch again.
+            return replace(self, batch=step, ended=True, validate=True, stepped=self.stepped - 1)
+        if self.validate and step != self.batch:
+            # Validations fall after certain steps, of which this is no longer one.
+            return replace(self, batch=step, ended=ended, validate=ended, stepped=self.stepped + (not ended))
+        return replace(self, batch=step, ended=ended)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a state."""

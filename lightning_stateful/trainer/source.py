@@ -6,7 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_stateful.trainer.lightning import CombinedLoader, _DataLoaderSource, check_package, pl
+from lightning_utilities.core.inheritance import get_all_subclasses
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_stateful.trainer.lightning import CombinedLoader, _DataLoaderSource, _worker_check, check_package, pl
+from lightning_stateful.trainer.structure import Structure
 from lightning_stateful.trainer.view import LoaderView
 
 Request = Callable[[], Any]
@@ -31,8 +35,14 @@ class InterceptedSource(_DataLoaderSource):
 
     def dataloader(self) -> Any:
         """What the loop gets."""
-        loaders = self.intercept(self.request)
-        _end_workers(getattr(self._loop, "_combined_loader", None))
+        try:
+            loaders = self.intercept(self.request)
+        except BaseException:
+            _undo_patches()
+            raise
+        if self._loop is not None:
+            _end_workers(self._loop._combined_loader)
+            _advise(self._loop.trainer, loaders, self.name)
         return loaders
 
     def request(self) -> Any:
@@ -97,6 +107,23 @@ def _install(loop: Any, function: Callable[[Request], Any]) -> None:
         source.intercept = function
     else:
         loop._data_source = InterceptedSource(source, function, loop)
+
+
+def _undo_patches() -> None:
+    """Undo Lightning's patches of torch's classes, which it leaves in place where a hook raises an error."""
+    for base in (DataLoader, BatchSampler):
+        for kind in (base, *get_all_subclasses(base)):
+            for name in ("__init__", "__setattr__", "__delattr__"):
+                if f"__old{name}" in vars(kind):
+                    setattr(kind, name, getattr(kind, f"__old{name}"))
+                    delattr(kind, f"__old{name}")
+
+
+def _advise(trainer: pl.Trainer, loaders: Any, name: str) -> None:
+    """Give Lightning's advice on workers, which it has for a DataLoader only."""
+    for view in Structure.of(loaders).loaders.values():
+        if isinstance(view, LoaderView):
+            _worker_check(trainer, view.original, name)
 
 
 def _end_workers(combined: CombinedLoader | None) -> None:

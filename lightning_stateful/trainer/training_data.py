@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,7 +98,7 @@ class TrainingData:
         self._ended_epoch = -1
         # Epoch and step that a resume goes on at: Lightning may ask for a batch before it has restored its counters.
         self.pending: tuple[int, int] | None = None
-        self.structure: Any = structure.rebuilt(lambda path, loader: self._view(path))
+        self.structure: Any = structure.rebuilt(self._view)
         self.group.refuse_short_sources(self.num_batches())
         self._prepare_streams()
         self._report()
@@ -181,7 +180,7 @@ class TrainingData:
                 "Resume from another checkpoint."
             )
         if moment.running and not moment.ended:
-            moment = _in_present_steps(moment, step, ended=step >= self.num_batches())
+            moment = moment.at_step(step, ended=step >= self.num_batches())
             if moment.ended:
                 self.group.end_epoch(moment.epoch)
         if moment.ended:
@@ -222,7 +221,7 @@ class TrainingData:
     def _take_over(self, loader: Any, path: str, topology: Topology) -> AnyLoader:
         settings = self._settings
         where = f"the training loader {path!r}" if path else "the training loader"
-        overfits = _overfit_batches(self._trainer) > 0
+        overfits = overfit_batches(self._trainer) > 0
         taken = take_over(
             loader,
             seed=settings.seed,
@@ -244,9 +243,6 @@ class TrainingData:
 
     def _prepare_streams(self) -> None:
         streams = {path: loader for path, loader in self.group.loaders.items() if isinstance(loader, StreamLoader)}
-        if any(loader.is_sized for loader in streams.values()):
-            # Lightning doubts the length of any iterable dataset; this one is a number of steps, for all workers.
-            warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
         steps = self.num_batches()
         for path, loader in streams.items():
             loader.course.prepare(
@@ -254,7 +250,7 @@ class TrainingData:
                 limit=steps if steps < ENDLESS else None,
                 # A window of accumulated gradients that is open is served again from its first batch.
                 lag=longest_accumulation(self._trainer) - 1,
-                repeats=_overfit_batches(self._trainer) > 0,
+                repeats=overfit_batches(self._trainer) > 0,
             )
 
     def _report(self) -> None:
@@ -281,7 +277,7 @@ class TrainingData:
                 category=StatefulWarning,
             )
 
-    def _view(self, path: str) -> LoaderView:
+    def _view(self, path: str, original: Any) -> LoaderView:
         trainer, loader = self._trainer, self.group.loaders[path]
         seeds_model, seed, rank = self._settings.seed_model, loader.seed, loader.topology.rank
 
@@ -302,7 +298,15 @@ class TrainingData:
             if seeds_model:
                 seed_model(seed, rank, "batch", *(self.pending or counters.next_step(trainer)))
 
-        return LoaderView(loader, locate, before_batch, seed_batch, isolated=not seeds_model)
+        return LoaderView(
+            loader,
+            locate,
+            before_batch,
+            seed_batch,
+            isolated=not seeds_model,
+            original=original,
+            overfits=overfit_batches(trainer) > 0,
+        )
 
 
 def _is_shuffled(loader: Any) -> bool:
@@ -314,16 +318,7 @@ def _is_shuffled(loader: Any) -> bool:
     return not isinstance(getattr(batches, "sampler", batches), _UNSHUFFLED)
 
 
-def _in_present_steps(moment: Moment, step: int, *, ended: bool) -> Moment:
-    if ended and not moment.validate:
-        # Nothing is left on the present ranks. Lightning then decides on a validation, and counts the batch once more.
-        return replace(moment, batch=step, ended=True, validate=True, stepped=moment.stepped - 1)
-    if moment.validate and step != moment.batch:
-        # Validations fall after certain steps, of which this is no longer one.
-        return replace(moment, batch=step, ended=ended, validate=ended, stepped=moment.stepped + (not ended))
-    return replace(moment, batch=step, ended=ended)
-
-
-def _overfit_batches(trainer: Any) -> float:
+def overfit_batches(trainer: Any) -> float:
+    """How much of an epoch is trained and validated on, over and over; 0 for all of it."""
     # Set by Lightning's data connector, unknown to its types.
     return float(trainer.overfit_batches)

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stateful.index.position import Position
 from lightning_stateful.loaders.patched import AnyLoader
 from lightning_stateful.trainer.lightning import _IndexBatchSamplerWrapper
 
+# By what it recorded of the user's DataLoader(...), Lightning knows whether that shuffles.
+_RECORDS = "__pl_saved_"
+
+# Ours, told from a user's filter by the comment.
+_DOUBT = "Your `IterableDataset` has `__len__` defined(?#lightning_stateful)"
+
+
+class _InOrder(NamedTuple):
+    """The samplers of a loader that goes through its dataset in order."""
+
+    sampler: SequentialSampler
+    batch_sampler: BatchSampler | None
+
+    @classmethod
+    def of(cls, loader: AnyLoader) -> _InOrder:
+        sampler = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # only shown
+        size = None if loader.batch_sampler is None else loader.batch_size or 1
+        return cls(sampler, None if size is None else BatchSampler(sampler, size, loader.drop_last))
+
 
 class LoaderView:
     """An iterable over a loader that asks where to begin at the first ``next()`` of every pass.
 
-    It is no DataLoader, so Lightning neither injects a sampler nor rebuilds it. Attributes are those of the loader,
-    save ``sampler``, by which Lightning would recognise something to replace.
+    It is no DataLoader, so Lightning neither injects a sampler nor rebuilds it. Attributes are those of the loader;
+    ``sampler`` and ``batch_sampler`` are those of the user's, for hooks that look at them. What is served does not
+    depend on them.
 
     Args:
         loader: The loader.
@@ -25,6 +47,8 @@ class LoaderView:
         at_end: Called when there is no further batch, which Lightning asks for ahead where it cannot know.
         isolated: Whether the process's generators are put back after a batch that is read in this process.
         keeps_indices: Also offer the indices of each batch, as Lightning's prediction writers want them.
+        original: The user's loader, of which ``loader`` was made.
+        overfits: Show a sampler that goes through the dataset in order, lest Lightning put one in its place.
     """
 
     is_view = True
@@ -38,17 +62,26 @@ class LoaderView:
         *,
         isolated: bool = True,
         keeps_indices: bool = False,
+        original: Any = None,
+        overfits: bool = False,
     ) -> None:
         self.loader = loader
+        self.original = loader if original is None else getattr(original, "original", original)
+        self._shown = _InOrder.of(loader) if overfits else self.original
         self._locate = locate
         self._before_batch = before_batch
         self._at_end = at_end
         self._isolated = isolated
+        if loader.is_sized and isinstance(loader.dataset, IterableDataset):
+            # Lightning doubts the length of any iterable dataset; this one is a number of steps, for all workers.
+            warnings.filterwarnings("ignore", message=_DOUBT)
         if keeps_indices and loader.is_sized and loader.batch_sampler is not None:
             self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)  # type: ignore[arg-type]  # never None here
+            vars(self.batch_sampler)["sampler"] = self.sampler
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.
+        _end_filter()
         position = self._locate()
         if position is None:
             return
@@ -66,9 +99,10 @@ class LoaderView:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("sampler", "batch_sampler", "loader") or name.startswith("__"):
+        of_user = name in ("sampler", "batch_sampler") or name.startswith(_RECORDS)
+        if "_shown" not in vars(self) or (name.startswith("__") and not of_user):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.loader, name)
+        return getattr(self._shown if of_user else self.loader, name)
 
     @property
     def _iterator(self) -> Any:
@@ -78,6 +112,7 @@ class LoaderView:
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
         self.loader._iterator = iterator
+        _end_filter()
 
     def end_workers(self) -> None:
         """End workers that persist."""
@@ -101,3 +136,7 @@ class LoaderView:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Nothing: Lightning calls this too early, or not at all."""
+
+
+def _end_filter() -> None:
+    warnings.filters[:] = [entry for entry in warnings.filters if getattr(entry[1], "pattern", None) != _DOUBT]  # type: ignore[index]

@@ -268,6 +268,7 @@ class TestWriters:
 
         assert writer.epochs == [(IDS, [BATCHES])]
 
+    @pytest.mark.filterwarnings("ignore:Your `.*`'s sampler has shuffling enabled.*")
     @pytest.mark.parametrize(
         "make",
         [
@@ -408,6 +409,7 @@ class TestEvaluationBesideTraining:
 
         assert model.got == [(0, 0, [0, 1]), (0, 1, [2]), (1, 0, [100, 101])] * 2
 
+    @pytest.mark.filterwarnings("ignore:Your `.*`'s sampler has shuffling enabled.*")
     def test_a_plain_shuffled_validation_loader_has_another_order_in_each_epoch(self) -> None:
         model = Recorder()
         trainer = a_trainer(StatefulDataCallback(), max_epochs=2)

@@ -177,13 +177,6 @@ class TestLookingLikeALoader:
 
         assert getattr(view, name) == getattr(view.loader, name)
 
-    @pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
-    def test_what_lightning_would_replace_is_hidden(self, name: str) -> None:
-        view = a_view()
-
-        assert hasattr(view.loader, name)
-        assert not hasattr(view, name)
-
     def test_a_missing_attribute_is_reported_as_usual(self) -> None:
         with pytest.raises(AttributeError, match="no_such_thing"):
             _ = a_view().no_such_thing
@@ -235,7 +228,7 @@ class TestCopying:
 
         assert type(twin) is LoaderView
         assert read(twin) == batches_from(Position())
-        assert hasattr(twin, "batch_sampler") is keeps_indices
+        assert isinstance(twin.batch_sampler, _IndexBatchSamplerWrapper) is keeps_indices
 
     def test_a_view_that_is_not_yet_filled_has_no_attributes(self) -> None:
         empty = LoaderView.__new__(LoaderView)
@@ -270,9 +263,6 @@ class TestKeepingIndices:
         read(view)
 
         assert view.batch_sampler.seen_batch_indices == batches_from(Position(epoch=1))
-
-    def test_the_sampler_stays_hidden(self) -> None:
-        assert not hasattr(a_view(keeps_indices=True), "sampler")
 
     def test_its_length_is_that_of_the_epoch(self) -> None:
         view = a_view(keeps_indices=True)

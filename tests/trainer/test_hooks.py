@@ -1,0 +1,209 @@
+"""User hooks that look at loaders, Lightning's advice about them, and what errors in hooks leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, _replace_dunder_methods
+from support.ledger import LedgerModel, Numbers
+from support.runs import train
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from lightning_stateful import StatefulDataCallback, StreamDataModule, patch_dataloader
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "max_epochs": 2,
+}
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return map(Numbers(6).__getitem__, range(6))
+
+
+class Told(Sampler[int]):
+    """Goes through six samples, and remembers the epochs that it was told."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+    def __len__(self) -> int:
+        return 6
+
+
+class Looks(pl.Callback):
+    """Calls a function with the training and validation loaders that the trainer shows, at the start of an epoch."""
+
+    def __init__(self, look: Callable[[Any], Any]) -> None:
+        self.look = look
+        self.seen: list[Any] = []
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.seen.append(self.look(trainer.train_dataloader))
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.seen.append(self.look(trainer.val_dataloaders))
+
+
+def fit(*callbacks: Any, train: Any, val: Any = None, **options: Any) -> pl.Trainer:
+    trainer = pl.Trainer(**{**QUIET, **options}, callbacks=[StatefulDataCallback(), *callbacks])
+    trainer.fit(LedgerModel(), train, val)
+    return trainer
+
+
+def batches(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(6), **{"batch_size": 2, **options})
+
+
+@pytest.mark.parametrize("make", [batches, lambda: DataLoader(Rows(), batch_size=2)], ids=["samples", "stream"])
+def test_hooks_find_what_they_find_in_a_plain_loader(make: Callable[[], DataLoader[Any]]) -> None:
+    train, val = make(), batches(sampler=Told())
+    looks = Looks(lambda shown: (shown.sampler, shown.batch_sampler, shown.dataset, shown.batch_size))
+    fit(looks, train=train, val=val, max_epochs=1)
+
+    assert looks.seen == [
+        (loader.sampler, loader.batch_sampler, loader.dataset, loader.batch_size) for loader in (train, val)
+    ]
+
+
+def test_a_sampler_that_a_hook_changes_is_the_one_that_is_trained_on() -> None:
+    class Chosen(Sampler[int]):
+        chosen = 0
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([self.chosen] * 2)
+
+        def __len__(self) -> int:
+            return 2
+
+    def choose(shown: Any) -> None:
+        shown.sampler.chosen += 1
+
+    class Chooses(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            choose(trainer.train_dataloader)
+
+    plain, ours = (
+        train(lambda: batches(sampler=Chosen()), callbacks=[Chooses(), *others], max_epochs=3).ledger
+        for others in ([], [StatefulDataCallback(accept=("nondeterministic",))])
+    )
+    assert [event[-1] for event in ours] == [event[-1] for event in plain]
+
+
+@pytest.mark.filterwarnings("ignore:overfit_batches trains on the same batches.*")
+def test_overfitting_shows_and_serves_samples_in_order() -> None:
+    looks = Looks(lambda shown: type(shown.sampler))
+    trainer = fit(looks, train=batches(shuffle=True), val=batches(shuffle=True), overfit_batches=2)
+    model: Any = trainer.lightning_module
+
+    assert set(looks.seen) == {SequentialSampler}
+    assert {event[-1] for event in model.ledger if event[0] in ("train", "val")} == {(0, 1), (2, 3)}
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_sampler_is_told_the_epoch_in_evaluation_too(inner: bool) -> None:
+    def told_in(*callbacks: Any) -> list[set[int]]:
+        samplers = [Told() for _ in range(4)]
+        loaders = [
+            batches(sampler=sampler)
+            if not inner
+            else DataLoader(Numbers(6), batch_sampler=BatchSampler(sampler, 2, False))
+            for sampler in samplers
+        ]
+        trainer = pl.Trainer(**QUIET, callbacks=list(callbacks))
+        trainer.fit(LedgerModel(), loaders[0], loaders[1])
+        trainer.test(LedgerModel(), loaders[2], verbose=False)
+        trainer.predict(LedgerModel(), loaders[3])
+        return [set(sampler.epochs) for sampler in samplers]
+
+    plain, ours = told_in(), told_in(StatefulDataCallback())
+    # Of a batch sampler, Lightning itself tells the sampler nothing when it predicts.
+    assert ours[:3] == plain[:3] == [{0, 1}, {0, 1}, {2}]
+    assert ours[3] == {2}
+
+
+@pytest.mark.filterwarnings("default")
+def test_lightning_gives_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return batches(shuffle=True)
+
+        def val_dataloader(self) -> Any:
+            return batches(shuffle=True)
+
+    def advice(data: dict[str, Any], *callbacks: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pl.Trainer(**QUIET, callbacks=list(callbacks)).fit(LedgerModel(), **data)
+        texts = [str(warning.message).split(",")[0] for warning in caught]
+        return sorted(text for text in texts if "num_workers" in text or "many workers" in text or "shuffling" in text)
+
+    sources: list[dict[str, Any]] = [
+        {"datamodule": Data()},
+        {"train_dataloaders": batches(), "val_dataloaders": batches(sampler=RandomSampler(Numbers(6)))},
+    ]
+    for source in sources:
+        assert advice(source, StatefulDataCallback()) == advice(source)
+        assert len(advice(source)) == 3
+
+
+def test_an_error_in_a_loader_hook_leaves_torchs_classes_as_they_were() -> None:
+    class Broken(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return batches()
+
+        def val_dataloader(self) -> Any:
+            raise OSError("disk not mounted")
+
+    def methods() -> list[Any]:
+        return [getattr(kind, name) for kind in (DataLoader, BatchSampler) for name in ("__init__", "__setattr__")]
+
+    before = methods()
+    with pytest.raises(OSError, match="disk not mounted"):
+        pl.Trainer(**QUIET, callbacks=[StatefulDataCallback()]).fit(LedgerModel(), Broken())
+    assert methods() == before
+    assert not hasattr(DataLoader, "__old__init__")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_with_a_length_leaves_no_filter_for_warnings(fails: bool) -> None:
+    class Fails(pl.Callback):
+        def on_train_start(self, *args: Any) -> None:
+            raise OSError("disk not mounted")
+
+    before = list(warnings.filters)
+    data = StreamDataModule(Rows(), val=Numbers(4), batch_size=2, steps_per_epoch=2)
+    with pytest.raises(OSError, match="disk not mounted") if fails else contextlib.nullcontext():
+        fit(*([Fails()] if fails else []), train=data)
+    assert list(warnings.filters) == before
+
+
+def test_a_loader_whose_stream_was_read_can_still_be_built_again_by_lightning() -> None:
+    # As within Fabric.launch, Lightning records what is set on loaders, to build them again with it.
+    with _replace_dunder_methods(DataLoader, "dataset"):
+        loader: Any = DataLoader(Rows(), batch_size=2)
+        loader.note = "mine"
+        list(patch_dataloader(loader))
+        again = _reinstantiate_wrapped_cls(loader, Rows(), batch_size=2)
+    assert (type(again), again.note) == (DataLoader, "mine")
+    assert len(list(again)) == 3
