@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import count, islice
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,8 @@ _END = object()
 # again on a resume, which costs less than states of every batch would.
 _LEAST_GAP = 256
 _CHARACTERS_AN_ITEM = 16
+# Samples that are read together under one seed: to seed each costs more than many take to read.
+_RUN = 32
 
 
 def check_on_error(on_error: str) -> None:
@@ -42,9 +45,10 @@ class Reading(Stage):
         numbers: Which shards, in the order in which they are read.
         epoch: The epoch that shards are told.
         place: Where to begin; None for the beginning.
-        seed: Seeds torch, NumPy and ``random`` as a shard is opened, and before each sample, by (seed, shard, sample);
-            None to leave them.
-        seeds_samples: Whether samples are seeded, or only shards as they are opened.
+        seed: Seeds torch, NumPy and ``random`` as a shard is opened, and before each run of samples, by (seed, shard,
+            sample); None to leave them.
+        seeds_samples: Whether samples are seeded, or only shards as they are opened. They are then read in runs, the
+            same ones after a resume: up to 31 samples further than anybody has asked for.
         on_error: ``"skip"`` to leave out the rest of a shard that cannot be read, and count it.
 
     Raises:
@@ -71,15 +75,19 @@ class Reading(Stage):
         begun = place or {"shard": 0, "item": 0, "since": 0, "state": None, "skipped_shards": 0}
         self._at: int = begun["shard"]
         self._item: int = begun["item"]
-        # Items since the state was taken.
-        self._since: int = begun["since"]
+        # The item at which the state was taken.
+        self._state_item: int = begun["item"] - begun["since"]
         self._state: Any = begun["state"]
         self._skipped: int = begun["skipped_shards"]
         # Digest of the pass's first samples, of what divides itself.
         self._first: str | None = begun.get("first")
         # A state that is there at all is taken at once where only reading all again would lead there otherwise.
-        self._gap = 1 if shards.pinned and self._state is None else _gap(self._state)
+        self._gap = 0 if shards.pinned and self._state is None else _gap(self._state)
         self._iterator: ShardIterator | None = None
+        # Of samples that are seeded: what is left of a run, the error that ended it, and where the next one begins.
+        self._ahead: deque[Any] = deque()
+        self._failure: Exception | None = None
+        self._next_run = self._state_item
 
     @property
     def num_opened(self) -> int:
@@ -91,9 +99,7 @@ class Reading(Stage):
             shard = self._numbers[self._at]
             try:
                 iterator = self._open(shard) if self._iterator is None else self._iterator
-                if self._sample_seed is not None:
-                    seed_randomness(mixed_seed(self._sample_seed, shard, self._item))
-                value = next(iterator, _END)
+                value = next(iterator, _END) if self._sample_seed is None else self._next_of_run(iterator, shard)
             except Exception as error:
                 self._on_failure(shard, error)
                 continue
@@ -101,7 +107,6 @@ class Reading(Stage):
                 self._advance()
                 continue
             self._item += 1
-            self._since += 1
             return Item(shard, self._item - 1, value)
         raise StopIteration
 
@@ -111,10 +116,14 @@ class Reading(Stage):
         return [Item(run.shard, run.first + place, value) for run in runs for place, value in enumerate(run.values)]
 
     def take_runs(self, number: int) -> list[Run]:
-        """The next samples, shard by shard; one by one where each is seeded."""
-        if self._sample_seed is not None:
-            return [Run(item.shard, item.number, [item.value]) for item in islice(self, number)]
+        """The next samples, shard by shard."""
         runs: list[Run] = []
+        if self._sample_seed is not None:
+            for item in islice(self, number):
+                if not runs or runs[-1].shard != item.shard:
+                    runs.append(Run(item.shard, item.number, []))
+                runs[-1].values.append(item.value)
+            return runs
         while number and self._at < len(self._numbers):
             shard = self._numbers[self._at]
             values: list[Any] = []
@@ -134,15 +143,12 @@ class Reading(Stage):
 
     def place(self) -> Place:
         """The shard, the sample in it, the latest state that is worth its size, and the samples since."""
-        if self._iterator is not None and self._since >= self._gap:
-            state = self._state_of(self._iterator)
-            if state is not None:
-                self._state, self._since = state, 0
-                self._gap = _gap(state)
+        if self._iterator is not None and self._sample_seed is None:
+            self._take_state(self._iterator, self._item)
         place = {
             "shard": self._at,
             "item": self._item,
-            "since": self._since,
+            "since": self._item - self._state_item,
             "state": self._state,
             "skipped_shards": self._skipped,
         }
@@ -155,8 +161,35 @@ class Reading(Stage):
     def close(self) -> None:
         """Close the shard that is open."""
         iterator, self._iterator = self._iterator, None
+        self._ahead.clear()
+        self._failure = None
         if iterator is not None:
             iterator.close()
+
+    def _next_of_run(self, iterator: ShardIterator, shard: int) -> Any:
+        """The next sample of a run that was read under a seed, or of another."""
+        if not self._ahead and self._failure is None:
+            self._take_state(iterator, self._next_run)
+            seed_randomness(mixed_seed(self._sample_seed or 0, shard, self._next_run))
+            try:
+                self._ahead.extend(islice(iterator, _RUN))
+            except Exception as error:
+                # What was read before it comes first.
+                self._failure = error
+            self._next_run += len(self._ahead)
+        if self._ahead:
+            return self._ahead.popleft()
+        if self._failure is not None:
+            raise self._failure
+        return _END
+
+    def _take_state(self, iterator: ShardIterator, item: int) -> None:
+        """Take the state that an iterator has before ``item``, if the last one lies far enough back."""
+        if item - self._state_item < self._gap:
+            return
+        state = self._state_of(iterator)
+        if state is not None:
+            self._state, self._state_item, self._gap = state, item, _gap(state)
 
     def _state_of(self, iterator: ShardIterator) -> Any:
         """What an iterator says of its place, as a copy that it does not change any more."""
@@ -208,7 +241,9 @@ class Reading(Stage):
                 f"read() of {type(self._shards).__qualname__} gave a {type(iterator).__qualname__} for "
                 f"{self._shards.name(shard)}. Let it return a ShardIterator, whose __next__ gives the samples."
             )
-        missing = self._since - self._leave_out(iterator, shard)
+        self._ahead.clear()
+        self._next_run, since = self._state_item, self._item - self._state_item
+        missing = since - self._leave_out(iterator, shard, since)
         if missing:
             iterator.close()
             raise PositionError(
@@ -217,28 +252,24 @@ class Reading(Stage):
             )
         return iterator
 
-    def _leave_out(self, iterator: ShardIterator, shard: int) -> int:
+    def _leave_out(self, iterator: ShardIterator, shard: int, since: int) -> int:
         """Read what was served since the state; returns how many samples there were."""
-        if self._sample_seed is None:
-            number = count()
-            deque(zip(islice(iterator, self._since), number, strict=False), maxlen=0)
-            return next(number)
-        for left_out in range(self._since):
+        samples: Iterator[Any] = iterator
+        if self._sample_seed is not None:
             # What is drawn here may be what later samples are made of.
-            seed_randomness(mixed_seed(self._sample_seed, shard, self._item - self._since + left_out))
-            if next(iterator, _END) is _END:
-                return left_out
-        return self._since
+            samples = iter(partial(self._next_of_run, iterator, shard), _END)
+        number = count()
+        deque(zip(islice(samples, since), number, strict=False), maxlen=0)
+        return next(number)
 
     def _note(self, runs: list[Run], shard: int, values: list[Any]) -> None:
         if values:
             runs.append(Run(shard, self._item, values))
             self._item += len(values)
-            self._since += len(values)
 
     def _advance(self) -> None:
         self.close()
-        self._at, self._item, self._since, self._state, self._gap = self._at + 1, 0, 0, None, _LEAST_GAP
+        self._at, self._item, self._state_item, self._state, self._gap = self._at + 1, 0, 0, None, _LEAST_GAP
         self._first = None
 
     def _on_failure(self, shard: int, error: Exception) -> None:

@@ -232,8 +232,9 @@ class MapStage(_Passing):
         open_inner: Opens what it is applied to, a stage of items.
         place: Where to begin; None for the beginning.
         function: From a value to another.
-        seed: Seeds torch, NumPy and ``random`` before each item, by (seed, shard, number), so that an item comes out
-            alike whenever it is read again; None to leave them.
+        seed: Seeds torch, NumPy and ``random`` by (seed, shard, number) of an item: before each one that is asked for
+            by itself, and before the first of those that are asked for together, as those of a batch; None to leave
+            them.
         on_error: ``"skip"`` to leave out items on which the function fails, and count them.
         name_shard: What errors call a shard.
 
@@ -252,12 +253,17 @@ class MapStage(_Passing):
         return super().skip(count) if self._skips else self._inner.skip(count)
 
     def take_runs(self, number: int) -> list[Run]:
-        """The next samples under the name of the first; one by one where each is seeded, or may be left out."""
-        if self._seed is not None or self._skips or self._failure is not None:
+        """The next samples under the name of the first, seeded together; one by one where they may be left out.
+
+        A batch asks for the same ones after a resume.
+        """
+        if self._skips or self._failure is not None:
             return super().take_runs(number)
         items: list[Item] = self._inner.take(number)
         values: list[Any] = []
         try:
+            if self._seed is not None and items:
+                seed_randomness(mixed_seed(self._seed, items[0].shard, items[0].number))
             for item in items:
                 values.append(self._function(item.value))
         except Exception as error:

@@ -139,7 +139,7 @@ def test_workers_of_a_pass_that_is_given_up_do_not_stay(persistent_workers: bool
 class KnowsItsWorker(IterableDataset[Any]):
     """Says which worker reads, by number and process, and what that was told."""
 
-    told = -1
+    told = -1.0
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(6):
@@ -154,7 +154,8 @@ def tell(worker: int) -> None:
     info = get_worker_info()
     assert info is not None
     assert info.dataset.told == -1
-    info.dataset.told = 10 * os.getpid() + worker
+    # A float: whole numbers tell by which data a pass is known again.
+    info.dataset.told = float(10 * os.getpid() + worker)
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])

@@ -218,14 +218,26 @@ def test_any_dataset_goes_on_where_it_stands(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in ("Bare", "Told")])
 def test_what_has_a_state_makes_no_sample_again(name: str) -> None:
-    stage = opens(KINDS[name]())(None)
+    stage = opens(KINDS[name](), seed=None)(None)
     stage.skip(7)
     place = stage.place()
     assert place["since"] == 0
     dataset = KINDS[name]()
-    stage = opens(dataset)(place)
+    stage = opens(dataset, seed=None)(place)
     assert len(values(list(stage))) == 4
     assert dataset.made in (0, 4)
+
+
+def test_samples_that_are_seeded_are_made_again_from_the_beginning_of_their_run() -> None:
+    stage = opens(OnDataset(1000))(None)
+    stage.skip(900)
+    place = stage.place()
+    # A state is taken once in 256 samples, where a run of 32 begins.
+    assert place["since"] < 256 + 64
+    assert (place["item"] - place["since"]) % 32 == 0
+    dataset = OnDataset(1000)
+    assert values(opens(dataset)(place).take(3)) == [(0, 900), (0, 901), (0, 902)]
+    assert dataset.made <= place["since"] + 32
 
 
 def test_what_has_none_makes_all_of_them_again_and_says_why() -> None:
@@ -285,7 +297,7 @@ def test_a_dataset_that_has_no_state_yet_has_no_beginning() -> None:
 
 def test_a_state_is_the_datasets_and_the_iterators() -> None:
     def state_after_two(dataset: Any) -> Any:
-        stage = opens(dataset)(None)
+        stage = opens(dataset, seed=None)(None)
         stage.skip(2)
         return stage.place()["state"]
 
@@ -334,9 +346,9 @@ def test_the_epoch_is_told_before_the_state_is_loaded_and_the_pass_begins() -> N
             told.append("iter")
             return super().__iter__()
 
-    stage = opens(Order(), epoch=2)(None)
+    stage = opens(Order(), epoch=2, seed=None)(None)
     stage.skip(3)
-    next(opens(Order(), epoch=2)(stage.place()))
+    next(opens(Order(), epoch=2, seed=None)(stage.place()))
     assert told == [("epoch", 2), "iter", ("epoch", 2), ("state", 3), "iter"]
 
 
