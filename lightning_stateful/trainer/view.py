@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, cast
 
-from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stateful.index.position import Position
@@ -20,25 +28,33 @@ _RECORDS = "__pl_saved_"
 _DOUBT = "Your `IterableDataset` has `__len__` defined(?#lightning_stateful)"
 
 
-class _InOrder(NamedTuple):
-    """The samplers of a loader that goes through its dataset in order."""
-
-    sampler: SequentialSampler
-    batch_sampler: BatchSampler | None
-
-    @classmethod
-    def of(cls, loader: AnyLoader) -> _InOrder:
-        sampler = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # only shown
-        size = None if loader.batch_sampler is None else loader.batch_size or 1
-        return cls(sampler, None if size is None else BatchSampler(sampler, size, loader.drop_last))
+def _shown(loader: AnyLoader, original: Any, overfits: bool) -> Any:
+    """The loader whose samplers hooks are shown: the user's own, or one as Lightning would put in its place."""
+    if not isinstance(original, DataLoader):
+        return original
+    topology, dataset = loader.topology, cast("Any", original.dataset)
+    plain = type(original.sampler) in (RandomSampler, SequentialSampler) and original.batch_size is not None
+    if overfits:
+        sampler: Any = SequentialSampler(dataset)
+    elif plain and topology.num_replicas > 1:
+        sampler = DistributedSampler(
+            dataset, topology.num_replicas, topology.rank, shuffle=type(original.sampler) is RandomSampler
+        )
+    else:
+        return original
+    batches = None
+    if original.batch_sampler is not None:
+        batches = BatchSampler(sampler, original.batch_size or 1, original.drop_last)
+    shuffles = not overfits and type(original.sampler) is RandomSampler
+    return SimpleNamespace(sampler=sampler, batch_sampler=batches, **{f"{_RECORDS}kwargs": {"shuffle": shuffles}})
 
 
 class LoaderView:
     """An iterable over a loader that asks where to begin at the first ``next()`` of every pass.
 
     It is no DataLoader, so Lightning neither injects a sampler nor rebuilds it. Attributes are those of the loader;
-    ``sampler`` and ``batch_sampler`` are those of the user's, for hooks that look at them. What is served does not
-    depend on them.
+    ``sampler`` and ``batch_sampler`` are those of the user's, or where Lightning would put others in their place those,
+    for hooks that look at them.
 
     Args:
         loader: The loader.
@@ -67,7 +83,7 @@ class LoaderView:
     ) -> None:
         self.loader = loader
         self.original = loader if original is None else getattr(original, "original", original)
-        self._shown = _InOrder.of(loader) if overfits else self.original
+        self._shown = _shown(loader, self.original, overfits)
         self._locate = locate
         self._before_batch = before_batch
         self._at_end = at_end

@@ -12,8 +12,9 @@ import pytest
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.utilities.data import _is_dataloader_shuffled
 from support.ledger import LedgerModel, Numbers
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_stateful import StatefulLoader
 from lightning_stateful.index import Position
@@ -176,6 +177,16 @@ class TestLookingLikeALoader:
         view = a_view()
 
         assert getattr(view, name) == getattr(view.loader, name)
+
+    @pytest.mark.parametrize("shuffle", [False, True])
+    def test_on_several_ranks_hooks_find_the_sampler_that_lightning_would_put_there(self, shuffle: bool) -> None:
+        original = DataLoader(range(12), batch_size=2, shuffle=shuffle)  # type: ignore[arg-type]  # is sized
+        view = LoaderView(a_loader(num_replicas=2, rank=1), the_beginning, original=original)
+
+        assert (type(view.sampler), view.sampler.num_replicas, view.sampler.rank) == (DistributedSampler, 2, 1)
+        assert view.batch_sampler.sampler is view.sampler
+        assert len(view.batch_sampler) == len(view) == 3
+        assert _is_dataloader_shuffled(view) is shuffle
 
     def test_a_missing_attribute_is_reported_as_usual(self) -> None:
         with pytest.raises(AttributeError, match="no_such_thing"):
