@@ -23,12 +23,12 @@ from lightning_stateful.trainer.checkpoint import (
     warn_of_missing_loops,
 )
 from lightning_stateful.trainer.evaluation_data import exact_evaluation
-from lightning_stateful.trainer.finders import refuse_finders
 from lightning_stateful.trainer.fit_data import FitData
 from lightning_stateful.trainer.lightning import TrainerFn, pl
 from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.metrics import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.moment import Moment, Resume
+from lightning_stateful.trainer.other_callbacks import clear_stale_gradients, finish_averaging, refuse_finders
 from lightning_stateful.trainer.randomness import seed_model
 from lightning_stateful.trainer.signals import HeldSignals
 from lightning_stateful.trainer.source import Request, intercept, release
@@ -125,6 +125,8 @@ class StatefulDataCallback(pl.Callback):
         """Leave the trainer as it was."""
         counters.restore_max_steps(trainer)
         self._signals.end()
+        if self._resume is not None and stage == "fit":
+            finish_averaging(trainer)
 
     @property
     def _data(self) -> TrainingData | None:
@@ -287,6 +289,7 @@ class StatefulDataCallback(pl.Callback):
             self._fitting().check_in_use()
         self._unchecked = False
         self._batch = counters.note_batch(trainer)
+        clear_stale_gradients(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Refuse a step that took several batches through ``dataloader_iter``; log what is asked for.
@@ -294,6 +297,7 @@ class StatefulDataCallback(pl.Callback):
         Raises:
             ConfigurationError: A step with ``dataloader_iter`` took more or fewer than one batch.
         """
+        counters.skip_repeated_validation(trainer)
         if self._data is not None:
             self._data.check_one_batch_a_step()
             log_data(trainer, pl_module, self._data, self.settings)

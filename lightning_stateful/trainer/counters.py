@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_stateful.trainer.lightning import GradientAccumulationScheduler, RestartStage, TrainerFn, pl
+from lightning_stateful.trainer.lightning import RestartStage, TrainerFn, pl
 from lightning_stateful.trainer.moment import Moment
+from lightning_stateful.trainer.other_callbacks import announce_resumed_epoch, tell_to_stop, waits_to_stop
 
 _AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")
 _TRACKED = ("ready", "started", "processed", "completed")
@@ -25,15 +26,18 @@ class BatchBegun:
     Attributes:
         processed: Batches of the epoch that were processed.
         stepped: Lightning's count for its loggers.
+        stopping: The run had been told to stop, and could not yet.
     """
 
     processed: int
     stepped: int
+    stopping: bool
 
 
 def note_batch(trainer: pl.Trainer) -> BatchBegun:
     """Counters as a batch begins."""
-    return BatchBegun(next_step(trainer)[1], trainer.fit_loop.epoch_loop._batches_that_stepped)
+    stepped = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return BatchBegun(next_step(trainer)[1], stepped, waits_to_stop(trainer))
 
 
 def read_moment(trainer: pl.Trainer, begun: BatchBegun | None = None) -> Moment:
@@ -47,11 +51,16 @@ def read_moment(trainer: pl.Trainer, begun: BatchBegun | None = None) -> Moment:
     epoch_loop = fit_loop.epoch_loop
     moment = locate(fit_loop.state_dict(), max_batches=fit_loop.max_batches)
     in_batch_end = _in_batch_end(trainer, begun)
-    validate = moment.running and _validation_is_due(trainer, in_batch_end)
-    in_window = moment.batch % trainer.accumulate_grad_batches
+    validated = _validated_before(trainer, moment.epoch)
+    validate = moment.running and moment.batch > validated and _validation_is_due(trainer, in_batch_end)
+    stopping = waits_to_stop(trainer) or (in_batch_end and begun is not None and begun.stopping)
+    # An epoch that only updates BatchNorm's statistics, from their beginning, is one window.
+    window = moment.batch + 1 if fit_loop._skip_backward else trainer.accumulate_grad_batches
+    in_window = moment.batch % window
     if moment.running and not moment.ended and in_window:
-        # Gradients are not saved: the open window is served again from its first batch.
-        moment = replace(moment, batch=moment.batch - in_window)
+        # Gradients are not saved: the open window is served again from its first batch, without its validations.
+        validated = max(moment.batch - validate, validated)
+        moment = replace(moment, batch=moment.batch - in_window, validated=validated)
         validate = False
     elif moment.running and not validate and (in_batch_end or _validates_within_fit(trainer)):
         moment = replace(moment, stepped=moment.stepped + 1, plateau="step")
@@ -60,6 +69,7 @@ def read_moment(trainer: pl.Trainer, begun: BatchBegun | None = None) -> Moment:
     return replace(
         moment,
         validate=validate,
+        stopping=stopping,
         train_reload_epoch=_epoch_or_none(fit_loop._last_train_dl_reload_epoch),
         val_reload_epoch=_epoch_or_none(epoch_loop.val_loop._last_val_dl_reload_epoch),
     )
@@ -162,6 +172,7 @@ def prepare_first_epoch(trainer: pl.Trainer, moment: Moment) -> None:
     epoch_loop = fit_loop.epoch_loop
     if moment.train_reload_epoch >= 0:
         fit_loop._last_train_dl_reload_epoch = moment.train_reload_epoch
+    epoch_loop._validated = (moment.epoch, moment.validated)
     if moment.val_reload_epoch >= 0:
         epoch_loop.val_loop._last_val_dl_reload_epoch = moment.val_reload_epoch
     _around_reset(trainer, moment)
@@ -173,6 +184,12 @@ def prepare_first_epoch(trainer: pl.Trainer, moment: Moment) -> None:
         # Sends Lightning through the rest of its on_advance_end first: validate, then count the batch.
         epoch_loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
         epoch_loop.val_loop._has_run = False  # in an earlier fit of this trainer, perhaps
+
+
+def skip_repeated_validation(trainer: pl.Trainer) -> None:
+    """Leave out a validation after this batch if it was run before the batch had to be trained on again."""
+    epoch, batch = next_step(trainer)
+    trainer.fit_loop.epoch_loop._skip_next_val = batch <= _validated_before(trainer, epoch)
 
 
 def step_plateau_schedulers(trainer: pl.Trainer, moment: Moment) -> None:
@@ -232,17 +249,22 @@ def _around_reset(trainer: pl.Trainer, moment: Moment) -> None:
         vars(epoch_loop).pop("reset", None)
         restore_max_steps(trainer)
         if moment.running:
-            # It sets its factor when an epoch starts, which in a resumed one is not announced.
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
-                if isinstance(callback, GradientAccumulationScheduler):
-                    callback.on_train_epoch_start(trainer)
+            announce_resumed_epoch(trainer, ended=moment.ended)
         original()
         if not moment.validate:
             # A loop that still calls itself restarting skips or repeats a validation, steps schedulers and counts a
             # batch twice. With a validation due, that is what leads to it.
             epoch_loop._restarting = False
+        if moment.stopping:
+            tell_to_stop(trainer, after_validation=moment.validate)
 
     epoch_loop.reset = reset_once
+
+
+def _validated_before(trainer: pl.Trainer, epoch: int) -> int:
+    """Batches of an epoch up to which a run had validated before it was resumed, as far as they are served again."""
+    resumed, validated = getattr(trainer.fit_loop.epoch_loop, "_validated", (-1, 0))
+    return validated if resumed == epoch else 0
 
 
 def _validation_is_due(trainer: pl.Trainer, in_batch_end: bool) -> bool:

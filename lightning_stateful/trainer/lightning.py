@@ -17,7 +17,12 @@ PACKAGE = next(
 
 if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+    from lightning.pytorch.callbacks import (
+        BatchSizeFinder,
+        GradientAccumulationScheduler,
+        LearningRateFinder,
+        StochasticWeightAveraging,
+    )
     from lightning.pytorch.loops.evaluation_loop import RestartStage
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -27,7 +32,12 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
 else:
     import pytorch_lightning as pl
-    from pytorch_lightning.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+    from pytorch_lightning.callbacks import (
+        BatchSizeFinder,
+        GradientAccumulationScheduler,
+        LearningRateFinder,
+        StochasticWeightAveraging,
+    )
     from pytorch_lightning.loops.evaluation_loop import RestartStage
     from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
@@ -43,6 +53,7 @@ __all__ = [
     "GradientAccumulationScheduler",
     "LearningRateFinder",
     "RestartStage",
+    "StochasticWeightAveraging",
     "TrainerFn",
     "_CallbackConnector",
     "_DataLoaderIterDataFetcher",

@@ -23,6 +23,9 @@ class Moment:
         stepped: Lightning's count of batches (of windows, under accumulation) for its loggers.
         train_reload_epoch: Epoch at which the training loaders were built last; -1 for none.
         val_reload_epoch: The same for validation loaders.
+        validated: Batches of the running epoch up to which validations have been run; 0 unless beyond ``batch``, where
+            batches of an open accumulation window are trained on again.
+        stopping: The run has been told to stop, and waits for ``min_epochs`` or ``min_steps``.
     """
 
     epoch: int = 0
@@ -34,6 +37,8 @@ class Moment:
     stepped: int = 0
     train_reload_epoch: int = -1
     val_reload_epoch: int = -1
+    validated: int = 0
+    stopping: bool = False
 
     @property
     def data(self) -> tuple[int, int]:
@@ -41,19 +46,21 @@ class Moment:
         return (self.epoch + 1, 0) if self.ended else (self.epoch, self.batch)
 
     def at_step(self, step: int, *, ended: bool) -> Moment:
-        """The same in steps of the present ranks and batch sizes.
+        """The same moment of a running epoch in steps of the present ranks and batch sizes.
 
         Args:
-            step: The step that the running epoch goes on at.
-            ended: Whether none is left of it.
+            step: Batches that the model has been trained on.
+            ended: The epoch has no more of them.
         """
+        validated = self.validated if step == self.batch else 0
+        moment = replace(self, batch=step, ended=ended, validated=validated)
         if ended and not self.validate:
             # Nothing is left on the present ranks. Lightning then decides on a validation, and counts the batch again.
-            return replace(self, batch=step, ended=True, validate=True, stepped=self.stepped - 1)
+            return replace(moment, validate=True, stepped=self.stepped - 1)
         if self.validate and step != self.batch:
             # Validations fall after certain steps, of which this is no longer one.
-            return replace(self, batch=step, ended=ended, validate=ended, stepped=self.stepped + (not ended))
-        return replace(self, batch=step, ended=ended)
+            return replace(moment, validate=ended, stepped=self.stepped + (not ended))
+        return moment
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a state."""

@@ -27,10 +27,10 @@ from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.user_sampler import WAYS, UserSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.trainer import counters
-from lightning_stateful.trainer.accumulation import longest_accumulation
 from lightning_stateful.trainer.agreement import build_alike
 from lightning_stateful.trainer.lightning import _DataLoaderIterDataFetcher, pl
 from lightning_stateful.trainer.moment import Moment
+from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.randomness import seed_model
 from lightning_stateful.trainer.structure import Structure
 from lightning_stateful.trainer.view import LoaderView

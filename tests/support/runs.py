@@ -143,16 +143,26 @@ def assert_stitches(parts: list[list[Any]], whole: list[Any], served_again: int 
     Args:
         parts: What each run did, up to its save.
         whole: What the uninterrupted run did.
-        served_again: Events at the end of each part that the next run repeats: what was in flight at the save. By
-            default up to eight: a window of accumulation and the validations in it.
+        served_again: Events at the end of each part that the next run repeats: what was in flight at the save, or the
+            batches of an open window of accumulation without the validations among them. By default up to 8 and 16.
     """
+    parts = list(parts)
     for number, (part, following) in enumerate(itertools.pairwise(parts)):
+        trained = [event for event in part if event[0] == "train"]
+        windows = [
+            size for size in range(min(len(trained), 16) + 1) if following[:size] == trained[len(trained) - size :]
+        ]
         fitting = [
-            again for again in range(min(len(part), 8) + 1) if whole_from(whole, part[: len(part) - again], following)
+            (again + window, window)
+            for window in windows
+            for again in range(min(len(part), 8) + 1)
+            if whole_from(whole, part[: len(part) - again], following[window:])
         ]
         assert fitting, f"run {number + 1} does not continue run {number}:\n{part}\n{following}\n{whole}"
+        count, window = min(fitting)
         if served_again is not None:
-            assert fitting[0] == served_again, (number, fitting, part, following)
+            assert count == served_again, (number, fitting, part, following)
+        parts[number + 1] = following[window:]
     assert parts[-1] == whole[len(whole) - len(parts[-1]) :]
 
 

@@ -1,0 +1,118 @@
+"""Lightning's own callbacks that a resume has to mind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.trainer.lightning import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    pl,
+)
+
+# What the finders call the file that they restore from themselves.
+_OWN_FILES = (".lr_find", ".scale_batch_size")
+
+
+def longest_accumulation(trainer: pl.Trainer) -> int:
+    """Batches of the longest window of accumulated gradients, whatever the epoch."""
+    windows = [trainer.accumulate_grad_batches]
+    for callback in _callbacks(trainer):
+        if isinstance(callback, GradientAccumulationScheduler):
+            windows += callback.scheduling.values()
+    return max(windows)
+
+
+def announce_resumed_epoch(trainer: pl.Trainer, *, ended: bool) -> None:
+    """Tell callbacks that set things for a whole epoch as it starts that one goes on; Lightning does not.
+
+    Args:
+        trainer: The trainer.
+        ended: All batches of the epoch are done, its end hooks are not.
+    """
+    module = _module(trainer)
+    for callback in _callbacks(trainer):
+        if isinstance(callback, GradientAccumulationScheduler):
+            callback.on_train_epoch_start(trainer)
+        elif isinstance(callback, StochasticWeightAveraging):
+            if ended and trainer.current_epoch > callback.swa_end:
+                # Of an epoch for BatchNorm's statistics, which are complete, this is left to be undone by its end.
+                callback._accumulate_grad_batches = trainer.accumulate_grad_batches
+                trainer.fit_loop.max_batches += 1
+            else:
+                # Puts its scheduler in the place of others. This epoch's weights are in its average already.
+                callback.on_train_epoch_start(trainer, module)
+
+
+def finish_averaging(trainer: pl.Trainer) -> None:
+    """Put averaged weights into a model of which no epoch was left to train: Lightning then ends without its hooks."""
+    module = _module(trainer)
+    for callback in _callbacks(trainer):
+        if isinstance(callback, StochasticWeightAveraging):
+            if trainer.current_epoch - 1 == callback.swa_end and callback._scheduler_state is not None:
+                averaged: Any = callback._average_model
+                callback.transfer_weights(averaged, module)
+        elif hasattr(callback, "_swap_models"):  # WeightAveraging, since Lightning 2.6
+            callback.on_train_end(trainer, module)
+
+
+def clear_stale_gradients(trainer: pl.Trainer) -> None:
+    """Clear gradients in an epoch that only updates BatchNorm's statistics: Lightning takes a step at its end."""
+    if trainer.fit_loop._skip_backward:
+        _module(trainer).zero_grad()
+
+
+def waits_to_stop(trainer: pl.Trainer) -> bool:
+    """Whether the run has been told to stop (by EarlyStopping, say) and waits for ``min_epochs`` or ``min_steps``."""
+    return trainer.should_stop and not trainer.fit_loop._can_stop_early
+
+
+def tell_to_stop(trainer: pl.Trainer, *, after_validation: bool) -> None:
+    """Tell a resumed run to stop as soon as it may.
+
+    Args:
+        trainer: The trainer, in the first epoch of the resumed run.
+        after_validation: A validation is due before the next batch, and is run first.
+    """
+    if not after_validation:
+        trainer.should_stop = True
+        return
+    # If it may stop by now, the loop would do so before it has begun to validate.
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    original = epoch_loop.advance
+
+    def advance_once(*args: Any) -> None:
+        vars(epoch_loop).pop("advance", None)
+        trainer.should_stop = True
+        original(*args)
+
+    epoch_loop.advance = advance_once
+
+
+def refuse_finders(trainer: pl.Trainer) -> None:
+    """Refuse a finder in a resumed run: it trains a while, and would throw the restored progress away without a word.
+
+    Raises:
+        ConfigurationError: A LearningRateFinder or BatchSizeFinder is among the callbacks.
+    """
+    kinds = (LearningRateFinder, BatchSizeFinder)
+    finders = [type(found).__name__ for found in _callbacks(trainer) if isinstance(found, kinds)]
+    if finders and not Path(str(trainer.ckpt_path)).name.startswith(_OWN_FILES):
+        raise ConfigurationError(
+            f"{' and '.join(finders)} would restart the run that ckpt_path={trainer.ckpt_path!r} is to resume, from "
+            "its first step. Leave it out when you resume; what it found is in the checkpoint or its log."
+        )
+
+
+def _module(trainer: Any) -> pl.LightningModule:
+    module: pl.LightningModule = trainer.lightning_module
+    return module
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return callbacks

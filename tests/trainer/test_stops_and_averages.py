@@ -1,0 +1,121 @@
+"""Callbacks that average weights, or stop a run, do in a resumed run what they would have done without the stop."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+from support.ledger import LedgerModel
+from support.runs import Outcome, StopAt, assert_same_end, assert_stitches, seeded, train
+
+
+class Averaged(LedgerModel):
+    """With a learning rate schedule, which averaging replaces, and perhaps a BatchNorm, for which it adds an epoch."""
+
+    def __init__(self, *, normed: bool) -> None:
+        super().__init__()
+        norm = torch.nn.BatchNorm1d(6) if normed else torch.nn.Tanh()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 6), norm, torch.nn.Dropout(0.3), torch.nn.Linear(6, 1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
+
+
+@pytest.mark.parametrize("windows", [{}, {"accumulate_grad_batches": 2, "val_check_interval": 3}])
+@pytest.mark.parametrize(
+    ("normed", "at"),
+    [
+        (False, ("on_train_batch_end", 1, 4)),
+        (False, ("on_train_epoch_end", 3, 0)),  # no epoch is left to train
+        (True, ("on_train_epoch_end", 3, 0)),
+        (True, ("on_train_batch_end", 4, 4)),
+        (True, ("on_validation_end", 4, 0)),
+    ],
+)
+def test_stochastic_weight_averaging_goes_on_exactly(
+    tmp_path: Path, normed: bool, at: tuple[str, int, int], windows: dict[str, Any]
+) -> None:
+    def run(*others: Any, seed: int = 1, ckpt: Path | None = None) -> Outcome:
+        averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)
+        model = seeded(partial(Averaged, normed=normed), seed)
+        return train(callbacks=[averaging, *others], model=model, ckpt_path=ckpt, max_epochs=4, **windows)
+
+    hook, epoch, batch = at
+    stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
+    run(stop)
+    resumed, whole = run(seed=99, ckpt=tmp_path / "stop.ckpt"), run()
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger)
+    assert_same_end(resumed, whole)
+
+
+class Worsens(LedgerModel):
+    """Its ``score`` falls up to step 3, and no more after it."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("score", -float(min(self.global_step, 3)))
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        ("on_train_batch_end", 1, 6),
+        ("on_train_batch_end", 1, 4),
+        ("on_validation_end", 1, 0),
+    ],
+)
+def test_early_stopping_counts_a_validation_in_an_open_window_once(tmp_path: Path, at: tuple[str, int, int]) -> None:
+    def run(*others: Any, seed: int = 1, ckpt: Path | None = None) -> tuple[Outcome, Any]:
+        stopping = EarlyStopping("score", patience=6)
+        how = {"accumulate_grad_batches": 4, "val_check_interval": 3, "max_epochs": 5}
+        return train(callbacks=[stopping, *others], model=seeded(Worsens, seed), ckpt_path=ckpt, **how), stopping
+
+    hook, epoch, batch = at
+    stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
+    run(stop)
+    (resumed, ours), (whole, reference) = run(seed=99, ckpt=tmp_path / "stop.ckpt"), run()
+    assert (ours.wait_count, ours.stopped_epoch) == (reference.wait_count, reference.stopped_epoch)
+    assert stop.ledger is not None
+    assert reference.stopped_epoch > 1
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger)
+    assert_same_end(resumed, whole)
+
+
+class StopsEarly(pl.Callback):
+    """Tells a run to stop once, after so many batches."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 5:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("limit", [{"min_epochs": 3}, {"min_steps": 27}, {"min_steps": 27, "limit_val_batches": 0}])
+@pytest.mark.parametrize(
+    "at",
+    [
+        ("on_train_batch_end", 0, 7),
+        ("on_train_epoch_end", 0, 0),
+        ("on_validation_start", 1, 0),
+        ("on_before_backward", 2, 3),
+        ("on_train_batch_end", 2, 4),  # the last batch, by min_steps
+    ],
+)
+def test_a_stop_that_waits_for_min_epochs_or_min_steps_is_remembered(
+    tmp_path: Path, at: tuple[str, int, int], limit: dict[str, int]
+) -> None:
+    if at[0] == "on_validation_start" and "limit_val_batches" in limit:
+        pytest.skip("no validation")
+    hook, epoch, batch = at
+    stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
+    train(callbacks=[StopsEarly(), stop], max_epochs=5, **limit)
+    resumed = train(callbacks=[StopsEarly()], ckpt_path=tmp_path / "stop.ckpt", seed=99, max_epochs=5, **limit)
+    whole = train(callbacks=[StopsEarly()], max_epochs=5, **limit)
+    assert stop.ledger is not None
+    assert_stitches([stop.ledger, resumed.ledger], whole.ledger)
+    assert_same_end(resumed, whole)
