@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder, SlotPlan
 from lightning_stateful.index.step_plan import StepPlan
 from lightning_stateful.loaders.patched import AnyLoader
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
 from lightning_stateful.samplers.cursor import read_position
@@ -64,6 +65,23 @@ class LoaderGroup:
         """Whether the number of steps of an epoch is known before its end."""
         sized = [loader.is_sized for loader in self.loaders.values()]
         return any(sized) if self.mode == "min_size" else all(sized)
+
+    def configs_of_this_rank(self) -> dict[str, dict[str, Any]]:
+        """What a state compares of loaders that are not dealt out to ranks."""
+        return {
+            path: loader._cursor.config
+            for path, loader in self.loaders.items()
+            if isinstance(loader, StatefulLoader) and loader.own_rank is not None
+        }
+
+    def note_ranks(self, configs: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+        """Let states hold, of loaders that are not dealt out, what determines them on every rank.
+
+        Args:
+            configs: By rank, and by the loader's path, what a state compares.
+        """
+        for path, config in self.configs_of_this_rank().items():
+            config.update(_by_rank([of_rank[path] for of_rank in configs]), ranks=len(configs))
 
     def position(self, path: str, epoch: int, batch: int) -> Position | None:
         """Where the loader at ``path`` stands before step ``batch`` of ``epoch``; None when it is exhausted."""
@@ -246,3 +264,12 @@ def _carries_over(loader: AnyLoader) -> bool:
     if isinstance(order, UserSampler):
         return order.way == "feedback"
     return isinstance(order, BatchOrder) and order.carries_over
+
+
+def _by_rank(values: Sequence[Any]) -> Any:
+    """What all ranks have alike once, and of what they have not a list by rank."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    if all(isinstance(value, Mapping) and value.keys() == values[0].keys() for value in values):
+        return {name: _by_rank([value[name] for value in values]) for name in values[0]}
+    return list(values)

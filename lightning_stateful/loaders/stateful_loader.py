@@ -58,18 +58,19 @@ class StatefulLoader(DataLoader[Any]):
         exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.
         replace_samplers: Replace torch's own random samplers by orders of the same distribution, of which every place
             is reached at once. A plain shuffle always is such an order.
-        accept: Names of differences between a state and this configuration to let pass on load, for example
-            ``("dataset.length",)``.
+        accept: Names of differences between a state and the present data to let pass on load: ``"dataset.length"``.
         **options: Any other option of :class:`torch.utils.data.DataLoader`.
 
     State:
-        The position after the batches that the present pass has handed over: under 1 KB, equal on all ranks, good for
-        any number of ranks and workers and any batch size.
+        The position after the batches handed over in the present pass: under 1 KB, equal on all ranks, good for any
+        ranks, workers and batch size.
 
     Raises:
         ConfigurationError: An argument is out of range.
         UnsupportedLoaderError: The dataset is iterable, or the sampler yields something else whenever it is begun.
     """
+
+    own_rank: int | None = None  # The rank that it is of alone, where it is not dealt out.
 
     def __init__(
         self,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from lightning_stateful.errors import UnsupportedLoaderError
+from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.index.seeding import loader_seed
+from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.loaders.batches import SlotCut
 from lightning_stateful.loaders.engine import OPTIONS
 from lightning_stateful.loaders.kinds import class_of_patched
@@ -17,8 +20,11 @@ from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.torch_samplers import cuts_samples, has_order, without_lightnings
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
+from lightning_stateful.samplers.distributed import StatefulDistributedSampler
+from lightning_stateful.samplers.randomness import seed_or_default
 from lightning_stateful.samplers.repeated import Repeated
 from lightning_stateful.samplers.sampler_plan import SamplerCut
+from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.streams.stream import as_stream
 
@@ -30,6 +36,7 @@ def take_over(
     path: str = "",
     num_replicas: int | None = None,
     rank: int | None = None,
+    own_rank: int | None = None,
     seed_samples: bool = True,
     shuffle: bool | None = None,
     exact: bool = False,
@@ -46,6 +53,8 @@ def take_over(
         path: As in :class:`StatefulLoader`.
         num_replicas: Data-parallel ranks.
         rank: This rank.
+        own_rank: This rank, where each has a loader of its own, which is not dealt out: its sampler is run as it is,
+            and what it shuffles and draws is not what other ranks do.
         seed_samples: As in :class:`StatefulLoader`.
         shuffle: False to serve the samples in order, whatever the sampler.
         exact: As in :class:`StatefulLoader`.
@@ -55,10 +64,15 @@ def take_over(
 
     Raises:
         UnsupportedLoaderError: With the reason, for a loader whose batches cannot be told from a position.
+        ConfigurationError: Each rank has a stream of its own, whose shards only a common one can be resumed in.
     """
     if getattr(type(loader), "is_view", False) is True:
         # What a trainer was given in place of one of its loaders.
         loader = loader.loader
+    if own_rank is not None and not exact and _is_stream(loader, exact):
+        _refuse_shards(loader, where)
+    elif own_rank is not None:
+        num_replicas, rank = 1, 0
     if isinstance(loader, StreamLoader):
         # Whatever limits a trainer sets are its own.
         return loader.again(path=path, num_replicas=num_replicas, rank=rank, exact=exact)
@@ -83,12 +97,15 @@ def take_over(
         raise UnsupportedLoaderError(f"Cannot take over {where}: {reason}")
     original = loader._original if isinstance(loader, StatefulLoader) else loader
     try:
+        cutting, loader_path = _cutting(loader, shuffle, exact), path
+        if own_rank is not None:
+            cutting, loader_path = _of_one_rank(loader, cutting, own_rank, path=path, seed=seed, accept=accept)
         kind: Any = type(loader if original is None else original)
         made: StatefulLoader = class_of_patched(StatefulLoader, kind)(
             loader.dataset,
-            **_cutting(loader, shuffle, exact),
+            **cutting,
             seed=seed,
-            path=path,
+            path=loader_path,
             num_replicas=num_replicas,
             rank=rank,
             seed_samples=seed_samples,
@@ -99,6 +116,9 @@ def take_over(
         )
     except UnsupportedLoaderError as error:
         raise UnsupportedLoaderError(f"Cannot take over {where}: {error}") from None
+    if own_rank is not None:
+        # Ranks draw apart at their samples.
+        made.own_rank, made._own_seed = own_rank, loader_seed(made.seed, f"{path}@{own_rank}")
     if original is not None:
         made.adopt(original)
     return made
@@ -151,6 +171,64 @@ def patch_dataloader(
         replace_samplers=replace_samplers,
         accept=accept,
     )
+
+
+def deals_itself(loader: Any) -> bool:
+    """Whether a loader asks to be dealt out to ranks, by a sampler of this package or by its arguments."""
+    if isinstance(loader, StatefulLoader):
+        return loader.cut.num_replicas is not None
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    batches = without_lightnings(loader.batch_sampler)
+    if isinstance(batches, StatefulBatchSampler):
+        return batches.num_replicas is not None
+    sampler = batches.sampler if cuts_samples(batches) else loader.sampler if batches is None else batches
+    return isinstance(sampler, (DDPSamplerWrapper, StatefulDistributedSampler))
+
+
+def _of_one_rank(
+    loader: Any, cutting: dict[str, Any], rank: int, *, path: str, seed: int | None, accept: Collection[str]
+) -> tuple[dict[str, Any], str]:
+    """The arguments for a loader that is not dealt out, and the path that it draws at.
+
+    What can be computed is drawn from (seed, path, rank). A sampler is run under the same randomness on all ranks, as
+    those that leave each rank its share of one sequence need it.
+    """
+    name = "batch_sampler" if "batch_sampler" in cutting else "sampler"
+    sampler = cutting[name]
+    asked = sampler.order.sampler if isinstance(sampler, SamplerCut) else sampler
+    if getattr(asked, "depends_on_training", False):
+        raise UnsupportedLoaderError(
+            f"{type(asked).__qualname__} depends on training, and learns on each rank what a checkpoint, which rank 0 "
+            "writes, does not hold. Leave use_distributed_sampler=True."
+        )
+    if isinstance(sampler, (StatefulBatchSampler, BatchOrder)):
+        return cutting, path
+    if isinstance(sampler, SamplerCut):
+        return {**cutting, name: replace(sampler, order=sampler.order.at(path, as_one_rank=False))}, path
+    if name == "sampler" and has_order(sampler, replace=False, generator=loader.generator):
+        return cutting, f"{path}@{rank}"
+    source = UserSampler(
+        sampler,
+        seed=seed_or_default(seed),
+        path=path,
+        whole_batches=name == "batch_sampler" or cutting["batch_size"] is None,
+        is_collated=name == "batch_sampler",
+        accept=accept,
+        as_one_rank=False,
+    )
+    return {**cutting, name: SamplerCut(order=source)}, path
+
+
+def _refuse_shards(loader: Any, where: str) -> None:
+    """Refuse streams of each rank's own whose state says where all ranks stand in common shards."""
+    if as_stream(loader.dataset) is not None:
+        raise ConfigurationError(
+            f"use_distributed_sampler=False leaves {where} as each rank has it, and a state says of a "
+            f"{type(loader.dataset).__name__} where all ranks stand in the shards of one stream, so a resume could not "
+            "be exact. Give all ranks the whole stream and leave use_distributed_sampler=True: its shards are dealt "
+            "out. An iterable dataset that divides itself among the ranks is resumed with either."
+        )
 
 
 def _cutting(loader: Any, shuffle: bool | None, exact: bool) -> dict[str, Any]:

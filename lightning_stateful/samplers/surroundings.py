@@ -46,9 +46,11 @@ class Surroundings:
 
     Args:
         sampler: The user's sampler or batch sampler.
+        as_one_rank: Whether there is to be one rank.
     """
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: Any, *, as_one_rank: bool = True) -> None:
+        self._as_one_rank = as_one_rank
         self.name = type(sampler).__qualname__
         self.samplers: dict[str, Any] = {}
         # Arguments that a sampler keeps, to build others with, or as part of its state.
@@ -96,7 +98,10 @@ class Surroundings:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let the samplers believe that there is one rank."""
+        """Let the samplers believe that there is one rank, unless they are to deal out to ranks by themselves."""
+        if not self._as_one_rank:
+            yield
+            return
         before: list[tuple[Any, dict[str, Any]]] = []
         shares = [(share, {name: share[name] for name in _ranks_in(share)}) for share in self.shares]
         try:

@@ -73,6 +73,7 @@ class UserSampler:
         length: Items that it yields in an epoch: ``"len"`` for its own ``len()`` if it has one, ``"unknown"`` to find
             out where it ends, or a number after which an epoch is cut off.
         accept: With ``"nondeterministic"`` in it, a sampler that cannot be repeated is accepted, with a warning.
+        as_one_rank: Whether samplers in it that deal out to ranks are told that there is one rank; if not, it is wound.
 
     Raises:
         ConfigurationError: It cannot be iterated, or lacks part of what its way asks for.
@@ -90,6 +91,7 @@ class UserSampler:
         is_collated: bool = False,
         length: Length = "len",
         accept: Collection[str] = (),
+        as_one_rank: bool = True,
     ) -> None:
         self.sampler = sampler
         self.seed, self.path = as_int("seed", seed), path
@@ -100,8 +102,9 @@ class UserSampler:
         self.name = type(sampler).__qualname__
         if not hasattr(sampler, "__iter__"):
             raise ConfigurationError(f"{self.name} cannot be iterated; a sampler has __iter__.")
-        self.way = _way_of(sampler)
-        self.surroundings = Surroundings(sampler)
+        self.as_one_rank = as_one_rank
+        self.way = _way_of(sampler) if as_one_rank else "wound"
+        self.surroundings = Surroundings(sampler, as_one_rank=as_one_rank)
         self.length_given = length if isinstance(length, str) else as_int("length", length)
         claims.take_over(self)
         with self.surroundings.alone():
@@ -163,9 +166,10 @@ class UserSampler:
         """Seed everything that the sampler may draw from; to be called within the surroundings."""
         self.surroundings.seed(self.own_seed, *labels)
 
-    def at(self, path: str) -> UserSampler:
+    def at(self, path: str, *, as_one_rank: bool | None = None) -> UserSampler:
         """The same sampler for a loader at ``path`` among several."""
-        if path == self.path:
+        as_one_rank = self.as_one_rank if as_one_rank is None else as_one_rank
+        if (path, as_one_rank) == (self.path, self.as_one_rank):
             return self
         return UserSampler(
             self.sampler,
@@ -175,6 +179,7 @@ class UserSampler:
             is_collated=self.is_collated,
             length=self.length_given,
             accept=self.accept,
+            as_one_rank=as_one_rank,
         )
 
     @contextmanager
@@ -261,6 +266,8 @@ class UserSampler:
         return {unit: position.consumed, "sampler": {"class": self.name, "way": self.way}}
 
     def _place(self, position: Position) -> Place:
+        if not self.as_one_rank:
+            return Place()
         number, slot = self._pass_of(position)
         live = self.live
         if live is not None and (live.epoch, live.number) == (position.epoch, number) and live.begun <= slot:

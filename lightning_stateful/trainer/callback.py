@@ -30,9 +30,10 @@ from lightning_stateful.trainer.metrics import monitored_metrics, restore_metric
 from lightning_stateful.trainer.moment import Moment, Resume
 from lightning_stateful.trainer.other_callbacks import clear_stale_gradients, finish_averaging, refuse_finders
 from lightning_stateful.trainer.randomness import seed_model
+from lightning_stateful.trainer.ranks import topology_of
 from lightning_stateful.trainer.signals import HeldSignals
 from lightning_stateful.trainer.source import Request, intercept, release
-from lightning_stateful.trainer.training_data import Settings, TrainingData, topology_of
+from lightning_stateful.trainer.training_data import Settings, TrainingData
 
 
 class StatefulDataCallback(pl.Callback):

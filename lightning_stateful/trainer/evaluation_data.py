@@ -12,12 +12,13 @@ from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.topology import Topology
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.takeover import take_over
 from lightning_stateful.samplers.user_sampler import UserSampler
-from lightning_stateful.trainer.agreement import build_alike
 from lightning_stateful.trainer.lightning import TrainerFn, pl
+from lightning_stateful.trainer.ranks import build_alike, own_rank, topology_of
 from lightning_stateful.trainer.structure import Structure
-from lightning_stateful.trainer.training_data import Settings, overfit_batches, topology_of
+from lightning_stateful.trainer.training_data import Settings, overfit_batches
 from lightning_stateful.trainer.view import LoaderView
 
 
@@ -34,7 +35,7 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
         stage: ``"val"``, ``"test"`` or ``"predict"``.
 
     Raises:
-        RankMismatchError: The ranks' loaders differ in length.
+        RankMismatchError: The ranks' loaders differ in length, and are dealt out to them.
     """
     topology = topology_of(trainer)
 
@@ -53,11 +54,16 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
 def _lengths(structure: Structure) -> dict[str, dict[str, Any]]:
     described: dict[str, dict[str, Any]] = {}
     for path, view in structure.loaders.items():
-        if isinstance(view, LoaderView):
+        # As Lightning has it, ranks may take unequal steps through data of their own.
+        if isinstance(view, LoaderView) and not _is_of_one_rank(view.loader):
             described[path] = {"length": view.plan.num_slots()}
             if isinstance(view.order, UserSampler):
                 described[path]["begins"] = view.order.examine().begins
     return described
+
+
+def _is_of_one_rank(loader: Any) -> bool:
+    return isinstance(loader, StatefulLoader) and loader.own_rank is not None
 
 
 def _view(trainer: pl.Trainer, loader: Any, path: str, settings: Settings, topology: Topology) -> Any:
@@ -70,6 +76,7 @@ def _view(trainer: pl.Trainer, loader: Any, path: str, settings: Settings, topol
             path=path,
             num_replicas=topology.num_replicas,
             rank=topology.rank,
+            own_rank=own_rank(trainer, loader),
             seed_samples=settings.seed_samples,
             shuffle=False if overfits else None,
             exact=True,
@@ -78,7 +85,7 @@ def _view(trainer: pl.Trainer, loader: Any, path: str, settings: Settings, topol
             where=where,
         )
     except UnsupportedLoaderError as error:
-        if topology.num_replicas > 1:
+        if topology.num_replicas > 1 and own_rank(trainer, loader) is None:
             rank_zero_warn(
                 f"{error} It is left to Lightning, which may evaluate some samples twice.", category=StatefulWarning
             )
@@ -89,6 +96,7 @@ def _view(trainer: pl.Trainer, loader: Any, path: str, settings: Settings, topol
 
     def locate() -> Position | None:
         # Randomness and, if the loader shuffles, its order follow the training epoch, as a plain loader's would.
-        return Position(epoch=trainer.current_epoch, width=topology.num_replicas) if taken.plan.num_batches() else None
+        begins = Position(epoch=trainer.current_epoch, width=taken.topology.num_replicas)
+        return begins if taken.plan.num_batches() else None
 
     return LoaderView(taken, locate, keeps_indices=trainer.predicting, original=loader, overfits=overfits)

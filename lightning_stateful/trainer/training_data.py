@@ -27,11 +27,11 @@ from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.user_sampler import WAYS, UserSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.trainer import counters
-from lightning_stateful.trainer.agreement import build_alike
 from lightning_stateful.trainer.lightning import _DataLoaderIterDataFetcher, pl
 from lightning_stateful.trainer.moment import Moment
 from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.randomness import seed_model
+from lightning_stateful.trainer.ranks import build_alike, gathered, own_rank, topology_of
 from lightning_stateful.trainer.structure import Structure
 from lightning_stateful.trainer.view import LoaderView
 
@@ -62,14 +62,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept", accepted_names(self.accept))
-
-
-def topology_of(trainer: pl.Trainer) -> Topology:
-    """Where this process stands among the data-parallel replicas, which need not be all processes."""
-    kwargs = trainer.distributed_sampler_kwargs
-    if kwargs is None:
-        return Topology()
-    return Topology(num_replicas=int(kwargs["num_replicas"]), rank=int(kwargs["rank"]))
 
 
 class TrainingData:
@@ -112,18 +104,21 @@ class TrainingData:
             RankMismatchError: The ranks disagree.
             UnsupportedLoaderError: A loader cannot be taken over.
         """
-        return build_alike(
+        data = build_alike(
             trainer,
             lambda: cls(trainer, request(), settings),
             lambda data: data.describe(),
             "the training data",
             accept=settings.accept,
         )
+        if own := data.group.configs_of_this_rank():
+            data.group.note_ranks(gathered(own))
+        return data
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """What has to be equal on all ranks, by the path of the loader."""
         of_group: dict[str, Any] = {"mode": self.group.mode, "order of loaders": list(self.group.loaders)}
-        described = {"": of_group}
+        described, of_this_rank = {"": of_group}, self.group.configs_of_this_rank()
         for path, loader in self.group.loaders.items():
             state = loader.state_at(loader.position)
             config, sources = dict(state["config"]), state["config"].get("sources")
@@ -134,7 +129,9 @@ class TrainingData:
             elif isinstance(sources, Mapping):
                 config["lengths of sources"] = list(read_lengths(config).items())
             own = {"length": loader.plan.num_slots(), "batch_size": loader.batch_size, "kind": state["kind"]}
-            described.setdefault(path, {}).update({**own, **config})
+            # Of loaders that are not dealt out, ranks only have to take the same steps.
+            may_differ = path in of_this_rank and not isinstance(loader.order, BatchOrder)
+            described.setdefault(path, {}).update(own if may_differ else {**own, **config})
         return described
 
     def report_at(self, epoch: int, batch: int) -> dict[str, Any]:
@@ -228,6 +225,7 @@ class TrainingData:
             path=path,
             num_replicas=topology.num_replicas,
             rank=topology.rank,
+            own_rank=own_rank(self._trainer, loader),
             seed_samples=settings.seed_samples,
             shuffle=False if overfits else None,
             replace_samplers=settings.replace_samplers,
@@ -279,7 +277,7 @@ class TrainingData:
 
     def _view(self, path: str, original: Any) -> LoaderView:
         trainer, loader = self._trainer, self.group.loaders[path]
-        seeds_model, seed, rank = self._settings.seed_model, loader.seed, loader.topology.rank
+        seeds_model, seed, rank = self._settings.seed_model, loader.seed, topology_of(trainer).rank
 
         def locate() -> Position | None:
             epoch, step = self.pending or counters.next_step(trainer)

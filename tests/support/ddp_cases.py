@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import torch.distributed
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
-from lightning_stateful import StatefulDataCallback, StatefulDataModule
+from lightning_stateful import DDPSamplerWrapper, StatefulDataCallback, StatefulDataModule
 from support.ledger import LedgerModel, Numbers
 from support.runs import Outcome, StopAt, numbers_module, seeded, train
 from support.signalled import SignalledInStep, enter_slurm_job
@@ -252,6 +253,74 @@ def tested_on_rank_0(folder: Path) -> dict[str, Any]:
     return {"seen": seen, "steps": fitted.global_step}
 
 
+OWN: dict[str, Any] = {**DDP, "use_distributed_sampler": False}
+
+
+def data_of_each_rank(**options: Any) -> StatefulDataModule:
+    first = 100 * torch.distributed.get_rank()
+    defaults = {"train": Numbers(11, first=first), "val": Numbers(2 + first // 100, first=first), "test": None}
+    return numbers_module(**{**defaults, **options})
+
+
+def own_data(folder: Path) -> list[dict[str, Any]]:
+    """Each rank trains, and is validated, on all of its own; it is not resumed on one rank."""
+    stop = StopAt("on_train_batch_end", shared(folder, "own.ckpt"), epoch=1, batch=2)
+    first = train(data_of_each_rank, callbacks=[stop], **OWN)
+    resumed = train(data_of_each_rank, ckpt_path=folder / "own.ckpt", seed=9, **OWN)
+    return [plain(first, stop), plain(resumed), plain(train(data_of_each_rank, **OWN))]
+
+
+class Share(Sampler[int]):
+    """Leaves each rank its share of a shuffle, and has a state that is true on its own rank only."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.num_replicas, self.start, self.at = rank, 2, 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        indices = torch.randperm(22).tolist()[self.rank :: self.num_replicas]
+        self.at, self.start = self.start, 0
+        for index in indices[self.at :]:
+            self.at += 1
+            yield index
+
+    def __len__(self) -> int:
+        return 22 // self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state["rank"] == self.rank
+        self.start = state["at"]
+
+
+def samplers_of_each_rank(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    rank, data, found = torch.distributed.get_rank(), Numbers(22), {}
+    makers = {
+        "torch": lambda: DataLoader(data, 2, sampler=DistributedSampler(data, 2, rank, seed=3)),
+        "with a state": lambda: DataLoader(data, 2, sampler=Share(rank)),
+        "batches": lambda: DataLoader(data, batch_sampler=BatchSampler(Share(rank), 2, drop_last=False)),
+        "wrapped": lambda: DataLoader(data, 2, sampler=DDPSamplerWrapper(RandomSampler(range(22)))),
+    }
+    for name, make in makers.items():
+
+        def run(*callbacks: Any, make: Any = make, **options: Any) -> Outcome:
+            return train(make, callbacks=[StatefulDataCallback(seed=7), *callbacks], **OWN, **options)
+
+        path = shared(folder, f"{name}.ckpt")
+        stop = StopAt("on_train_batch_end", path, epoch=1, batch=2)
+        found[name] = [plain(run(stop), stop), plain(run(ckpt_path=path)), plain(run())]
+    return found
+
+
+def own_lengths_differ(folder: Path) -> Any:
+    return train(lambda: data_of_each_rank(train=Numbers(22 + 4 * torch.distributed.get_rank())), **OWN)
+
+
+def own_streams(folder: Path) -> Any:
+    return train(lambda: stream_module(chunks()), **OWN)
+
+
 def dropout_by_rank(folder: Path) -> list[float]:
     class Draws(LedgerModel):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -282,6 +351,10 @@ ALL = [
     evaluation,
     plain_evaluation_loaders,
     tested_on_rank_0,
+    own_data,
+    samplers_of_each_rank,
+    own_lengths_differ,
+    own_streams,
     dropout_by_rank,
     signals_inside_a_step,
 ]

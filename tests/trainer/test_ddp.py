@@ -11,6 +11,8 @@ from support import data_cases, ddp_cases, fsdp_cases
 from support.ranks import run_on_ranks
 from support.runs import assert_stitches, train
 
+from lightning_stateful.errors import StateMismatchError
+
 Ranks = list[dict[str, Any]]
 
 
@@ -183,6 +185,41 @@ def test_rank_0_alone_may_test_within_a_fit_and_after_it(ranks: Ranks) -> None:
     assert first["seen"].keys() == {"within", "after", "stream"}
     for seen in first["seen"].values():
         assert sorted(index for batch in seen for index in batch) == list(range(5))
+
+
+def assert_goes_on_as_uninterrupted(parts: list[dict[str, Any]]) -> None:
+    first, resumed, whole = parts
+    assert_stitches([first["ledger"], resumed["ledger"]], whole["ledger"], 0)
+    assert resumed["weights"] == whole["weights"]
+
+
+def test_without_use_distributed_sampler_ranks_train_on_all_of_their_own_data(ranks: Ranks, folder: Path) -> None:
+    for rank, parts in enumerate(of(ranks, "own_data")):
+        assert_goes_on_as_uninterrupted(parts)
+        own = list(range(100 * rank, 100 * rank + 11))
+        for epoch in range(2):
+            assert sorted(samples(parts[2]["ledger"], epoch)) == own
+            validated = [event[4] for event in parts[2]["ledger"] if event[:2] == ("val", epoch)]
+            assert [index for batch in validated for index in batch] == own[: 2 + rank]
+    with pytest.raises(StateMismatchError, match=r"ranks: saved 2.*resume on the saved ranks"):
+        train(lambda: ddp_cases.numbers_module(train=ddp_cases.Numbers(11)), ckpt_path=folder / "own_data" / "own.ckpt")
+
+
+def test_without_use_distributed_sampler_samplers_deal_out_by_themselves(ranks: Ranks) -> None:
+    first, second = of(ranks, "samplers_of_each_rank")
+    for name, parts in first.items():
+        assert_goes_on_as_uninterrupted(parts)
+        assert_goes_on_as_uninterrupted(second[name])
+        for epoch in range(2):
+            served = [samples(run[name][2]["ledger"], epoch) for run in (first, second)]
+            assert sorted(served[0] + served[1]) == list(range(22)), name
+
+
+def test_data_of_each_rank_that_cannot_be_resumed_are_refused(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert rank["own_lengths_differ"].startswith("RankMismatchError: The ranks disagree about the training data")
+        assert "length: rank 0: 22, rank 1: 26" in rank["own_lengths_differ"]
+        assert "use_distributed_sampler=False leaves the training loader as each rank has it" in rank["own_streams"]
 
 
 def test_ranks_draw_other_dropout(ranks: Ranks) -> None:

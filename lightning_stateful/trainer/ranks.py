@@ -1,4 +1,4 @@
-"""Ranks that disagree are found at the start and on every rank alike, not by a hang later."""
+"""The ranks of a trainer: which this is, who deals the data out to them, and whether they agree about it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch.distributed
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import RankMismatchError, StatefulWarning
+from lightning_stateful.index.topology import Topology
+from lightning_stateful.loaders.takeover import deals_itself
 from lightning_stateful.state import fingerprint_warning, is_accepted, is_fingerprint
 from lightning_stateful.trainer.lightning import pl
 
@@ -18,6 +20,24 @@ Descriptions = Mapping[str, Mapping[str, Any]]
 
 # What may differ between ranks that serve the same numbers of samples, where the user accepts it.
 _ABOUT_DATA = ("dataset", "sources", "fingerprint")
+
+
+def topology_of(trainer: pl.Trainer) -> Topology:
+    """Where this process stands among the data-parallel replicas, which need not be all processes."""
+    kwargs = trainer.distributed_sampler_kwargs
+    if kwargs is None:
+        return Topology()
+    return Topology(num_replicas=int(kwargs["num_replicas"]), rank=int(kwargs["rank"]))
+
+
+def own_rank(trainer: pl.Trainer, loader: Any) -> int | None:
+    """The data-parallel rank of this process where its loader is not to be dealt out; None where it is, or is alone.
+
+    ``Trainer(use_distributed_sampler=False)`` says so, unless the loader itself asks to be dealt out.
+    """
+    topology = topology_of(trainer)
+    is_dealt_out = trainer._accelerator_connector.use_distributed_sampler
+    return None if is_dealt_out or topology.num_replicas == 1 or deals_itself(loader) else topology.rank
 
 
 def build_alike(
@@ -53,8 +73,7 @@ def build_alike(
         report: tuple[str, Any] = ("built", describe(built))
     except Exception as error:
         failure, report = error, ("failed", f"{type(error).__name__}: {error}")
-    reports: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(reports, report)
+    reports = gathered(report)
     if failure is not None:
         raise failure
     failed = {rank: text for rank, (kind, text) in enumerate(reports) if kind == "failed"}
@@ -63,6 +82,13 @@ def build_alike(
         raise RankMismatchError(f"{what} could not be built on every rank:\n{lines}")
     _compare([description for _, description in reports], what, accept)
     return built
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all processes; a collective of the default process group."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def _compare(descriptions: list[Descriptions], what: str, accept: Collection[str]) -> None:
@@ -98,7 +124,10 @@ def _leaves(described: Mapping[str, Any], above: str = "") -> Iterator[tuple[str
 
 def _disagreement(what: str, differing: Mapping[str, str]) -> str:
     lines = "\n".join(f"  - {name}: {values}" for name, values in differing.items())
-    remedy = "Build the same dataset with the same settings on every rank; the loader deals out the samples."
+    remedy = (
+        "Build the same dataset with the same settings on every rank; the loader deals out the samples. Where ranks "
+        "hold data of their own (use_distributed_sampler=False), give them equal lengths and batch sizes."
+    )
     if data := [name for name in differing if any(part in name.split(".") for part in ("dataset", "sources"))]:
         remedy += f" Where ranks read the same samples all the same, let it pass with accept=({data[0]!r},)."
     said = f"The ranks disagree about {what}. Steps would not match and the run hang, or samples be lost:"
