@@ -90,6 +90,10 @@ class StepRule:
         short = 0 < rest < self.num_replicas and self.num_steps(remaining) > 0
         return self.num_replicas - rest if short else 0
 
+    def merges(self, remaining: int) -> bool:
+        """Whether the last full step also serves what is left, in batches of two."""
+        return self._merges(*divmod(remaining, self.full))
+
     def num_dropped(self, remaining: int) -> int:
         """Slots that ``drop_last`` leaves out."""
         return remaining % self.full if self.drop_last else 0

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader
 
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.index.orders import SequentialOrder
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.slots import BatchOrder
+from lightning_stateful.index.slots import BatchOrder, SlotPlan
 from lightning_stateful.index.topology import Topology
+from lightning_stateful.loaders.batches import PassBatches, PassIndices
+from lightning_stateful.loaders.patched import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.takeover import take_over
+from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.sampler_plan import SamplerCut
 from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.trainer.lightning import TrainerFn, pl
 from lightning_stateful.trainer.ranks import build_alike, own_rank, topology_of
@@ -48,7 +55,62 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
         return replace(structure, loaders=views)
 
     structure = build_alike(trainer, build, _lengths, f"the {stage} data")
+    for path, view in structure.loaders.items():
+        # The same on all ranks, which have to hear of each other what only some of them can try.
+        if isinstance(view, LoaderView) and _serves_pairs(view.loader):
+            fails = not _can_serve_pairs(view.loader)
+            if trainer.strategy.reduce_boolean_decision(fails, all=False):
+                _repeat_instead(view.loader, f"the {stage} loader {path!r}")
     return structure.rebuilt(lambda path, loader: loader)
+
+
+def _serves_pairs(loader: AnyLoader) -> TypeGuard[StatefulLoader]:
+    """Whether single samples that are left at the end are served in batches of two."""
+    if not isinstance(loader, StatefulLoader) or not loader.is_sized:
+        return False
+    plan = loader.plan
+    return not isinstance(plan, SlotPlan) and plan.rule.merges(plan.num_slots())
+
+
+def _can_serve_pairs(loader: StatefulLoader) -> bool:
+    """Whether the samples that this rank would serve in one batch can be collated.
+
+    They are read where the loader reads: a file that is opened in this process must not be shared with its workers.
+    """
+    plan: Any = loader.plan
+    begin = plan.begin(0)
+    last = next(plan.indices(plan.after(begin, plan.num_batches() - 1)))
+    if not isinstance(loader.order, SequentialOrder):
+        # Another epoch pairs others.
+        last = [*next(plan.indices(begin)), *last]
+    how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+    if loader.num_workers:
+        how |= {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context}
+    trials = [*([index] for index in last), last]
+    batches = DataLoader(loader.dataset, batch_sampler=trials, generator=torch.Generator(), **how)
+    read = 0
+    try:
+        with keep_randomness():
+            for _ in batches:
+                read += 1
+    except Exception:
+        # What cannot be read at all is for the evaluation itself to report.
+        return read < len(last)
+    return True
+
+
+def _repeat_instead(loader: Any, where: str) -> None:
+    """Serve some samples twice in place of two of them in one batch."""
+    loader.cut = replace(loader.cut, exact=False, **({"tail": "pad"} if isinstance(loader.cut, SamplerCut) else {}))
+    for face in (loader.sampler, loader.batch_sampler):
+        if isinstance(face, (PassIndices, PassBatches)):
+            face._cut = loader.cut
+    repeats = "; ".join(loader.plan.repeats())
+    rank_zero_warn(
+        f"{where}: {repeats}, because ranks take equal steps and two samples of other shapes cannot be collated into a "
+        "batch, as would be exact. For exact metrics pass a collate_fn that pads, or evaluate on one device.",
+        category=StatefulWarning,
+    )
 
 
 def _lengths(structure: Structure) -> dict[str, dict[str, Any]]:

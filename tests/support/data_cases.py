@@ -11,11 +11,12 @@ import datasets
 import numpy as np
 import torch
 import torch.distributed
+import torch.utils.data
 
-from lightning_stateful import StatefulDataModule
+from lightning_stateful import StatefulDataCallback, StatefulDataModule
 from lightning_stateful.errors import StatefulWarning
-from support.ddp_cases import DDP
-from support.ledger import Numbers
+from support.ddp_cases import DDP, evaluating_trainer
+from support.ledger import LedgerModel, Numbers
 from support.runs import StopAt, numbers_module, train
 
 ONE_EPOCH = {**DDP, "max_epochs": 1}
@@ -89,7 +90,52 @@ def loaders_in_another_order(folder: Path) -> Any:
     return train(lambda: StatefulDataModule(data), **ONE_EPOCH)
 
 
+class Shapes(Numbers):
+    """Samples with as many rows as are given, which can only be stacked if they are alike."""
+
+    def __init__(self, *rows: int) -> None:
+        super().__init__(len(rows))
+        self.rows = rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"id": torch.tensor(index), "x": torch.ones(self.rows[index], 4)}
+
+
+class Pairs(torch.utils.data.Sampler[list[int]]):
+    """Batches of one sample, backwards."""
+
+    def __iter__(self) -> Any:
+        return iter([[index] for index in range(5)][::-1])
+
+    def __len__(self) -> int:
+        return 5
+
+
+def evaluation_of_shapes(folder: Path) -> dict[str, Any]:
+    """What each rank has evaluated, and what it was told."""
+    ways = {
+        "alike": StatefulDataModule(val=Shapes(1, 1, 1, 1, 1)),
+        "differing": StatefulDataModule(val=Shapes(*range(1, 6))),
+        "workers": StatefulDataModule(val=Shapes(*range(1, 6)), num_workers=1),
+        "fitting pair": StatefulDataModule(val=Shapes(1, 2, 3, 3, 4)),
+        "shuffled": torch.utils.data.DataLoader(Shapes(*range(1, 6)), shuffle=True),
+        "batches": torch.utils.data.DataLoader(Shapes(*range(1, 6)), batch_sampler=Pairs()),
+    }
+    found = {}
+    for way, data in ways.items():
+        model = LedgerModel()
+        is_module = isinstance(data, StatefulDataModule)
+        trainer = evaluating_trainer(callbacks=None if is_module else [StatefulDataCallback()])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", StatefulWarning)
+            trainer.validate(model, **{"datamodule" if is_module else "dataloaders": data}, verbose=False)
+        said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+        found[way] = ([event[4] for event in model.ledger], said)
+    return found
+
+
 ALL = [
+    evaluation_of_shapes,
     fingerprints_of_its_own,
     other_rows,
     other_rows_accepted,

@@ -255,3 +255,17 @@ def test_the_order_of_a_description_is_no_difference_and_that_of_loaders_is_name
     for rank in ranks:
         words = "order of loaders: rank 0: ['a', 'b'], rank 1: ['b', 'a']"
         assert words in rank["loaders_in_another_order"]
+
+
+def test_single_samples_that_are_left_are_joined_where_that_can_be_and_repeated_elsewhere(ranks: Ranks) -> None:
+    first, second = of(ranks, "evaluation_of_shapes")
+    for way in first:
+        batches, said = first[way]
+        assert len(batches) == len(second[way][0])
+        seen = sorted(index for batch in batches + second[way][0] for index in batch)
+        exact = way in ("alike", "fitting pair")
+        assert (seen == list(range(5))) == exact == (not said), (way, seen, said)
+        assert set(seen) == set(range(5))
+        assert len(seen) == 6 - exact
+        assert exact or "1 of 5" in said[0]
+        assert exact or "two samples of other shapes cannot be collated" in said[0]
