@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.errors import ConfigurationError, StateError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.randomness import seed_or_default
 from lightning_stateful.state import VERSION
-from lightning_stateful.trainer import counters
+from lightning_stateful.trainer import counters, other_callbacks
 from lightning_stateful.trainer.checkpoint import (
     drop_states_of_views,
     find_data_state,
@@ -28,7 +28,6 @@ from lightning_stateful.trainer.lightning import TrainerFn, pl
 from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.metrics import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.moment import Moment, Resume
-from lightning_stateful.trainer.other_callbacks import clear_stale_gradients, finish_averaging, refuse_finders
 from lightning_stateful.trainer.randomness import seed_model
 from lightning_stateful.trainer.ranks import topology_of
 from lightning_stateful.trainer.signals import HeldSignals
@@ -127,7 +126,7 @@ class StatefulDataCallback(pl.Callback):
         counters.restore_max_steps(trainer)
         self._signals.end()
         if self._resume is not None and stage == "fit":
-            finish_averaging(trainer)
+            other_callbacks.finish_averaging(trainer)
 
     @property
     def _data(self) -> TrainingData | None:
@@ -152,6 +151,7 @@ class StatefulDataCallback(pl.Callback):
         return {
             "version": VERSION,
             "restored": self._fit is None or not self._fit.awaits_start,
+            "averaged": other_callbacks.holds_averages(self._trainer),
             "module": module,
             "seed": self._seed,
             "moment": moment.to_dict(),
@@ -219,7 +219,7 @@ class StatefulDataCallback(pl.Callback):
         """
         if trainer.state.fn != TrainerFn.FITTING or trainer.limit_train_batches == 0:
             return
-        refuse_finders(trainer)
+        other_callbacks.refuse_finders(trainer)
         loops = checkpoint.get("loops")
         if loops is None:
             warn_of_missing_loops(checkpoint)
@@ -290,7 +290,7 @@ class StatefulDataCallback(pl.Callback):
             self._fitting().check_in_use()
         self._unchecked = False
         self._batch = counters.note_batch(trainer)
-        clear_stale_gradients(trainer)
+        other_callbacks.clear_stale_gradients(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Refuse a step that took several batches through ``dataloader_iter``; log what is asked for.

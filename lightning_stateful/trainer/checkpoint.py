@@ -28,7 +28,7 @@ def read_callback_state(own: Any) -> tuple[Moment, dict[str, float]]:
     Raises:
         DamagedStateError: It is not what the callback writes.
         StateVersionError: A version wrote it that this one cannot read.
-        StateError: The run that wrote it had not restored itself.
+        StateError: The run that wrote it had not restored itself, or its weights had been replaced by averages.
     """
     if not isinstance(own, Mapping) or type(own.get("version")) is not int:
         raise DamagedStateError(f"The callback's state has no version: {own!r}. Resume from another checkpoint.")
@@ -41,6 +41,12 @@ def read_callback_state(own: Any) -> tuple[Moment, dict[str, float]]:
         raise StateError(
             "This checkpoint was written by a run that was itself being resumed and had not yet restored its "
             "optimizers and loops. Resume from the checkpoint that that run was resumed from."
+        )
+    if own.get("averaged"):
+        raise StateError(
+            "This checkpoint was written after training had ended and a callback had put averages in place of the "
+            "weights, with which training cannot go on. Resume from a checkpoint of the training itself, or begin a "
+            "new run from these weights: load them into the model, and call fit without ckpt_path."
         )
     if not isinstance(own.get("moment"), Mapping):
         raise DamagedStateError(f"The callback's state has no moment: {own!r}. Resume from another checkpoint.")

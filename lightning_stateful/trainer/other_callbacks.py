@@ -60,6 +60,19 @@ def finish_averaging(trainer: pl.Trainer) -> None:
             callback.on_train_end(trainer, module)
 
 
+def holds_averages(trainer: pl.Trainer | None) -> bool:
+    """Whether training has ended, and a callback has put averages in place of the weights."""
+    if trainer is None or not (trainer.state.finished or _module(trainer)._current_fx_name == "on_train_end"):
+        return False
+    for callback in _callbacks(trainer):
+        if isinstance(callback, StochasticWeightAveraging):
+            if callback._initialized and trainer.current_epoch > callback.swa_end:
+                return True
+        elif getattr(callback, "_average_model", None) is not None and hasattr(callback, "_swap_models"):
+            return True
+    return False
+
+
 def clear_stale_gradients(trainer: pl.Trainer) -> None:
     """Clear gradients in an epoch that only updates BatchNorm's statistics: Lightning takes a step at its end."""
     if trainer.fit_loop._skip_backward:

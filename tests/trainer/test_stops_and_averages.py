@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from support.ledger import LedgerModel
 from support.runs import Outcome, StopAt, assert_same_end, assert_stitches, seeded, train
 
+from lightning_stateful.errors import StateError
+
 
 class Averaged(LedgerModel):
     """With a learning rate schedule, which averaging replaces, and perhaps a BatchNorm, for which it adds an epoch."""
@@ -53,6 +55,20 @@ def test_stochastic_weight_averaging_goes_on_exactly(
     assert stop.ledger is not None
     assert_stitches([stop.ledger, resumed.ledger], whole.ledger)
     assert_same_end(resumed, whole)
+
+
+@pytest.mark.parametrize("kind", ["StochasticWeightAveraging", "WeightAveraging"])
+@pytest.mark.filterwarnings("ignore:.*is in eval mode.*")
+def test_weights_that_averages_have_replaced_are_not_resumed(tmp_path: Path, kind: str) -> None:
+    averaging = getattr(pl.callbacks, kind, None)
+    if averaging is None:
+        pytest.skip("since Lightning 2.6")
+    options = {"swa_lrs": 0.01, "swa_epoch_start": 1} if kind == "StochasticWeightAveraging" else {}
+    plain = {"max_steps": 15, "max_epochs": 2}
+    first = train(callbacks=[averaging(**options)], model=seeded(partial(Averaged, normed=False)), **plain)
+    first.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    with pytest.raises(StateError, match="averages in place of the weights"):
+        train(callbacks=[averaging(**options)], model=Averaged(normed=False), ckpt_path=tmp_path / "after.ckpt")
 
 
 class Worsens(LedgerModel):
