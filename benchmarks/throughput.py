@@ -15,10 +15,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from benchmarks.measure import Row, interleave, median_ratio, report, seconds, target
 from lightning_stateful.loaders import StatefulLoader
 
-CLAIM = "Being able to resume costs no throughput; seeding every sample has a price that is known."
+CLAIM = "To be able to resume costs no throughput, and neither does seeding samples by the batch, as is the default."
 PEER = "torch DataLoader"
 BARE = "StatefulLoader, seed_samples=False"
-SEEDED = "StatefulLoader, seed_samples=True"
+DEFAULT = "StatefulLoader, as it is by default"
 
 
 class Ints(Dataset[int]):
@@ -68,7 +68,7 @@ def loaders(dataset: Any, batch_size: int, num_workers: int) -> dict[str, Any]:
         PEER: DataLoader(dataset, **options),
         "torchdata StatefulDataLoader": StatefulDataLoader(dataset, **options),
         BARE: StatefulLoader(dataset, seed_samples=False, **options),
-        SEEDED: StatefulLoader(dataset, **options),
+        DEFAULT: StatefulLoader(dataset, **options),
     }
 
 
@@ -91,7 +91,7 @@ def compare(dataset: Any, batch_size: int, num_workers: int, rounds: int) -> lis
         epoch(loader)  # workers start
     figures = interleave({name: partial(epoch, loader) for name, loader in subjects.items()}, rounds)
     peer, bare = figures[PEER], figures[BARE]
-    per_sample = 1e6 / len(dataset)
+    per_batch = 1e6 / len(subjects[PEER])
     return [
         {
             "loader": name,
@@ -99,7 +99,7 @@ def compare(dataset: Any, batch_size: int, num_workers: int, rounds: int) -> lis
             "batches/s, median": len(subjects[name]) / statistics.median(took),
             "ratio, best": min(peer) / min(took),
             "ratio, median": median_ratio(peer, took),
-            "seeding, us a sample": (min(took) - min(bare)) * per_sample if name == SEEDED and not num_workers else "-",
+            "seeding, us a batch": (min(took) - min(bare)) * per_batch if name == DEFAULT and not num_workers else "-",
         }
         for name, took in figures.items()
     ]
@@ -115,8 +115,9 @@ def main() -> None:
         clock = "wall time" if num_workers else "CPU time"
         title = f"{length:,} {what} in batches of {batch_size}, {num_workers} workers, {rounds} epochs each, {clock}"
         tables[title] = rows
-        ratio = next(row["ratio, best"] for row in rows if row["loader"] == BARE)
-        targets.append(target(f"unseeded over {PEER}: {what}, {num_workers} workers", ratio, at_least=1.0))
+        for name, least in ((BARE, 1.0), (DEFAULT, 0.95 if num_workers else 0.9)):
+            ratio = next(row["ratio, median"] for row in rows if row["loader"] == name)
+            targets.append(target(f"{name}, over {PEER}: {what}, {num_workers} workers", ratio, at_least=least))
     report("throughput", CLAIM, tables, targets)
 
 

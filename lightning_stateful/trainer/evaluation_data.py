@@ -49,8 +49,7 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
     def build() -> Structure:
         structure = Structure.of(request())
         views = {
-            path: _view(trainer, loader, ".".join(filter(None, (stage, path))), settings, topology)
-            for path, loader in structure.loaders.items()
+            path: _view(trainer, loader, stage, path, settings, topology) for path, loader in structure.loaders.items()
         }
         return replace(structure, loaders=views)
 
@@ -128,8 +127,8 @@ def _is_of_one_rank(loader: Any) -> bool:
     return isinstance(loader, StatefulLoader) and loader.own_rank is not None
 
 
-def _view(trainer: pl.Trainer, loader: Any, path: str, settings: Settings, topology: Topology) -> Any:
-    where = f"the evaluation loader {path!r}"
+def _view(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Settings, topology: Topology) -> Any:
+    where = f"the {stage} loader {path!r}"
     overfits = trainer.state.fn == TrainerFn.FITTING and overfit_batches(trainer) > 0
     try:
         taken = take_over(

@@ -242,10 +242,10 @@ def test_loaders_side_by_side_each_serve_what_they_serve_alone(mode: Any) -> Non
     makes = {name: ALL_LOADERS[name] for name in ("class balanced", "global random", "own state", "shuffled in place")}
     together = train_with(lambda: CombinedLoader(made(makes), mode), max_epochs=2)
     for name, make in makes.items():
-        alone = train_with(make, max_epochs=2)
+        # Under its name: what a loader draws follows from that too.
+        alone = train_with(lambda name=name, make=make: {name: make()}, max_epochs=2)
         for epoch in range(2):
-            served = [dict(batch)[name] for batch in ids(together.ledger, epoch)]
-            expected = ids(alone.ledger, epoch)
+            served, expected = ([dict(batch)[name] for batch in ids(run.ledger, epoch)] for run in (together, alone))
             if mode == "min_size":
                 assert served == expected[: len(served)]
             else:
