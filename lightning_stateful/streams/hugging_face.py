@@ -18,6 +18,7 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError
 from lightning_stateful.samplers.own_words import from_plain, to_plain
 from lightning_stateful.samplers.randomness import Randomness
 from lightning_stateful.streams import hugging_face_stages as stages
+from lightning_stateful.streams import hugging_face_versions as versions
 from lightning_stateful.streams.hugging_face_exit import wait_at_exit
 from lightning_stateful.streams.shards import ShardIterator, Shards
 
@@ -65,13 +66,15 @@ class HuggingFaceShards(Shards):
         self._dataset = object.__new__(type(dataset))
         vars(self._dataset).update(vars(dataset), _distributed=None)
         self._dataset._ex_iterable = stages.easily_divided(dataset._ex_iterable)
-        self._num_shards = int(self._dataset.num_shards)
         found = list(stages.walk(self._dataset._ex_iterable))
+        for stage in found:
+            versions.refuse_broken(stages.word_of(stage))
+        self._num_shards = versions.num_shards_of(self._dataset)
         for stage in found:
             stages.refuse(stage, self._num_shards)
         self.draws = any(map(stages.runs_users_code, found))
         self.warning = _once(" ", (text for stage in found for text in stages.warnings_of(stage, self._num_shards)))
-        self.reread = _once(", and ", map(stages.loss_of, found))
+        self.reread = _once(", and ", [versions.loss_of_version(), *map(stages.loss_of, found)])
         # Asked for with every state, of datasets of many thousand files.
         self._described = stages.describe(self._dataset)
 
@@ -103,7 +106,7 @@ class HuggingFaceShards(Shards):
         return stages.sizes_of(self._dataset._ex_iterable)
 
     def _shard(self, shard: int) -> Any:
-        return self._dataset.shard(num_shards=self.num_shards, index=shard)
+        return versions.shard_of(self._dataset, shard)
 
 
 class HuggingFaceIterator(ShardIterator):
@@ -126,7 +129,7 @@ class HuggingFaceIterator(ShardIterator):
         self._leaves_threads = any(getattr(stage, "_sleep_on_threads_shutdown", False) for stage in found)
         self._watches: list[_Watch] = []
         # What is given out as tables is cut into batches at the end.
-        is_cut = dataset._formatting is not None and dataset._formatting.is_table
+        is_cut = versions.is_table(dataset._formatting)
         dataset._ex_iterable = _copy(dataset._ex_iterable, self._watches, _Behind(asks_again=is_cut))
         dataset.set_epoch(epoch)
         if state is not None:

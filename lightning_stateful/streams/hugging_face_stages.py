@@ -15,17 +15,24 @@ from typing import Any
 import numpy as np
 
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.streams.hugging_face_versions import is_table, num_shards_of, version
 
 REBATCHED, FORMATTED = "RebatchedArrowExamplesIterable", "FormattedExamplesIterable"
 SHARDS_INTERLEAVED = "InterleavedShardsExamplesIterable"
 INTERLEAVED = ("CyclingMultiSourcesExamplesIterable", "RandomlyCyclingMultiSourcesExamplesIterable")
 _FILES = ("ExamplesIterable", "ArrowExamplesIterable")
+# Since when shards are divided as easily_divided does it.
+_DIVIDED_SINCE = (5, 2)
 # Stages by what people call them, those that Hugging Face adds by itself by nothing; of others nothing is known.
 _WORDS = {
     **dict.fromkeys(_FILES, ""),
     REBATCHED: "",
     FORMATTED: "",
     SHARDS_INTERLEAVED: "",
+    # Of versions before 5.0.
+    "ShuffledDataSourcesExamplesIterable": "",
+    "ShuffledDataSourcesArrowExamplesIterable": "",
+    "TypedExamplesIterable": "",
     "SelectColumnsIterable": "select_columns",
     "MappedExamplesIterable": "map",
     "FilteredExamplesIterable": "filter",
@@ -41,6 +48,8 @@ _DETAILS = ("n", "num_times", "buffer_size", "stopping_strategy", "probabilities
 _WITHOUT_REPLACEMENT = "all_exhausted_without_replacement"
 # A longer number is no seed that somebody chose, but what the system gave for none.
 _BITS_OF_A_SEED = 64
+# Before NumPy 2, a copy of a generator does not tell its seed.
+_COPIES_KEEP_SEEDS = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
 
 
 def walk(stage: Any) -> Iterator[Any]:
@@ -55,6 +64,8 @@ def easily_divided(stage: Any) -> Any:
 
     Hugging Face divides all the files of a dataset for every shard of it.
     """
+    if version() < _DIVIDED_SINCE:
+        return stage
     own = copy.copy(stage)
     if type(own).__name__ in _FILES:
         own.shard_data_sources = partial(_part_of, stage)
@@ -77,7 +88,7 @@ def word_of(stage: Any) -> str:
 
 def is_batched(stage: Any) -> bool:
     """Whether a map or a filter may make several samples at a time."""
-    return bool(stage.batched or (stage.formatting and stage.formatting.is_table))
+    return bool(stage.batched) or is_table(stage.formatting)
 
 
 def function_of(stage: Any) -> Callable[..., Any] | None:
@@ -188,12 +199,15 @@ def loss_of(stage: Any) -> str:
 
 def files_of(stage: Any) -> list[str]:
     """The files that a source reads, as far as its arguments tell."""
-    for name, value in getattr(stage, "kwargs", {}).items():
+    given = getattr(stage, "kwargs", {})
+    for name, value in given.items():
         if isinstance(value, str) and ("file" in name or "path" in name):
             return [value]
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             return list(value)
-    return []
+    # Before 5.0, a file is an iterable that was made of its path.
+    paths = [item.args[0] for item in given.get("files", ()) if type(item).__name__ == "FilesIterable"]
+    return [path for path in paths if isinstance(path, str)]
 
 
 def describe(dataset: Any) -> dict[str, Any]:
@@ -202,7 +216,7 @@ def describe(dataset: Any) -> dict[str, Any]:
     generators = (stage.generator for stage in found if getattr(stage, "generator", None) is not None)
     return {
         "class": type(dataset).__qualname__,
-        "shards": int(dataset.num_shards),
+        "shards": num_shards_of(dataset),
         "split": None if dataset.split is None else str(dataset.split),
         "features": None if dataset.features is None else list(dataset.features),
         "format": None if dataset._formatting is None else dataset._formatting.format_type,
@@ -214,7 +228,7 @@ def describe(dataset: Any) -> dict[str, Any]:
 
 def sizes_of(stage: Any) -> list[int] | None:
     """Samples of each shard of a stage; None if only reading tells."""
-    word, number = word_of(stage), int(stage.num_shards)
+    word, number = word_of(stage), num_shards_of(stage)
     sources = [sizes_of(source) for source in sources_of(stage)]
     if not sources:
         tables = getattr(stage, "kwargs", {}).get("shards")
@@ -223,9 +237,11 @@ def sizes_of(stage: Any) -> list[int] | None:
     if any(sizes is None for sizes in sources):
         return None
     sizes = [size for source in sources for size in source or ()]
+    if len(sizes) != number:
+        return None
     if word == "concatenate_datasets":
         return sizes
-    if len(sources) > 1 or len(sizes) != number:
+    if len(sources) > 1:
         return None
     if word == "repeat":
         return None if stage.num_times is None else [size * max(stage.num_times, 0) for size in sizes]
@@ -289,6 +305,9 @@ def _name_of(function: Any) -> str:
 
 
 def _is_unseeded(generator: np.random.Generator) -> bool:
+    if not _COPIES_KEEP_SEEDS:
+        # Ranks that differ are found out by their descriptions, and resumes too.
+        return False
     seeds: Any = getattr(generator.bit_generator, "seed_seq", None)
     entropy = getattr(seeds, "entropy", None)
     return isinstance(entropy, int) and entropy.bit_length() > _BITS_OF_A_SEED
