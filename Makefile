@@ -5,7 +5,15 @@ STAMP := .venv/.installed
 # Each test process gets one thread; two processes share the work.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test check bench docs clean
+# What depends most on the versions of Lightning, Hugging Face's datasets and NumPy, in a virtual environment of its own.
+OLDEST := .venv-oldest/.installed
+OLDEST_TESTS := tests/test_dependencies.py tests/trainer/test_both_packages.py tests/trainer/test_traps.py \
+	tests/trainer/test_moments.py tests/trainer/test_edges.py tests/trainer/test_counters.py tests/trainer/test_samplers.py \
+	tests/trainer/test_view.py tests/trainer/test_sources.py tests/trainer/test_bucket_module.py tests/trainer/test_streams.py \
+	tests/trainer/test_stream_moments.py tests/trainer/test_ddp.py tests/streams tests/samplers tests/index \
+	tests/loaders/test_group.py tests/loaders/test_source_datasets.py tests/loaders/test_length_cache.py tests/test_state.py
+
+.PHONY: install demo test test-oldest check bench docs clean
 
 install: $(STAMP)
 
@@ -22,6 +30,15 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+$(OLDEST): pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet "$$(grep '^torch==' constraints-oldest.txt)"
+	.venv-oldest/bin/python -m pip install --quiet -c constraints-oldest.txt -e ".[dev]"
+	@touch $(OLDEST)
+
+test-oldest: $(OLDEST)
+	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile $(OLDEST_TESTS)
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,4 +52,4 @@ docs: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_documentation.py
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

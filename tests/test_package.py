@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import requires, version
+from importlib.metadata import version
 from pathlib import Path
 
 import lightning_stateful
@@ -41,11 +41,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_the_version_is_that_of_the_distribution() -> None:
     assert lightning_stateful.__version__ == version("lightning-stateful")
-
-
-def test_the_runtime_needs_five_packages_and_no_more() -> None:
-    needed = {name.split(">")[0] for name in requires("lightning-stateful") or [] if "extra ==" not in name}
-    assert needed == {"torch", "lightning", "torchdata", "datasets", "numpy"}
 
 
 def test_the_package_says_that_it_is_typed() -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from support.ledger import Numbers
@@ -27,7 +28,11 @@ def test_a_run_by_pytorch_lightning_is_resumed_exactly(tmp_path: Path) -> None:
     assert "Beside it: False" in said
 
 
-@pytest.mark.parametrize("way", ["data module", "data module in second place", "callback"])
+# Lightning 2.5 looks at callbacks before any hook, and knows no remedy.
+of_2_6 = pytest.mark.skipif(pl.__version__ < "2.6", reason="of Lightning 2.6")
+
+
+@pytest.mark.parametrize("way", ["data module", "data module in second place", pytest.param("callback", marks=of_2_6)])
 def test_a_trainer_of_the_other_package_is_refused_with_the_remedy(way: str) -> None:
     other = pytest.importorskip("pytorch_lightning")
 
