@@ -84,13 +84,15 @@ class StreamCourse:
     def say(self) -> str:
         """How it is dealt out and resumed, in words."""
         sources = self.config.sources.values()
-        if any(source.shards.pinned for source in sources):
-            dealt = "every rank and worker trains on what its own dataset gives it"
+        if self._setup.is_loader:
+            dealt = "is no DataLoader: each rank trains on what its own gives, without seed_samples"
+        elif any(source.shards.pinned for source in sources):
+            dealt = "is a stream: every rank and worker trains on what its own dataset gives it"
         else:
             number = sum(source.shards.num_shards for source in sources)
-            dealt = f"its {number} shards are dealt out to ranks and workers"
+            dealt = f"is a stream: its {number} shards are dealt out to ranks and workers"
         again = "; ".join(sorted({source.shards.reread for source in sources} - {""}))
-        return f"{dealt}, and a resume {f'reads them again, because {again}' if again else 'goes on within them'}."
+        return f"{dealt}, and a resume {f'reads it again, because {again}' if again else 'goes on within it'}."
 
     @property
     def _keep(self) -> int:
@@ -107,6 +109,8 @@ class StreamCourse:
         run = self._run_at(position)
         served = run.served
         endless, joined = self._options.steps_per_epoch is not None, self._is_joined()
+        # A loader may use the memory of a batch again for the next, which is asked for ahead only if it has to be.
+        looks_ahead = not endless and not (self._setup.is_loader and self._limit is not None)
         while self._limit is None or step < self._limit:
             if not run.goes_on(served):
                 # Another iteration has taken over what is read.
@@ -114,7 +118,7 @@ class StreamCourse:
             if not run.has_next():
                 # A limited epoch may begin where a pass ends; a whole pass in which a rank has nothing is no epoch.
                 begins = not step and (self._limit is not None or (joined and run.is_empty))
-                if not endless and not begins:
+                if not endless and (self._setup.is_loader or not begins):
                     break
                 run = self._next_with_batches(run)
             batch = run.next()
@@ -123,14 +127,15 @@ class StreamCourse:
             is_last = step == self._limit
             if is_last:
                 self._begin_next(epoch, step, _Known(None, run, served))
-            elif not endless and not run.has_next():
+            elif looks_ahead and not run.has_next():
                 is_last = True
-                self._begin_next(epoch, step, _Known(self._following(run)))
+                self._begin_next(epoch, step, _Known(self._following(run)), is_over=True)
             yield batch, is_last
             if is_last:
                 return
         at_limit = step == self._limit
-        self._begin_next(epoch, step, self._known[epoch, step] if at_limit else _Known(self._following(run)))
+        known = self._known[epoch, step] if at_limit else _Known(self._following(run))
+        self._begin_next(epoch, step, known, is_over=not at_limit)
 
     def standing_at(self, position: Position) -> Standing:
         """Where all lanes stand at ``position``.
@@ -168,6 +173,9 @@ class StreamCourse:
         saved = self._setup.config_on(num_replicas, workers if isinstance(workers, int) and workers > 0 else 1)
         standing = self._setup.here(Standing.from_dict(data, saved, num_replicas), where)
         again = standing.read_again()
+        if again and "replay" in self._setup.accept:
+            # As without this package: what is left of the epoch is the beginning of the data.
+            standing, again = standing.begun_again(), {}
         if again and self._options.replay == "refuse":
             remedy = 'Pass replay="warn" to read them again, or give the dataset state_dict and load_state_dict.'
             saying = f"{sum(again.values())} samples of {', '.join(again)} to be read again"
@@ -212,8 +220,9 @@ class StreamCourse:
         if again and run.has_next() and not run.is_broken:
             why = "; ".join(sorted({source.shards.reread for source in self.config.sources.values()}))
             warnings.warn(
-                f"{sum(again.values())} samples of {', '.join(again)} were read again, and left out, to go on in epoch "
-                f"{position.epoch}, which took {time.perf_counter() - started:.1f} s, because {why}.",
+                f"{sum(again.values())} {'batches' if self._setup.is_loader else 'samples'} of {', '.join(again)} were "
+                f"read again, and left out, to go on in epoch {position.epoch}, which took "
+                f"{time.perf_counter() - started:.1f} s, because {why}.",
                 StatefulWarning,
                 stacklevel=3,
             )
@@ -264,10 +273,15 @@ class StreamCourse:
             return self._setup.beginning(final.epoch + 1)
         return final.following()
 
-    def _begin_next(self, epoch: int, step: int, known: _Known) -> None:
-        """Know where the epoch after ``epoch``, which ends before ``step``, begins."""
+    def _begin_next(self, epoch: int, step: int, known: _Known, *, is_over: bool = False) -> None:
+        """Know where the epoch after ``epoch``, which ends before ``step``, begins; ``is_over``: with a pass."""
         self.ended = epoch, step
-        self._know(epoch + 1, 0, _Known(self._setup.beginning(0)) if self._repeats else known)
+        if self._repeats:
+            known = _Known(self._setup.beginning(0))
+        elif self._setup.is_loader and not is_over:
+            standing = known.standing if known.run is None else known.run.standing_at(known.served)
+            known = _Known(None if standing is None else standing.following())
+        self._know(epoch + 1, 0, known)
 
     def _know(self, epoch: int, step: int, known: _Known) -> None:
         self._known[epoch, step] = known

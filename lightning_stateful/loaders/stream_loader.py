@@ -84,9 +84,7 @@ class StreamLoader(DataLoader[Any]):
             accept=self.accept,
         )
         self.course = StreamCourse(setup)
-        self.order = StreamOrder(
-            type(loader.dataset).__qualname__, self.course.config.describe(), self.options.steps_per_epoch or ENDLESS
-        )
+        self.order = StreamOrder(setup.name, self.course.config.describe(), len(self) if self.is_sized else ENDLESS)
         self._cursor = Cursor(self.order, {})
         self._began: Position | None = None
         self._handed = 0

@@ -15,6 +15,7 @@ from lightning_stateful.index.seeding import loader_seed
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.streams.lane import ALONE, StreamConfig
+from lightning_stateful.streams.own_loader import IterableBatches, OwnLoader
 from lightning_stateful.streams.own_stream import OwnStream, beginning_of
 from lightning_stateful.streams.shards import num_parts_for
 from lightning_stateful.streams.source import Source
@@ -37,7 +38,7 @@ class StreamSetup:
         accept: Names of differences between a state and what is read now to let pass.
 
     Attributes:
-        loader, options, seed_samples: As they were given.
+        loader, options, seed_samples, accept: As they were given.
         seed: The seed of this loader among several.
     """
 
@@ -54,7 +55,7 @@ class StreamSetup:
         rank: int | None,
         accept: Collection[str] = (),
     ) -> None:
-        self._accept = accept
+        self.accept = accept
         self.loader, self.options, self.seed_samples = loader, options, seed_samples
         self.seed, self._seed_given, self._path = loader_seed(seed, path), seed, path
         self.topology = partial(detect_topology, num_replicas, rank)
@@ -75,11 +76,18 @@ class StreamSetup:
         self._given = None if config is None else config.at(path)
         self._beginning_of_own = beginning_of(loader.dataset)
         self._has_warned = False
+        own = loader.dataset
+        self._own: Any = own.iterable if isinstance(own, IterableBatches) else own
 
     @property
     def name(self) -> str:
         """What people know the stream by."""
-        return type(self.loader.dataset).__qualname__
+        return type(self._own).__qualname__
+
+    @property
+    def is_loader(self) -> bool:
+        """Whether it is an iterable of batches that every epoch begins anew."""
+        return self._own is not self.loader.dataset
 
     @property
     def num_workers(self) -> int:
@@ -100,14 +108,13 @@ class StreamSetup:
                 for name, source in self._given.sources.items()
             }
             return replace(self._given, sources=sources)
-        shards = OwnStream(
-            self.loader.dataset,
-            num_replicas,
-            num_workers,
-            self._beginning_of_own,
-            stays=not self.loader.num_workers or self.loader.persistent_workers,
-            is_checked="nondeterministic" not in self._accept,
-        )
+        is_checked = "nondeterministic" not in self.accept
+        if self.is_loader:
+            shards: OwnStream = OwnLoader(self._own, num_replicas, is_checked=is_checked)
+        else:
+            stays = not self.loader.num_workers or self.loader.persistent_workers
+            beginning = self._beginning_of_own
+            shards = OwnStream(self._own, num_replicas, num_workers, beginning, stays=stays, is_checked=is_checked)
         source = Source(shards=shards, seed=self._seed_given, path=self._path, seed_samples=self.seed_samples)
         return StreamConfig(sources={ALONE: source}, **self._batching)
 

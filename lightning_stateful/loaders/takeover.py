@@ -13,6 +13,7 @@ from lightning_stateful.index.seeding import loader_seed
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.loaders.batches import SlotCut
 from lightning_stateful.loaders.engine import OPTIONS
+from lightning_stateful.loaders.iterable_loader import IterableLoader, of_batches
 from lightning_stateful.loaders.kinds import class_of_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.stream_loader import StreamLoader
@@ -47,8 +48,8 @@ def take_over(
     """Build a StatefulLoader with a DataLoader's dataset, sampler, batch size and options; a StreamLoader of a stream.
 
     Args:
-        loader: A ``DataLoader`` over a map-style dataset, of which class and attributes are kept, or a StatefulLoader,
-            of which the settings stay.
+        loader: A ``DataLoader`` over a map-style dataset, of which class and attributes are kept, a StatefulLoader, of
+            which the settings stay, or for training any iterable of batches.
         seed: Seed for a loader that is not yet stateful.
         path: As in :class:`StatefulLoader`.
         num_replicas: Data-parallel ranks.
@@ -76,6 +77,9 @@ def take_over(
     if isinstance(loader, StreamLoader):
         # Whatever limits a trainer sets are its own.
         return loader.again(path=path, num_replicas=num_replicas, rank=rank, exact=exact)
+    if not exact and not isinstance(loader, DataLoader) and is_iterable(loader):
+        # What it gives are batches of its own making.
+        return IterableLoader(of_batches(loader), path=path, num_replicas=num_replicas, rank=rank, accept=accept)
     if _is_stream(loader, exact) and getattr(loader, "in_order", True):
         stream: Any = class_of_patched(StreamLoader, type(loader))
         taken: StreamLoader = stream(
@@ -142,7 +146,7 @@ def patch_dataloader(
     Args:
         loader: A DataLoader over a map-style dataset, with any sampler or batch sampler, which may be wrapped in a
             :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper` to say how it is dealt out; or over an
-            iterable dataset, which is read again on a resume.
+            iterable dataset, or any other iterable of batches, which is read again on a resume unless it has a state.
         seed: Chooses the orders, and the randomness of samplers and samples; by default that of Lightning's
             ``seed_everything``, or 0.
         num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
@@ -275,6 +279,11 @@ def _cutting_again(loader: StatefulLoader, shuffle: bool | None, exact: bool) ->
         "drop_last": cut.drop_last,
         "exact": exact,
     }
+
+
+def is_iterable(loader: Any) -> bool:
+    """Whether ``iter()`` accepts it; it is not called, because some iterables count that."""
+    return hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
 
 
 def _is_stream(loader: Any, exact: bool) -> bool:

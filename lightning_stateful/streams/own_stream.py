@@ -54,7 +54,7 @@ class OwnStream(Shards):
     ) -> None:
         self._dataset, self._num_replicas, self._num_workers = dataset, num_replicas, num_workers
         self._beginning, self._stays, self._is_checked = beginning, stays, is_checked
-        if not _has_state(dataset):
+        if not has_state(dataset):
             self.reread = "it has no state_dict and load_state_dict"
 
     @property
@@ -65,26 +65,27 @@ class OwnStream(Shards):
     def read(self, shard: int, epoch: int, state: Any = None) -> ShardIterator:
         """What the dataset gives to a lane."""
         dataset, held = self._dataset, state or {"dataset": self._beginning, "iterator": None}
-        if _has_state(dataset):
+        if has_state(dataset):
             # What it counts while it is read stays in a copy: the next reading begins from the beginning.
             dataset = copy.copy(dataset)
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(epoch)
-        if held["dataset"] is not None and _has_state(dataset):
+        if held["dataset"] is not None and has_state(dataset):
             dataset.load_state_dict(from_plain(held["dataset"]))
-        iterator: Any = _begin(self._dataset, dataset)
+        iterator = begin_pass(self._dataset, dataset)
         if held["iterator"] is not None:
             iterator.load_state_dict(from_plain(held["iterator"]))
-        return _OwnIterator(iterator, dataset, marks=self._is_checked)
+        return OwnIterator(iterator, dataset, marks=self._is_checked)
 
     def begin_passes(self, epoch: int, *, surely: bool = False) -> None:
         """Begin the passes before ``epoch`` for a dataset without state and ``set_epoch``, unless two begin alike."""
         dataset = self._dataset
-        if not self._stays or _has_state(dataset) or callable(getattr(dataset, "set_epoch", None)):
+        begins_at_its_state = has_state(dataset) and not self.is_loader
+        if not self._stays or begins_at_its_state or callable(getattr(dataset, "set_epoch", None)):
             return
         before: str | None = None
         while (begun := _passes_of(dataset)) < epoch:
-            pass_ = _OwnIterator(_begin(dataset, dataset), dataset)
+            pass_ = OwnIterator(begin_pass(dataset, dataset), dataset)
             deque(islice(pass_, _FIRST), maxlen=0)
             pass_.close()
             if begun and pass_.first() == before and not surely:
@@ -101,12 +102,20 @@ class OwnStream(Shards):
         return {"class": type(self._dataset).__qualname__}
 
 
-class _OwnIterator(ShardIterator):
+class OwnIterator(ShardIterator):
+    """A pass over a dataset.
+
+    Args:
+        iterator: What ``iter()`` gave.
+        dataset: The dataset.
+        marks: Whether its first samples tell the pass from others.
+    """
+
     def __init__(self, iterator: Iterator[Any], dataset: Any, *, marks: bool = True) -> None:
         self._iterator = iterator
         self._holders = {"dataset": dataset, "iterator": None if iterator is dataset else iterator}
         # What has a state is not read again.
-        self._mark = _Mark() if marks and not _has_state(dataset) and not _has_state(iterator) else None
+        self._mark = _Mark() if marks and not has_state(dataset) and not has_state(iterator) else None
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterator if self._mark is None or self._mark.is_full else self
@@ -118,16 +127,19 @@ class _OwnIterator(ShardIterator):
         return sample
 
     def first(self) -> str | None:
+        """Of what has no state, which is read again."""
         return None if self._mark is None else self._mark.digest()
 
     def state(self) -> Any:
+        """The dataset's and the iterator's own."""
         states = {
-            name: to_plain(holder.state_dict(), owner=name) if _has_state(holder) else None
+            name: to_plain(holder.state_dict(), owner=name) if has_state(holder) else None
             for name, holder in self._holders.items()
         }
         return states if any(state is not None for state in states.values()) else None
 
     def close(self) -> None:
+        """Close a generator."""
         close = getattr(self._iterator, "close", None)
         if callable(close):
             close()
@@ -194,7 +206,7 @@ class _Mark:
 _NAMING = (torch.int16, torch.int32, torch.int64)
 
 
-def _begin(dataset: Any, iterated: Any) -> Iterator[Any]:
+def begin_pass(dataset: Any, iterated: Any) -> Any:
     """Begin a pass over a dataset, or over a copy of it, and count it."""
     _note_passes(dataset, _passes_of(dataset) + 1)
     return iter(iterated)
@@ -219,7 +231,7 @@ def _note_passes(dataset: Any, number: int) -> None:
 
 def beginning_of(dataset: Any) -> Any:
     """The state of a dataset that nobody has read yet, as plain data; None if it has none."""
-    if not _has_state(dataset):
+    if not has_state(dataset):
         return None
     try:
         return to_plain(dataset.state_dict())
@@ -228,5 +240,6 @@ def beginning_of(dataset: Any) -> Any:
         return None
 
 
-def _has_state(holder: Any) -> bool:
+def has_state(holder: Any) -> bool:
+    """Whether something goes on where it was, as torchdata has it."""
     return callable(getattr(holder, "state_dict", None)) and callable(getattr(holder, "load_state_dict", None))

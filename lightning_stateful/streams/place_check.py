@@ -18,6 +18,32 @@ from lightning_stateful.streams.stage import Place
 _FREE = ("state",)
 # No count comes to more.
 _MOST = 2**53
+# A damaged state may name any number, for which there is no memory.
+_MOST_LANES = 2**17
+
+
+def check_fields(data: Mapping[str, Any], num_replicas: int) -> None:
+    """Refuse what is no position of a stream.
+
+    Raises:
+        DamagedStateError: A key is missing, or its value of another kind than is written there.
+    """
+    kinds = {"pass": int, "workers": int, "steps": int, "skipped": list, "sources": dict, "shards": dict}
+    damaged = [f"{name} {data.get(name)!r}" for name, kind in kinds.items() if type(data.get(name)) is not kind]
+    numbers = () if damaged else ("pass", "steps", "workers")
+    damaged += [f"{name} {data[name]}" for name in numbers if data[name] < (name == "workers")]
+    if not damaged and not are_counts(data["skipped"]):
+        damaged = [f"skipped {data['skipped']!r}"]
+    if damaged:
+        raise DamagedStateError(
+            f"a stream's position holds {', '.join(kinds)}, but not as they are written: {', '.join(damaged)}. "
+            "Resume from another checkpoint."
+        )
+    if num_replicas * data["workers"] > _MOST_LANES:
+        raise DamagedStateError(
+            f"a stream's position is that of {num_replicas} ranks with {data['workers']} workers each, more than "
+            "there can be. Resume from another checkpoint."
+        )
 
 
 def check_lane_place(place: Any, config: StreamConfig, shares: Mapping[str, Share]) -> None:

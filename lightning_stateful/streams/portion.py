@@ -14,6 +14,7 @@ from lightning_stateful.errors import DamagedStateError
 from lightning_stateful.index.permutation import KeyedPermutation
 from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.state import copy_plain
+from lightning_stateful.streams.shards import carried
 from lightning_stateful.streams.skipped import without_skipped
 from lightning_stateful.streams.stage import Place
 
@@ -199,6 +200,28 @@ def redealt(
     # Opened shards first, because their buffers are at hand; older epochs before newer ones.
     opened.sort(key=lambda portion: (portion.place is None, portion.epoch))
     return Deal(epoch, tuple(opened), tuple(shard for shard in order if shard in unopened))
+
+
+def begun_anew(held: Sequence[Place | None], epoch: int, fresh: Place) -> Deal:
+    """The next pass over loaders: each goes on from the state that its pass has left, read to its end or not.
+
+    Args:
+        held: The place of each lane; None where nobody knows.
+        epoch: The next pass.
+        fresh: A place at the beginning of a pass.
+    """
+    states: dict[int, Portion] = {}
+    for lane, place in enumerate(held):
+        if place is None:
+            continue
+        state, at = place["carried"], place["place"]
+        if state is None and at is not None:
+            begins = at["state"] is not None and "after" in at["state"]
+            state = at["state"] if begins else carried(epoch - 1, at["state"], at["since"], is_ended=False)
+        if state is not None:
+            states[lane] = Portion(epoch, (lane,), {**fresh, "state": copy_plain(state)})
+    others = tuple(lane for lane in range(len(held)) if lane not in states)
+    return Deal(epoch, tuple(states.values()), others)
 
 
 def runs_of(numbers: Sequence[int]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from lightning_stateful.errors import ConfigurationError, PositionError, ShardEr
 from lightning_stateful.index.seeding import derive_seed, mixed_seed
 from lightning_stateful.samplers.randomness import seed_randomness
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams.shards import ShardIterator, Shards
+from lightning_stateful.streams.shards import ShardIterator, Shards, carried
 from lightning_stateful.streams.stage import Item, Place, Run, Stage
 
 OnError = Literal["raise", "skip"]
@@ -23,6 +23,8 @@ _END = object()
 # again on a resume, which costs less than states of every batch would.
 _LEAST_GAP = 256
 _CHARACTERS_AN_ITEM = 16
+# The same of batches.
+_CHARACTERS_A_BATCH = 2**14
 # Samples that are read together under one seed: to seed each costs more than many take to read.
 _RUN = 32
 
@@ -81,8 +83,9 @@ class Reading(Stage):
         self._skipped: int = begun["skipped_shards"]
         # Digest of the pass's first samples, of what divides itself.
         self._first: str | None = begun.get("first")
-        # A state that is there at all is taken at once where only reading all again would lead there otherwise.
-        self._gap = 0 if shards.pinned and self._state is None else _gap(self._state)
+        # What the next pass goes on from, of loaders.
+        self.carried: Any = None
+        self._gap = self._gap_after(self._state)
         self._iterator: ShardIterator | None = None
         # Of samples that are seeded: what is left of a run, the error that ended it, and where the next one begins.
         self._ahead: deque[Any] = deque()
@@ -189,7 +192,7 @@ class Reading(Stage):
             return
         state = self._state_of(iterator)
         if state is not None:
-            self._state, self._state_item, self._gap = state, item, _gap(state)
+            self._state, self._state_item, self._gap = state, item, self._gap_after(state)
 
     def _state_of(self, iterator: ShardIterator) -> Any:
         """What an iterator says of its place, as a copy that it does not change any more."""
@@ -267,10 +270,22 @@ class Reading(Stage):
             runs.append(Run(shard, self._item, values))
             self._item += len(values)
 
+    def _gap_after(self, state: Any) -> int:
+        """Items after which a state of this size is worth being taken again."""
+        if self._shards.is_loader:
+            begins = state is None or "after" in state
+            return 1 if begins else 1 + len(json.dumps(state)) // _CHARACTERS_A_BATCH
+        if state is None:
+            # One that is there at all is taken at once where only reading all again would lead there otherwise.
+            return 0 if self._shards.pinned else _LEAST_GAP
+        return _LEAST_GAP + len(json.dumps(state)) // _CHARACTERS_AN_ITEM
+
     def _advance(self) -> None:
+        if self._shards.is_loader and self._iterator is not None:
+            self.carried = carried(self._epoch, self._state_of(self._iterator), 0, is_ended=True)
         self.close()
-        self._at, self._item, self._state_item, self._state, self._gap = self._at + 1, 0, 0, None, _LEAST_GAP
-        self._first = None
+        self._at, self._item, self._state_item, self._state, self._first = self._at + 1, 0, 0, None, None
+        self._gap = self._gap_after(None)
 
     def _on_failure(self, shard: int, error: Exception) -> None:
         self.close()
@@ -286,8 +301,3 @@ class Reading(Stage):
             f"{type(error).__name__}: {error}. Nothing is lost: the state is that of the last batch handed over. "
             'Mend the shard and resume, or pass on_error="skip" to leave out what is left of it.'
         ) from error
-
-
-def _gap(state: Any) -> int:
-    """Items after which a state of this size is worth being taken again."""
-    return _LEAST_GAP if state is None else _LEAST_GAP + len(json.dumps(state)) // _CHARACTERS_AN_ITEM

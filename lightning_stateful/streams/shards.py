@@ -39,12 +39,14 @@ class Shards(ABC):
     Attributes:
         draws: Whether code of the user's runs at every sample, which may draw random numbers.
         pinned: Whether each shard belongs to the lane of its own number, because the stream divides itself.
+        is_loader: Whether what it gives are batches, and every epoch begins it anew, as a trainer does with loaders.
         warning: What a user should know before training, and what to do about it; empty for nothing.
         reread: Why a shard has to be read again from its beginning on a resume, in words; empty where that is quick.
     """
 
     draws: bool = False
     pinned: bool = False
+    is_loader: bool = False
     warning: str = ""
     reread: str = ""
 
@@ -79,6 +81,18 @@ class Shards(ABC):
             epoch: The pass that is to be read next.
             surely: Begin all of them, even if the first ones begin alike.
         """
+
+
+def carried(epoch: int, state: Any, since: int, *, is_ended: bool) -> dict[str, Any] | None:
+    """What the next pass over a loader goes on from, as a state of that pass; None where the loader has no state.
+
+    Args:
+        epoch: The pass.
+        state: The loader's state in it.
+        since: Batches since that state.
+        is_ended: Whether the pass was read to its end, and not cut by a limit.
+    """
+    return None if state is None else {"after": state, "since": since, "pass": epoch, "is_ended": is_ended}
 
 
 # A part of a shard goes by a number of its own: how many parts there are from this bit on, and below it which part of

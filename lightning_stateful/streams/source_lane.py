@@ -30,6 +30,7 @@ class SourceLane(Stage):
         self._opened: int = begun["opened"]
         # In portions that are done.
         self._skipped = Skipped(*begun["skipped"])
+        self._carried: Any = begun.get("carried")
         self._stage: Stage | None = None
         self._reading: Reading | None = None
 
@@ -71,13 +72,14 @@ class SourceLane(Stage):
             at, opened = self._begin, self._opened
         else:
             at, opened = self._stage.place(), self._reading.num_opened
-        return {
+        place = {
             "round": self.round,
             "portion": self._number,
             "opened": opened,
             "skipped": list(self._skipped),
             "place": at,
         }
+        return {**place, "carried": self._carried} if self._source.shards.is_loader else place
 
     def close(self) -> None:
         """Close the portion that is open."""
@@ -93,5 +95,7 @@ class SourceLane(Stage):
     def _advance(self) -> None:
         if self._stage is not None:
             self._skipped = self._skipped.plus(skipped_at(self._stage.place()))
+        if self._reading is not None:
+            self._carried = self._reading.carried
         self.close()
         self._number, self._begin, self._opened = self._number + 1, None, 0

@@ -9,16 +9,13 @@ from typing import Any
 
 from lightning_stateful.errors import DamagedStateError
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams.lane import StreamConfig
-from lightning_stateful.streams.place_check import check_lane_place, check_portion
-from lightning_stateful.streams.portion import Deal, Portion, leaf_of, redealt
+from lightning_stateful.streams.lane import Lane, StreamConfig
+from lightning_stateful.streams.place_check import check_fields, check_lane_place, check_portion
+from lightning_stateful.streams.portion import Deal, Portion, begun_anew, leaf_of, redealt
 from lightning_stateful.streams.share import Share
-from lightning_stateful.streams.skipped import Skipped, are_counts, skipped_at
+from lightning_stateful.streams.skipped import Skipped, skipped_at
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.stage import Place
-
-# A damaged state may name any number, for which there is no memory.
-_MOST_LANES = 2**17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +106,11 @@ class Standing:
         deals = {}
         for name, source in self.config.sources.items():
             latest = self._latest(name)
-            if self._has_plenty(self._left(name), source):
+            if source.shards.is_loader:
+                fresh = source.open(Portion(latest, ()), None)[0].place()
+                held = [None if place is None else place["of"][name] for place in self.places]
+                deals[name] = begun_anew(held, latest + 1, fresh)
+            elif self._has_plenty(self._left(name), source):
                 deals[name] = self._redealt(name, latest, self.num_lanes)
             else:
                 order = tuple(source.order(latest + 1, self.num_lanes))
@@ -138,7 +139,9 @@ class Standing:
     @property
     def has_begun(self) -> bool:
         """Whether something of the pass was served, or left of the one before."""
-        return bool(self.steps) or any(deal.opened for deal in self.deals.values())
+        opened = [portion.place for deal in self.deals.values() for portion in deal.opened]
+        # A loader's next pass is opened by the state that the one before has left.
+        return bool(self.steps) or any(place is None or leaf_of(place)["item"] for place in opened)
 
     @property
     def left_out(self) -> Skipped:
@@ -192,6 +195,11 @@ class Standing:
                     found[source.name(shard)] = leaf["since"]
         return found
 
+    def begun_again(self) -> Standing:
+        """The same pass, with every lane at the beginning of what it was dealt."""
+        lanes = [Lane(self.config, shares) for shares in self.shares]
+        return self.at(tuple(lane.place() for lane in lanes), self.steps)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a state; each lane goes by the first shard that it was dealt."""
         deals = {
@@ -220,22 +228,7 @@ class Standing:
         Raises:
             DamagedStateError: A key is missing or of the wrong type, or a shard is unknown.
         """
-        kinds = {"pass": int, "workers": int, "steps": int, "skipped": list, "sources": dict, "shards": dict}
-        damaged = [f"{name} {data.get(name)!r}" for name, kind in kinds.items() if type(data.get(name)) is not kind]
-        numbers = () if damaged else ("pass", "steps", "workers")
-        damaged += [f"{name} {data[name]}" for name in numbers if data[name] < (name == "workers")]
-        if not damaged and not are_counts(data["skipped"]):
-            damaged = [f"skipped {data['skipped']!r}"]
-        if damaged:
-            raise DamagedStateError(
-                f"a stream's position holds {', '.join(kinds)}, but not as they are written: {', '.join(damaged)}. "
-                "Resume from another checkpoint."
-            )
-        if num_replicas * data["workers"] > _MOST_LANES:
-            raise DamagedStateError(
-                f"a stream's position is that of {num_replicas} ranks with {data['workers']} workers each, more than "
-                "there can be. Resume from another checkpoint."
-            )
+        check_fields(data, num_replicas)
         if set(data["sources"]) != set(config.sources):
             raise DamagedStateError(
                 f"a stream's position has the sources {list(data['sources'])}, and there are {list(config.sources)}"

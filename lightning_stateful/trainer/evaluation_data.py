@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
@@ -150,6 +150,8 @@ def _view(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Set
             rank_zero_warn(
                 f"{error} It is left to Lightning, which may evaluate some samples twice.", category=StatefulWarning
             )
+        else:
+            rank_zero_info(f"{error} It is left to Lightning.")
         return loader
 
     for repeats in taken.plan.repeats() if isinstance(taken.order, (BatchOrder, UserSampler)) else ():

@@ -27,7 +27,11 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
     from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
-    from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource, _worker_check
+    from lightning.pytorch.trainer.connectors.data_connector import (
+        _check_dataloader_iterable,
+        _DataLoaderSource,
+        _worker_check,
+    )
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
 else:
@@ -42,7 +46,11 @@ else:
     from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
     from pytorch_lightning.trainer.connectors.callback_connector import _CallbackConnector
-    from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource, _worker_check
+    from pytorch_lightning.trainer.connectors.data_connector import (
+        _check_dataloader_iterable,
+        _DataLoaderSource,
+        _worker_check,
+    )
     from pytorch_lightning.trainer.states import TrainerFn
     from pytorch_lightning.utilities.combined_loader import CombinedLoader
 
@@ -59,6 +67,7 @@ __all__ = [
     "_DataLoaderIterDataFetcher",
     "_DataLoaderSource",
     "_IndexBatchSamplerWrapper",
+    "_check_dataloader_iterable",
     "_worker_check",
     "check_package",
     "pl",

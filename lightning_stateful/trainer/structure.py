@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from lightning_stateful.trainer.lightning import CombinedLoader
+from lightning_stateful.loaders.takeover import is_iterable
+from lightning_stateful.trainer.lightning import CombinedLoader, TrainerFn, _check_dataloader_iterable, pl
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,16 @@ class Structure:
         # Of paths that look alike, as of the keys 0 and "0", or "a.b" and "a" with "b" in it, the keys are spelled out.
         loaders = {_path(keys, str if paths.count(_path(keys)) == 1 else repr): leaf for keys, leaf in leaves}
         return cls(loaders, spec, mode)
+
+    def refuse_others(self, trainer: pl.Trainer) -> None:
+        """Let Lightning refuse, in its own words, what cannot be iterated.
+
+        Raises:
+            TypeError: That is so of a training loader.
+        """
+        for loader in self.loaders.values():
+            if not is_iterable(loader):
+                _check_dataloader_iterable(loader, trainer.fit_loop._data_source, TrainerFn.FITTING)
 
     def rebuilt(self, replace: Callable[[str, Any], Any]) -> Any:
         """The same structure of what ``replace(path, loader)`` returns."""

@@ -78,6 +78,7 @@ class TrainingData:
         self._settings = settings
         topology = topology_of(trainer)
         structure = Structure.of(raw)
+        structure.refuse_others(trainer)
         # Lightning itself refuses "sequential" as soon as training starts, with its own words.
         mode = "max_size_cycle" if structure.mode is None else structure.mode
         self.group = LoaderGroup(
@@ -258,7 +259,7 @@ class TrainingData:
             if isinstance(loader.order, UserSampler):
                 rank_zero_info(f"{where}: {loader.order.name} {WAYS[loader.order.way]}")
             if isinstance(loader, StreamLoader):
-                rank_zero_info(f"{where}: {loader.order.name} is a stream: {loader.course.say()}")
+                rank_zero_info(f"{where}: {loader.order.name} {loader.course.say()}")
             for repeats in plan.repeats():
                 rank_zero_info(
                     f"{where}: {repeats}, because {plan.num_replicas} ranks take equal steps. drop_last=True leaves "

@@ -27,6 +27,8 @@ from support.stream_runs import (
     SIZES,
     VAL_FIRST,
     VAL_SIZES,
+    Batches,
+    BatchesWithState,
     chunks,
     files_of,
     mapped,
@@ -124,6 +126,12 @@ def schedules(folder: Path) -> dict[str, Any]:
         "callback alone": (
             lambda: DataLoader(mapped(files_of("parquet", files(folder))), batch_size=2),
             {"callbacks": lambda: [StatefulDataCallback(seed=7)]},
+        ),
+        "iterables": (Batches, {"callbacks": lambda: [StatefulDataCallback(seed=7)]}),
+        "iterables with a state": (BatchesWithState, {"callbacks": lambda: [StatefulDataCallback(seed=7)]}),
+        "iterables cut": (
+            BatchesWithState,
+            {"callbacks": lambda: [StatefulDataCallback(seed=7)], "limit_train_batches": 3, "max_epochs": 3},
         ),
     }
     found = {}

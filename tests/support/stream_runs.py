@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import torch
 import torch.distributed
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from lightning_stateful import ChunkedDataset, MixedStream, StreamDataModule
 from support import hf_streams
@@ -34,6 +34,11 @@ def read_chunk(ref: tuple[int, int]) -> Iterator[int]:
 def sample(number: int) -> dict[str, torch.Tensor]:
     """A sample that draws one augmentation."""
     return {"id": torch.tensor(number), "x": torch.rand(4) + number / 100}
+
+
+def plain_sample(number: int) -> dict[str, torch.Tensor]:
+    """A sample that draws nothing."""
+    return {"id": torch.tensor(number), "x": torch.full((4,), number / 100)}
 
 
 def length_of(found: dict[str, torch.Tensor]) -> int:
@@ -137,6 +142,41 @@ class OwnWithState(Own):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert torch.equal(state["about"], torch.arange(self.length))
         self.position = state["position"]
+
+
+class Batches:
+    """An iterable of batches, more of them on later ranks, in an order of its rank and of the pass that it counts."""
+
+    epoch = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self.epoch += 1
+        numbers = random.Random(f"{rank} {self.epoch}").sample(
+            range(100 * rank, 100 * rank + 10 + 4 * rank), 8 + 4 * rank
+        )
+        return (default_collate([plain_sample(n) for n in numbers[at : at + 2]]) for at in range(0, len(numbers), 2))
+
+
+class BatchesWithState(Batches):
+    """The same, with a state."""
+
+    at = first = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        if first:
+            self.epoch -= 1
+        for at, batch in enumerate(super().__iter__()):
+            self.at = at + 1
+            if at >= first:
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.first = state["epoch"], state["at"]
 
 
 def hugging_face(folder: Path, kind: str) -> Any:

@@ -39,6 +39,9 @@ SCHEDULES = (
     "short epochs",
     "long epochs",
     "callback alone",
+    "iterables",
+    "iterables with a state",
+    "iterables cut",
 )
 
 
@@ -171,9 +174,11 @@ def test_states_are_equal_on_all_ranks_at_every_moment_and_plain(ranks: Ranks) -
     first, second = of(ranks, "states")
     assert first == second
     assert json.loads(json.dumps(first)) == json.loads(json.dumps(second))
-    for moments in first.values():
+    for name, moments in first.items():
         assert len(moments) > 20
-        assert all(len(json.dumps(state)) < 5000 for _, state, _ in moments)
+        # The dataset's own state of each rank is a tensor of 22 numbers.
+        most = 9000 if name == "own with a state" else 5000
+        assert max(len(json.dumps(state)) for _, state, _ in moments) < most
 
 
 # Stops

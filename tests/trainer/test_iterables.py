@@ -1,0 +1,221 @@
+"""Iterables of batches that are no DataLoader, trained on under a Trainer with nothing but the callback."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchdata.nodes as nodes
+from support.runs import train
+from support.sources import assert_goes_on_from_every_moment
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import PositionError, StatefulWarning
+
+MOMENTS = [
+    ("on_train_batch_start", 1, 3),
+    ("on_before_backward", 1, 2),
+    ("on_train_batch_end", 0, 2),
+    ("on_train_batch_end", 1, 4),
+    ("on_train_epoch_end", 0, 0),
+]
+READ_AGAIN = pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning")
+
+
+def batch_of(numbers: list[int]) -> dict[str, torch.Tensor]:
+    return {"id": torch.tensor(numbers), "x": torch.tensor([[number / 100] * 4 for number in numbers])}
+
+
+class Batches:
+    """Eleven batches in an order of the pass, which it counts itself."""
+
+    epoch = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        return map(batch_of, self.order())
+
+    def order(self) -> list[list[int]]:
+        numbers = random.Random(self.epoch).sample(range(22), 22)
+        return [numbers[at : at + 2] for at in range(0, 22, 2)]
+
+
+class Sized(Batches):
+    """Says how many they are, and hands all of them over in the same memory."""
+
+    held = batch_of([0, 0])
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            for name, value in batch.items():
+                self.held[name].copy_(value)
+            yield self.held
+
+
+class Remembers(Batches):
+    """Has a state; after the last batch that is one from which nothing follows."""
+
+    at = first = fetched = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        self.epoch += not first
+        for at, numbers in enumerate(self.order()[first:], first + 1):
+            self.at = at
+            Remembers.fetched += 1
+            yield batch_of(numbers)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "at": torch.tensor(self.at)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.first = state["epoch"], int(state["at"])
+
+
+class OnItsIterator:
+    """Its iterator has a state."""
+
+    def __iter__(self) -> Any:
+        return _Iterator()
+
+
+class _Iterator:
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> _Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == 11:
+            raise StopIteration
+        self.at += 1
+        return batch_of([2 * self.at - 2, 2 * self.at - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class BySetEpoch(Batches):
+    """Is told its epoch by way of a sampler, as Lightning does."""
+
+    @property
+    def sampler(self) -> BySetEpoch:
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(batch_of, self.order())
+
+
+class Shuffled:
+    """A sampler whose order follows from the epoch that it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.epoch).sample(range(22), 22))
+
+
+def of_nodes() -> Any:
+    """A loader of torchdata's, which counts its passes in its state and reads ahead."""
+    node: Any = nodes.SamplerWrapper(Shuffled())
+    return nodes.Loader(nodes.Prefetcher(nodes.Mapper(nodes.Batcher(node, 2), batch_of), prefetch_factor=3))
+
+
+KINDS = {kind.__name__: kind for kind in (Batches, Sized, Remembers, OnItsIterator, BySetEpoch)} | {
+    "torchdata.nodes": of_nodes
+}
+
+
+def run(make: Any, callbacks: Any = (), accept: Any = (), **options: Any) -> Any:
+    return train(make, callbacks=[*callbacks, StatefulDataCallback(seed=7, accept=accept)], **options)
+
+
+@READ_AGAIN
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 5}, {"accumulate_grad_batches": 3}], ids=str)
+def test_a_run_on_any_iterable_goes_on_exactly(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    assert_goes_on_from_every_moment(tmp_path, KINDS[kind], MOMENTS, run, **options)
+
+
+def trained(outcome: Any) -> list[Any]:
+    return [event[4] for event in outcome.ledger if event[0] == "train"]
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 4}], ids=str)
+def test_epochs_are_those_of_lightning_alone(options: dict[str, Any]) -> None:
+    assert trained(run(OnItsIterator, **options)) == trained(train(OnItsIterator, **options))
+
+
+def test_a_state_is_that_of_the_batch_trained_on_and_nothing_is_fetched_again(tmp_path: Path) -> None:
+    stopped = run(Remembers, max_steps=4)
+    stopped.trainer.save_checkpoint(tmp_path / "middle.ckpt")
+    Remembers.fetched = 0
+
+    resumed = run(Remembers, ckpt_path=tmp_path / "middle.ckpt", max_epochs=1)
+
+    assert Remembers.fetched == 7
+    assert trained(stopped) + trained(resumed) == trained(run(Remembers, max_epochs=1))
+
+
+def test_what_is_not_read_again_begins_anew_as_in_lightning(tmp_path: Path) -> None:
+    stopped = run(BySetEpoch, max_steps=4)
+    stopped.trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    with pytest.warns(
+        StatefulWarning, match="4 batches of BySetEpoch .* were read again, and left out, .* no state_dict"
+    ):
+        run(BySetEpoch, ckpt_path=tmp_path / "middle.ckpt", max_steps=5)
+    anew = run(BySetEpoch, ckpt_path=tmp_path / "middle.ckpt", accept=("replay",), max_epochs=1)
+
+    assert trained(anew) == trained(run(BySetEpoch, max_epochs=1))
+
+
+class Unsteady(Batches):
+    """In another order whenever it is made."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Unsteady.made += 1
+        self.epoch = 1000 * Unsteady.made
+
+
+def test_an_iterable_that_begins_otherwise_each_time_is_refused(tmp_path: Path) -> None:
+    stopped = run(Unsteady, max_steps=4)
+    stopped.trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    with pytest.raises(PositionError, match=r"Unsteady .* begins pass 0 with other samples than before the resume"):
+        run(Unsteady, ckpt_path=tmp_path / "middle.ckpt", max_steps=6)
+
+
+def test_what_cannot_be_iterated_is_refused_by_lightning() -> None:
+    with pytest.raises(TypeError, match=r"An invalid dataloader was passed to `Trainer\.fit"):
+        run(lambda: 3)
+
+
+def test_the_log_says_once_what_is_not_seen_to(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        run(Remembers, max_epochs=3)
+
+    said = [record.message for record in caplog.records if "Remembers" in record.message]
+    assert said == [
+        "Training data: Remembers is no DataLoader: each rank trains on what its own gives, without seed_samples, "
+        "and a resume goes on within it."
+    ]
