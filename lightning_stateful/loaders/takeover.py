@@ -70,6 +70,11 @@ def take_over(
     if getattr(type(loader), "is_view", False) is True:
         # What a trainer was given in place of one of its loaders.
         loader = loader.loader
+    if not exact and not isinstance(loader, DataLoader) and is_iterable(loader):
+        # What it gives are batches of its own making, on each rank, and no rank's are dealt out.
+        return IterableLoader(of_batches(loader), path=path, num_replicas=num_replicas, rank=rank, accept=accept)
+    if isinstance(loader, IterableLoader):
+        return loader.again(path=path, num_replicas=num_replicas, rank=rank)
     if own_rank is not None and not exact and _is_stream(loader, exact):
         _refuse_shards(loader, where)
     elif own_rank is not None:
@@ -77,9 +82,6 @@ def take_over(
     if isinstance(loader, StreamLoader):
         # Whatever limits a trainer sets are its own.
         return loader.again(path=path, num_replicas=num_replicas, rank=rank, exact=exact)
-    if not exact and not isinstance(loader, DataLoader) and is_iterable(loader):
-        # What it gives are batches of its own making.
-        return IterableLoader(of_batches(loader), path=path, num_replicas=num_replicas, rank=rank, accept=accept)
     if _is_stream(loader, exact) and getattr(loader, "in_order", True):
         stream: Any = class_of_patched(StreamLoader, type(loader))
         taken: StreamLoader = stream(
@@ -146,7 +148,7 @@ def patch_dataloader(
     Args:
         loader: A DataLoader over a map-style dataset, with any sampler or batch sampler, which may be wrapped in a
             :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper` to say how it is dealt out; or over an
-            iterable dataset, or any other iterable of batches, which is read again on a resume unless it has a state.
+            iterable dataset, which is read again on a resume.
         seed: Chooses the orders, and the randomness of samplers and samples; by default that of Lightning's
             ``seed_everything``, or 0.
         num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
@@ -166,6 +168,9 @@ def patch_dataloader(
     """
     if isinstance(loader, (StatefulLoader, StreamLoader)):
         return loader
+    if not isinstance(loader, DataLoader):
+        # A trainer's callback knows that what it gives are batches.
+        raise UnsupportedLoaderError(f"Cannot take over the loader: {_reason_against(loader)}")
     return take_over(
         loader,
         seed=seed,

@@ -225,7 +225,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("make", "reason"),
         [
-            (lambda: [1, 2], "it is a list and not a torch.utils.data.DataLoader"),
+            (lambda: 3, "it is a int and not a torch.utils.data.DataLoader"),
             (lambda: a_loader(in_order=False), "in_order=False hands batches over in no fixed order"),
         ],
     )

@@ -131,7 +131,12 @@ def schedules(folder: Path) -> dict[str, Any]:
         "iterables with a state": (BatchesWithState, {"callbacks": lambda: [StatefulDataCallback(seed=7)]}),
         "iterables cut": (
             BatchesWithState,
-            {"callbacks": lambda: [StatefulDataCallback(seed=7)], "limit_train_batches": 3, "max_epochs": 3},
+            {
+                "callbacks": lambda: [StatefulDataCallback(seed=7)],
+                "limit_train_batches": 3,
+                "max_epochs": 3,
+                "use_distributed_sampler": False,
+            },
         ),
     }
     found = {}
