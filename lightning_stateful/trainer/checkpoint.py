@@ -44,9 +44,9 @@ def read_callback_state(own: Any) -> tuple[Moment, dict[str, float]]:
         )
     if own.get("averaged"):
         raise StateError(
-            "This checkpoint was written after training had ended and a callback had put averages in place of the "
-            "weights, with which training cannot go on. Resume from a checkpoint of the training itself, or begin a "
-            "new run from these weights: load them into the model, and call fit without ckpt_path."
+            "This checkpoint was written while a callback had put averages in place of the weights, during a "
+            "validation or after training had ended, and training cannot go on with them. Resume from a checkpoint of "
+            "the training itself, or load these weights into the model, and call fit without ckpt_path."
         )
     if not isinstance(own.get("moment"), Mapping):
         raise DamagedStateError(f"The callback's state has no moment: {own!r}. Resume from another checkpoint.")

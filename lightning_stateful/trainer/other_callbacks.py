@@ -17,6 +17,9 @@ from lightning_stateful.trainer.lightning import (
 # What the finders call the file that they restore from themselves.
 _OWN_FILES = (".lr_find", ".scale_batch_size")
 
+# Between WeightAveraging's swaps of weights.
+_WHILE_VALIDATING = ("on_validation_batch_start", "validation_step", "on_validation_batch_end")
+
 
 def longest_accumulation(trainer: pl.Trainer) -> int:
     """Batches of the longest window of accumulated gradients, whatever the epoch."""
@@ -61,8 +64,13 @@ def finish_averaging(trainer: pl.Trainer) -> None:
 
 
 def holds_averages(trainer: pl.Trainer | None) -> bool:
-    """Whether training has ended, and a callback has put averages in place of the weights."""
-    if trainer is None or not (trainer.state.finished or _module(trainer)._current_fx_name == "on_train_end"):
+    """Whether a callback has put averages in place of the weights: after training, or while batches are validated."""
+    if trainer is None:
+        return False
+    hook = _module(trainer)._current_fx_name
+    if trainer.validating and hook in _WHILE_VALIDATING:
+        return any(hasattr(callback, "_swap_models") for callback in _callbacks(trainer))
+    if not trainer.state.finished and hook != "on_train_end":
         return False
     for callback in _callbacks(trainer):
         if isinstance(callback, StochasticWeightAveraging):

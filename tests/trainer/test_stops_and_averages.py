@@ -69,6 +69,10 @@ def test_weights_that_averages_have_replaced_are_not_resumed(tmp_path: Path, kin
     first.trainer.save_checkpoint(tmp_path / "after.ckpt")
     with pytest.raises(StateError, match="averages in place of the weights"):
         train(callbacks=[averaging(**options)], model=Averaged(normed=False), ckpt_path=tmp_path / "after.ckpt")
+    if kind == "WeightAveraging":
+        train(callbacks=[averaging(), StopAt("on_validation_batch_end", tmp_path / "within.ckpt")])
+        with pytest.raises(StateError, match="during a validation"):
+            train(callbacks=[averaging()], ckpt_path=tmp_path / "within.ckpt")
 
 
 class Worsens(LedgerModel):
