@@ -12,6 +12,7 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError, Pos
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder, SlotPlan
 from lightning_stateful.index.step_plan import StepPlan
+from lightning_stateful.loaders.iterable_loader import IterableLoader
 from lightning_stateful.loaders.patched import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.stream_loader import StreamLoader
@@ -129,6 +130,12 @@ class LoaderGroup:
         for path, loader in self.loaders.items() if self._cyclic else ():
             if not isinstance(loader.plan, (SlotPlan, StreamPlan)) or len(loader) >= num_steps:
                 continue
+            if isinstance(loader, IterableLoader):
+                raise ConfigurationError(
+                    f"Loader {path!r}, a {loader.order.name}, gives {len(loader)} batches an epoch, and the epoch has "
+                    f"{num_steps} steps; what is no DataLoader is begun once an epoch. Combine the loaders in the mode "
+                    "'min_size' or 'max_size', or let it give as many."
+                )
             if isinstance(loader.plan, StreamPlan):
                 raise ConfigurationError(
                     f"Stream {path!r} has {len(loader)} steps an epoch, and the epoch has {num_steps}; it cannot start "

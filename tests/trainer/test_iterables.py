@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torchdata.nodes as nodes
+from support.ledger import Numbers
 from support.runs import train
 from support.sources import assert_goes_on_from_every_moment
+from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback
-from lightning_stateful.errors import PositionError, StatefulWarning
+from lightning_stateful.errors import ConfigurationError, PositionError, StatefulWarning
 
 MOMENTS = [
     ("on_train_batch_start", 1, 3),
@@ -203,6 +205,13 @@ def test_an_iterable_that_begins_otherwise_each_time_is_refused(tmp_path: Path) 
 
     with pytest.raises(PositionError, match=r"Unsteady .* begins pass 0 with other samples than before the resume"):
         run(Unsteady, ckpt_path=tmp_path / "middle.ckpt", max_steps=6)
+
+
+def test_one_that_is_too_short_to_go_round_with_others_is_refused_with_the_remedy() -> None:
+    sides = {"a": Sized(), "b": DataLoader(Numbers(30), batch_size=2)}
+
+    with pytest.raises(ConfigurationError, match=r"'a', a Sized, gives 11 batches an epoch, .* 15 steps.*'min_size'"):
+        run(lambda: sides)
 
 
 def test_what_cannot_be_iterated_is_refused_by_lightning() -> None:
