@@ -24,8 +24,7 @@ from lightning_stateful.trainer.lightning import _IndexBatchSamplerWrapper
 # By what it recorded of the user's DataLoader(...), Lightning knows whether that shuffles.
 _RECORDS = "__pl_saved_"
 
-# Ours, told from a user's filter by the comment.
-_DOUBT = "Your `IterableDataset` has `__len__` defined(?#lightning_stateful)"
+_DOUBT = "Your `IterableDataset` has `__len__` defined"
 
 
 def _shown(loader: AnyLoader, original: Any, overfits: bool) -> Any:
@@ -88,16 +87,19 @@ class LoaderView:
         self._before_batch = before_batch
         self._at_end = at_end
         self._isolated = isolated
+        # The filter of warnings that is this view's, told from others by a comment.
+        self._ignored = ""
         if loader.is_sized and isinstance(loader.dataset, IterableDataset):
             # Lightning doubts the length of any iterable dataset; this one is a number of steps, for all workers.
-            warnings.filterwarnings("ignore", message=_DOUBT)
+            self._ignored = f"{_DOUBT}(?#{id(self)})"
+            warnings.filterwarnings("ignore", message=self._ignored)
         if keeps_indices and loader.is_sized and loader.batch_sampler is not None:
             self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)  # type: ignore[arg-type]  # never None here
             vars(self.batch_sampler)["sampler"] = self.sampler
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.
-        _end_filter()
+        self._end_filter()
         position = self._locate()
         if position is None:
             return
@@ -128,7 +130,7 @@ class LoaderView:
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
         self.loader._iterator = iterator
-        _end_filter()
+        self._end_filter()
 
     def end_workers(self) -> None:
         """End workers that persist."""
@@ -153,6 +155,6 @@ class LoaderView:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Nothing: Lightning calls this too early, or not at all."""
 
-
-def _end_filter() -> None:
-    warnings.filters[:] = [entry for entry in warnings.filters if getattr(entry[1], "pattern", None) != _DOUBT]  # type: ignore[index]
+    def _end_filter(self) -> None:
+        kept = [entry for entry in warnings.filters if getattr(entry[1], "pattern", None) != self._ignored]
+        warnings.filters[:] = kept  # type: ignore[index]  # a list
