@@ -483,7 +483,7 @@ def test_scaling_the_batch_size_trains_with_the_size_found(tmp_path: Path) -> No
     )  # fmt: skip
     data = numbers_module()
     Tuner(trainer).scale_batch_size(model, datamodule=data, mode="power", max_trials=2, steps_per_trial=2)
-    assert data.batch_size == 4
+    assert data.batch_size in (4, 8)  # as Lightning 2.6 and 2.5 count trials
     model.ledger.clear()
     trainer.fit(model, datamodule=data)
     assert sorted(index for event in trained(model.ledger) for index in event[4]) == list(range(22))
