@@ -146,8 +146,8 @@ class PositionedBatches:
 
     Args:
         plan: Which batches.
-        seed: Seeds each batch by (seed, epoch, first slot of the batch), which it then carries as a
-            :class:`~lightning_stateful.loaders.seeded.Keyed`; None to yield bare indices.
+        seed: Seeds each batch by (seed, epoch, first slot of the batch), which it then comes with, as
+            :class:`~lightning_stateful.loaders.seeded.SeededDataset` wants it; None to yield bare indices.
         is_batched: Whether the loader collates batches; if not, each "batch" is one index of the dataset.
     """
 
@@ -165,6 +165,9 @@ class PositionedBatches:
             return (batch[0] for batch in batches) if unwrap else batches
         seed = derive_seed("batch", self.seed, self.start.epoch)
         numbered: Iterator[tuple[int, Any]] = self.plan.numbered(self.start)
+        if self.is_batched:
+            # Plain tuples are sent to workers faster.
+            return ((mixed_seed(seed, slot), batch) for slot, batch in numbered)
         return (Keyed(mixed_seed(seed, slot), batch[0] if unwrap else batch) for slot, batch in numbered)
 
     def __len__(self) -> int:

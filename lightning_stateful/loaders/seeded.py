@@ -10,7 +10,7 @@ from lightning_stateful.samplers.randomness import seed_randomness
 
 
 class Keyed(NamedTuple):
-    """Indices that are read together, or a single one (``batch_size=None``), and the seed to read them under."""
+    """A single index (``batch_size=None``), told from a user's own tuple by its type, and the seed to read it under."""
 
     seed: int
     index: Any
@@ -19,7 +19,7 @@ class Keyed(NamedTuple):
 class SeededDataset(Dataset[Any]):
     """A dataset that seeds torch, NumPy and ``random`` before it reads each batch.
 
-    It answers to :class:`Keyed` indices. Whoever reads a batch, in whatever process, finds the same random numbers, and
+    It answers to ``(seed, indices)`` of a batch, and to a :class:`Keyed` index. Whoever reads a batch, in whatever process, finds the same random numbers, and
     so does the collate function after it. Generators that the dataset holds itself are out of reach. A dataset with
     ``__getitems__`` is asked for whole batches, as torch does. Every other attribute is the wrapped dataset's.
 
@@ -49,10 +49,11 @@ class SeededDataset(Dataset[Any]):
             index = index.index
         return self.__dict__["dataset"][index]
 
-    def __getitems__(self, keyed: Keyed) -> Any:
-        """The samples at :class:`Keyed` indices."""
-        seed_randomness(keyed.seed)
-        return read_batch(self.__dict__["dataset"], keyed.index)
+    def __getitems__(self, batch: tuple[int, Any]) -> Any:
+        """The samples of a batch, ``(seed, indices)``."""
+        seed, indices = batch
+        seed_randomness(seed)
+        return read_batch(self.__dict__["dataset"], indices)
 
 
 def read_batch(dataset: Any, indices: Any) -> Any:
