@@ -19,9 +19,10 @@ class Keyed(NamedTuple):
 class SeededDataset(Dataset[Any]):
     """A dataset that seeds torch, NumPy and ``random`` before it reads each batch.
 
-    It answers to ``(seed, indices)`` of a batch, and to a :class:`Keyed` index. Whoever reads a batch, in whatever process, finds the same random numbers, and
-    so does the collate function after it. Generators that the dataset holds itself are out of reach. A dataset with
-    ``__getitems__`` is asked for whole batches, as torch does. Every other attribute is the wrapped dataset's.
+    It answers to ``(seed, indices)`` of a batch, and to a :class:`Keyed` index. Whoever reads a batch, in whatever
+    process, finds the same random numbers, and so does the collate function after it. Generators that the dataset holds
+    itself are out of reach. A dataset with ``__getitems__`` is asked for whole batches, as torch does. Every other
+    attribute is the wrapped dataset's.
 
     Args:
         dataset: A map-style dataset.
