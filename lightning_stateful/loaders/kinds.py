@@ -29,6 +29,29 @@ def copied(loader: Any) -> Any:
     return made
 
 
+class Pickled:
+    """Lets a loader be pickled while it is read, and if its class was made of a user's: without what reads it.
+
+    A data module or trainer that holds loaders is pickled where a worker is spawned that needs one of its methods.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # Lightning's record of what was set holds the same.
+        state = {name: value for name, value in vars(self).items() if name != "__pl_attrs_record"}
+        if state.get("_engine") is not None:
+            state["_engine"] = None
+            if state["_original"] is not None:
+                # It may be what reads. A generator is pickled by a tensor that is gone before a worker has opened it.
+                state["_original"] = copied(state["_original"])
+                vars(state["_original"]).update(_iterator=None, generator=None)
+        return _blank, getattr(type(self), "_made_of", (type(self), type(self))), state
+
+
+def _blank(ours: Any, kind: Any) -> Any:
+    made = class_of_patched(ours, kind)
+    return made.__new__(made)
+
+
 @cache
 def _made_of(ours: Any, kind: Any) -> Any:
     theirs = [base for base in kind.__mro__ if issubclass(base, DataLoader) and not issubclass(DataLoader, base)]
@@ -38,7 +61,7 @@ def _made_of(ours: Any, kind: Any) -> Any:
         for name, value in vars(base).items()
         if not name.startswith("__") and not hasattr(DataLoader, name) and not hasattr(type(value), "__get__")
     }
-    return type(f"Stateful{kind.__name__}", (ours, kind), {**values, "__doc__": kind.__doc__})
+    return type(f"Stateful{kind.__name__}", (ours, kind), {**values, "__doc__": kind.__doc__, "_made_of": (ours, kind)})
 
 
 def _of_original(name: str) -> Any:

@@ -16,7 +16,7 @@ from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.batches import AnyPlan, PassBatches, PassIndices, PositionedBatches, SlotCut
 from lightning_stateful.loaders.cutting import cutting_of, length_of, refuse_other_length
 from lightning_stateful.loaders.engine import OPTIONS, Engine
-from lightning_stateful.loaders.kinds import copied
+from lightning_stateful.loaders.kinds import Pickled, copied
 from lightning_stateful.loaders.origins import is_torchdatas
 from lightning_stateful.loaders.passes import Count, Pass
 from lightning_stateful.loaders.seeded import SeededDataset
@@ -26,7 +26,7 @@ from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.state import accepted_names
 
 
-class StatefulLoader(DataLoader[Any]):
+class StatefulLoader(Pickled, DataLoader[Any]):
     """A map-style DataLoader whose batches are a function of a position.
 
     A pass begins where the loader stands, which is looked up at the first ``next()``: any number of ``iter()`` calls,

@@ -13,7 +13,7 @@ from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.step_plan import ENDLESS
 from lightning_stateful.index.topology import Topology
-from lightning_stateful.loaders.kinds import copied
+from lightning_stateful.loaders.kinds import Pickled, copied
 from lightning_stateful.loaders.stream_course import StreamCourse
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
@@ -25,7 +25,7 @@ from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.streams.lane import StreamConfig
 
 
-class StreamLoader(DataLoader[Any]):
+class StreamLoader(Pickled, DataLoader[Any]):
     """Serves a stream so that a resume goes on at the very next batch.
 
     Ranks and workers take the stream's shards in turn. Each rank makes known how far it has read in its shards, through
@@ -115,6 +115,11 @@ class StreamLoader(DataLoader[Any]):
             accept=self.accept,
         )
         return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # What reads for this loader stays here: a copy in another process begins anew, or where a state is loaded.
+        unread = self.course._run is None and self.course._reader is None
+        return super().__reduce_ex__(protocol) if unread else self.again().__reduce_ex__(protocol)
 
     @property
     def is_sized(self) -> bool:

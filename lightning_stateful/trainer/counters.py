@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning_stateful.trainer.lightning import RestartStage, TrainerFn, pl
@@ -243,22 +244,22 @@ def _around_reset(trainer: pl.Trainer, moment: Moment) -> None:
     # There is no hook between the epoch loop's reset and its first batch, hence this wrapper for one call.
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     vars(epoch_loop).pop("reset", None)
-    original = epoch_loop.reset
+    epoch_loop.reset = partial(_reset_once, trainer, moment)
 
-    def reset_once() -> None:
-        vars(epoch_loop).pop("reset", None)
-        restore_max_steps(trainer)
-        if moment.running:
-            announce_resumed_epoch(trainer, ended=moment.ended)
-        original()
-        if not moment.validate:
-            # A loop that still calls itself restarting skips or repeats a validation, steps schedulers and counts a
-            # batch twice. With a validation due, that is what leads to it.
-            epoch_loop._restarting = False
-        if moment.stopping:
-            tell_to_stop(trainer, after_validation=moment.validate)
 
-    epoch_loop.reset = reset_once
+def _reset_once(trainer: pl.Trainer, moment: Moment) -> None:
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    vars(epoch_loop).pop("reset", None)
+    restore_max_steps(trainer)
+    if moment.running:
+        announce_resumed_epoch(trainer, ended=moment.ended)
+    epoch_loop.reset()
+    if not moment.validate:
+        # A loop that still calls itself restarting skips or repeats a validation, steps schedulers and counts a
+        # batch twice. With a validation due, that is what leads to it.
+        epoch_loop._restarting = False
+    if moment.stopping:
+        tell_to_stop(trainer, after_validation=moment.validate)
 
 
 def _validated_before(trainer: pl.Trainer, epoch: int) -> int:

@@ -120,6 +120,10 @@ class StatefulDataModule(pl.LightningDataModule):
         self.train = train
         self.val, self.test, self.predict = val, test, predict
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that is spawned with one of the module's methods needs neither; as LightningModule has it.
+        return {**vars(self), "_trainer": None, "_callback": None}
+
     @property
     def trainer(self) -> pl.Trainer | None:
         """The trainer that this module is attached to."""

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,10 @@ class HeldSignals:
         self._handlers: dict[int, Handler] = {}
         self._wrapped: list[tuple[Any, str]] = []
         self._device: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What another process gets holds no signals.
+        return HeldSignals, ()
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Take the place of the present handlers, until Lightning restores what was there before its own.
@@ -91,17 +96,12 @@ class HeldSignals:
             self._wrap(val_loop, "on_run_end", self._held)
         if self._together and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             # Lightning's own agreement on SIGTERM, of which there is no more need.
-            epoch_loop._broadcast_sigterm_tensor = lambda: None
+            epoch_loop._broadcast_sigterm_tensor = _do_nothing
             self._wrapped.append((epoch_loop, "_broadcast_sigterm_tensor"))
 
     def _wrap(self, loop: Any, name: str, around: Callable[[], Any]) -> None:
-        method = getattr(loop, name)
-
-        def wrapped(*args: Any) -> Any:
-            with around():
-                return method(*args)
-
-        setattr(loop, name, wrapped)
+        # No local function: where workers are spawned, the trainer may have to be pickled.
+        setattr(loop, name, partial(_run_within, around, loop, name, vars(loop).get(name)))
         self._wrapped.append((loop, name))
 
     @contextmanager
@@ -149,6 +149,15 @@ class HeldSignals:
         self._arrived = [signum for signum in self._arrived if signum not in found]
         for signum in found:
             self._handlers.get(signum, signal.default_int_handler)(signum, sys._getframe())
+
+
+def _run_within(around: Callable[[], Any], loop: Any, name: str, own: Callable[..., Any] | None, *args: Any) -> Any:
+    with around():
+        return getattr(type(loop), name)(loop, *args) if own is None else own(*args)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _signals_of(trainer: pl.Trainer) -> list[int]:

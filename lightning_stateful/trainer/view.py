@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.position import Position
 from lightning_stateful.loaders.patched import AnyLoader
 from lightning_stateful.trainer.lightning import _IndexBatchSamplerWrapper
@@ -97,7 +98,14 @@ class LoaderView:
             self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)  # type: ignore[arg-type]  # never None here
             vars(self.batch_sampler)["sampler"] = self.sampler
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of a trainer that is pickled, as it is where a worker is spawned that needs a data module's method.
+        return LoaderView, (self.loader, _refuse_in_copy)
+
     def __iter__(self) -> Iterator[Any]:
+        return _Pass(self._batches())
+
+    def _batches(self) -> Iterator[Any]:
         # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.
         self._end_filter()
         position = self._locate()
@@ -158,3 +166,25 @@ class LoaderView:
     def _end_filter(self) -> None:
         kept = [entry for entry in warnings.filters if getattr(entry[1], "pattern", None) != self._ignored]
         warnings.filters[:] = kept  # type: ignore[index]  # a list
+
+class _Pass:
+    """One pass over a view, which can be pickled, but not gone on with."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return iter, ((),)
+
+
+def _refuse_in_copy() -> Position | None:
+    raise ConfigurationError(
+        "This is a copy of what a trainer gets its batches from, in another process; only the trainer knows where it "
+        "stands. Iterate the loader that it was made of."
+    )

@@ -1,0 +1,160 @@
+"""What hangs on a loader, a data module or a trainer can be pickled: workers and ranks may be spawned."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ledger import LedgerModel, Numbers
+from support.runs import StopAt, numbers_module, seeded, train
+from support.stream_runs import chunks
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_stateful import StatefulDataCallback, StatefulDataModule, patch_dataloader
+from lightning_stateful.trainer.lightning import pl
+
+
+class Collates(StatefulDataModule):
+    """Workers need one of its methods."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(Numbers(8), Numbers(4), batch_size=2, collate_fn=self.collate, seed=3, **options)
+
+    def collate(self, samples: list[Any]) -> Any:
+        return {**default_collate(samples), "x": torch.ones(len(samples), 4)}
+
+
+class Plain(pl.LightningDataModule):
+    """The same in Lightning's own words; a worker gets the whole trainer with it."""
+
+    def __init__(self, context: str = "fork") -> None:
+        super().__init__()
+        self.context = context
+
+    def loader(self, length: int) -> Any:
+        options = {"num_workers": 1, "multiprocessing_context": self.context, "persistent_workers": True}
+        return DataLoader(Numbers(length), batch_size=2, collate_fn=self.collate, **options)
+
+    def train_dataloader(self) -> Any:
+        return self.loader(8)
+
+    def val_dataloader(self) -> Any:
+        return self.loader(4)
+
+    collate = Collates.collate
+
+
+class Own(DataLoader[Any]):
+    """A user's class."""
+
+
+def trained(run: Any) -> list[Any]:
+    return [event for event in run.ledger if event[0] in ("train", "val")]
+
+
+def test_workers_that_are_spawned_have_methods_of_data_modules() -> None:
+    options = {"num_workers": 1, "multiprocessing_context": "forkserver", "persistent_workers": True}
+    found = train(lambda: Collates(**options), max_epochs=1)
+
+    assert trained(found) == trained(train(Collates, max_epochs=1))
+
+
+def test_workers_that_are_spawned_have_methods_of_lightnings_data_modules() -> None:
+    found = [
+        trained(train(lambda context=context: Plain(context), callbacks=[StatefulDataCallback()], max_epochs=1))
+        for context in ("forkserver", "fork")
+    ]
+    assert found[0] == found[1]
+
+
+class Pickles(pl.Callback):
+    """Pickles a trainer, with all that hangs on it, in hooks of a resumed run."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def _pickle(self, hook: str, trainer: pl.Trainer) -> None:
+        again = pickle.loads(pickle.dumps(trainer))
+        assert again.global_step == trainer.global_step
+        self.done.append(hook)
+
+    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._pickle("start", trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._pickle("batch", trainer)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._pickle("validation", trainer)
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+def test_a_trainer_can_be_pickled_at_any_moment_of_a_resumed_run(tmp_path: Path, kind: str) -> None:
+    def make() -> Any:
+        return DataLoader(chunks(), batch_size=2) if kind == "stream" else numbers_module()
+
+    def ours() -> list[Any]:
+        return [StatefulDataCallback()] if kind == "stream" else []
+
+    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", batch=2)
+    train(make, callbacks=[*ours(), stop])
+    pickles = Pickles()
+    train(make, callbacks=[*ours(), pickles], ckpt_path=tmp_path / "stop.ckpt", max_epochs=1)
+    assert {"start", "batch"} <= set(pickles.done)
+
+
+@pytest.mark.parametrize("again", [lambda loader: pickle.loads(pickle.dumps(loader)), copy.deepcopy])
+def test_a_loader_that_is_read_can_be_copied(again: Any) -> None:
+    loader = patch_dataloader(Own(Numbers(8), batch_size=2, num_workers=1, persistent_workers=True))
+    served = iter(loader)
+    next(served)
+    copied = again(loader)
+
+    assert isinstance(copied, Own)
+    assert copied.state_dict() == loader.state_dict()
+    copied.load_state_dict(copied.state_dict())
+    rest = [batch["id"].tolist() for batch in served]
+    assert [batch["id"].tolist() for batch in copied] == rest == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_a_stream_that_is_read_can_be_pickled_and_begins_anew() -> None:
+    loader = patch_dataloader(DataLoader(chunks(), batch_size=2))
+    first = [batch["id"].tolist() for _, batch in zip(range(3), loader, strict=False)]
+    copied = pickle.loads(pickle.dumps(loader))
+
+    assert [batch["id"].tolist() for _, batch in zip(range(3), copied, strict=False)] == first
+
+
+def test_ranks_that_are_spawned_train_on_all_samples(tmp_path: Path) -> None:
+    for number, data in enumerate((numbers_module(), DataLoader(Numbers(22), batch_size=2))):
+        trainer = pl.Trainer(
+            strategy="ddp_spawn",
+            accelerator="cpu",
+            devices=2,
+            max_epochs=1,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[StatefulDataCallback(), Writes(tmp_path / str(number))],
+        )
+        how = {"datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders": data}
+        trainer.fit(seeded(LedgerModel), **how)
+        found = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob(f"{number}.*"))]
+        assert sorted(index for of_rank in found for index in of_rank) == list(range(22))
+
+
+class Writes(pl.Callback):
+    """Writes down what a rank was trained on, for the process that spawned it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        seen = [index for event in module.ledger if event[0] == "train" for index in event[-1]]
+        torch.save(seen, f"{self.path}.{trainer.global_rank}")
