@@ -167,6 +167,7 @@ class LoaderView:
         kept = [entry for entry in warnings.filters if getattr(entry[1], "pattern", None) != self._ignored]
         warnings.filters[:] = kept  # type: ignore[index]  # a list
 
+
 class _Pass:
     """One pass over a view, which can be pickled, but not gone on with."""
 
