@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -157,9 +158,11 @@ def _view(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Set
     for repeats in taken.plan.repeats() if isinstance(taken.order, (BatchOrder, UserSampler)) else ():
         rank_zero_warn(f"{where}: {repeats}, because ranks take equal steps.", category=StatefulWarning)
 
-    def locate() -> Position | None:
-        # Randomness and, if the loader shuffles, its order follow the training epoch, as a plain loader's would.
-        begins = Position(epoch=trainer.current_epoch, width=taken.topology.num_replicas)
-        return begins if taken.plan.num_batches() else None
-
+    locate = partial(_locate, trainer, taken)
     return LoaderView(taken, locate, keeps_indices=trainer.predicting, original=loader, overfits=overfits)
+
+
+def _locate(trainer: pl.Trainer, loader: AnyLoader) -> Position | None:
+    # Randomness and, if the loader shuffles, its order follow the training epoch, as a plain loader's would.
+    begins = Position(epoch=trainer.current_epoch, width=loader.topology.num_replicas)
+    return begins if loader.plan.num_batches() else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -276,36 +277,36 @@ class TrainingData:
                 category=StatefulWarning,
             )
 
+    # No local functions: where workers are spawned, views may have to be pickled.
+
     def _view(self, path: str, original: Any) -> LoaderView:
-        trainer, loader = self._trainer, self.group.loaders[path]
-        seeds_model, seed, rank = self._settings.seed_model, loader.seed, topology_of(trainer).rank
-
-        def locate() -> Position | None:
-            epoch, step = self.pending or counters.next_step(trainer)
-            if path == self._first_path and epoch != self._counted_epoch:
-                self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
-            # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
-            is_over = epoch == self._ended_epoch or counters.step_is_beyond_epoch(trainer, step)
-            return None if is_over else self.group.position(path, epoch, step)
-
-        def before_batch() -> None:
-            if path == self._first_path:
-                self._num_handed += 1
-            seed_batch()
-
-        def seed_batch() -> None:
-            if seeds_model:
-                seed_model(seed, rank, "batch", *(self.pending or counters.next_step(trainer)))
-
         return LoaderView(
-            loader,
-            locate,
-            before_batch,
-            seed_batch,
-            isolated=not seeds_model,
+            self.group.loaders[path],
+            partial(self._locate, path),
+            partial(self._before_batch, path),
+            partial(self._seed_batch, path),
+            isolated=not self._settings.seed_model,
             original=original,
-            overfits=overfit_batches(trainer) > 0,
+            overfits=overfit_batches(self._trainer) > 0,
         )
+
+    def _locate(self, path: str) -> Position | None:
+        epoch, step = self.pending or counters.next_step(self._trainer)
+        if path == self._first_path and epoch != self._counted_epoch:
+            self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
+        # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
+        is_over = epoch == self._ended_epoch or counters.step_is_beyond_epoch(self._trainer, step)
+        return None if is_over else self.group.position(path, epoch, step)
+
+    def _before_batch(self, path: str) -> None:
+        if path == self._first_path:
+            self._num_handed += 1
+        self._seed_batch(path)
+
+    def _seed_batch(self, path: str) -> None:
+        if self._settings.seed_model:
+            place = self.pending or counters.next_step(self._trainer)
+            seed_model(self.group.loaders[path].seed, topology_of(self._trainer).rank, "batch", *place)
 
 
 def _is_shuffled(loader: Any) -> bool:

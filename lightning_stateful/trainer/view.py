@@ -17,7 +17,6 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.position import Position
 from lightning_stateful.loaders.patched import AnyLoader
 from lightning_stateful.trainer.lightning import _IndexBatchSamplerWrapper
@@ -97,10 +96,6 @@ class LoaderView:
         if keeps_indices and loader.is_sized and loader.batch_sampler is not None:
             self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)  # type: ignore[arg-type]  # never None here
             vars(self.batch_sampler)["sampler"] = self.sampler
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Of a trainer that is pickled, as it is where a worker is spawned that needs a data module's method.
-        return LoaderView, (self.loader, _refuse_in_copy)
 
     def __iter__(self) -> Iterator[Any]:
         return _Pass(self._batches())
@@ -182,10 +177,3 @@ class _Pass:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return iter, ((),)
-
-
-def _refuse_in_copy() -> Position | None:
-    raise ConfigurationError(
-        "This is a copy of what a trainer gets its batches from, in another process; only the trainer knows where it "
-        "stands. Iterate the loader that it was made of."
-    )
