@@ -280,11 +280,12 @@ class TrainingData:
     # No local functions: where workers are spawned, views may have to be pickled.
 
     def _view(self, path: str, original: Any) -> LoaderView:
+        loader, rank = self.group.loaders[path], topology_of(self._trainer).rank
         return LoaderView(
-            self.group.loaders[path],
+            loader,
             partial(self._locate, path),
-            partial(self._before_batch, path),
-            partial(self._seed_batch, path),
+            partial(self._before_batch, path, loader.seed, rank),
+            partial(self._seed_batch, loader.seed, rank),
             isolated=not self._settings.seed_model,
             original=original,
             overfits=overfit_batches(self._trainer) > 0,
@@ -298,15 +299,14 @@ class TrainingData:
         is_over = epoch == self._ended_epoch or counters.step_is_beyond_epoch(self._trainer, step)
         return None if is_over else self.group.position(path, epoch, step)
 
-    def _before_batch(self, path: str) -> None:
+    def _before_batch(self, path: str, seed: int, rank: int) -> None:
         if path == self._first_path:
             self._num_handed += 1
-        self._seed_batch(path)
+        self._seed_batch(seed, rank)
 
-    def _seed_batch(self, path: str) -> None:
+    def _seed_batch(self, seed: int, rank: int) -> None:
         if self._settings.seed_model:
-            place = self.pending or counters.next_step(self._trainer)
-            seed_model(self.group.loaders[path].seed, topology_of(self._trainer).rank, "batch", *place)
+            seed_model(seed, rank, "batch", *(self.pending or counters.next_step(self._trainer)))
 
 
 def _is_shuffled(loader: Any) -> bool:
