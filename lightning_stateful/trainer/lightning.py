@@ -33,6 +33,7 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
         _worker_check,
     )
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities._pytree import _is_leaf_or_primitive_container
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
 else:
     import pytorch_lightning as pl
@@ -52,6 +53,7 @@ else:
         _worker_check,
     )
     from pytorch_lightning.trainer.states import TrainerFn
+    from pytorch_lightning.utilities._pytree import _is_leaf_or_primitive_container
     from pytorch_lightning.utilities.combined_loader import CombinedLoader
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "_DataLoaderSource",
     "_IndexBatchSamplerWrapper",
     "_check_dataloader_iterable",
+    "_is_leaf_or_primitive_container",
     "_worker_check",
     "check_package",
     "pl",

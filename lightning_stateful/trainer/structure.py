@@ -9,7 +9,13 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from lightning_stateful.loaders.takeover import is_iterable
-from lightning_stateful.trainer.lightning import CombinedLoader, TrainerFn, _check_dataloader_iterable, pl
+from lightning_stateful.trainer.lightning import (
+    CombinedLoader,
+    TrainerFn,
+    _check_dataloader_iterable,
+    _is_leaf_or_primitive_container,
+    pl,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,10 @@ class Structure:
     def of(cls, raw: Any) -> Structure:
         """Take apart what a hook returned."""
         combined = raw if isinstance(raw, CombinedLoader) else None
-        leaves, spec = pytree.tree_flatten_with_path(raw if combined is None else combined.iterables)
+        # As Lightning has it, a list of numbers is a loader of them, and so is an empty list.
+        leaves, spec = pytree.tree_flatten_with_path(
+            raw if combined is None else combined.iterables, is_leaf=_is_leaf_or_primitive_container
+        )
         mode = None if combined is None else combined._mode
         paths = [_path(keys) for keys, _ in leaves]
         # Of paths that look alike, as of the keys 0 and "0", or "a.b" and "a" with "b" in it, the keys are spelled out.

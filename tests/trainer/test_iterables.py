@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torchdata.nodes as nodes
+from lightning.pytorch.demos.boring_classes import BoringModel
 from support.ledger import Numbers
 from support.runs import train
 from support.sources import assert_goes_on_from_every_moment
@@ -217,6 +219,33 @@ def test_one_that_is_too_short_to_go_round_with_others_is_refused_with_the_remed
 def test_what_cannot_be_iterated_is_refused_by_lightning() -> None:
     with pytest.raises(TypeError, match=r"An invalid dataloader was passed to `Trainer\.fit"):
         run(lambda: 3)
+
+
+class Seen(BoringModel):
+    """Keeps the batches of training and validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append(batch)
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
+@pytest.mark.parametrize("data", [[1, 2], {"a": [0, 1], "b": [[2, 3], [4, 5]]}, ("ab", "cd"), []], ids=str)
+def test_a_list_of_numbers_is_a_loader_as_in_lightning(data: Any) -> None:
+    seen = []
+    for callbacks in ([], [StatefulDataCallback()]):
+        module = Seen()
+        quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=callbacks, **quiet).fit(module, data, data)
+        seen.append(module.seen)
+
+    assert seen[1] == seen[0]
 
 
 def test_the_log_says_once_what_is_not_seen_to(caplog: pytest.LogCaptureFixture) -> None:
