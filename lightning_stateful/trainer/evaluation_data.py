@@ -24,7 +24,7 @@ from lightning_stateful.samplers.randomness import keep_randomness
 from lightning_stateful.samplers.sampler_plan import SamplerCut
 from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.trainer.lightning import TrainerFn, pl
-from lightning_stateful.trainer.ranks import build_alike, own_rank, topology_of
+from lightning_stateful.trainer.ranks import build_alike, deals_out, own_rank, topology_of
 from lightning_stateful.trainer.structure import Structure
 from lightning_stateful.trainer.training_data import Settings, overfit_batches
 from lightning_stateful.trainer.view import LoaderView
@@ -159,7 +159,14 @@ def _view(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Set
         rank_zero_warn(f"{where}: {repeats}, because ranks take equal steps.", category=StatefulWarning)
 
     locate = partial(_locate, trainer, taken)
-    return LoaderView(taken, locate, keeps_indices=trainer.predicting, original=loader, overfits=overfits)
+    return LoaderView(
+        taken,
+        locate,
+        keeps_indices=trainer.predicting,
+        original=loader,
+        overfits=overfits,
+        is_dealt_out=deals_out(trainer),
+    )
 
 
 def _locate(trainer: pl.Trainer, loader: AnyLoader) -> Position | None:

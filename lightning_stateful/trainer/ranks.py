@@ -36,8 +36,14 @@ def own_rank(trainer: pl.Trainer, loader: Any) -> int | None:
     ``Trainer(use_distributed_sampler=False)`` says so, unless the loader itself asks to be dealt out.
     """
     topology = topology_of(trainer)
-    is_dealt_out = trainer._accelerator_connector.use_distributed_sampler
-    return None if is_dealt_out or topology.num_replicas == 1 or deals_itself(loader) else topology.rank
+    deals = trainer._accelerator_connector.use_distributed_sampler
+    return None if deals or topology.num_replicas == 1 or deals_itself(loader) else topology.rank
+
+
+def deals_out(trainer: pl.Trainer) -> bool:
+    """Whether Lightning alone would deal a plain loader out by a DistributedSampler, as under DDP on one device too."""
+    connector = trainer._accelerator_connector
+    return connector.use_distributed_sampler and connector.is_distributed
 
 
 def build_alike(

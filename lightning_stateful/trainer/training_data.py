@@ -32,7 +32,7 @@ from lightning_stateful.trainer.lightning import _DataLoaderIterDataFetcher, pl
 from lightning_stateful.trainer.moment import Moment
 from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.randomness import seed_model
-from lightning_stateful.trainer.ranks import build_alike, gathered, own_rank, topology_of
+from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
 from lightning_stateful.trainer.structure import Structure
 from lightning_stateful.trainer.view import LoaderView
 
@@ -289,6 +289,7 @@ class TrainingData:
             isolated=not self._settings.seed_model,
             original=original,
             overfits=overfit_batches(self._trainer) > 0,
+            is_dealt_out=deals_out(self._trainer),
         )
 
     def _locate(self, path: str) -> Position | None:

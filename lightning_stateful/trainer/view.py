@@ -27,7 +27,7 @@ _RECORDS = "__pl_saved_"
 _DOUBT = "Your `IterableDataset` has `__len__` defined"
 
 
-def _shown(loader: AnyLoader, original: Any, overfits: bool) -> Any:
+def _shown(loader: AnyLoader, original: Any, overfits: bool, is_dealt_out: bool) -> Any:
     """The loader whose samplers hooks are shown: the user's own, or one as Lightning would put in its place."""
     if not isinstance(original, DataLoader):
         return original
@@ -35,7 +35,7 @@ def _shown(loader: AnyLoader, original: Any, overfits: bool) -> Any:
     plain = type(original.sampler) in (RandomSampler, SequentialSampler) and original.batch_size is not None
     if overfits:
         sampler: Any = SequentialSampler(dataset)
-    elif plain and topology.num_replicas > 1:
+    elif plain and (is_dealt_out or topology.num_replicas > 1):
         sampler = DistributedSampler(
             dataset, topology.num_replicas, topology.rank, shuffle=type(original.sampler) is RandomSampler
         )
@@ -64,6 +64,7 @@ class LoaderView:
         keeps_indices: Also offer the indices of each batch, as Lightning's prediction writers want them.
         original: The user's loader, of which ``loader`` was made.
         overfits: Show a sampler that goes through the dataset in order, lest Lightning put one in its place.
+        is_dealt_out: Show a DistributedSampler on a single rank too, as Lightning does under DDP.
     """
 
     is_view = True
@@ -79,10 +80,11 @@ class LoaderView:
         keeps_indices: bool = False,
         original: Any = None,
         overfits: bool = False,
+        is_dealt_out: bool = False,
     ) -> None:
         self.loader = loader
         self.original = loader if original is None else getattr(original, "original", original)
-        self._shown = _shown(loader, self.original, overfits)
+        self._shown = _shown(loader, self.original, overfits, is_dealt_out)
         self._locate = locate
         self._before_batch = before_batch
         self._at_end = at_end

@@ -7,13 +7,23 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, _replace_dunder_methods
 from support.ledger import LedgerModel, Numbers
 from support.runs import train
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from lightning_stateful import StatefulDataCallback, StreamDataModule, patch_dataloader
 
@@ -82,6 +92,20 @@ def test_hooks_find_what_they_find_in_a_plain_loader(make: Callable[[], DataLoad
     assert looks.seen == [
         (loader.sampler, loader.batch_sampler, loader.dataset, loader.batch_size) for loader in (train, val)
     ]
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True")
+def test_under_ddp_on_one_device_hooks_find_lightnings_sampler() -> None:
+    def tell(shown: Any) -> type:
+        shown.sampler.set_epoch(1)
+        return type(shown.sampler)
+
+    looks = Looks(tell)
+    with mock.patch.dict(os.environ):
+        fit(looks, train=batches(shuffle=True), val=batches(), max_epochs=1, strategy="ddp", devices=1)
+        torch.distributed.destroy_process_group()
+
+    assert looks.seen == [DistributedSampler, DistributedSampler]
 
 
 def test_a_sampler_that_a_hook_changes_is_the_one_that_is_trained_on() -> None:
