@@ -11,7 +11,8 @@ OLDEST_TESTS := tests/test_dependencies.py tests/test_state.py tests/streams tes
 	tests/index/test_permutation.py tests/index/test_mixture_order.py tests/index/test_draws.py \
 	tests/loaders/test_group.py tests/loaders/test_source_datasets.py tests/loaders/test_length_cache.py \
 	tests/trainer/test_both_packages.py tests/trainer/test_traps.py tests/trainer/test_moments.py \
-	tests/trainer/test_edges.py tests/trainer/test_counters.py tests/trainer/test_view.py tests/trainer/test_sources.py
+	tests/trainer/test_edges.py tests/trainer/test_counters.py tests/trainer/test_view.py tests/trainer/test_sources.py \
+	tests/trainer/test_streams.py tests/trainer/test_samplers.py tests/trainer/test_ddp.py
 
 .PHONY: install demo test test-oldest check bench docs clean
 

@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stateful.index.position import Position
 from lightning_stateful.loaders.patched import AnyLoader
-from lightning_stateful.trainer.lightning import _IndexBatchSamplerWrapper
+from lightning_stateful.trainer.lightning import _IndexBatchSamplerWrapper, pl
 
 # By what it recorded of the user's DataLoader(...), Lightning knows whether that shuffles.
 _RECORDS = "__pl_saved_"
@@ -97,7 +97,7 @@ class LoaderView:
             warnings.filterwarnings("ignore", message=self._ignored)
         if keeps_indices and loader.is_sized and loader.batch_sampler is not None:
             self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)  # type: ignore[arg-type]  # never None here
-            vars(self.batch_sampler)["sampler"] = self.sampler
+            vars(self.batch_sampler)["sampler"] = self._shown.sampler
 
     def __iter__(self) -> Iterator[Any]:
         return _Pass(self._batches())
@@ -125,6 +125,9 @@ class LoaderView:
         of_user = name in ("sampler", "batch_sampler") or name.startswith(_RECORDS)
         if "_shown" not in vars(self) or (name.startswith("__") and not of_user):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name == "sampler" and pl.__version__ < "2.6" and not _has_sampler(self._shown):  # type: ignore[attr-defined]  # not exported
+            # Where there is a sampler, Lightning 2.5 looks for one in the batch sampler too.
+            raise AttributeError("This loader's batch sampler has no sampler of its own.")
         return getattr(self._shown if of_user else self.loader, name)
 
     @property
@@ -163,6 +166,11 @@ class LoaderView:
     def _end_filter(self) -> None:
         kept = [entry for entry in warnings.filters if getattr(entry[1], "pattern", None) != self._ignored]
         warnings.filters[:] = kept  # type: ignore[index]  # a list
+
+
+def _has_sampler(loader: Any) -> bool:
+    batches = getattr(loader, "batch_sampler", None)
+    return batches is None or hasattr(batches, "sampler")
 
 
 class _Pass:

@@ -102,6 +102,7 @@ def loader_over(kind: Any, **options: Any) -> Any:
     return lambda: DataLoader(kind(), batch_size=2, **options)
 
 
+@pytest.mark.skipif(pl.__version__.startswith("2.5"), reason="Lightning 2.5 begins it twice on a resume: refused")
 @pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_stream_that_counts_its_passes_goes_on_in_the_order_of_its_pass(tmp_path: Path) -> None:
