@@ -37,7 +37,8 @@ class HeldSignals:
         self._arrived: list[int] = []
         self._signals: list[int] = []
         self._handlers: dict[int, Handler] = {}
-        self._wrapped: list[tuple[Any, str]] = []
+        # Loops, names of their methods, and what somebody else had put in a method's place.
+        self._wrapped: list[tuple[Any, str, Any]] = []
         self._device: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,8 +74,10 @@ class HeldSignals:
         Args:
             failed: After an error; what arrived in its batch is of no use any more.
         """
-        for loop, name in self._wrapped:
+        for loop, name, own in self._wrapped:
             vars(loop).pop(name, None)
+            if own is not None:
+                setattr(loop, name, own)
         self._wrapped.clear()
         self._holding = False
         arrived = [] if failed else self._arrived
@@ -96,13 +99,15 @@ class HeldSignals:
             self._wrap(val_loop, "on_run_end", self._held)
         if self._together and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             # Lightning's own agreement on SIGTERM, of which there is no more need.
-            epoch_loop._broadcast_sigterm_tensor = _do_nothing
-            self._wrapped.append((epoch_loop, "_broadcast_sigterm_tensor"))
+            self._replace(epoch_loop, "_broadcast_sigterm_tensor", _do_nothing)
 
     def _wrap(self, loop: Any, name: str, around: Callable[[], Any]) -> None:
         # No local function: where workers are spawned, the trainer may have to be pickled.
-        setattr(loop, name, partial(_run_within, around, loop, name, vars(loop).get(name)))
-        self._wrapped.append((loop, name))
+        self._replace(loop, name, partial(_run_within, around, loop, name, vars(loop).get(name)))
+
+    def _replace(self, loop: Any, name: str, method: Callable[..., Any]) -> None:
+        self._wrapped.append((loop, name, vars(loop).get(name)))
+        setattr(loop, name, method)
 
     @contextmanager
     def _held(self) -> Iterator[None]:

@@ -231,3 +231,13 @@ def test_a_loader_whose_stream_was_read_can_still_be_built_again_by_lightning() 
         again = _reinstantiate_wrapped_cls(loader, Rows(), batch_size=2)
     assert (type(again), again.note) == (DataLoader, "mine")
     assert len(list(again)) == 3
+
+
+def test_a_method_of_a_loop_that_somebody_replaced_stays_in_place() -> None:
+    trainer = pl.Trainer(**QUIET, callbacks=[StatefulDataCallback()])
+    validation: Any = trainer.fit_loop.epoch_loop.val_loop
+    own = validation.run = mock.Mock()
+    trainer.fit(LedgerModel(), batches(), batches())
+
+    assert validation.run is own
+    assert own.call_count == 2
