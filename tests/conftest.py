@@ -4,9 +4,15 @@ import logging
 import os
 
 import pytest
+from hypothesis import settings
 
 # One thread a process: the tests run side by side, and sums come out in one order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in each run; `pytest --hypothesis-profile=thorough` looks further.
+settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=200)
+settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.errors import DamagedStateError, StateError, StateMismatchError, StateVersionError
@@ -30,7 +30,6 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
     max_leaves=12,
 )
-property_test = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def one(kind="shuffled", order_version=1, position=POSITION, **changes):
@@ -253,7 +252,6 @@ def test_damage_is_reported_with_the_place_and_what_to_do():
     assert "Resume from another checkpoint" in str(caught.value)
 
 
-@property_test
 @given(PLAIN)
 def test_no_plain_data_crashes_the_check(state):
     with contextlib.suppress(DamagedStateError, StateVersionError):
@@ -433,7 +431,6 @@ def test_comparing_leaves_both_states_as_they_were():
     assert (saved, present) == before
 
 
-@property_test
 @given(st.dictionaries(st.text(max_size=4), PLAIN, max_size=5))
 def test_no_configuration_differs_from_itself(config):
     state = pack("shuffled", 1, config, POSITION)
@@ -475,7 +472,6 @@ def test_walking_a_combined_envelope_yields_each_loader_with_its_path():
     assert list(walk(state)) == [("0", one()), ("1", one(seed=8))]
 
 
-@property_test
 @given(PLAIN)
 def test_a_plain_copy_is_equal(value):
     assert copy_plain(value) == value

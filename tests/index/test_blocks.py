@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.errors import ConfigurationError
@@ -9,7 +9,6 @@ from lightning_stateful.index.permutation import KeyedPermutation
 from lightning_stateful.index.seeding import derive_seed
 
 SHAPES = st.tuples(st.integers(0, 300), st.integers(1, 40), st.integers(1, 12))
-property_test = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def shuffle_by_hand(items, key):
@@ -28,7 +27,6 @@ def pass_by_hand(length, seed, block_size, window, epoch, number):
     return served
 
 
-@property_test
 @given(SHAPES, st.integers(0, 2**63), st.integers(0, 100))
 def test_an_epoch_is_that_of_a_slow_reference(shape, seed, epoch):
     length, block_size, window = shape
@@ -44,7 +42,6 @@ def test_every_small_shape_agrees_with_the_slow_reference():
                 assert taken.tolist() == pass_by_hand(length, 2, block_size, window, 1, 0), (length, block_size, window)
 
 
-@property_test
 @given(SHAPES, st.integers(0, 2**63))
 def test_an_epoch_has_every_sample_once(shape, seed):
     length, block_size, window = shape
@@ -52,7 +49,6 @@ def test_an_epoch_has_every_sample_once(shape, seed):
     assert sorted(taken.tolist()) == list(range(length))
 
 
-@property_test
 @given(SHAPES, st.data())
 def test_scattered_slots_over_several_passes_agree_with_the_slow_reference(shape, data):
     length, block_size, window = max(shape[0], 1), shape[1], shape[2]

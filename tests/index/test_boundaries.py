@@ -4,15 +4,12 @@ from itertools import accumulate
 import numpy as np
 import pytest
 from hypothesis import given as hypothesis_given
-from hypothesis import settings
 from hypothesis import strategies as st
 from support.buckets import fewest_by_recursion, fewest_by_trying, padded_tokens
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.boundaries import equal_counts, given, least_padding
 from lightning_stateful.index.lengths import Histogram, histogram
-
-property_test = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 def make(values, counts):
@@ -33,7 +30,6 @@ def assert_ends(ends, values, num_buckets):
     assert all(type(end) is int for end in ends)
 
 
-@property_test
 @hypothesis_given(histograms(), st.integers(1, 10))
 def test_no_other_boundaries_pad_fewer_tokens(case, num_buckets):
     values, counts = case
@@ -42,7 +38,6 @@ def test_no_other_boundaries_pad_fewer_tokens(case, num_buckets):
     assert padded_tokens(values, counts, ends) == fewest_by_trying(values, counts, num_buckets)
 
 
-@property_test
 @hypothesis_given(histograms(longest=2**42 - 1, largest=2**35), st.integers(1, 10))
 def test_no_other_boundaries_pad_fewer_tokens_of_huge_numbers(case, num_buckets):
     values, counts = case
@@ -136,7 +131,6 @@ def test_a_length_far_from_all_others_spoils_no_boundary_among_many_lengths(far,
     assert float(padded @ counts) < 1.002 * _fewest_by_arrays(values.astype(float), counts, num_buckets)
 
 
-@property_test
 @hypothesis_given(histograms(most=30), st.integers(1, 12))
 def test_equal_counts_split_no_length_and_differ_from_equal_by_no_more_than_a_length(case, num_buckets):
     values, counts = case

@@ -2,13 +2,11 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.buckets import cut, deal, give
 
 from lightning_stateful.index.bucket_course import BucketCourse
-
-property_test = settings(derandomize=True, deadline=None, max_examples=120)
 
 
 @st.composite
@@ -41,7 +39,6 @@ def shares_of(course):
     return ranks
 
 
-@property_test
 @given(courses())
 def test_steps_are_those_of_cutting_sample_by_sample(case):
     course = make(*case)
@@ -50,7 +47,6 @@ def test_steps_are_those_of_cutting_sample_by_sample(case):
     assert (course.num_steps, course.num_repeated) == (len(expected), num_repeated)
 
 
-@property_test
 @given(courses())
 def test_with_drop_last_the_last_step_is_left_out_unless_it_is_full(case):
     counts, sizes, width = case
@@ -65,14 +61,12 @@ def test_with_drop_last_the_last_step_is_left_out_unless_it_is_full(case):
     assert (course.num_steps, course.num_full, course.num_repeated) == (len(expected), len(expected), 0)
 
 
-@property_test
 @given(courses())
 def test_every_place_is_in_one_step(case):
     places = [place for start, stop in steps_of(make(*case)) for place in range(start, stop)]
     assert places == list(range(sum(case[0])))
 
 
-@property_test
 @given(courses())
 def test_no_rank_exceeds_what_the_bucket_of_its_first_sample_allows(case):
     counts, sizes, _ = case
@@ -81,7 +75,6 @@ def test_no_rank_exceeds_what_the_bucket_of_its_first_sample_allows(case):
         assert all(1 <= len(batch) <= allowed[min(batch)] for batch in batches)
 
 
-@property_test
 @given(courses())
 def test_all_steps_but_the_last_and_one_that_gives_are_full_on_every_rank(case):
     counts, sizes, width = case
@@ -98,7 +91,6 @@ def test_all_steps_but_the_last_and_one_that_gives_are_full_on_every_rank(case):
         assert allowed[steps_of(course)[-2][0]] * width - sum(giving) < width
 
 
-@property_test
 @given(courses())
 def test_ranks_take_turns_in_a_step(case):
     course = make(*case)
@@ -106,7 +98,6 @@ def test_ranks_take_turns_in_a_step(case):
     assert shares_of(course) == [[step[rank] for step in expected] for rank in range(case[2])]
 
 
-@property_test
 @given(courses())
 def test_samples_are_repeated_only_in_the_last_step_and_fewer_than_there_are_ranks(case):
     course = make(*case)
@@ -117,7 +108,6 @@ def test_samples_are_repeated_only_in_the_last_step_and_fewer_than_there_are_ran
     assert len(before) == len(set(before))
 
 
-@property_test
 @given(courses(), st.randoms(use_true_random=False), st.booleans())
 def test_taking_samples_away_never_needs_more_steps(case, rng, drop_last):
     counts, sizes, width = case
@@ -125,7 +115,6 @@ def test_taking_samples_away_never_needs_more_steps(case, rng, drop_last):
     assert make(left, sizes, width, drop_last=drop_last).num_steps <= make(*case, drop_last=drop_last).num_steps
 
 
-@property_test
 @given(courses())
 def test_more_ranks_never_need_more_steps(case):
     counts, sizes, width = case
@@ -156,7 +145,6 @@ def _fewest_steps(counts, sizes, width, known):
     return known[counts]
 
 
-@property_test
 @given(courses(), st.lists(st.integers(0, 10**6), max_size=20))
 def test_scattered_steps_are_those_of_the_whole_course(case, numbers):
     course = make(*case)

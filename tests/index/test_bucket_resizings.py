@@ -27,7 +27,7 @@ def histories(count, seed, **fixed):
 
 
 def test_every_history_serves_each_sample_once_apart_from_repeats_in_the_last_step():
-    for order, steps, width in histories(120, seed=1, drop_last=False):
+    for order, steps, width in histories(40, seed=1, drop_last=False):
         times = Counter(samples_of(steps))
         samples = order.buckets.samples.take(np.arange(len(order.buckets.samples)), None, 0)
         assert set(times) == set(samples.tolist())
@@ -36,13 +36,13 @@ def test_every_history_serves_each_sample_once_apart_from_repeats_in_the_last_st
 
 
 def test_with_drop_last_every_history_serves_no_sample_twice_and_only_full_steps():
-    for _, steps, _ in histories(80, seed=2, drop_last=True):
+    for _, steps, _ in histories(30, seed=2, drop_last=True):
         assert set(Counter(samples_of(steps)).values()) <= {1}
         assert all(len({len(batch) for batch in step}) == 1 for step in steps)
 
 
 def test_in_every_history_each_batch_keeps_its_budget():
-    for order, steps, _ in histories(80, seed=3):
+    for order, steps, _ in histories(30, seed=3):
         lengths = np.asarray(order.lengths).tolist()
         for batch in (batch for step in steps for batch in step):
             found = [lengths[sample] for sample in batch]
@@ -51,7 +51,7 @@ def test_in_every_history_each_batch_keeps_its_budget():
 
 
 def test_what_is_left_never_takes_more_steps_than_a_whole_epoch():
-    for order, usable, rng in cases(120, seed=4):
+    for order, usable, rng in cases(40, seed=4):
         position = order.begin(0, rng.choice(usable))
         for _ in range(6):
             width = rng.choice(usable)
@@ -62,7 +62,7 @@ def test_what_is_left_never_takes_more_steps_than_a_whole_epoch():
 
 
 def test_on_more_ranks_what_is_left_never_takes_more_steps():
-    for order, usable, rng in cases(120, seed=5, drop_last=False):
+    for order, usable, rng in cases(40, seed=5, drop_last=False):
         made = plan(order, rng.choice(usable))
         position = made.after(made.begin(0), rng.randint(0, made.num_batches()))
         more = plan(order, position.width + rng.randint(1, 9))
@@ -116,7 +116,7 @@ def test_what_is_left_depends_on_the_history_and_not_on_who_replays_it():
 
 
 def test_a_report_counts_the_samples_of_all_parts():
-    for order, usable, rng in cases(60, seed=6, drop_last=False):
+    for order, usable, rng in cases(20, seed=6, drop_last=False):
         position, samples = order.begin(0, rng.choice(usable)), set()
         for _ in range(3):
             width = rng.choice(usable)
@@ -139,7 +139,7 @@ def test_a_history_that_ends_with_nothing_left_has_no_step(width):
 
 
 def positions():
-    for order, usable, rng in cases(60, seed=7):
+    for order, usable, rng in cases(20, seed=7):
         position = order.begin(rng.randint(0, 3), rng.choice(usable))
         for _ in range(rng.randint(0, 4)):
             made = plan(order, rng.choice(usable))

@@ -4,13 +4,12 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.budget import Budget, QuadraticCost
 
-property_test = settings(derandomize=True, deadline=None, max_examples=200)
 optional = st.one_of(st.none(), st.integers(1, 40))
 
 
@@ -39,20 +38,17 @@ def by_counting(budget, longest):
     return count
 
 
-@property_test
 @given(token_budgets(), st.integers(0, 300))
 def test_a_full_batch_has_as_many_samples_as_fit(budget, longest):
     assert budget.num_samples(longest) == by_counting(budget, longest)
 
 
-@property_test
 @given(token_budgets(), st.integers(0, 300), st.integers(0, 300))
 def test_of_longer_samples_no_more_fit(budget, first, second):
     shorter, longer = sorted((first, second))
     assert budget.num_samples(longer) <= budget.num_samples(shorter)
 
 
-@property_test
 @given(token_budgets(), st.integers(1, 300))
 def test_a_full_batch_uses_no_more_than_the_budget_and_one_sample_more_would(budget, longest):
     assume(budget.num_samples(longest))

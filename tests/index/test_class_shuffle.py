@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -17,7 +17,6 @@ def starts_of(sizes: list[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
-@settings(max_examples=60)
 @given(SIZES, st.integers(0, 2**40))
 def test_every_class_is_mapped_onto_itself(sizes: list[int], seed: int) -> None:
     starts = starts_of(sizes)
@@ -28,7 +27,6 @@ def test_every_class_is_mapped_onto_itself(sizes: list[int], seed: int) -> None:
         assert sorted(found[first:last]) == list(range(first, last))
 
 
-@settings(max_examples=30)
 @given(SIZES, st.integers(0, 100), st.randoms(use_true_random=False))
 def test_an_element_is_the_same_in_whatever_company_it_is_asked_for(sizes, seed, random) -> None:
     starts = starts_of(sizes)
@@ -54,9 +52,8 @@ def test_labels_and_classes_have_orders_of_their_own() -> None:
 
 @pytest.mark.parametrize("size", [3, 40, 512, 1024, 1025, 1500, 2048])
 def test_an_element_goes_anywhere_in_its_class_equally_often(size: int) -> None:
-    repeats = -(-40_000 // size)
-    starts = starts_of([size] * repeats)
-    found = np.concatenate([ClassShuffle(starts, seed).take(starts[:-1]) - starts[:-1] for seed in range(size)])
+    starts = starts_of([size] * 400)
+    found = np.concatenate([ClassShuffle(starts, seed).take(starts[:-1]) - starts[:-1] for seed in range(50)])
     bins = min(size, 32)
 
     counts = np.bincount(found * bins // size, minlength=bins)

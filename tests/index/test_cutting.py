@@ -3,7 +3,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.buckets import random_budget, random_lengths, read_ahead
 
@@ -12,7 +12,6 @@ from lightning_stateful.index.cutting import cut_window
 from lightning_stateful.index.too_long import num_samples
 from lightning_stateful.index.windows import Windows
 
-property_test = settings(derandomize=True, deadline=None, max_examples=200)
 # Around where two bytes no longer hold a length, and the longest that there are.
 LENGTHS = st.one_of(st.integers(0, 20), st.integers(2**15 - 2, 2**15 + 1), st.integers(2**42 - 3, 2**42 - 1))
 SAMPLES = st.lists(st.tuples(LENGTHS, st.integers(-2, 2)), max_size=60)
@@ -25,7 +24,6 @@ def in_batches(window):
     return [order[start:stop] for start, stop in zip(window.bounds, window.bounds[1:], strict=False)]
 
 
-@property_test
 @given(SAMPLES, st.integers(1, 9), st.booleans())
 def test_a_window_is_sorted_and_cut_as_reading_ahead_does(samples, most, keyed):
     lengths, keys = [length for length, _ in samples], [key for _, key in samples]

@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -16,7 +16,6 @@ from lightning_stateful.index.seeding import derive_words
 
 WEIGHTS = np.array([1.0, 0.0, 2.0, 3.0, 4.0, 0.0])
 EVEN = np.ones(4)
-property_test = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def hash_word(word):
@@ -148,7 +147,6 @@ def test_samples_of_weight_zero_are_never_drawn(replacement, zeros):
     assert drawn[weights == 0].sum() == 0
 
 
-@property_test
 @given(
     st.lists(st.sampled_from([0.0, 1e-300, 1e-9, 0.1, 1.0, 3.0, 1e9]), min_size=1, max_size=12).filter(any),
     st.integers(0, 2**63),
@@ -256,7 +254,6 @@ def test_weights_that_lie_apart_in_memory_are_described_as_those_that_do_not():
     assert WeightedOrder(np.ones(8)[::2], 2).describe() == WeightedOrder(EVEN, 2).describe()
 
 
-@property_test
 @given(st.lists(st.integers(0, 2**40), max_size=60), st.integers(0, 2**63), st.integers(0, 50))
 def test_a_subset_is_served_once_an_epoch(indices, seed, epoch):
     order = SubsetOrder(np.array(indices, dtype=np.int64), seed)

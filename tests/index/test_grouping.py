@@ -1,11 +1,9 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.index.grouping import Grouping
-
-property_test = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def group(classes, num_classes):
@@ -27,7 +25,6 @@ def of_class(classes, number):
     return [sample for sample, found in enumerate(classes) if found == number]
 
 
-@property_test
 @given(groupings())
 def test_unshuffled_the_samples_stand_class_by_class_in_their_order(case):
     classes, num_classes = case
@@ -37,7 +34,6 @@ def test_unshuffled_the_samples_stand_class_by_class_in_their_order(case):
     assert len(made) == len(expected)
 
 
-@property_test
 @given(groupings(), st.integers(0, 5), st.integers(0, 5))
 def test_shuffled_every_class_has_its_samples_in_its_places(case, seed, epoch):
     classes, num_classes = case
@@ -49,7 +45,6 @@ def test_shuffled_every_class_has_its_samples_in_its_places(case, seed, epoch):
         assert sorted(found.tolist()) == of_class(classes, number)
 
 
-@property_test
 @given(groupings(), st.lists(st.integers(0, 10**6), min_size=1, max_size=30))
 def test_scattered_places_give_what_the_whole_has_there(case, places):
     made = group(*case)
@@ -58,7 +53,6 @@ def test_scattered_places_give_what_the_whole_has_there(case, places):
     assert np.array_equal(made.take(scattered, 5, 2), whole[scattered])
 
 
-@property_test
 @given(groupings())
 def test_in_order_are_the_samples_that_are_served_rising(case):
     classes, _ = case

@@ -46,14 +46,14 @@ def test_orders_over_buckets_and_windows_can_be_measured():
 
 
 def test_every_batch_is_measured():
-    for order, width, rng in cases(100, seed=1):
+    for order, width, rng in cases(30, seed=1):
         position = order.begin(rng.randint(0, 2), width)
         measured = measure(order, order.lengths, position)
         assert_measured(measured, serve(order, position, width), np.asarray(order.lengths).tolist())
 
 
 def test_some_steps_are_measured():
-    for order, width, rng in cases(60, seed=2):
+    for order, width, rng in cases(20, seed=2):
         position = order.begin(0, width)
         first, last = sorted(rng.randint(0, order.steps(position)) for _ in range(2))
         measured = measure(order, order.lengths, position, first, last)
@@ -129,7 +129,7 @@ def test_the_budget_used_is_that_of_the_average_batch():
 
 
 def test_no_batch_of_an_order_uses_more_than_its_budget_unless_it_is_alone():
-    for order, width, _ in cases(60, seed=3):
+    for order, width, _ in cases(20, seed=3):
         uses = measure(order, order.lengths, order.begin(0, width)).uses(order.budget)
         samples = order.buckets if isinstance(order, BucketOrder) else order.windows
         assert uses.max() <= 1 or samples.num_alone

@@ -2,12 +2,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.index.leftovers import deal_out
-
-property_test = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 @st.composite
@@ -34,7 +32,6 @@ def times(steps):
     return Counter(sample for step in steps for batch in step for sample in batch)
 
 
-@property_test
 @given(leftovers())
 def test_every_sample_is_served_once_apart_from_repeats_in_the_last_step(case):
     counts, _, num_ranks = case
@@ -45,14 +42,12 @@ def test_every_sample_is_served_once_apart_from_repeats_in_the_last_step(case):
     assert times(steps).total() - sum(counts) == dealt.num_repeated < num_ranks
 
 
-@property_test
 @given(leftovers())
 def test_samples_are_repeated_only_where_there_are_too_few_for_a_batch_a_rank(case):
     dealt = deal_out(*case)
     assert (dealt.num_repeated > 0) == (sum(case[0]) < dealt.num_steps * case[2])
 
 
-@property_test
 @given(leftovers())
 def test_every_rank_has_a_batch_of_legal_size_in_every_step(case):
     _, sizes, num_ranks = case
@@ -61,7 +56,6 @@ def test_every_rank_has_a_batch_of_legal_size_in_every_step(case):
         assert all(1 <= len(batch) <= sizes[batch[0][0]] for batch in step)
 
 
-@property_test
 @given(leftovers())
 def test_there_are_no_more_steps_than_batches_need(case):
     counts, sizes, num_ranks = case
@@ -69,7 +63,6 @@ def test_there_are_no_more_steps_than_batches_need(case):
     assert deal_out(*case).num_steps == -(-batches // num_ranks)
 
 
-@property_test
 @given(leftovers())
 def test_the_samples_of_a_source_come_in_their_order(case):
     flat = [sample for step in cells(deal_out(*case)) for batch in step for sample in batch]
@@ -77,7 +70,6 @@ def test_the_samples_of_a_source_come_in_their_order(case):
     assert once == sorted(once)
 
 
-@property_test
 @given(leftovers(), st.booleans())
 def test_served_counts_the_samples_of_the_first_steps(case, drop_last):
     dealt = deal_out(*case, drop_last=drop_last)
@@ -86,7 +78,6 @@ def test_served_counts_the_samples_of_the_first_steps(case, drop_last):
         assert dealt.served(steps, len(case[0])).tolist() == [found[source] for source in range(len(case[0]))]
 
 
-@property_test
 @given(leftovers(), st.integers(1, 5))
 def test_with_drop_last_only_full_batches_of_full_steps_are_served(case, more):
     counts, sizes, num_ranks = case
@@ -98,7 +89,6 @@ def test_with_drop_last_only_full_batches_of_full_steps_are_served(case, more):
     assert set(times(cells(dealt)).values()) <= {1}
 
 
-@property_test
 @given(leftovers())
 def test_the_batches_of_one_source_differ_by_at_most_one_sample(case):
     dealt = deal_out(*case)

@@ -74,7 +74,7 @@ def test_what_is_left_at_any_places_never_takes_more_steps_than_a_whole_epoch():
 
 @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
 def test_every_history_serves_as_much_of_every_source_as_no_history(stop):
-    for order, steps, width in histories(30, seed=3, stop=stop, drop_last=False):
+    for order, steps, width in histories(20, seed=3, stop=stop, drop_last=False):
         once = set(samples_of(steps))
         served = Counter(source for source, *_ in once)
         assert tuple(served[source] for source in range(len(order.mixture.sources))) == amounts_of(order.mixture)
@@ -83,7 +83,7 @@ def test_every_history_serves_as_much_of_every_source_as_no_history(stop):
 
 
 def test_every_history_of_all_exhausted_serves_each_sample_once():
-    for order, steps, width in histories(30, seed=4, stop="all_exhausted", drop_last=False):
+    for order, steps, width in histories(20, seed=4, stop="all_exhausted", drop_last=False):
         times = Counter((source, index) for source, _, index in samples_of(steps))
         assert len(times) == sum(order.mixture.sources.lengths)
         assert times.total() - len(times) < width
@@ -98,7 +98,7 @@ def test_with_drop_last_every_history_serves_full_batches_and_no_sample_twice(st
 
 
 def test_with_num_steps_every_history_has_as_many_steps_and_whole_passes():
-    for order, steps, _ in histories(30, seed=6, num_steps=12):
+    for order, steps, _ in histories(20, seed=6, num_steps=12):
         assert len(steps) == 12
         for source, length in enumerate(order.mixture.sources.lengths):
             served = [(number, index) for of, number, index in samples_of(steps) if of == source]

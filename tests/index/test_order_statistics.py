@@ -17,7 +17,7 @@ from lightning_stateful.index.seeding import derive_seed
 # Each statistic is computed for the shuffled order and for torch's generator at fixed seeds. That it passes on torch's
 # shows that the test is fair; the last test shows that it finds a mixer with too few rounds.
 ALMOST_NEVER = 1e-4
-MIDDLE = [1000, 2**16 + 1, 100_003, 2**17, 2**17 + 1]
+MIDDLE = [1000, 2**16 + 1, 2**17]
 LARGE = [10**9, 2**33, 10**12, 2**40]
 
 

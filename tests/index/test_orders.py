@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.errors import ConfigurationError
@@ -27,7 +27,6 @@ SHUFFLES = {
     "subset": lambda seed: SubsetOrder(np.arange(300, 0, -3), seed),
 }
 ORDERS = {"sequential": lambda seed: SequentialOrder(101), **SHUFFLES}
-property_test = settings(derandomize=True, deadline=None, max_examples=60)
 
 every_order = pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)
 every_shuffle = pytest.mark.parametrize("make", SHUFFLES.values(), ids=SHUFFLES)
@@ -163,14 +162,12 @@ def test_a_sequential_order_describes_that_it_does_not_shuffle():
     assert SequentialOrder(3).describe() == {"shuffle": False}
 
 
-@property_test
 @given(st.integers(0, 600), st.integers(0, 2**63), st.integers(0, 1000))
 def test_a_shuffled_epoch_has_every_sample_once(length, seed, epoch):
     taken = ShuffledOrder(length, seed).take(np.arange(length), epoch)
     assert sorted(taken.tolist()) == list(range(length))
 
 
-@property_test
 @given(st.integers(1, 60), st.integers(0, 300), st.integers(0, 2**63))
 def test_num_samples_gives_whole_passes_and_a_part_of_the_last(length, num_samples, seed):
     order = ShuffledOrder(length, seed, num_samples)

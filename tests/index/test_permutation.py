@@ -2,7 +2,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.errors import ConfigurationError
@@ -14,7 +14,6 @@ SMALL = [0, 1, 2, 3, 10, 1000, 2**16 - 1, 2**16]
 MIXED = [2**16 + 1, 100_003, 2**17 - 1, 2**17, 2**17 + 1]
 LARGE = [2**32 - 1, 2**32, 2**32 + 1, 10**9 + 7, 10**12, 2**40 - 1, 2**40]
 KEYS = st.integers(0, 2**64 - 1)
-property_test = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def hash_word(word):
@@ -59,7 +58,6 @@ def test_a_large_permutation_mixes_as_a_plain_reference(length):
     assert KeyedPermutation(length, 11).take(positions).tolist() == by_hand
 
 
-@property_test
 @given(st.integers(2**16 + 1, 2**40), KEYS, st.data())
 def test_any_length_and_key_mix_as_a_plain_reference(length, key, data):
     position = data.draw(st.integers(0, length - 1))
@@ -73,14 +71,12 @@ def test_every_element_comes_exactly_once(length, key):
     assert np.array_equal(np.sort(taken), np.arange(length))
 
 
-@property_test
 @given(st.integers(0, 5000), KEYS)
 def test_every_element_of_any_small_length_comes_exactly_once(length, key):
     taken = KeyedPermutation(length, key).take(np.arange(length))
     assert np.array_equal(np.sort(taken), np.arange(length))
 
 
-@settings(derandomize=True, deadline=None, max_examples=15)
 @given(st.integers(2**16 + 1, 2**18), KEYS)
 def test_every_element_of_any_mixed_length_comes_exactly_once(length, key):
     taken = KeyedPermutation(length, key).take(np.arange(length))
@@ -101,7 +97,6 @@ def test_take_undoes_positions_of(length):
     assert np.array_equal(permutation.take(permutation.positions_of(indices)), indices)
 
 
-@property_test
 @given(st.integers(1, 2**40), KEYS, st.data())
 def test_both_ways_undo_each_other_at_any_length(length, key, data):
     positions = np.array(data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20)))
@@ -238,7 +233,6 @@ def test_the_cached_permutation_is_the_uncached_one():
     assert np.array_equal(keyed_permutation(1000, 78).take(np.arange(9)), KeyedPermutation(1000, 78).take(np.arange(9)))
 
 
-@property_test
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=20))
 def test_the_hash_of_words_is_that_of_a_plain_reference(words):
     assert splitmix64(np.array(words, dtype=np.uint64)).tolist() == [hash_word(word) for word in words]

@@ -2,7 +2,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.errors import DamagedStateError, PositionError
@@ -20,7 +20,6 @@ def test_a_position_is_written_as_a_plain_dict():
     assert Position(**WHOLE).to_dict() == WHOLE
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.integers(0, 2**62), st.integers(0, 2**62), st.integers(1, 2**31))
 def test_a_position_survives_json(epoch, consumed, width):
     position = Position(epoch=epoch, consumed=consumed, width=width)

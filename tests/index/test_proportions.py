@@ -4,12 +4,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.index.proportions import Proportions
 
-property_test = settings(derandomize=True, deadline=None, max_examples=100)
 WEIGHTS = st.one_of(
     st.integers(1, 9).map(Fraction), st.floats(1e-3, 1).map(Fraction), st.sampled_from([Fraction(0), Fraction(10**6)])
 )
@@ -44,7 +43,6 @@ def counts(proportions, first, last):
     return proportions.counts(first, last).tolist()
 
 
-@property_test
 @given(st.data(), st.integers(1, 40), st.integers(1, 100), st.integers(0, 10**12))
 def test_every_block_gives_each_source_its_share_rounded_down_or_up(data, count, block, first):
     wanted = data.draw(shares(count))
@@ -53,7 +51,6 @@ def test_every_block_gives_each_source_its_share_rounded_down_or_up(data, count,
             assert math.floor(share * block - ROUNDING) <= number <= math.ceil(share * block + ROUNDING)
 
 
-@property_test
 @given(linear(), st.data())
 def test_linear_shares_are_those_of_the_middle_of_each_block_rounded_down_or_up(made, data):
     proportions, first, final, num_blocks = made
@@ -64,27 +61,23 @@ def test_linear_shares_are_those_of_the_middle_of_each_block_rounded_down_or_up(
         assert math.floor(exact - ROUNDING) <= number <= math.ceil(exact + ROUNDING)
 
 
-@property_test
 @given(steady(), st.integers(0, 10**15))
 def test_the_counts_of_a_block_add_up_to_it(proportions, first):
     assert {sum(block) for block in counts(proportions, first, first + 8)} == {proportions.block}
 
 
-@property_test
 @given(linear())
 def test_the_counts_of_a_block_add_up_to_it_while_shares_change(made):
     proportions, *_, num_blocks = made
     assert {sum(block) for block in counts(proportions, 0, num_blocks)} == {proportions.block}
 
 
-@property_test
 @given(steady(), st.one_of(st.integers(0, 60), st.integers(10**12, 10**12 + 60)), st.integers(1, 40))
 def test_totals_are_sums_of_counts(proportions, first, length):
     expected = proportions.counts(first, first + length).sum(axis=0)
     assert np.array_equal(proportions.totals(first, first + length), expected)
 
 
-@property_test
 @given(linear(), st.data())
 def test_totals_are_sums_of_counts_while_shares_change(made, data):
     proportions, *_, num_blocks = made
@@ -93,14 +86,12 @@ def test_totals_are_sums_of_counts_while_shares_change(made, data):
     assert np.array_equal(proportions.totals(first, last), proportions.counts(first, last).sum(axis=0))
 
 
-@property_test
 @given(steady(), st.integers(0, 10**12), st.integers(0, 10**12))
 def test_the_total_of_one_source_is_its_part_of_all_totals(proportions, first, length):
     totals = proportions.totals(first, first + length).tolist()
     assert [proportions.total(first, first + length, source) for source in range(len(totals))] == totals
 
 
-@property_test
 @given(linear(), st.integers(0, 30))
 def test_the_total_of_one_source_is_its_part_while_shares_change(made, last):
     proportions, *_, num_blocks = made

@@ -1,12 +1,10 @@
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.index.remainder import Remainder
-
-property_test = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 @st.composite
@@ -32,7 +30,6 @@ def histories(draw):
     return left, expected
 
 
-@property_test
 @given(histories())
 def test_what_is_left_is_what_was_not_taken_out(case):
     left, expected = case
@@ -40,7 +37,6 @@ def test_what_is_left_is_what_was_not_taken_out(case):
     assert left.take(np.arange(len(left))).tolist() == expected
 
 
-@property_test
 @given(histories(), st.lists(st.integers(0, 70)))
 def test_elements_below_a_bound_are_counted(case, bounds):
     left, expected = case
@@ -48,7 +44,6 @@ def test_elements_below_a_bound_are_counted(case, bounds):
     assert found.tolist() == [sum(element < bound for element in expected) for bound in bounds]
 
 
-@property_test
 @given(histories(), st.lists(st.integers(0, 10**6), max_size=20))
 def test_elements_are_found_at_scattered_places(case, places):
     left, expected = case
@@ -57,7 +52,6 @@ def test_elements_are_found_at_scattered_places(case, places):
         assert left.take(np.array(places, dtype=np.int64)).tolist() == [expected[place] for place in places]
 
 
-@property_test
 @given(histories())
 def test_stretches_rise_and_are_not_empty(case):
     left, expected = case

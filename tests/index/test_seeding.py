@@ -3,13 +3,12 @@ from enum import IntEnum
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.index.seeding import derive_seed, derive_words
 
 LABELS = st.lists(st.one_of(st.integers(), st.text(max_size=5)), max_size=4)
-property_test = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 def blake2b_of(encoded: bytes) -> int:
@@ -72,13 +71,11 @@ def test_a_grid_of_seeds_epochs_and_passes_has_no_equal_seeds():
     assert len(grid) == 20**3
 
 
-@property_test
 @given(LABELS, LABELS)
 def test_two_lists_of_labels_give_one_seed_only_if_they_are_equal(first, second):
     assert (derive_seed(*first) == derive_seed(*second)) == (first == second)
 
 
-@property_test
 @given(LABELS)
 def test_a_seed_is_an_int_of_64_bits(labels):
     seed = derive_seed(*labels)
@@ -86,7 +83,6 @@ def test_a_seed_is_an_int_of_64_bits(labels):
     assert 0 <= seed < 2**64
 
 
-@property_test
 @given(LABELS, st.integers(0, 20), st.integers(0, 20))
 def test_more_words_begin_with_the_fewer_words(labels, few, more):
     words = derive_words(few + more, *labels)

@@ -2,7 +2,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.mixtures import make_sources
 
@@ -10,7 +10,6 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.sources import EpochCut, Sources, StreamCut, deal_out_steps
 from lightning_stateful.index.steps import StepRule
 
-property_test = settings(derandomize=True, deadline=None, max_examples=150)
 RULES = st.builds(
     StepRule,
     batch_size=st.one_of(st.just(1), st.integers(1, 8)),
@@ -30,7 +29,6 @@ def groups_of(cut, rule, count):
     return [list(group) for group in zip(*ranks, strict=True)]
 
 
-@property_test
 @given(RULES, st.integers(1, 150), st.data())
 def test_steps_dealt_out_at_once_are_those_that_the_rule_gives_one_by_one(rule, length, data):
     rank, num_steps = data.draw(st.integers(0, rule.num_replicas - 1)), rule.num_steps(length)
@@ -41,7 +39,6 @@ def test_steps_dealt_out_at_once_are_those_that_the_rule_gives_one_by_one(rule, 
     assert ranges(deal_out_steps(length, rule, np.arange(num_steps), rank)) == expected
 
 
-@property_test
 @given(RULES, st.integers(1, 150), st.data())
 def test_steps_are_dealt_out_in_any_order(rule, length, data):
     num_steps = rule.num_steps(length)
@@ -51,7 +48,6 @@ def test_steps_are_dealt_out_in_any_order(rule, length, data):
     assert found == [whole[step] for step in steps]
 
 
-@property_test
 @given(RULES, st.integers(0, 150), st.integers(0, 160))
 def test_groups_and_leftovers_together_are_what_is_left(rule, amount, place):
     cut = EpochCut(amount, place, rule)
@@ -61,7 +57,6 @@ def test_groups_and_leftovers_together_are_what_is_left(rule, amount, place):
     assert 0 <= missing < (rule.batch_size if rule.drop_last else 1)
 
 
-@property_test
 @given(RULES, st.integers(0, 150), st.integers(0, 160))
 def test_no_group_has_an_empty_or_a_repeated_batch(rule, amount, place):
     cut = EpochCut(amount, place, rule)
@@ -70,14 +65,12 @@ def test_no_group_has_an_empty_or_a_repeated_batch(rule, amount, place):
         assert max(Counter(place for batch in group for place in batch).values()) == 1
 
 
-@property_test
 @given(RULES, st.integers(0, 150))
 def test_leftovers_are_too_few_for_a_group(rule, amount):
     cut = EpochCut(amount, 0, rule)
     assert 0 <= cut.leftovers < (rule.full if rule.drop_last else rule.num_replicas)
 
 
-@property_test
 @given(RULES, st.integers(0, 150), st.integers(0, 160))
 def test_the_place_after_some_groups_counts_their_samples(rule, amount, place):
     cut = EpochCut(amount, place, rule)
@@ -86,7 +79,6 @@ def test_the_place_after_some_groups_counts_their_samples(rule, amount, place):
         assert cut.place_after(count) == place + sum(len(batch) for group in groups[:count] for batch in group)
 
 
-@property_test
 @given(RULES, st.integers(0, 300), st.integers(0, 20))
 def test_a_stream_is_cut_into_full_groups_one_after_the_other(rule, place, count):
     cut = StreamCut(place, rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.index.position import Position
@@ -33,7 +33,6 @@ RULES = st.builds(
     exact=st.booleans(),
 ) | st.builds(StepRule, batch_size=st.integers(1, 6), num_replicas=st.integers(1, 6), pad=st.just(True))
 LENGTHS = st.integers(0, 120)
-property_test = settings(derandomize=True, deadline=None, max_examples=150)
 
 
 def steps_from(rule: StepRule, consumed: int, length: int) -> list[list[list[int]]]:
@@ -49,13 +48,11 @@ def plans(rule: StepRule, length: int) -> list[Slots]:
     return [Slots(length=length, rule=rule, rank=rank) for rank in range(rule.num_replicas)]
 
 
-@property_test
 @given(RULES, LENGTHS)
 def test_a_plan_counts_the_batches_of_an_epoch(rule: StepRule, length: int) -> None:
     assert {plan.num_batches() for plan in plans(rule, length)} == {len(steps_from(rule, 0, length))}
 
 
-@property_test
 @given(RULES, LENGTHS)
 def test_a_plan_counts_the_slots_of_its_rank(rule: StepRule, length: int) -> None:
     steps = steps_from(rule, 0, length)
@@ -63,7 +60,6 @@ def test_a_plan_counts_the_slots_of_its_rank(rule: StepRule, length: int) -> Non
         assert plan.num_shared() == sum(len(step[plan.rank]) for step in steps)
 
 
-@property_test
 @given(RULES, st.integers(1, 120), st.integers(0, 30))
 def test_the_position_after_some_steps_is_behind_the_slots_that_they_served(
     rule: StepRule, length: int, count: int
@@ -76,7 +72,6 @@ def test_the_position_after_some_steps_is_behind_the_slots_that_they_served(
     assert plan.after(Position(), count).consumed == expected
 
 
-@property_test
 @given(RULES, st.integers(1, 120), st.integers(0, 30))
 def test_what_is_left_after_some_steps_is_the_rest_of_them(rule: StepRule, length: int, count: int) -> None:
     steps = steps_from(rule, 0, length)
@@ -89,7 +84,6 @@ def test_what_is_left_after_some_steps_is_the_rest_of_them(rule: StepRule, lengt
         assert not plan.in_first_pass(position)
 
 
-@property_test
 @given(RULES, LENGTHS)
 def test_plain_steps_are_full_and_the_last_shares_are_what_follows(rule: StepRule, length: int) -> None:
     steps = steps_from(rule, 0, length)
@@ -105,7 +99,6 @@ def test_plain_steps_are_full_and_the_last_shares_are_what_follows(rule: StepRul
         ]
 
 
-@property_test
 @given(st.integers(1, 50), st.integers(0, 200), st.integers(0, 4))
 def test_passes_within_an_epoch_begin_at_multiples_of_its_length(length: int, consumed: int, passes: int) -> None:
     plan = Slots(length=length, rule=StepRule(batch_size=2), rank=0)

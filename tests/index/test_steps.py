@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.errors import ConfigurationError
@@ -18,7 +18,6 @@ RULES = st.builds(
     drop_last=st.booleans(),
     exact=st.booleans(),
 )
-property_test = settings(derandomize=True, deadline=None, max_examples=150)
 
 
 def simulate(rule, remaining):
@@ -60,7 +59,6 @@ def count_slots(steps):
     return Counter(slot for step in steps for batch in step for slot in batch)
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_the_shares_of_all_ranks_are_those_of_a_slow_simulation(rule, remaining):
     assert serve(rule, remaining) == simulate(rule, remaining)
@@ -75,26 +73,22 @@ def test_every_small_rule_agrees_with_the_slow_simulation():
                     assert serve(rule, remaining) == simulate(rule, remaining), (rule, remaining)
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_num_steps_counts_the_steps_of_the_simulation(rule, remaining):
     assert rule.num_steps(remaining) == len(simulate(rule, remaining))
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_a_step_leaves_one_step_fewer(rule, remaining):
     if rule.num_steps(remaining):
         assert rule.num_steps(remaining - rule.step_size(remaining)) == rule.num_steps(remaining) - 1
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_more_slots_never_need_fewer_steps(rule, remaining):
     assert rule.num_steps(remaining) <= rule.num_steps(remaining + 1)
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_served_is_the_sum_of_the_step_sizes(rule, remaining):
     sizes, left = [], remaining
@@ -104,26 +98,22 @@ def test_served_is_the_sum_of_the_step_sizes(rule, remaining):
         left -= sizes[-1]
 
 
-@property_test
 @given(RULES, REMAINING, st.integers(0, 3))
 def test_all_slots_count_as_served_once_no_step_is_left(rule, remaining, more):
     assert rule.served(remaining, rule.num_steps(remaining) + more) == remaining
 
 
-@property_test
 @given(RULES, REMAINING, st.integers(0, 20), st.integers(0, 20))
 def test_serving_in_two_parts_is_serving_in_one(rule, remaining, first, second):
     middle = rule.served(remaining, first)
     assert middle + rule.served(remaining - middle, second) == rule.served(remaining, first + second)
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_no_rank_gets_an_empty_batch(rule, remaining):
     assert all(batch for step in serve(rule, remaining) for batch in step)
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_the_batches_of_a_step_differ_by_at_most_one_slot(rule, remaining):
     for step in serve(rule, remaining):
@@ -131,21 +121,18 @@ def test_the_batches_of_a_step_differ_by_at_most_one_slot(rule, remaining):
         assert max(sizes) - min(sizes) <= 1
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_a_batch_exceeds_the_batch_size_only_by_the_pairs_of_exact(rule, remaining):
     largest = max((len(batch) for step in serve(rule, remaining) for batch in step), default=0)
     assert largest <= (2 if rule.exact and rule.batch_size == 1 else rule.batch_size)
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_steps_before_the_last_two_are_full(rule, remaining):
     for step in serve(rule, remaining)[:-2]:
         assert [len(batch) for batch in step] == [rule.batch_size] * rule.num_replicas
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_every_slot_comes_once_apart_from_those_counted_as_repeated_or_dropped(rule, remaining):
     times = count_slots(serve(rule, remaining))
@@ -154,14 +141,12 @@ def test_every_slot_comes_once_apart_from_those_counted_as_repeated_or_dropped(r
     assert sum(times.values()) - len(times) == rule.num_repeated(remaining)
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_what_drop_last_drops_is_the_end_and_less_than_a_full_step(rule, remaining):
     assert sorted(count_slots(serve(rule, remaining))) == list(range(remaining - rule.num_dropped(remaining)))
     assert rule.num_dropped(remaining) < rule.full
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_slots_are_repeated_only_where_the_docstring_says_so(rule, remaining):
     fewer_than_ranks = 0 < remaining < rule.num_replicas
@@ -170,13 +155,11 @@ def test_slots_are_repeated_only_where_the_docstring_says_so(rule, remaining):
     assert (rule.num_repeated(remaining) > 0) == expected
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_fewer_slots_are_repeated_than_there_are_ranks(rule, remaining):
     assert 0 <= rule.num_repeated(remaining) < rule.num_replicas
 
 
-@property_test
 @given(RULES, REMAINING)
 def test_only_the_last_step_repeats(rule, remaining):
     times = count_slots(serve(rule, remaining)[:-1])
@@ -200,21 +183,18 @@ def replay(length, phases, **flags):
     return served
 
 
-@property_test
 @given(st.integers(0, 150), PHASES)
 def test_every_history_of_resizings_replays_one_sequence(length, phases):
     served = replay(length, phases)
     assert [slot for step in served for slot in dict.fromkeys(step)] == list(range(length))
 
 
-@property_test
 @given(st.integers(0, 150), PHASES)
 def test_a_history_of_resizings_repeats_slots_in_its_last_step_only(length, phases):
     served = replay(length, phases)
     assert all(len(step) == len(set(step)) for step in served[:-1])
 
 
-@property_test
 @given(st.integers(0, 150), PHASES)
 def test_with_drop_last_every_history_serves_the_sequence_up_to_a_dropped_end(length, phases):
     served = [slot for step in replay(length, phases, drop_last=True) for slot in step]
@@ -299,13 +279,11 @@ def simulate_padded(rule, remaining):
     return steps
 
 
-@property_test
 @given(PADDED, REMAINING)
 def test_padded_shares_are_those_of_a_slow_simulation(rule, remaining):
     assert serve(rule, remaining) == simulate_padded(rule, remaining)
 
 
-@property_test
 @given(PADDED, REMAINING)
 def test_padded_steps_and_what_they_serve_are_counted(rule, remaining):
     steps = simulate_padded(rule, remaining)
@@ -316,7 +294,6 @@ def test_padded_steps_and_what_they_serve_are_counted(rule, remaining):
     assert rule.served(remaining, len(steps)) == remaining
 
 
-@property_test
 @given(PADDED, REMAINING)
 def test_padding_gives_every_rank_the_same_number_of_slots_and_leaves_none_out(rule, remaining):
     steps = serve(rule, remaining)
@@ -324,7 +301,6 @@ def test_padding_gives_every_rank_the_same_number_of_slots_and_leaves_none_out(r
     assert sorted(count_slots(steps)) == list(range(remaining))
 
 
-@property_test
 @given(PADDED, REMAINING)
 def test_what_padding_repeats_is_counted_and_stands_in_the_last_step(rule, remaining):
     steps = serve(rule, remaining)

@@ -1,13 +1,11 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.topology import Topology, split_evenly
-
-property_test = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 def test_a_topology_is_one_rank_unless_told_otherwise():
@@ -55,21 +53,18 @@ def test_known_shares(count, num_parts, shares):
     assert [split_evenly(count, num_parts, part) for part in range(num_parts)] == shares
 
 
-@property_test
 @given(st.integers(0, 500), st.integers(1, 60))
 def test_shares_laid_end_to_end_are_the_whole_in_order(count, num_parts):
     laid = [item for part in range(num_parts) for item in split_evenly(count, num_parts, part)]
     assert laid == list(range(count))
 
 
-@property_test
 @given(st.integers(0, 2**40), st.integers(1, 60))
 def test_shares_differ_by_at_most_one(count, num_parts):
     sizes = [len(split_evenly(count, num_parts, part)) for part in range(num_parts)]
     assert max(sizes) - min(sizes) <= 1
 
 
-@property_test
 @given(st.integers(0, 2**40), st.integers(1, 60))
 def test_the_longer_shares_come_first(count, num_parts):
     sizes = [len(split_evenly(count, num_parts, part)) for part in range(num_parts)]

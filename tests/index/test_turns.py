@@ -3,13 +3,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.index.proportions import Proportions
 from lightning_stateful.index.turns import Turns
-
-property_test = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 @st.composite
@@ -39,7 +37,6 @@ def whole(made):
     return made.sources(made.start, made.stop)
 
 
-@property_test
 @given(proportions(), st.integers(0, 10**6))
 def test_without_a_key_turns_stand_evenly_spread_in_their_block(made, block):
     first = block * made.block
@@ -48,7 +45,6 @@ def test_without_a_key_turns_stand_evenly_spread_in_their_block(made, block):
     assert found == expected
 
 
-@property_test
 @given(turns(), st.data())
 def test_any_part_is_that_part_of_the_whole(made, data):
     first = data.draw(st.integers(made.start, made.stop))
@@ -56,7 +52,6 @@ def test_any_part_is_that_part_of_the_whole(made, data):
     assert np.array_equal(made.sources(first, last), whole(made)[first - made.start : last - made.start])
 
 
-@property_test
 @given(turns(), st.data())
 def test_counts_count_the_turns(made, data):
     first = data.draw(st.integers(made.start, made.stop))
@@ -65,14 +60,12 @@ def test_counts_count_the_turns(made, data):
     assert np.array_equal(made.counts(first, last), expected)
 
 
-@property_test
 @given(turns())
 def test_how_often_a_source_is_served_does_not_depend_on_the_key(made):
     other = Turns(proportions=made.proportions, start=made.start, stop=made.stop)
     assert np.array_equal(made.counts(made.start, made.stop), other.counts(made.start, made.stop))
 
 
-@property_test
 @given(turns())
 def test_with_or_without_a_key_every_whole_block_has_its_counts(made):
     size = made.proportions.block
@@ -81,7 +74,6 @@ def test_with_or_without_a_key_every_whole_block_has_its_counts(made):
         assert np.array_equal(found, made.proportions.counts(block, block + 1)[0])
 
 
-@property_test
 @given(proportions(), st.integers(0, 100), st.data())
 def test_turn_after_finds_any_turn_of_a_source(made, start, data):
     endless = Turns(proportions=made, start=start)

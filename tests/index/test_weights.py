@@ -3,24 +3,21 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.weights import by_name, exact_block, shares_of, tempered
 
 NAMES = ("a", "b", "c")
-property_test = settings(derandomize=True, deadline=None, max_examples=100)
 WEIGHTS = st.lists(st.one_of(st.integers(1, 1000), st.floats(1e-6, 1e6)), min_size=3, max_size=3)
 
 
-@property_test
 @given(WEIGHTS)
 def test_shares_add_up_to_exactly_1(weights):
     assert sum(shares_of(NAMES, weights)) == 1
 
 
-@property_test
 @given(WEIGHTS)
 def test_shares_are_as_the_weights_are(weights):
     for share, weight in zip(shares_of(NAMES, weights), weights, strict=True):
@@ -97,7 +94,6 @@ def test_the_block_is_the_smallest_with_whole_counts_or_64(weights, block):
     assert exact_block(shares_of(NAMES, weights)) == block
 
 
-@property_test
 @given(st.lists(st.integers(1, 60), min_size=3, max_size=3))
 def test_in_a_block_of_at_most_256_all_shares_are_whole_and_in_no_smaller_one(weights):
     shares = shares_of(NAMES, weights)

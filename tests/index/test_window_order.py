@@ -54,7 +54,7 @@ def test_it_is_a_batch_order():
 
 
 def test_every_sample_is_served_once_apart_from_repeats_in_the_last_step():
-    for order, width, rng in cases(120, seed=1, drop_last=False):
+    for order, width, rng in cases(40, seed=1, drop_last=False):
         steps = serve(order, order.begin(rng.randint(0, 3), width), width)
         times = Counter(samples_of(steps))
         assert set(times) == {sample for _, batch in cut(order, 0) for sample in batch}
@@ -63,7 +63,7 @@ def test_every_sample_is_served_once_apart_from_repeats_in_the_last_step():
 
 
 def test_all_steps_but_the_last_serve_batches_of_the_windows():
-    for order, width, rng in cases(80, seed=2):
+    for order, width, rng in cases(30, seed=2):
         epoch = rng.randint(0, 3)
         batches = [batch for _, batch in cut(order, epoch)]
         steps = serve(order, order.begin(epoch, width), width)
@@ -74,7 +74,7 @@ def test_all_steps_but_the_last_serve_batches_of_the_windows():
 
 
 def test_the_last_step_deals_out_parts_of_the_batches_that_are_left():
-    for order, width, _ in cases(120, seed=3, drop_last=False):
+    for order, width, _ in cases(40, seed=3, drop_last=False):
         steps, batches = serve(order, order.begin(0, width), width), [set(batch) for _, batch in cut(order, 0)]
         for batch in steps[-1]:
             assert batch
@@ -82,7 +82,7 @@ def test_the_last_step_deals_out_parts_of_the_batches_that_are_left():
 
 
 def test_no_batch_exceeds_its_budget_but_of_samples_that_are_alone():
-    for order, width, _ in cases(80, seed=4):
+    for order, width, _ in cases(30, seed=4):
         lengths = np.asarray(order.lengths).tolist()
         for batch in (batch for step in serve(order, order.begin(1, width), width) for batch in step):
             found = [max(lengths[sample], 1) for sample in batch]
@@ -91,7 +91,7 @@ def test_no_batch_exceeds_its_budget_but_of_samples_that_are_alone():
 
 
 def test_every_rank_takes_the_same_number_of_steps_in_every_epoch():
-    for order, width, rng in cases(80, seed=5, widths=range(1, 65)):
+    for order, width, rng in cases(30, seed=5, widths=range(1, 65)):
         count = plan(order, width).num_batches()
         for epoch in {0, 1, rng.randint(2, 9)}:
             position = order.begin(epoch, width)
@@ -104,7 +104,7 @@ def test_every_rank_takes_the_same_number_of_steps_in_every_epoch():
 
 
 def test_without_shuffling_batches_ranks_take_them_in_turn():
-    for order, width, rng in cases(80, seed=6, shuffle_batches=False):
+    for order, width, rng in cases(30, seed=6, shuffle_batches=False):
         epoch = rng.randint(0, 3)
         batches = [batch for _, batch in cut(order, epoch)]
         served = [batch for step in serve(order, order.begin(epoch, width), width) for batch in step]
@@ -113,7 +113,7 @@ def test_without_shuffling_batches_ranks_take_them_in_turn():
 
 
 def test_shuffled_batches_stay_in_their_windows_and_in_groups_of_neighbours():
-    for order, width, rng in cases(100, seed=7, shuffle_batches=True):
+    for order, width, rng in cases(30, seed=7, shuffle_batches=True):
         epoch = rng.randint(0, 3)
         batches = cut(order, epoch)
         groups = [batches[start : start + width] for start in range(0, len(batches), width)]
@@ -137,14 +137,14 @@ def test_batches_of_a_window_are_shuffled():
 
 
 def test_slots_count_the_batches_before_each_window():
-    for order, _, _ in cases(40, seed=8):
+    for order, _, _ in cases(20, seed=8):
         counts = Counter(window for window, _ in cut(order, 2))
         assert np.diff(order.slots).tolist() == [counts[window] for window in range(len(order.windows))]
         assert order.slots[0] == 0
 
 
 def test_any_split_into_calls_gives_what_one_call_gives():
-    for order, width, rng in cases(60, seed=9):
+    for order, width, rng in cases(20, seed=9):
         position, rank = order.begin(rng.randint(0, 2), width), rng.randrange(width)
         count = order.steps(position)
         whole = order.batches(position, 0, count, rank)
@@ -176,7 +176,7 @@ def test_unshuffling_keeps_windows_of_the_order_of_the_dataset():
 
 
 def test_a_report_counts_the_samples_served():
-    for order, width, rng in cases(60, seed=10, drop_last=False):
+    for order, width, rng in cases(20, seed=10, drop_last=False):
         begin = order.begin(rng.randint(0, 2), width)
         steps, done = serve(order, begin, width), rng.randint(0, order.steps(begin))
         position = plan(order, width).after(begin, done)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
@@ -38,7 +38,6 @@ PLANS = st.integers(1, 6).flatmap(
         rank=st.integers(0, ranks - 1),
     )
 )
-property_test = settings(derandomize=True, deadline=None, max_examples=120)
 
 
 def a_plan(order: Any, rank: int = 0, **rule: Any) -> BatchPlan:
@@ -57,12 +56,10 @@ def whole(plan: BatchPlan, epoch: int = 0, number: int = 0) -> list[list[int]]:
 
 
 class TestBatchPlan:
-    @property_test
     @given(PLANS, st.integers(0, 5))
     def test_the_batches_of_an_epoch_are_the_ranks_share_of_every_step(self, plan: BatchPlan, epoch: int) -> None:
         assert list(plan.indices(Position(epoch=epoch))) == whole(plan, epoch)
 
-    @property_test
     @given(PLANS, st.integers(0, 5))
     def test_the_batches_from_any_step_are_the_tail_of_the_whole(self, plan: BatchPlan, epoch: int) -> None:
         batches = whole(plan, epoch)
@@ -70,7 +67,6 @@ class TestBatchPlan:
             position = plan.after(Position(epoch=epoch), step)
             assert list(plan.indices(position)) == batches[step:], step
 
-    @property_test
     @given(PLANS, st.integers(1, 4))
     def test_a_later_pass_goes_on_counting_slots_and_is_cut_like_the_first(self, plan: BatchPlan, number: int) -> None:
         batches = whole(plan, 2, number)
@@ -80,7 +76,6 @@ class TestBatchPlan:
         for step in range(len(batches)):
             assert list(plan.indices(plan.after(start, step))) == batches[step:], step
 
-    @property_test
     @given(PLANS, st.data())
     def test_from_any_slot_the_rest_is_cut_as_an_epoch_of_that_length(self, plan: BatchPlan, data: Any) -> None:
         length = len(plan.order)
@@ -91,7 +86,6 @@ class TestBatchPlan:
 
         assert list(plan.indices(Position(epoch=1, consumed=consumed))) == expected
 
-    @property_test
     @given(PLANS, st.integers(0, 150))
     def test_the_number_of_batches_is_that_of_the_indices(self, plan: BatchPlan, consumed: int) -> None:
         position = Position(consumed=consumed)
@@ -99,12 +93,10 @@ class TestBatchPlan:
         assert plan.num_batches(position) == len(list(plan.indices(position)))
         assert plan.num_batches() == len(whole(plan))
 
-    @property_test
     @given(PLANS)
     def test_the_number_of_samples_is_that_of_the_ranks_whole_epoch(self, plan: BatchPlan) -> None:
         assert plan.num_samples() == sum(len(batch) for batch in whole(plan))
 
-    @property_test
     @given(PLANS)
     def test_the_ranks_together_serve_every_slot_once_or_as_the_rule_counts(self, plan: BatchPlan) -> None:
         length, rule = len(plan.order), plan.rule
@@ -114,7 +106,6 @@ class TestBatchPlan:
         assert len(served) == length - rule.num_dropped(length)
         assert served.total() == len(served) + rule.num_repeated(length)
 
-    @property_test
     @given(PLANS)
     def test_the_number_of_batches_is_equal_on_all_ranks(self, plan: BatchPlan) -> None:
         lengths = {
@@ -183,7 +174,6 @@ class TestCut:
         assert cut.topology() == Topology(num_replicas=1, rank=0)
         assert list(cut.plan().indices(Position())) == [[0, 1], [2, 3], [4]]
 
-    @property_test
     @given(PLANS)
     def test_a_cut_for_given_ranks_gives_the_plan_of_its_rank(self, plan: BatchPlan) -> None:
         rule = plan.rule

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
@@ -26,7 +26,6 @@ from lightning_stateful.loaders import StatefulLoader
 from lightning_stateful.loaders.group import MODES, LoaderGroup
 
 WHERE = "The state of this test"
-property_test = settings(derandomize=True, deadline=None, max_examples=250)
 SIZES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 5)), min_size=1, max_size=3)
 
 
@@ -86,7 +85,6 @@ def serves_something(group: LoaderGroup) -> bool:
 
 
 class TestPositions:
-    @property_test
     @given(SIZES, st.sampled_from(MODES), st.integers(1, 3), st.booleans(), st.integers(0, 2))
     def test_at_every_step_each_loader_stands_where_lightnings_iteration_gets_to(
         self, sizes: list[tuple[int, int]], mode: str, ranks: int, drop_last: bool, epoch: int
@@ -99,7 +97,6 @@ class TestPositions:
                     position = group.position(path, epoch, step)
                     assert (position, batch_at(group, path, position)) == (item or (None, None)), (rank, step, path)
 
-    @property_test
     @given(SIZES, st.sampled_from(MODES), st.integers(1, 3), st.booleans())
     def test_an_epoch_has_as_many_steps_as_lightning_makes(
         self, sizes: list[tuple[int, int]], mode: str, ranks: int, drop_last: bool
@@ -205,7 +202,6 @@ class TestStates:
 
         assert state["loaders"]["short"]["position"] == {"epoch": 1, "consumed": 5, "width": 1}
 
-    @property_test
     @given(SIZES, st.sampled_from(MODES), st.integers(2, 4), st.integers(0, 12))
     def test_the_state_is_equal_on_all_ranks(
         self, sizes: list[tuple[int, int]], mode: str, ranks: int, step: int
@@ -242,7 +238,6 @@ class TestStates:
 
 
 class TestLoading:
-    @settings(property_test, max_examples=100)
     @given(SIZES, st.sampled_from(MODES), st.integers(1, 3), st.booleans(), st.integers(0, 2))
     def test_on_the_same_ranks_and_batch_sizes_every_state_goes_on_at_its_own_step(
         self, sizes: list[tuple[int, int]], mode: str, ranks: int, drop_last: bool, epoch: int
@@ -256,7 +251,6 @@ class TestLoading:
                 for when in [*((epoch, later) for later in range(step, saving.num_batches())), (epoch + 1, 1)]:
                     assert fresh.position(path, *when) == saving.position(path, *when), (step, path, when)
 
-    @settings(property_test, max_examples=100)
     @given(SIZES, st.sampled_from(MODES), st.integers(1, 3), st.booleans())
     def test_a_loaded_group_gives_back_the_state_it_got(
         self, sizes: list[tuple[int, int]], mode: str, ranks: int, drop_last: bool
@@ -382,7 +376,6 @@ def a_run(mode: str, lengths: list[int], segments: Any, *, drop_last: bool = Fal
 
 
 class TestElasticLoading:
-    @property_test
     @given(st.integers(1, 60), SEGMENTS)
     def test_a_loaders_samples_come_once_each_whatever_the_ranks_and_batch_sizes(
         self, length: int, segments: Any
@@ -394,7 +387,6 @@ class TestElasticLoading:
         # Only fewer samples than ranks, in the last step, are given out twice.
         assert served.total() - length < len(run.groups)
 
-    @property_test
     @given(st.integers(1, 60), SEGMENTS)
     def test_repeated_samples_are_those_that_the_rule_counts(self, length: int, segments: Any) -> None:
         run = Run("max_size", [length])
@@ -407,7 +399,6 @@ class TestElasticLoading:
 
         assert run.served["", 0].total() == length + rule.num_repeated(length - before)
 
-    @property_test
     @given(st.integers(1, 60), SEGMENTS)
     def test_dropping_the_last_step_drops_less_than_a_step_and_repeats_nothing(
         self, length: int, segments: Any
@@ -423,7 +414,6 @@ class TestElasticLoading:
         assert set(served) == set(range(len(served)))
         assert length - len(served) < run.groups[0].loaders[""].plan.rule.full
 
-    @property_test
     @given(LENGTHS, SEGMENTS)
     def test_the_longest_loader_ends_the_epoch_when_all_have_been_served(
         self, lengths: list[int], segments: Any
@@ -436,7 +426,6 @@ class TestElasticLoading:
         assert {number for _, number in run.served} == {0}
         assert run.empty_steps == []
 
-    @property_test
     @given(LENGTHS, SEGMENTS)
     def test_loaders_that_start_over_serve_every_pass_but_the_last_whole(
         self, lengths: list[int], segments: Any
@@ -452,7 +441,6 @@ class TestElasticLoading:
             assert set(passes[-1]) == set(range(len(passes[-1])))
         assert run.empty_steps == []
 
-    @property_test
     @given(LENGTHS, SEGMENTS)
     def test_the_shortest_loader_ends_the_epoch_when_it_has_been_served(
         self, lengths: list[int], segments: Any
@@ -465,7 +453,6 @@ class TestElasticLoading:
         assert all(served.total() - len(served) < 4 for served in counts)
         assert run.empty_steps == []
 
-    @settings(property_test, max_examples=100)
     @given(LENGTHS, SEGMENTS, st.sampled_from(MODES))
     def test_with_the_last_step_dropped_no_pass_repeats_a_sample(
         self, lengths: list[int], segments: Any, mode: str

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
@@ -574,7 +574,6 @@ class TestOtherTopologies:
         history=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7), st.integers(0, 4)), max_size=5),
         last=st.tuples(st.integers(1, 5), st.integers(1, 7)),
     )
-    @settings(max_examples=50, deadline=None)
     def test_every_sample_comes_once_over_any_history(
         self, length: int, history: list[tuple[int, int, int]], last: tuple[int, int]
     ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import hf_streams
 from support.stream_cases import (
@@ -112,12 +112,12 @@ def assert_complete(make: Make, pairs: Any, stride: int = 1) -> None:
 
 
 def test_every_sample_comes_once_from_every_moment_on_any_workers() -> None:
-    assert_complete(WHOLE["in blocks"], product(WORKERS, WORKERS))
+    assert_complete(WHOLE["in blocks"], product((0, 1, 2, 4), (0, 1, 3, 4)))
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_kind_of_stream_is_complete_on_other_workers(name: str) -> None:
-    assert_complete(WHOLE[name], [(0, 3), (4, 1), (2, 3), (3, 2), (9, 2), (1, 7), (7, 9)], stride=4)
+    assert_complete(WHOLE[name], [(0, 3), (4, 1), (3, 2), (7, 9)], stride=6)
 
 
 @pytest.mark.parametrize("name", ["files", "batched map", "concatenated", "shuffle buffer"])
@@ -163,7 +163,6 @@ class Run:
         self.state = states[-1]
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
 @given(
     name=st.sampled_from([name for name in WHOLE if name != "running state"]),
     legs=st.lists(

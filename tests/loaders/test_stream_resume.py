@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import hf_streams
 from support.stream_cases import (
@@ -193,7 +193,6 @@ def test_a_stream_of_hugging_faces_goes_on_exactly(hugging_face: dict[str, Case]
     assert_goes_on(partial(make, batch_size=None, steps_per_epoch=7), [6, 2, 7, 11], total=28)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
 @given(data=st.data())
 def test_any_configuration_goes_on_exactly_on_any_number_of_workers(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=4, max_size=8))

@@ -664,7 +664,7 @@ class TestResizing:
 
         assert list(resumed(make, other, num_replicas=3, rank=1)) == epochs(make(num_replicas=3, rank=1), 1)[0][3:]
 
-    @pytest.mark.parametrize("seed", range(12))
+    @pytest.mark.parametrize("seed", range(10))
     def test_any_configuration_resumes_exactly_on_any_ranks(self, seed: int) -> None:
         rng = random.Random(seed)
         lengths = [rng.randint(0 if rng.random() < 0.1 else 1, rng.choice([5, 60])) for _ in range(rng.randint(1, 90))]

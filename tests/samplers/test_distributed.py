@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -376,7 +376,6 @@ class TestOtherNumbersOfRanks:
         history=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 6)), max_size=6),
         last=st.integers(1, 8),
     )
-    @settings(max_examples=150, deadline=None)
     def test_every_sample_comes_once_over_any_history(
         self, length: int, history: list[tuple[int, int]], last: int
     ) -> None:
@@ -393,7 +392,6 @@ class TestOtherNumbersOfRanks:
         history=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 6)), max_size=6),
         last=st.integers(1, 8),
     )
-    @settings(max_examples=100, deadline=None)
     def test_any_history_replays_one_sequence(self, length: int, history: list[tuple[int, int]], last: int) -> None:
         sequence = list(a_sampler(length))
 

@@ -25,7 +25,7 @@ import pytest
 import torch
 from datasets import concatenate_datasets, interleave_datasets
 from datasets.distributed import split_dataset_by_node
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import hf_streams as hf
 from torch.utils.data import DataLoader
@@ -372,7 +372,6 @@ class TestGoingOn:
 
         self.check(HuggingFaceShards(dataset))
 
-    @settings(max_examples=40, deadline=None)
     @given(chosen=st.data())
     def test_a_shard_of_any_chain_of_stages_goes_on(self, chosen: st.DataObject) -> None:
         dataset = hf.stream("table", Path(), (6, 6))

@@ -8,7 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.streams import place_text
@@ -84,7 +84,6 @@ def test_a_state_that_looks_like_a_mark_stays_as_it_is() -> None:
     assert as_place(PlaceTexts().text(place)) == place
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_whoever_is_told_the_news_knows_every_place(data: st.DataObject) -> None:
     said, known, held = PlaceTexts(), lane(), []

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.shards import Value, source
 
@@ -86,7 +86,6 @@ class TestLanes:
         opened=st.integers(0, 9),
         seed=st.integers(0, 5),
     )
-    @settings(max_examples=150, deadline=None)
     def test_lanes_have_all_portions_once_opened_ones_first_and_as_many_shards_as_can_be(
         self, number: int, shards: int, opened: int, seed: int
     ) -> None:
@@ -108,7 +107,6 @@ class TestLanes:
     @given(
         sizes=st.lists(st.integers(0, 50), min_size=1, max_size=30), number=st.integers(1, 8), opened=st.integers(0, 4)
     )
-    @settings(max_examples=150, deadline=None)
     def test_shards_of_known_sizes_go_to_the_lane_with_least_to_read(
         self, sizes: list[int], number: int, opened: int
     ) -> None:
@@ -149,7 +147,6 @@ class TestLanes:
 
 class TestHistories:
     @given(source_=sources(), history=st.data())
-    @settings(max_examples=120, deadline=None)
     def test_every_sample_comes_once_whatever_the_progress_and_the_lanes(
         self, source_: Source, history: st.DataObject
     ) -> None:
@@ -172,7 +169,6 @@ class TestHistories:
         assert sorted(served) == sorted(source_.shards.all(4))  # type: ignore[attr-defined]  # numbered
 
     @given(source_=sources(), history=st.data())
-    @settings(max_examples=60, deadline=None)
     def test_what_is_left_of_epochs_comes_once_among_the_samples_of_later_ones(
         self, source_: Source, history: st.DataObject
     ) -> None:
@@ -268,7 +264,6 @@ class TestRedealt:
 
 class TestRuns:
     @given(st.sets(st.integers(0, 60)))
-    @settings(max_examples=150, deadline=None)
     def test_runs_say_the_numbers_in_as_few_words_as_can_be(self, numbers: set[int]) -> None:
         rising = sorted(numbers)
         runs = runs_of(rising)

@@ -77,7 +77,7 @@ def expected(samples: list[dict[str, int]], config: ReadAheadConfig) -> list[lis
     return windows
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_windows_are_sorted_and_cut_as_a_plain_loop_does(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(10):
@@ -108,7 +108,7 @@ def test_batches_are_those_of_infinibatch(seed: int) -> None:
         assert values(ReadAhead(listed(samples), None, config=config, seed=0)) == list(theirs)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_it_goes_on_where_it_stands(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(3):
@@ -127,7 +127,7 @@ def test_it_goes_on_where_it_stands(seed: int) -> None:
         assert batches == []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_around_stages_in_any_nesting_it_goes_on_where_it_stands(seed: int) -> None:
     rng = random.Random(seed)
     with keep_randomness():

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.shards import (
     Crew,
@@ -138,7 +138,6 @@ class TestHistories:
             assert sorted(served) == sorted(all_samples(standing)), seed
 
     @given(st.data())
-    @settings(max_examples=60, deadline=None)
     def test_every_sample_comes_once_in_histories_that_somebody_else_thinks_of(self, data: st.DataObject) -> None:
         sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=6), "sizes")
         of = config(

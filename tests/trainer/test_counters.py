@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.ledger import Numbers
 from support.runs import StopAt, assert_same_end, assert_stitches, numbers_module, train
@@ -31,7 +31,6 @@ from lightning_stateful.trainer.moment import Moment
 
 TRACKED = ("ready", "started", "processed", "completed")
 Counts = tuple[int, int, int, int]
-property_test = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def tracked(counts: Counts) -> dict[str, int]:
@@ -201,21 +200,18 @@ WITHIN = {"within": within(4, 3), "at the end": at_the_end(4, 7), "between": bet
 
 
 class TestRewritten:
-    @property_test
     @given(STATES, MOMENTS, st.integers(0, 1000))
     def test_reading_what_was_rewritten_gives_the_moment(self, state: Any, moment: Moment, stepped: int) -> None:
         moment = dataclasses.replace(moment, stepped=stepped)
 
         assert locate(rewritten(state, moment)) == moment
 
-    @property_test
     @given(STATES, MOMENTS)
     def test_rewriting_again_changes_nothing(self, state: Any, moment: Moment) -> None:
         once = rewritten(state, moment)
 
         assert rewritten(once, moment) == once
 
-    @property_test
     @given(STATES, MOMENTS)
     def test_rewriting_leaves_its_argument_as_it_was(self, state: Any, moment: Moment) -> None:
         kept = copy.deepcopy(state)
@@ -226,7 +222,6 @@ class TestRewritten:
             part.clear()
         assert state == kept
 
-    @property_test
     @given(STATES, MOMENTS)
     def test_every_moment_has_one_form_of_the_current_counters(self, state: Any, moment: Moment) -> None:
         other = loops((1, 1, 0, 0), (2, 2, 1, 1))
@@ -389,7 +384,6 @@ WHOLE = Moment(
 
 
 class TestMoment:
-    @property_test
     @given(MOMENTS)
     def test_a_moment_survives_json(self, moment: Moment) -> None:
         assert Moment.from_dict(json.loads(json.dumps(moment.to_dict()))) == moment
