@@ -493,7 +493,9 @@ class TestDamage:
 
 
 class TestProcesses:
-    context = multiprocessing.get_context("spawn")
+    # Forked from one process that has imported what takes seconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["support.measured"])
 
     def ended(self, process: Any) -> int:
         process.join(60)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,11 @@ class StopsEarly(pl.Callback):
             trainer.should_stop = True
 
 
+@cache
+def uninterrupted(**limit: int) -> Outcome:
+    return train(callbacks=[StopsEarly()], max_epochs=5, **limit)
+
+
 @pytest.mark.parametrize("limit", [{"min_epochs": 3}, {"min_steps": 27}, {"min_steps": 27, "limit_val_batches": 0}])
 @pytest.mark.parametrize(
     "at",
@@ -135,7 +140,7 @@ def test_a_stop_that_waits_for_min_epochs_or_min_steps_is_remembered(
     stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
     train(callbacks=[StopsEarly(), stop], max_epochs=5, **limit)
     resumed = train(callbacks=[StopsEarly()], ckpt_path=tmp_path / "stop.ckpt", seed=99, max_epochs=5, **limit)
-    whole = train(callbacks=[StopsEarly()], max_epochs=5, **limit)
+    whole = uninterrupted(**limit)
     assert stop.ledger is not None
     assert_stitches([stop.ledger, resumed.ledger], whole.ledger)
     assert_same_end(resumed, whole)
