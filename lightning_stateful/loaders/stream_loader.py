@@ -19,7 +19,7 @@ from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
 from lightning_stateful.loaders.stream_setup import StreamSetup
 from lightning_stateful.samplers.cursor import Cursor
-from lightning_stateful.samplers.randomness import seed_or_default
+from lightning_stateful.samplers.randomness import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.streams.lane import StreamConfig
@@ -157,7 +157,7 @@ class StreamLoader(Pickled, DataLoader[Any]):
         began = self._began = self._cursor.position
         self._handed = 0
         empty = True
-        for batch, is_last in self.course.read(began):
+        for batch, is_last in self._read(began):
             empty = False
             if self._latest is latest:
                 self._handed += 1
@@ -172,9 +172,24 @@ class StreamLoader(Pickled, DataLoader[Any]):
 
         Args:
             position: Where to begin.
-            isolated: As in :class:`StatefulLoader`; streams leave the process's generators where reading leaves them.
+            isolated: Whether the process's generators are put back after a batch that is read in this process; not
+                where they are seeded then anyway.
         """
-        return (batch for batch, _ in self.course.read(position))
+        return (batch for batch, _ in self._read(position, isolated=isolated))
+
+    def _read(self, position: Position, *, isolated: bool = True) -> Iterator[tuple[Any, bool]]:
+        """The batches from ``position`` on, and whether each is the last."""
+        batches = self.course.read(position)
+        if self.num_workers or not (self.seed_samples and isolated):
+            yield from batches
+            return
+        while True:
+            # Samples are seeded, and the process draws from the same generators.
+            with keep_if_drawn():
+                found = next(batches, None)
+            if found is None:
+                return
+            yield found
 
     def set_epoch(self, epoch: int) -> None:
         """Stand at the beginning of ``epoch``; a position within that same epoch is kept."""

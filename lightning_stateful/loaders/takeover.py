@@ -6,7 +6,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.index.seeding import loader_seed
@@ -28,6 +35,9 @@ from lightning_stateful.samplers.sampler_plan import SamplerCut
 from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.streams.stream import as_stream
+
+# Samplers of torch's that draw, and know nothing of ranks.
+_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def take_over(
@@ -200,8 +210,8 @@ def _of_one_rank(
 ) -> tuple[dict[str, Any], str]:
     """The arguments for a loader that is not dealt out, and the path that it draws at.
 
-    What can be computed is drawn from (seed, path, rank). A sampler is run under the same randomness on all ranks, as
-    those that leave each rank its share of one sequence need it.
+    What can be computed, and what torch's random samplers draw, follows from (seed, path, rank). Another sampler is run
+    under the same randomness on all ranks, as those that leave each rank its share of one sequence need it.
     """
     name = "batch_sampler" if "batch_sampler" in cutting else "sampler"
     sampler = cutting[name]
@@ -213,20 +223,21 @@ def _of_one_rank(
         )
     if isinstance(sampler, (StatefulBatchSampler, BatchOrder)):
         return cutting, path
+    own_path = f"{path}@{rank}" if type(asked) in _RANDOM else path
     if isinstance(sampler, SamplerCut):
-        return {**cutting, name: replace(sampler, order=sampler.order.at(path, as_one_rank=False))}, path
+        return {**cutting, name: replace(sampler, order=sampler.order.at(own_path, as_one_rank=False))}, own_path
     if name == "sampler" and has_order(sampler, replace=False, generator=loader.generator):
         return cutting, f"{path}@{rank}"
     source = UserSampler(
         sampler,
         seed=seed_or_default(seed),
-        path=path,
+        path=own_path,
         whole_batches=name == "batch_sampler" or cutting["batch_size"] is None,
         is_collated=name == "batch_sampler",
         accept=accept,
         as_one_rank=False,
     )
-    return {**cutting, name: SamplerCut(order=source)}, path
+    return {**cutting, name: SamplerCut(order=source)}, own_path
 
 
 def _refuse_shards(loader: Any, where: str) -> None:

@@ -34,6 +34,8 @@ class Chunks(Shards):
         ConfigurationError: ``read_chunk`` is no function, or the sizes are none of these chunks.
     """
 
+    draws = True
+
     def __init__(
         self,
         refs: Sequence[Any],
@@ -80,6 +82,8 @@ class Chunks(Shards):
 class _ChunkIterator(ShardIterator):
     def __init__(self, samples: Iterable[Any]) -> None:
         self._iterator: Iterator[Any] = iter(samples)
+        # A generator may draw at each sample; a list has been made as a whole.
+        self.draws = not hasattr(samples, "__getitem__")
 
     def __iter__(self) -> Iterator[Any]:
         # Without a call in between where many are taken at once.

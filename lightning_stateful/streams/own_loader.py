@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from lightning_stateful.samplers.own_words import from_plain
-from lightning_stateful.streams.own_stream import OwnIterator, OwnStream, begin_pass, has_state
+from lightning_stateful.streams.own_stream import OwnIterator, OwnStream, begin_pass, has_state, load_into
 from lightning_stateful.streams.shards import ShardIterator
 
 
@@ -74,8 +74,7 @@ class OwnLoader(OwnStream):
         if state["dataset"] is not None and has_state(self._dataset):
             self._dataset.load_state_dict(from_plain(state["dataset"]))
         iterator = begin_pass(self._dataset, self._dataset)
-        if state["iterator"] is not None:
-            iterator.load_state_dict(from_plain(state["iterator"]))
+        load_into(iterator, self._dataset, state)
         return iterator
 
     def _pass(self, batches: Iterator[Any], epoch: int, number: int = 0, of: Any = None) -> _OwnBatches:

@@ -73,8 +73,7 @@ class OwnStream(Shards):
         if held["dataset"] is not None and has_state(dataset):
             dataset.load_state_dict(from_plain(held["dataset"]))
         iterator = begin_pass(self._dataset, dataset)
-        if held["iterator"] is not None:
-            iterator.load_state_dict(from_plain(held["iterator"]))
+        load_into(iterator, dataset, held)
         return OwnIterator(iterator, dataset, marks=self._is_checked)
 
     def begin_passes(self, epoch: int, *, surely: bool = False) -> None:
@@ -210,6 +209,14 @@ def begin_pass(dataset: Any, iterated: Any) -> Any:
     """Begin a pass over a dataset, or over a copy of it, and count it."""
     _note_passes(dataset, _passes_of(dataset) + 1)
     return iter(iterated)
+
+
+def load_into(iterator: Any, dataset: Any, held: Mapping[str, Any]) -> None:
+    """Load the state of an iterator that has one, or of a dataset that is its own and has begun anew at ``iter()``."""
+    if held["iterator"] is not None:
+        iterator.load_state_dict(from_plain(held["iterator"]))
+    elif iterator is dataset and held["dataset"] is not None and to_plain(dataset.state_dict()) != held["dataset"]:
+        dataset.load_state_dict(from_plain(held["dataset"]))
 
 
 def _passes_of(dataset: Any) -> int:

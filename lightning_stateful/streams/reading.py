@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import count, islice
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Literal, get_args
 
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
@@ -98,19 +97,8 @@ class Reading(Stage):
         return min(self._at + 1, len(self._numbers))
 
     def __next__(self) -> Item:
-        while self._at < len(self._numbers):
-            shard = self._numbers[self._at]
-            try:
-                iterator = self._open(shard) if self._iterator is None else self._iterator
-                value = next(iterator, _END) if self._sample_seed is None else self._next_of_run(iterator, shard)
-            except Exception as error:
-                self._on_failure(shard, error)
-                continue
-            if value is _END:
-                self._advance()
-                continue
-            self._item += 1
-            return Item(shard, self._item - 1, value)
+        for run in self.take_runs(1):
+            return Item(run.shard, run.first, run.values[0])
         raise StopIteration
 
     def take(self, number: int) -> list[Any]:
@@ -121,19 +109,13 @@ class Reading(Stage):
     def take_runs(self, number: int) -> list[Run]:
         """The next samples, shard by shard."""
         runs: list[Run] = []
-        if self._sample_seed is not None:
-            for item in islice(self, number):
-                if not runs or runs[-1].shard != item.shard:
-                    runs.append(Run(item.shard, item.number, []))
-                runs[-1].values.append(item.value)
-            return runs
         while number and self._at < len(self._numbers):
             shard = self._numbers[self._at]
             values: list[Any] = []
             try:
                 # What comes before an error stays in the list.
                 iterator = self._open(shard) if self._iterator is None else self._iterator
-                values.extend(islice(iterator, number))
+                self._extend(values, iterator, shard, number)
             except Exception as error:
                 self._note(runs, shard, values)
                 self._on_failure(shard, error)
@@ -146,7 +128,7 @@ class Reading(Stage):
 
     def place(self) -> Place:
         """The shard, the sample in it, the latest state that is worth its size, and the samples since."""
-        if self._iterator is not None and self._sample_seed is None:
+        if self._iterator is not None and not self._seeds(self._iterator):
             self._take_state(self._iterator, self._item)
         place = {
             "shard": self._at,
@@ -169,22 +151,33 @@ class Reading(Stage):
         if iterator is not None:
             iterator.close()
 
-    def _next_of_run(self, iterator: ShardIterator, shard: int) -> Any:
-        """The next sample of a run that was read under a seed, or of another."""
-        if not self._ahead and self._failure is None:
-            self._take_state(iterator, self._next_run)
-            seed_randomness(mixed_seed(self._sample_seed or 0, shard, self._next_run))
-            try:
-                self._ahead.extend(islice(iterator, _RUN))
-            except Exception as error:
-                # What was read before it comes first.
-                self._failure = error
-            self._next_run += len(self._ahead)
-        if self._ahead:
-            return self._ahead.popleft()
+    def _seeds(self, iterator: ShardIterator) -> bool:
+        """Whether samples are read in runs, each under one seed."""
+        return self._sample_seed is not None and iterator.draws
+
+    def _extend(self, values: list[Any], iterator: ShardIterator, shard: int, number: int) -> None:
+        """Append up to ``number`` samples; fewer at the end of the shard."""
+        if not self._seeds(iterator):
+            values.extend(islice(iterator, number))
+            return
+        while len(values) < number and (self._ahead or self._read_run(iterator, shard)):
+            values.extend(self._ahead.popleft() for _ in range(min(number - len(values), len(self._ahead))))
+
+    def _read_run(self, iterator: ShardIterator, shard: int) -> bool:
+        """Read some samples ahead under one seed; whether there are any."""
         if self._failure is not None:
             raise self._failure
-        return _END
+        self._take_state(iterator, self._next_run)
+        seed_randomness(mixed_seed(self._sample_seed or 0, shard, self._next_run))
+        try:
+            self._ahead.extend(islice(iterator, _RUN))
+        except Exception as error:
+            if not self._ahead:
+                raise
+            # What was read before it comes first.
+            self._failure = error
+        self._next_run += len(self._ahead)
+        return bool(self._ahead)
 
     def _take_state(self, iterator: ShardIterator, item: int) -> None:
         """Take the state that an iterator has before ``item``, if the last one lies far enough back."""
@@ -257,13 +250,14 @@ class Reading(Stage):
 
     def _leave_out(self, iterator: ShardIterator, shard: int, since: int) -> int:
         """Read what was served since the state; returns how many samples there were."""
-        samples: Iterator[Any] = iterator
-        if self._sample_seed is not None:
-            # What is drawn here may be what later samples are made of.
-            samples = iter(partial(self._next_of_run, iterator, shard), _END)
-        number = count()
-        deque(zip(islice(samples, since), number, strict=False), maxlen=0)
-        return next(number)
+        found = 0
+        while found < since:
+            values: list[Any] = []
+            self._extend(values, iterator, shard, min(since - found, _LEAST_GAP))
+            if not values:
+                break
+            found += len(values)
+        return found
 
     def _note(self, runs: list[Run], shard: int, values: list[Any]) -> None:
         if values:

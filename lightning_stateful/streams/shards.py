@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 
 
 class ShardIterator(ABC):
-    """The samples of one shard, one after the other."""
+    """The samples of one shard, one after the other.
+
+    Attributes:
+        draws: Whether code of the user's that runs as it is iterated may draw random numbers.
+    """
+
+    draws: bool = True
 
     @abstractmethod
     def __next__(self) -> Any:

@@ -189,6 +189,11 @@ class StatefulDataModule(pl.LightningDataModule):
             )
         for part in (data, *(data.values() if isinstance(data, Mapping) else ())):
             refuse_splits(part, trains="exact" not in how)
+        if isinstance(data, DataLoader):
+            raise ConfigurationError(
+                f"{type(self).__name__} takes datasets, got a {type(data).__name__}. Pass its dataset and its options, "
+                "or return the loader from train_dataloader() of a subclass (val_dataloader(), and so on)."
+            )
         if isinstance(data, Mapping):
             return {name: self._loader(dataset, str(name), **how) for name, dataset in data.items()}
         if _is_several(data):

@@ -129,7 +129,7 @@ def _is_of_one_rank(loader: Any) -> bool:
 
 
 def _view(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Settings, topology: Topology) -> Any:
-    where = f"the {stage} loader {path!r}"
+    where = f"the {stage} loader {path!r}" if path else f"the {stage} loader"
     overfits = trainer.state.fn == TrainerFn.FITTING and overfit_batches(trainer) > 0
     try:
         taken = take_over(

@@ -14,6 +14,7 @@ from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.too_long import TooLong
 from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.loaders.stream_options import Replay, StreamOptions, StreamTail
+from lightning_stateful.streams.hugging_face import HuggingFaceShards
 from lightning_stateful.streams.lane import StreamConfig
 from lightning_stateful.streams.read_ahead import ReadAheadConfig
 from lightning_stateful.streams.reading import OnError
@@ -48,8 +49,8 @@ class StreamDataModule(StatefulDataModule):
         boundary_key: From a sample to an integer, or the name of a column; a batch holds samples of one.
         shuffle_batches: Shuffle the batches of each window.
         too_long: ``"error"``, ``"drop"`` or ``"alone"``: what to do about samples longer than the budget.
-        shuffle: Read the shards of each epoch in an order of its own, and shuffle samples in blocks. A
-            :class:`ChunkedDataset` and other :class:`Stream` say themselves how they are shuffled.
+        shuffle: Read the shards of each epoch in an order of its own, and shuffle samples in blocks: of Hugging Face
+            streams, in a :class:`MixedStream` too. A :class:`ChunkedDataset` says itself how it is shuffled.
         buffer_size: Samples of a block.
         steps_per_epoch: Steps of an epoch; the next goes on where it ends, and the stream begins again where it ends.
         tail: What becomes of ranks that have batches left where others have none: they keep them for the next epoch
@@ -66,8 +67,7 @@ class StreamDataModule(StatefulDataModule):
         As :class:`StatefulDataModule`; beside the position it says how far each open shard is read.
 
     Raises:
-        ConfigurationError: An argument is out of range; when loaders are asked for: a dataset is no stream, or there
-            are more workers than shards.
+        ConfigurationError: An argument is out of range; when loaders are asked for: a dataset is no stream.
     """
 
     def __init__(
@@ -190,12 +190,15 @@ class StreamDataModule(StatefulDataModule):
         if self._on_error != "raise":
             changes["on_error"] = self._on_error
         if not isinstance(dataset, Stream):
-            changes |= {"seed": self.seed, "shuffle": self.shuffle, "buffer_size": self._buffer_size * self.shuffle}
-        if exact:
-            changes |= {"shuffle": False, "buffer_size": 0}
+            changes["seed"] = self.seed
 
         def changed(source: Source) -> Source:
             source = replace(source, **changes)
+            if exact:
+                source = replace(source, shuffle=False, buffer_size=0)
+            elif isinstance(source.shards, HuggingFaceShards) and not source.shuffle:
+                # They do not say themselves how they are shuffled, in a mixture either.
+                source = replace(source, shuffle=self.shuffle, buffer_size=self._buffer_size * self.shuffle)
             if not budgeted or self._read_ahead is None:
                 return source
             ahead = replace(self._read_ahead, shuffle_batches=self._read_ahead.shuffle_batches and not exact)

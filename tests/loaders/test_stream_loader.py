@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_stateful import check_resume, is_patched, patch_dataloader
+from lightning_stateful import ChunkedDataset, check_resume, is_patched, patch_dataloader
 from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.stream_loader import StreamLoader
 
@@ -149,3 +149,44 @@ def test_a_loader_of_streams_has_the_attributes_of_its_loader_and_no_length() ->
     assert (loader.batch_size, loader.worker_init_fn) == (3, print)
     with pytest.raises(TypeError, match="Draws is a stream"):
         len(loader)
+
+
+def read_drawing(chunk: int) -> Iterator[Any]:
+    for number in range(40):
+        yield torch.tensor([chunk, number, int(np.random.randint(10**6)), random.randrange(10**6)])
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    "make", [Draws, Plain, lambda: ChunkedDataset(range(3), read_drawing)], ids=["draws", "plain", "chunks"]
+)
+def test_the_process_draws_what_it_would_have_drawn_without_the_loader(make: Any, seed: int) -> None:
+    def draw() -> tuple[float, ...]:
+        return float(torch.rand(())), float(np.random.rand()), random.random()
+
+    def begin() -> None:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+
+    begin()
+    expected = [draw() for _ in range(5)]
+    begin()
+    loader = patch_dataloader(DataLoader(make(), batch_size=1), seed=0)
+    assert [draw() for _, _ in zip(range(5), loader, strict=False)] == expected
+
+
+def test_what_a_chunk_reader_draws_as_it_goes_is_the_same_after_a_resume() -> None:
+    def make() -> Any:
+        chunks = ChunkedDataset(range(3), read_drawing, buffer_size=30)
+        return patch_dataloader(DataLoader(chunks, batch_size=4), seed=1)
+
+    whole = [batch.tolist() for batch in make()]
+    for stop in range(1, len(whole), 4):
+        stopped, resumed = make(), make()
+        iterator = iter(stopped)
+        for _ in range(stop):
+            next(iterator)
+        np.random.rand()
+        resumed.load_state_dict(stopped.state_dict())
+        assert [batch.tolist() for batch in resumed] == whole[stop:]

@@ -241,3 +241,20 @@ class TestRefusals:
     def test_a_rank_out_of_range_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match=r"rank must be in range\(2\), got 2"):
             len(take_over(a_loader(), num_replicas=2, rank=2))
+
+
+class TestLoadersOfOneRank:
+    @pytest.mark.parametrize(
+        "sampler",
+        [WeightedRandomSampler([1.0] * 12, 12), SubsetRandomSampler(DATA), RandomSampler(DATA, replacement=True), None],
+        ids=["weighted", "subset", "with replacement", "shuffle"],
+    )
+    def test_what_torch_draws_differs_from_rank_to_rank(self, sampler: Any) -> None:
+        def served(rank: int) -> list[int]:
+            plain = a_loader(sampler=sampler) if sampler else a_loader(shuffle=True)
+            taken = take_over(plain, num_replicas=2, rank=rank, own_rank=rank)
+            return [index for batch in taken for index in batch.tolist()]
+
+        assert served(0) == served(0)
+        assert len(served(0)) == len(served(1)) == 12
+        assert served(0) != served(1)

@@ -228,6 +228,27 @@ def test_what_has_a_state_makes_no_sample_again(name: str) -> None:
     assert dataset.made in (0, 4)
 
 
+class BeginsAnew(OnDataset):
+    """Its own iterator, which forgets at ``iter()`` where it stands."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.position = 0
+        return self
+
+    def __next__(self) -> Any:
+        if self.position == self.length:
+            raise StopIteration
+        self.position += 1
+        return self.position - 1
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_state_is_loaded_again_into_what_begins_anew_at_iter(seed: int | None) -> None:
+    stage = opens(BeginsAnew(), seed=seed)(None)
+    stage.skip(7)
+    assert values(list(opens(BeginsAnew(), seed=seed)(stage.place()))) == [7, 8, 9, 10]
+
+
 def test_samples_that_are_seeded_are_made_again_from_the_beginning_of_their_run() -> None:
     stage = opens(OnDataset(1000))(None)
     stage.skip(900)
