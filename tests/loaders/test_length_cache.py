@@ -493,9 +493,7 @@ class TestDamage:
 
 
 class TestProcesses:
-    # Forked from one process that has imported what takes seconds.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.measured"])
+    context = multiprocessing.get_context("spawn")
 
     def ended(self, process: Any) -> int:
         process.join(60)
