@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -16,9 +17,15 @@ settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)
-def quiet_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet_lightning() -> None:
     """Lightning's messages on devices and checkpoints say nothing about a test."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_seed_of_another_test() -> Iterator[None]:
+    """What ``seed_everything`` sets for the process is the default seed of all loaders."""
+    yield
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(name, None)

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -143,11 +144,15 @@ class IsolatedReads:
         try:
             if self._idle is not None and self._idle >= self._TRIED:
                 before = _memory()
-                with keep_if_drawn():
-                    torch.default_generator.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)
+                try:
                     result = read()
-                    if _memory() == before:
-                        return result
+                finally:
+                    has_drawn = _memory() != before
+                    if has_drawn and before is not None:
+                        _put_back(before)
+                if not has_drawn:
+                    return result
                 self._idle = None
             with keep_randomness():
                 seed_randomness(seed)
@@ -170,9 +175,8 @@ def _find_python_memory() -> Any:
     """
     if sys.implementation.name != "cpython":
         return None
-    held: Any = vars(random)["_inst"]  # what these functions are methods of
     begin, end = object.__basicsize__, random.Random.__mro__[1].__basicsize__
-    found = (ctypes.c_char * (end - begin)).from_address(id(held) + begin)
+    found = (ctypes.c_char * (end - begin)).from_address(id(_PYTHON) + begin)
     return found if _python_words(found.raw) == random.getstate()[1] else None
 
 
@@ -181,21 +185,33 @@ def _python_words(memory: bytes) -> tuple[int, ...]:
     return (*words, used)
 
 
+_PYTHON: Any = vars(random)["_inst"]  # what the functions of the module are methods of
 _PYTHON_MEMORY = _find_python_memory()
+_bit_generator: Callable[[], Any] = np.random.mtrand.get_bit_generator
 
 
-def _memory() -> tuple[bytes, bytes] | None:
-    """The memory of the generators of ``random`` and NumPy; None where it is not known how to read it."""
-    bits: Any = np.random.mtrand.get_bit_generator()
-    if _PYTHON_MEMORY is None or type(bits) is not np.random.MT19937:
+@lru_cache(maxsize=1)
+def _numpy_memory(bits: Any) -> Any:
+    """The words of the generator behind NumPy's legacy functions, and how many are used up; None of another kind."""
+    if type(bits) is not np.random.MT19937:
         return None
-    return _PYTHON_MEMORY.raw, ctypes.string_at(bits.ctypes.state_address, 4 * (_NUM_WORDS + 1))
+    return (ctypes.c_char * (4 * (_NUM_WORDS + 1))).from_address(bits.ctypes.state_address)
 
 
-def _put_back(memory: tuple[bytes, bytes] | None) -> None:
-    if memory is None:
-        return
-    random.setstate((3, _python_words(memory[0]), random.getstate()[2]))
-    words = np.frombuffer(memory[1], dtype=np.uint32)
+def _memory() -> tuple[bytes, bytes, float | None] | None:
+    """Where the generators of ``random`` and NumPy stand; None where it is not known how to read their memory.
+
+    Of NumPy without the second of two normal numbers, which its legacy functions keep for later.
+    """
+    of_numpy = _numpy_memory(_bit_generator())
+    if _PYTHON_MEMORY is None or of_numpy is None:
+        return None
+    return _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next
+
+
+def _put_back(memory: tuple[bytes, bytes, float | None]) -> None:
+    of_python, of_numpy, gauss_next = memory
+    random.setstate((3, _python_words(of_python), gauss_next))
+    words = np.frombuffer(of_numpy, dtype=np.uint32)
     state = {"key": words[:_NUM_WORDS], "pos": int(words[_NUM_WORDS])}
-    np.random.mtrand.get_bit_generator().state = {"bit_generator": "MT19937", "state": state}
+    _bit_generator().state = {"bit_generator": "MT19937", "state": state}

@@ -120,22 +120,28 @@ def uninterrupted(**limit: int) -> Outcome:
     return train(callbacks=[StopsEarly()], max_epochs=5, **limit)
 
 
-@pytest.mark.parametrize("limit", [{"min_epochs": 3}, {"min_steps": 27}, {"min_steps": 27, "limit_val_batches": 0}])
+LIMITS: list[dict[str, int]] = [{"min_epochs": 3}, {"min_steps": 27}, {"min_steps": 27, "limit_val_batches": 0}]
+MOMENTS_OF_STOPS = [
+    ("on_train_batch_end", 0, 7),
+    ("on_train_epoch_end", 0, 0),
+    ("on_validation_start", 1, 0),
+    ("on_before_backward", 2, 3),
+    ("on_train_batch_end", 2, 4),  # the last batch, by min_steps
+]
+
+
 @pytest.mark.parametrize(
-    "at",
+    ("limit", "at"),
     [
-        ("on_train_batch_end", 0, 7),
-        ("on_train_epoch_end", 0, 0),
-        ("on_validation_start", 1, 0),
-        ("on_before_backward", 2, 3),
-        ("on_train_batch_end", 2, 4),  # the last batch, by min_steps
+        (limit, at)
+        for limit in LIMITS
+        for at in MOMENTS_OF_STOPS
+        if at[0] != "on_validation_start" or "limit_val_batches" not in limit
     ],
 )
 def test_a_stop_that_waits_for_min_epochs_or_min_steps_is_remembered(
     tmp_path: Path, at: tuple[str, int, int], limit: dict[str, int]
 ) -> None:
-    if at[0] == "on_validation_start" and "limit_val_batches" in limit:
-        pytest.skip("no validation")
     hook, epoch, batch = at
     stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
     train(callbacks=[StopsEarly(), stop], max_epochs=5, **limit)
