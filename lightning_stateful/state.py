@@ -190,7 +190,7 @@ def is_fingerprint(name: str) -> bool:
 
 
 def fingerprint_warning(what: str, changed: str, name: str) -> str:
-    """What a user is told of data that differ in their fingerprint alone."""
+    """The warning for data that differ in their fingerprint alone."""
     return (
         f"{what} data of another fingerprint: {changed}. All else that is compared, length, columns and some rows, is "
         "the same, so the run goes on. Functions that belong to an object, such as map(self.tokenize), get another "

@@ -68,7 +68,7 @@ class LoaderGroup:
         return any(sized) if self.mode == "min_size" else all(sized)
 
     def configs_of_this_rank(self) -> dict[str, dict[str, Any]]:
-        """What a state compares of loaders that are not dealt out to ranks."""
+        """Configurations, by path, of loaders that are not dealt out: they may differ between ranks."""
         return {
             path: loader._cursor.config
             for path, loader in self.loaders.items()
@@ -274,7 +274,7 @@ def _carries_over(loader: AnyLoader) -> bool:
 
 
 def _by_rank(values: Sequence[Any]) -> Any:
-    """What all ranks have alike once, and of what they have not a list by rank."""
+    """One value where all ranks have the same, and a list of values by rank where they differ; dicts key by key."""
     if all(value == values[0] for value in values):
         return values[0]
     if all(isinstance(value, Mapping) and value.keys() == values[0].keys() for value in values):

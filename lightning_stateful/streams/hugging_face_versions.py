@@ -1,4 +1,4 @@
-"""What differs among the versions of ``datasets`` from 3.0 on: names, and what does not work in some."""
+"""Differences among versions of ``datasets`` from 3.0 on: names, and pipelines that resume wrongly in some."""
 
 from __future__ import annotations
 

@@ -248,5 +248,5 @@ def beginning_of(dataset: Any) -> Any:
 
 
 def has_state(holder: Any) -> bool:
-    """Whether something goes on where it was, as torchdata has it."""
+    """Whether an object has ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(holder, "state_dict", None)) and callable(getattr(holder, "load_state_dict", None))

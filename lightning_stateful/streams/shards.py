@@ -90,7 +90,7 @@ class Shards(ABC):
 
 
 def carried(epoch: int, state: Any, since: int, *, is_ended: bool) -> dict[str, Any] | None:
-    """What the next pass over a loader goes on from, as a state of that pass; None where the loader has no state.
+    """The state that the next pass over a loader begins with; None where the loader has no state.
 
     Args:
         epoch: The pass.
