@@ -51,7 +51,7 @@ class Images(Dataset[torch.Tensor]):
 CASES = (
     # what, dataset, batch size, workers, samples, rounds
     ("ints", Ints, 16, 0, 72_000, 15),
-    ("ints", Ints, 16, 2, 32_000, 9),
+    ("ints", Ints, 16, 2, 32_000, 21),
     ("3x32x32 float tensors", Images, 64, 0, 44_800, 9),
     ("3x32x32 float tensors", Images, 64, 2, 38_400, 9),
 )
