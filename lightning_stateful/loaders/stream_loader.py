@@ -119,7 +119,7 @@ class StreamLoader(Pickled, DataLoader[Any]):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # What reads for this loader stays here: a copy in another process begins anew, or where a state is loaded.
         unread = self.course._run is None and self.course._reader is None
-        return super().__reduce_ex__(protocol) if unread else self.again().__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol) if unread else self.again(path=self.path).__reduce_ex__(protocol)
 
     @property
     def is_sized(self) -> bool:

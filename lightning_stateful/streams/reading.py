@@ -17,7 +17,6 @@ from lightning_stateful.streams.stage import Item, Place, Run, Stage
 
 OnError = Literal["raise", "skip"]
 
-_END = object()
 # A state is taken after so many items, and one more for so many of its characters as JSON: the items since are read
 # again on a resume, which costs less than states of every batch would.
 _LEAST_GAP = 256

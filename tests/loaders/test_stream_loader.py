@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -190,3 +191,10 @@ def test_what_a_chunk_reader_draws_as_it_goes_is_the_same_after_a_resume() -> No
         np.random.rand()
         resumed.load_state_dict(stopped.state_dict())
         assert [batch.tolist() for batch in resumed] == whole[stop:]
+
+
+def test_a_copy_of_a_loader_that_is_read_draws_at_the_same_path() -> None:
+    loader = StreamLoader(DataLoader(ChunkedDataset(range(3), read_drawing), batch_size=4), path="a")
+    whole = [batch.tolist() for batch in loader]
+
+    assert [batch.tolist() for batch in pickle.loads(pickle.dumps(loader))] == whole
