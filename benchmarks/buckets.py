@@ -35,10 +35,10 @@ from lhotse.dataset.sampling.dynamic_bucketing import DynamicBucketingSampler
 from numpy.typing import NDArray
 
 from benchmarks.measure import Row, in_child, interleave, median_ratio, report, seconds, short, target, with_memory
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.index.padding import measure
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import SlotPlan
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.report.padding import order_of, padding_report
 from lightning_stateful.samplers import BucketBatchSampler, StatefulBatchSampler
 

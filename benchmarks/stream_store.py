@@ -18,7 +18,7 @@ import psutil
 import torch.distributed as dist
 
 from benchmarks.measure import Row, report, target
-from lightning_stateful.index.topology import Topology
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.streams.exchange import Exchange
 
 CLAIM = (

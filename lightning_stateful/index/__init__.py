@@ -7,6 +7,10 @@ slots are whole batches, dealt out by a *slot plan*; a *mixture* of several sour
 *buckets* and *windows* of like lengths are others.
 """
 
+from lightning_stateful.core.permutation import KeyedPermutation
+from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.core.topology import Topology, split_evenly
 from lightning_stateful.index.blocks import BlockShuffledOrder
 from lightning_stateful.index.bucket_order import BucketOrder
 from lightning_stateful.index.buckets import Buckets
@@ -15,14 +19,10 @@ from lightning_stateful.index.draws import ReplacementOrder, SubsetOrder, Weight
 from lightning_stateful.index.mixture import Mixture
 from lightning_stateful.index.mixture_order import MixtureOrder
 from lightning_stateful.index.orders import Order, SequentialOrder, ShuffledOrder
-from lightning_stateful.index.permutation import KeyedPermutation
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.schedule import WeightSchedule
-from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.slots import BatchOrder, SlotPlan
 from lightning_stateful.index.sources import Sources
-from lightning_stateful.index.steps import StepRule
-from lightning_stateful.index.topology import Topology, split_evenly
 from lightning_stateful.index.window_order import WindowOrder
 from lightning_stateful.index.windows import Windows
 

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lightning_stateful.core.checks import check_length
+from lightning_stateful.core.permutation import keyed_permutation
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import check_length
-from lightning_stateful.index.permutation import Indices, keyed_permutation
-from lightning_stateful.index.seeding import derive_seed
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.ranges import Indices
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.lengths import Histogram
-from lightning_stateful.index.permutation import Indices
 
 # Lengths among which boundaries are looked for.
 _MOST_CANDIDATES = 2048

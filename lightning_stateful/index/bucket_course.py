@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_stateful.index.permutation import Indices
-from lightning_stateful.index.runs import spell_out
+from lightning_stateful.core.ranges import Indices, concatenated_ranges
 
 
 class Steps(NamedTuple):
@@ -89,7 +88,7 @@ class BucketCourse:
         sizes = steps.stops - steps.starts
         turns = rank % np.minimum(sizes, self.width)
         counts = (sizes - turns + self.width - 1) // self.width
-        return spell_out(steps.starts + turns, counts, self.width), counts
+        return concatenated_ranges(steps.starts + turns, counts, self.width), counts
 
     def _size_at(self, step: int) -> int:
         return int(self._sizes[np.searchsorted(self._first_steps, step, side="right") - 1])

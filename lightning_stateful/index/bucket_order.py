@@ -9,15 +9,16 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stateful.core.permutation import KeyedPermutation
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import DamagedStateError
 from lightning_stateful.index.bucket_course import BucketCourse
 from lightning_stateful.index.buckets import Buckets
 from lightning_stateful.index.budget import Budget
-from lightning_stateful.index.permutation import Indices, KeyedPermutation
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.remainder import Remainder
 from lightning_stateful.index.replanning import no_step, read_position, refuse_within_epoch, save_position
-from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.slots import Batches, say_repeats
 
 _MOST_COURSES = 4

@@ -9,14 +9,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.ranges import Indices, bounds_of
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.boundaries import equal_counts, given, least_padding
 from lightning_stateful.index.budget import Budget
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.grouping import Grouping
 from lightning_stateful.index.lengths import Histogram, check_lengths, describe_lengths, digest, histogram
-from lightning_stateful.index.permutation import Indices
-from lightning_stateful.index.runs import bounds_of
 from lightning_stateful.index.too_long import Fitting, TooLong, fit, num_samples
 
 Boundaries = Sequence[int] | Literal["least_padding", "equal_counts"]

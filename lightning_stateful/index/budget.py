@@ -8,9 +8,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.permutation import MAX_LENGTH
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
-from lightning_stateful.index.permutation import MAX_LENGTH
 
 
 @dataclass(frozen=True, slots=True)

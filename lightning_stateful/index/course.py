@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lightning_stateful.core.ranges import Indices, concatenated_ranges
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.leftovers import deal_out
 from lightning_stateful.index.mixture import Mixture
-from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.phases import Outset, Phase, amounts_of, plan_phases
-from lightning_stateful.index.runs import spell_out
 from lightning_stateful.index.slots import Batches
 from lightning_stateful.index.sources import EpochCut, StreamCut, deal_out_steps, present
-from lightning_stateful.index.steps import StepRule
 
 
 class Course:
@@ -102,7 +101,7 @@ class Course:
         else:
             steps = np.arange(first, last, dtype=np.int64)
             starts, sizes = deal_out_steps(self._num_turns, self._step, steps, rank)
-            sources, places = self._of_turns(spell_out(starts, sizes))
+            sources, places = self._of_turns(concatenated_ranges(starts, sizes))
             indices, passes = self._look_up(sources, places, np.ones_like(sources))
         return Batches(indices, sizes, passes)
 
@@ -114,8 +113,8 @@ class Course:
         passes = np.zeros_like(indices)
         for source in present(sources):
             of = np.flatnonzero(sources == source)
-            where = spell_out(ends[of] - sizes[of], sizes[of])
-            places = spell_out(starts[of], sizes[of])
+            where = concatenated_ranges(ends[of] - sizes[of], sizes[of])
+            places = concatenated_ranges(starts[of], sizes[of])
             indices[where], passes[where] = self._mixture.sources.look_up(source, places, seed)
         return indices, passes
 

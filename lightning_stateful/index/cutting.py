@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_stateful.index.permutation import Indices
+from lightning_stateful.core.ranges import Indices
 
 # NumPy sorts numbers of two bytes by counting.
 _MOST_COUNTED = 2**15

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stateful.core.checks import check_num_samples
+from lightning_stateful.core.permutation import hashed_words
+from lightning_stateful.core.ranges import Indices
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import check_num_samples
 from lightning_stateful.index.orders import ShuffledOrder
-from lightning_stateful.index.permutation import Indices, hashed_words
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stateful.index.class_shuffle import ClassShuffle
+from lightning_stateful.core.permutation import ClassShuffle
+from lightning_stateful.core.ranges import Indices, bounds_of
 from lightning_stateful.index.lengths import chunks
-from lightning_stateful.index.permutation import Indices
-from lightning_stateful.index.runs import bounds_of
 
 
 @dataclass(frozen=True, eq=False)

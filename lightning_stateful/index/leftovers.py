@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_stateful.index.permutation import Indices
+from lightning_stateful.core.ranges import Indices
 
 
 class Leftovers(NamedTuple):

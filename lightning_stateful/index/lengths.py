@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stateful.core.checks import check_length
+from lightning_stateful.core.ranges import Indices
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import check_length
-from lightning_stateful.index.permutation import Indices
 
 # Up to this length a table counts; beyond it lengths are sorted.
 _LONGEST_TABLE = 2**24

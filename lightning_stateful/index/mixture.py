@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.schedule import Schedule, digest
 from lightning_stateful.index.sources import Sources
-from lightning_stateful.index.steps import StepRule
 
 # A state of many sources stays short: beyond so many, their weights are told apart by a digest alone.
 _MOST_LISTED = 8

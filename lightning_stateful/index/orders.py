@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from lightning_stateful.index.checks import check_length, check_num_samples
-from lightning_stateful.index.permutation import Indices, keyed_permutation
-from lightning_stateful.index.seeding import derive_seed, loader_seed
+from lightning_stateful.core.checks import check_length, check_num_samples
+from lightning_stateful.core.permutation import keyed_permutation
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.seeding import derive_seed, loader_seed
 
 
 @runtime_checkable

@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stateful.core.ranges import Indices
 from lightning_stateful.index.budget import Budget
-from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder
 

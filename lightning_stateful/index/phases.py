@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.index.mixture import Mixture
-from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.proportions import Proportions
 from lightning_stateful.index.schedule import Schedule, Stretch
-from lightning_stateful.index.seeding import derive_seed
-from lightning_stateful.index.steps import StepRule
 from lightning_stateful.index.turns import Turns
 
 # How many turns a source may have had more or fewer than its share, generously: systematic sampling strays by a few.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_stateful.core.permutation import MAX_LENGTH
 from lightning_stateful.errors import DamagedStateError
-from lightning_stateful.index.permutation import MAX_LENGTH
 
 
 def by_name(names: Sequence[str], places: Sequence[int]) -> list[int]:

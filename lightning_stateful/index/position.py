@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import DamagedStateError, PositionError
-from lightning_stateful.index.checks import as_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from lightning_stateful.index.permutation import Indices
+from lightning_stateful.core.ranges import Indices
 
 # Numerators of fractions; a power of two, so that rounding to it keeps whole numbers whole.
 _UNIT = 2**128

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_stateful.index.permutation import Indices
-from lightning_stateful.index.runs import bounds_of
+from lightning_stateful.core.ranges import Indices, bounds_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lightning_stateful.core.permutation import MAX_LENGTH
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, Difference, StateMismatchError
-from lightning_stateful.index.permutation import MAX_LENGTH
 from lightning_stateful.index.position import Position
 
 

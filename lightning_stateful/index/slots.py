@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from lightning_stateful.index.permutation import Indices
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.topology import Topology
 
 # The first batch should not wait for many; later ones are computed many at a time.
 _FIRST, _LARGEST, _MOST_WORK = 8, 8192, 2**17

@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.permutation import MAX_LENGTH, keyed_permutation
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.seeding import Label, derive_seed
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
-from lightning_stateful.index.permutation import MAX_LENGTH, Indices, keyed_permutation
-from lightning_stateful.index.seeding import Label, derive_seed
-from lightning_stateful.index.steps import StepRule
 
 
 @dataclass(frozen=True)

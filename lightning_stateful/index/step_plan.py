@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_stateful.index.permutation import Indices
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.steps import StepRule
 
 # Slots of an epoch of which the end is not known before it is there.
 ENDLESS = 2**62

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_stateful.index.permutation import Indices, hashed_words
+from lightning_stateful.core.permutation import hashed_words
+from lightning_stateful.core.ranges import Indices, concatenated_ranges
 from lightning_stateful.index.proportions import Proportions
-from lightning_stateful.index.runs import spell_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Turns:
         """A block's sources, evenly spread; ties in the order of the sources."""
         counts = self.proportions.counts(block, block + 1)[0]
         members = np.repeat(np.arange(counts.size), counts)
-        number = spell_out(np.zeros_like(counts), counts)
+        number = concatenated_ranges(np.zeros_like(counts), counts)
         # Whole numbers in place of (number + 0.5) / count: equal fractions must tie.
         scale = math.lcm(*counts[counts > 0].tolist())
         parts = scale // counts[members] if scale < 2**40 else 1 / counts[members]

@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stateful.core.permutation import ClassShuffle
+from lightning_stateful.core.ranges import Indices, bounds_of, concatenated_ranges
 from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.index.budget import Budget
-from lightning_stateful.index.class_shuffle import ClassShuffle
 from lightning_stateful.index.leftovers import deal_out
-from lightning_stateful.index.permutation import Indices
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.replanning import no_step, read_position, refuse_within_epoch, save_position
-from lightning_stateful.index.runs import bounds_of, spell_out
 from lightning_stateful.index.slots import Batches, say_repeats
 from lightning_stateful.index.windows import OpenWindows, Windows
 
@@ -133,7 +132,7 @@ class WindowOrder:
             places[run], counts[run] = opened.starts[batch] + offset, opened.sizes[batch]
             samples.append(opened.samples)
             offset += len(opened.samples)
-        return np.concatenate(samples)[spell_out(places, counts)], counts
+        return np.concatenate(samples)[concatenated_ranges(places, counts)], counts
 
     def _shuffled(self, slots: Indices, position: Position) -> Indices:
         """Batches in the order in which they are served: groups of neighbours change places within their window."""

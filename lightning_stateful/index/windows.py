@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.permutation import keyed_permutation
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.budget import Budget, QuadraticCost
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.grouping import Grouping
 from lightning_stateful.index.lengths import check_lengths, chunks, describe_lengths, digest, histogram
-from lightning_stateful.index.permutation import Indices, keyed_permutation
-from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.too_long import TooLong, fit, num_samples
 
 # Samples whose windows are cut at once when batches are counted.

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DistributedSampler, Sampler
 
+from lightning_stateful.core.seeding import derive_seed, mixed_seed
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.index.orders import Order
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.seeding import derive_seed, mixed_seed
 from lightning_stateful.index.slots import BatchOrder, SlotPlan, say_repeats
 from lightning_stateful.index.step_plan import StepPlan
-from lightning_stateful.index.steps import StepRule
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.seeded import Keyed
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.sampler_plan import SamplerCut, SamplerPlan

@@ -6,10 +6,10 @@ import warnings
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.index.orders import Order, order_at
 from lightning_stateful.index.slots import BatchOrder
-from lightning_stateful.index.steps import StepRule
 from lightning_stateful.loaders.batches import Cut, SlotCut
 from lightning_stateful.loaders.sources import describe_lengths, describe_sources
 from lightning_stateful.loaders.torch_samplers import cuts_samples, has_order, order_of

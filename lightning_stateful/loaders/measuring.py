@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.lengths import MAX_SAMPLE_LENGTH
 from lightning_stateful.samplers.randomness import keep_randomness
 

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import PositionError, StreamError
-from lightning_stateful.index.seeding import derive_seed
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.lanes import LaneTask
 from lightning_stateful.loaders.rank_reader import RankReader
 from lightning_stateful.loaders.stream_options import StreamTail

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.seeding import derive_seed, loader_seed
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.seeding import derive_seed, loader_seed
 from lightning_stateful.index.slots import BatchOrder
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.batches import AnyPlan, PassBatches, PassIndices, PositionedBatches, SlotCut
 from lightning_stateful.loaders.cutting import cutting_of, length_of, refuse_other_length
 from lightning_stateful.loaders.engine import OPTIONS, Engine
@@ -35,7 +35,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
     that is broken off leaves it at the beginning of that pass, so that the next ``iter()`` begins there again.
 
     All ranks get the same number of batches, and every sample of the epoch is served once (see
-    :class:`~lightning_stateful.index.steps.StepRule` for the tail).
+    :class:`~lightning_stateful.core.steps.StepRule` for the tail).
 
     Args:
         dataset: A map-style dataset with a length.

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import DamagedStateError, PositionError, StateMismatchError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.step_plan import ENDLESS
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.kinds import Pickled, copied
 from lightning_stateful.loaders.stream_course import StreamCourse
 from lightning_stateful.loaders.stream_options import StreamOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
 
 StreamTail = Literal["next", "pad"]
 Replay = Literal["warn", "refuse"]

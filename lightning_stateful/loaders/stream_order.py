@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.step_plan import ENDLESS, StepPlan
-from lightning_stateful.index.steps import StepRule
 
 
 @dataclass(frozen=True, slots=True)

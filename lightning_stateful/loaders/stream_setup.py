@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
-from lightning_stateful.index.seeding import loader_seed
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.streams.lane import ALONE, StreamConfig

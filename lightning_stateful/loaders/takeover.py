@@ -15,8 +15,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
-from lightning_stateful.index.seeding import loader_seed
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.loaders.batches import SlotCut
 from lightning_stateful.loaders.engine import OPTIONS

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder, SlotPlan
 from lightning_stateful.samplers.cursor import Cursor

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.items import knows_how_to_split

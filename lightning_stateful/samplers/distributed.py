@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DistributedSampler
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.orders import Order, SequentialOrder, ShuffledOrder
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.steps import StepRule
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.identity import describe_dataset
 from lightning_stateful.samplers.randomness import seed_or_default

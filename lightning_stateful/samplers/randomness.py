@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
-from lightning_stateful.index.seeding import derive_seed
 
 T = TypeVar("T")
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

@@ -12,14 +12,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from lightning_stateful.core.permutation import keyed_permutation
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.core.topology import Topology, split_evenly
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.permutation import Indices, keyed_permutation
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.slots import say_repeats
 from lightning_stateful.index.step_plan import StepPlan
-from lightning_stateful.index.steps import StepRule
-from lightning_stateful.index.topology import Topology, split_evenly
 from lightning_stateful.samplers.items import knows_how_to_split
 from lightning_stateful.samplers.trial import wrong_length
 from lightning_stateful.samplers.user_sampler import UserSampler

@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from torch.utils.data import ConcatDataset
 
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.mixture import Mixture, Stop
 from lightning_stateful.index.mixture_order import MixtureOrder
 from lightning_stateful.index.schedule import Schedule, WeightSchedule

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
-from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.samplers.randomness import (
     GENERATORS,
     Randomness,

@@ -18,10 +18,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.seeding import loader_seed
 from lightning_stateful.index.step_plan import ENDLESS
 from lightning_stateful.samplers import claims
 from lightning_stateful.samplers.items import only_next

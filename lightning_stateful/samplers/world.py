@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed
 
-from lightning_stateful.index.topology import Topology
+from lightning_stateful.core.topology import Topology
 
 
 def detect_topology(num_replicas: int | None = None, rank: int | None = None) -> Topology:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from lightning_stateful.core.permutation import KeyedPermutation
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import PositionError
-from lightning_stateful.index.permutation import KeyedPermutation
-from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.streams.stage import Item, Open, Place, Run, Stage
 
 

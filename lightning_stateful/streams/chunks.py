@@ -10,8 +10,8 @@ from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.streams.naming import check_function
 from lightning_stateful.streams.shards import ShardIterator, Shards
 

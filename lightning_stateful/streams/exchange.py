@@ -7,9 +7,9 @@ from contextlib import suppress
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, PositionError, StatefulError, StreamError
-from lightning_stateful.index.checks import as_int
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.streams.group_store import GroupStore, meet
 from lightning_stateful.streams.place_text import Text
 from lightning_stateful.streams.ring import Ring

@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import RankMismatchError, StreamError
-from lightning_stateful.index.topology import Topology
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

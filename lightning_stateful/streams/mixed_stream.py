@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.mixture import Stop
 from lightning_stateful.samplers.sources import refuse_splits
 from lightning_stateful.streams.hugging_face import is_hugging_face

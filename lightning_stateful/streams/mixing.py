@@ -8,10 +8,10 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.mixture import Stop
 from lightning_stateful.index.proportions import Proportions
-from lightning_stateful.index.seeding import derive_seed, loader_seed
 from lightning_stateful.index.turns import Turns
 from lightning_stateful.index.weights import exact_block, refuse_rare, shares_of, tempered
 from lightning_stateful.samplers.randomness import seed_or_default

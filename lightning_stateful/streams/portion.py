@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from lightning_stateful.core.permutation import KeyedPermutation
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import DamagedStateError
-from lightning_stateful.index.permutation import KeyedPermutation
-from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.shards import carried
 from lightning_stateful.streams.skipped import without_skipped

@@ -12,13 +12,14 @@ from typing import Any, get_args
 
 import numpy as np
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.permutation import KeyedPermutation
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
 from lightning_stateful.index.budget import Budget
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.cutting import cut_window
 from lightning_stateful.index.lengths import MAX_SAMPLE_LENGTH
-from lightning_stateful.index.permutation import Indices, KeyedPermutation
-from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.too_long import TooLong, num_samples
 from lightning_stateful.streams.naming import NameShard, by_number, name_of, sample_of
 from lightning_stateful.streams.stage import Item, Open, Place, Stage

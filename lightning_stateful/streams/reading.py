@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Literal, get_args
 
+from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
-from lightning_stateful.index.seeding import derive_seed, mixed_seed
 from lightning_stateful.samplers.randomness import seed_randomness
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.shards import ShardIterator, Shards, carried

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
-from lightning_stateful.index.seeding import derive_seed, loader_seed
 from lightning_stateful.samplers.randomness import seed_or_default
 from lightning_stateful.streams.block_shuffle import BlockShuffle
 from lightning_stateful.streams.naming import NameShard, by_number

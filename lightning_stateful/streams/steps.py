@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.streams.naming import check_function, name_of
 from lightning_stateful.streams.read_ahead import ReadAhead, ReadAheadConfig
 from lightning_stateful.streams.running import FilterStage, MapStage, RecurrentStage, WindowedStage

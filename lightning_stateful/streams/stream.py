@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_stateful import state as format_
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, DamagedStateError
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
 from lightning_stateful.streams.lane import ALONE, Lane, StreamConfig

@@ -10,10 +10,10 @@ import numpy as np
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.index.buckets import Boundaries
 from lightning_stateful.index.budget import QuadraticCost
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.too_long import TooLong
 from lightning_stateful.loaders.lengths import lengths_of, names_lengths
 from lightning_stateful.samplers.buckets import BucketBatchSampler, Lengths

@@ -11,11 +11,11 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.index.orders import SequentialOrder
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder, SlotPlan
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.batches import PassBatches, PassIndices
 from lightning_stateful.loaders.patched import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader

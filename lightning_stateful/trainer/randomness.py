@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_stateful.index.seeding import derive_seed
+from lightning_stateful.core.seeding import derive_seed
 
 
 def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.budget import Budget, QuadraticCost
-from lightning_stateful.index.checks import as_int
 from lightning_stateful.index.too_long import TooLong
 from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.loaders.stream_options import Replay, StreamOptions, StreamTail

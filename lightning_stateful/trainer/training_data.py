@@ -10,6 +10,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import SequentialSampler
 
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.index.budget import Budget
 from lightning_stateful.index.orders import SequentialOrder
@@ -18,7 +19,6 @@ from lightning_stateful.index.places import read_lengths
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.step_plan import ENDLESS
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.group import MODES, LoaderGroup
 from lightning_stateful.loaders.patched import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader

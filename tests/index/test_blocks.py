@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_stateful.core.permutation import KeyedPermutation
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.blocks import BlockShuffledOrder
-from lightning_stateful.index.permutation import KeyedPermutation
-from lightning_stateful.index.seeding import derive_seed
 
 SHAPES = st.tuples(st.integers(0, 300), st.integers(1, 40), st.integers(1, 12))
 

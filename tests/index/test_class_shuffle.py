@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from lightning_stateful.index.class_shuffle import ClassShuffle
+from lightning_stateful.core.permutation import ClassShuffle
 
 SIZES = st.lists(st.sampled_from([0, 1, 2, 3, 17, 300, 1023, 1024, 1025, 1500, 2048]), min_size=1, max_size=12)
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from lightning_stateful.core.seeding import derive_words
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index import draws
 from lightning_stateful.index.draws import ReplacementOrder, SubsetOrder, WeightedOrder
 from lightning_stateful.index.orders import ShuffledOrder
-from lightning_stateful.index.seeding import derive_words
 
 WEIGHTS = np.array([1.0, 0.0, 2.0, 3.0, 4.0, 0.0])
 EVEN = np.ones(4)

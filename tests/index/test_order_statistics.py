@@ -9,10 +9,10 @@ from scipy import stats
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from lightning_stateful.core.permutation import KeyedPermutation
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.index import permutation
 from lightning_stateful.index.orders import ShuffledOrder
-from lightning_stateful.index.permutation import KeyedPermutation
-from lightning_stateful.index.seeding import derive_seed
 
 # Each statistic is computed for the shuffled order and for torch's generator at fixed seeds. That it passes on torch's
 # shows that the test is fair; the last test shows that it finds a mixer with too few rounds.

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_stateful.core.permutation import KeyedPermutation
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.blocks import BlockShuffledOrder
 from lightning_stateful.index.draws import ReplacementOrder, SubsetOrder, WeightedOrder
 from lightning_stateful.index.orders import Order, SequentialOrder, ShuffledOrder
-from lightning_stateful.index.permutation import KeyedPermutation
-from lightning_stateful.index.seeding import derive_seed
 
 WEIGHTS = np.array([1.0, 0.0, 2.0, 3.0, 4.0, 0.5, 7.0, 1.5])
 SHUFFLES = {

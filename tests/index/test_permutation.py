@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_stateful.core.permutation import MAX_LENGTH, KeyedPermutation, keyed_permutation, splitmix64
+from lightning_stateful.core.seeding import derive_words
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.permutation import MAX_LENGTH, KeyedPermutation, keyed_permutation, splitmix64
-from lightning_stateful.index.seeding import derive_words
 
 NUM_ROUNDS = 8
 SMALL = [0, 1, 2, 3, 10, 1000, 2**16 - 1, 2**16]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stateful.index.seeding import derive_seed, derive_words
+from lightning_stateful.core.seeding import derive_seed, derive_words
 
 LABELS = st.lists(st.one_of(st.integers(), st.text(max_size=5)), max_size=4)
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.mixtures import make_sources
 
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.sources import EpochCut, Sources, StreamCut, deal_out_steps
-from lightning_stateful.index.steps import StepRule
 
 RULES = st.builds(
     StepRule,

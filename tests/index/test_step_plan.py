@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.step_plan import StepPlan
-from lightning_stateful.index.steps import StepRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

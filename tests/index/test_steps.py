@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.steps import StepRule
 
 REMAINING = st.integers(0, 200)
 RULES = st.builds(

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_stateful.core.topology import Topology, split_evenly
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.topology import Topology, split_evenly
 
 
 def test_a_topology_is_one_rank_unless_told_otherwise():

@@ -7,11 +7,11 @@ import pytest
 from infinibatch.iterators import BucketedReadaheadBatchIterator, NativeCheckpointableIterator
 from support.buckets import is_within, random_window_order, read_ahead
 
+from lightning_stateful.core.permutation import keyed_permutation
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.budget import QuadraticCost
 from lightning_stateful.index.lengths import digest
-from lightning_stateful.index.permutation import keyed_permutation
-from lightning_stateful.index.seeding import derive_seed
 from lightning_stateful.index.too_long import num_samples
 from lightning_stateful.index.windows import Windows
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index import BlockShuffledOrder, Position, SequentialOrder, ShuffledOrder
-from lightning_stateful.index.steps import StepRule
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.loaders.batches import BatchPlan, Cut, PassIndices, PositionedBatches
 from lightning_stateful.samplers import Cursor
 

@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import Sampler
 
 from lightning_stateful.audit import check_resume
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.core.topology import split_evenly
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.position import Position
-from lightning_stateful.index.steps import StepRule
-from lightning_stateful.index.topology import split_evenly
 from lightning_stateful.samplers import DDPSamplerWrapper
 from lightning_stateful.samplers.sampler_plan import SamplerCut, SamplerPlan
 from lightning_stateful.samplers.user_sampler import UserSampler

@@ -22,8 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, PositionError, RankMismatchError, StreamError
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.streams import exchange as exchange_module
 from lightning_stateful.streams import group_store
 from lightning_stateful.streams.exchange import Exchange

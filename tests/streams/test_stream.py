@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import get_worker_info as get_worker_info_of_torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import (
     ConfigurationError,
     DamagedStateError,
@@ -29,7 +30,6 @@ from lightning_stateful.errors import (
     StateMismatchError,
     StateVersionError,
 )
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.samplers.randomness import keep_randomness
 from lightning_stateful.streams import ChunkedDataset, MixedStream, Stream, as_stream, reading
 from lightning_stateful.streams import stream as module

@@ -9,13 +9,13 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
+from lightning_stateful.core.topology import Topology
 from lightning_stateful.index.mixture import Mixture
 from lightning_stateful.index.mixture_order import MixtureOrder
 from lightning_stateful.index.position import Position
 from lightning_stateful.index.schedule import WeightSchedule
 from lightning_stateful.index.slots import SlotPlan
 from lightning_stateful.index.sources import Sources
-from lightning_stateful.index.topology import Topology
 from lightning_stateful.index.weights import exact_block, shares_of
 
 NAMES = tuple("abcdefgh")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from lightning_stateful.core.permutation import MAX_LENGTH
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.permutation import MAX_LENGTH
 
 
 def as_int(name: str, value: Any) -> int:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.topology import split_evenly
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.permutation import Indices
-from lightning_stateful.index.topology import split_evenly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

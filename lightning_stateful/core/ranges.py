@@ -1,19 +1,20 @@
-"""Consecutive runs of whole numbers, given by where they begin and how long they are."""
+"""Many ranges of integers at once, given by arrays of their starts and sizes."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_stateful.index.permutation import Indices
+Indices = NDArray[np.int64]
 
 
 def bounds_of(sizes: Indices) -> Indices:
-    """Where runs begin that follow each other and, last, where they end: ``(runs,)`` -> int64 ``(runs + 1,)``."""
+    """Cumulative sizes, led by 0: ``(ranges,)`` -> int64 ``(ranges + 1,)``."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
-def spell_out(starts: Indices, sizes: Indices, step: int = 1) -> Indices:
-    """``start, start + step, ...``, ``size`` of them, for each pair."""
+def concatenated_ranges(starts: Indices, sizes: Indices, step: int = 1) -> Indices:
+    """``numpy.arange`` of each start, with ``size`` elements ``step`` apart, all concatenated."""
     if not sizes.size:
         return starts
     size = int(sizes[0])

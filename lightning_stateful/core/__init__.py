@@ -1,0 +1,25 @@
+"""Orders, plans and progress: pure arithmetic with NumPy. Nothing here holds state or knows torch."""
+
+from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
+from lightning_stateful.core.permutation import KeyedPermutation
+from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.samples import SampleBatchOrder, SampleOrder, SequentialOrder, ShuffledOrder
+from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.core.topology import Topology, split_evenly
+
+__all__ = [
+    "UNKNOWN",
+    "BatchOrder",
+    "EpochPlan",
+    "KeyedPermutation",
+    "Progress",
+    "SampleBatchOrder",
+    "SampleOrder",
+    "SequentialOrder",
+    "ShuffledOrder",
+    "StepRule",
+    "Topology",
+    "derive_seed",
+    "split_evenly",
+]

@@ -1,0 +1,241 @@
+"""Plain orders: the samples of one dataset, shuffled or not, cut into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+
+from lightning_stateful.core.checks import check_length
+from lightning_stateful.core.order import say_repeats, seeded_at
+from lightning_stateful.core.permutation import keyed_permutation
+from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.errors import PositionError
+
+# Samples that are looked up at a time.
+_CHUNK = 8192
+
+
+@runtime_checkable
+class SampleOrder(Protocol):
+    """A sequence of samples for every epoch, with random access. Implementations are frozen values.
+
+    Attributes:
+        kind: The name under which a state knows this order.
+        version: Raised whenever the same configuration gives another sequence.
+    """
+
+    kind: ClassVar[str]
+    version: ClassVar[int]
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        ...
+
+    def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
+        """The samples at ``offsets`` of an epoch, in its pass number ``cycle``: int64 of shape ``(n,)``, and back."""
+        ...
+
+    def config(self) -> dict[str, Any]:
+        """What determines the sequence, as plain data to be compared."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SequentialOrder:
+    """Every sample in turn, the same in every epoch.
+
+    Attributes:
+        length: Number of samples.
+    """
+
+    length: int
+    kind: ClassVar[str] = "sequential"
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_length(self.length)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
+        """The offsets themselves."""
+        return offsets
+
+    def config(self) -> dict[str, Any]:
+        """Plain data to be compared."""
+        return {"shuffle": False}
+
+
+@dataclass(frozen=True, slots=True)
+class ShuffledOrder:
+    """Every sample once, in an order of its own each epoch.
+
+    Attributes:
+        length: Number of samples.
+        seed: Chooses the orders.
+    """
+
+    length: int
+    seed: int = 0
+    kind: ClassVar[str] = "shuffled"
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_length(self.length)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
+        """The samples at ``offsets``."""
+        return keyed_permutation(self.length, derive_seed("shuffled", self.seed, epoch, cycle)).take(offsets)
+
+    def config(self) -> dict[str, Any]:
+        """Plain data to be compared."""
+        return {"shuffle": True, "seed": self.seed}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleBatchOrder:
+    """Samples of one dataset, cut into batches by the step rule.
+
+    Attributes:
+        samples: The sequence of samples.
+        batch_size: Samples in a full batch of one rank. It may change from one checkpoint to the next.
+        drop_last: Leave out the last step of an epoch if it is not full.
+        exact: For evaluation: never serve a sample twice unless there are fewer samples than ranks.
+    """
+
+    samples: SampleOrder
+    batch_size: int = 1
+    drop_last: bool = False
+    exact: bool = False
+    carries_over: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> str:
+        """That of the samples."""
+        return self.samples.kind
+
+    @property
+    def version(self) -> int:
+        """That of the samples."""
+        return self.samples.version
+
+    def config(self) -> dict[str, Any]:
+        """What decides which samples are served; not the batch size."""
+        return {**self.samples.config(), "drop_last": self.drop_last}
+
+    def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> SampleEpochPlan:
+        """Plan ``epoch``, or the rest of it.
+
+        Raises:
+            PositionError: More samples were consumed than the epoch has.
+        """
+        here = progress if progress is not None and progress.epoch == epoch else Progress(epoch=epoch)
+        if here.consumed > len(self.samples):
+            raise PositionError(
+                f"{here.consumed} samples of epoch {epoch} were consumed, but an epoch has only {len(self.samples)}. "
+                "Train on the dataset that the checkpoint was made with, or resume from a checkpoint of this one."
+            )
+        rule = StepRule(
+            batch_size=self.batch_size, num_replicas=num_replicas, drop_last=self.drop_last, exact=self.exact
+        )
+        return SampleEpochPlan(self, rule, epoch, here.cycle, here.consumed)
+
+    def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
+        """The same: samples are counted alike under any configuration."""
+        return progress
+
+    def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> SampleBatchOrder:
+        """The same batches for another use; see :class:`~lightning_stateful.core.order.BatchOrder`."""
+        samples = seeded_at(self.samples, path) if shuffle else SequentialOrder(len(self.samples))
+        return replace(self, samples=samples, exact=self.exact or exact)
+
+
+@dataclass(frozen=True)
+class SampleEpochPlan:
+    """The rest of an epoch of samples.
+
+    Attributes:
+        order: What is served.
+        rule: How it is cut into steps.
+        epoch: Which epoch.
+        cycle: Which pass within the epoch.
+        consumed: Samples of the pass that were consumed before.
+    """
+
+    order: SampleBatchOrder
+    rule: StepRule
+    epoch: int
+    cycle: int
+    consumed: int
+
+    @cached_property
+    def remaining(self) -> int:
+        """Samples left."""
+        return len(self.order.samples) - self.consumed
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps to the end of the epoch."""
+        return self.rule.num_steps(self.remaining)
+
+    @property
+    def ends_in_pairs(self) -> bool:
+        """Whether single samples that are left at the end are served in batches of two."""
+        return self.rule.merges(self.remaining)
+
+    def num_samples(self, rank: int) -> int:
+        """Samples of ``rank`` in this plan."""
+        plain = self._num_plain(self.remaining)
+        tail = sum(share.size for _, share in self._last_shares(plain * self.rule.full, rank))
+        return plain * self.rule.batch_size + tail
+
+    def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, list[int]]]:
+        """The batches of ``rank``; numbered by the offset of their first sample."""
+        rule, samples, size = self.rule, self.order.samples, self.rule.batch_size
+        done = rule.served(self.remaining, first_step)
+        plain = self._num_plain(self.remaining - done)
+        before = self.cycle * len(samples)
+        own = self.consumed + rank * size + np.arange(size, dtype=np.int64)
+        per_chunk = max(_CHUNK // size, 1)
+        for start in range(0, plain, per_chunk):
+            starts = done + np.arange(start, min(start + per_chunk, plain), dtype=np.int64) * rule.full
+            table = samples.take((starts[:, None] + own).ravel(), self.epoch, self.cycle).reshape(-1, size)
+            yield from zip((starts + (before + int(own[0]))).tolist(), table.tolist(), strict=True)
+        for number, share in self._last_shares(done + plain * rule.full, rank):
+            offsets = self.consumed + share
+            yield before + number, samples.take(offsets, self.epoch, self.cycle).tolist()
+
+    def progress_after(self, steps: int) -> Progress:
+        """The progress after ``steps`` steps."""
+        served = self.rule.served(self.remaining, steps)
+        return Progress(epoch=self.epoch, cycle=self.cycle, consumed=self.consumed + served)
+
+    def report_after(self, steps: int) -> dict[str, Any]:
+        """Samples served in the epoch, over all ranks."""
+        return {"samples": self.cycle * len(self.order.samples) + self.progress_after(steps).consumed}
+
+    def repeats(self) -> str:
+        """What is served twice, in words."""
+        return say_repeats(self.rule.num_repeated(self.remaining), len(self.order.samples))
+
+    def _num_plain(self, remaining: int) -> int:
+        """Steps that are full and alike: all but the last two."""
+        return max(remaining // self.rule.full - 1, 0)
+
+    def _last_shares(self, done: int, rank: int) -> Iterator[tuple[int, Indices]]:
+        """The last steps one by one: the offset of the first sample, and those of ``rank`` from the plan's first."""
+        while self.rule.num_steps(self.remaining - done):
+            share = done + self.rule.share(self.remaining - done, rank)
+            yield self.consumed + int(share[0]), share
+            done += self.rule.step_size(self.remaining - done)
