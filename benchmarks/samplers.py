@@ -207,11 +207,11 @@ def state_after(subject: Any, slots: int, last: int) -> dict[str, Any]:
     """The state after so many slots: it is wound up to the last item, and only that is served."""
     subject.set_epoch(0)
     state: dict[str, Any] = subject.state_dict()
-    state["position"]["consumed"] = slots - last
+    state["progress"]["consumed"] = slots - last
     subject.load_state_dict(state)
     next(iter(subject))
     state = subject.state_dict()
-    assert state["position"]["consumed"] == slots
+    assert state["progress"]["consumed"] == slots
     return state
 
 

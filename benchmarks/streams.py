@@ -674,7 +674,7 @@ def states(folder: Path) -> tuple[list[Row], list[Row]]:
         for num_replicas, num_workers in ((1, 1), (1, 8), (8, 8)):
             loader: Any = patch_dataloader(DataLoader(dataset, batch_size=BATCH))
             state = loader.state_dict()
-            state["position"].update(standing_of(dataset, num_replicas, num_workers).to_dict())
+            state["progress"].update(standing_of(dataset, num_replicas, num_workers).to_dict())
             if (name, num_workers) not in peers:
                 peers[name, num_workers] = torch_bytes(torchdata_state(dataset, 0 if num_workers == 1 else num_workers))
             lanes = num_replicas * num_workers

@@ -3,17 +3,21 @@
 A state is plain JSON data. One loader's is an *envelope*::
 
     {"version": 1, "kind": "shuffled", "order_version": 1,
-     "config": {...}, "position": {"epoch": 2, "consumed": 12288, "width": 8}}
+     "config": {...}, "progress": {"epoch": 2, "cycle": 0, "consumed": 12288}, "checksum": "5d2e0c91"}
 
 and several loaders' one envelope a loader, by the path of the loader in the user's list or dict::
 
-    {"version": 1, "kind": "combined", "config": {"mode": "max_size_cycle"}, "loaders": {"0": {...}, "1": {...}}}
+    {"version": 1, "kind": "combined", "config": {"mode": "max_size_cycle"}, "loaders": {"0": {...}, "1": {...}},
+     "checksum": "81b0f3aa"}
 
-``config`` is compared on load and never applied.
+``config`` is compared on load and never applied. The checksum is one of all the rest, so that a damaged state is found
+out without a look at every value.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -70,25 +74,34 @@ _REMEDIES = {
 }
 
 
-def pack(kind: str, order_version: int, config: Mapping[str, Any], position: Mapping[str, Any]) -> dict[str, Any]:
+def pack(kind: str, order_version: int, config: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
     """Put one loader's state into a fresh envelope."""
-    return {
-        "version": VERSION,
-        "kind": kind,
-        "order_version": order_version,
-        "config": copy_plain(config),
-        "position": copy_plain(position, "position"),
-    }
+    return sealed(
+        {
+            "version": VERSION,
+            "kind": kind,
+            "order_version": order_version,
+            "config": copy_plain(config),
+            "progress": copy_plain(progress, "progress"),
+        }
+    )
+
+
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An envelope with the checksum of what is in it."""
+    return {**state, "checksum": _checksum(state)}
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    """Eight hexadecimal digits of BLAKE2b over the envelope as JSON, but for the checksum itself."""
+    rest = {key: value for key, value in state.items() if key != "checksum"}
+    return hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
 def pack_combined(mode: str, loaders: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Put the envelopes of several loaders into one."""
-    return {
-        "version": VERSION,
-        "kind": COMBINED,
-        "config": {"mode": mode},
-        "loaders": {path: copy_plain(state) for path, state in loaders.items()},
-    }
+    packed = {path: copy_plain(state) for path, state in loaders.items()}
+    return sealed({"version": VERSION, "kind": COMBINED, "config": {"mode": mode}, "loaders": packed})
 
 
 def check(state: Any, *, where: str = "the state") -> None:
@@ -112,7 +125,7 @@ def check(state: Any, *, where: str = "the state") -> None:
     if state.get("kind") == COMBINED:
         wanted["loaders"] = dict
     else:
-        wanted.update(order_version=int, position=dict)
+        wanted.update(order_version=int, progress=dict)
     for key, kind in wanted.items():
         if type(state.get(key)) is not kind:
             found = repr(state[key]) if key in state else "nothing"
@@ -121,6 +134,11 @@ def check(state: Any, *, where: str = "the state") -> None:
         copy_plain(state, where)
     except StateError as error:
         raise DamagedStateError(f"{error}{_DAMAGED}") from None
+    if state.get("checksum") != _checksum(state):
+        raise DamagedStateError(
+            f"{where} does not have the checksum of its contents, {_checksum(state)}, but {state.get('checksum')!r}: "
+            f"something in it was changed after it was written.{_DAMAGED}"
+        )
     for path, part in state["loaders"].items() if state["kind"] == COMBINED else ():
         check(part, where=f"{where}, loader {path!r},")
         if part["kind"] == COMBINED:

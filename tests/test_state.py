@@ -79,7 +79,7 @@ def test_an_envelope_has_the_documented_keys_in_order():
         ("kind", "shuffled"),
         ("order_version", 1),
         ("config", CONFIG),
-        ("position", POSITION),
+        ("progress", POSITION),
     ]
 
 
@@ -116,7 +116,7 @@ def test_an_envelope_shares_nothing_with_what_it_was_made_of():
 def test_a_combined_envelope_shares_nothing_with_its_parts():
     first = one()
     state = two(first=first)
-    first["config"]["seed"] = first["position"]["epoch"] = 99
+    first["config"]["seed"] = first["progress"]["epoch"] = 99
     assert state == two()
 
 
@@ -195,7 +195,7 @@ def test_a_future_version_inside_a_combined_envelope_is_refused_by_its_loader():
 
 
 @pytest.mark.parametrize(
-    ("key", "kind"), [("kind", "str"), ("order_version", "int"), ("config", "dict"), ("position", "dict")]
+    ("key", "kind"), [("kind", "str"), ("order_version", "int"), ("config", "dict"), ("progress", "dict")]
 )
 def test_a_missing_key_is_damaged_and_named(key, kind):
     with pytest.raises(DamagedStateError, match=f"the state must hold a {kind} under '{key}', got nothing"):
@@ -212,8 +212,8 @@ def test_a_missing_key_is_damaged_and_named(key, kind):
         ("order_version", True),
         ("config", None),
         ("config", [("seed", 1)]),
-        ("position", [2, 48, 4]),
-        ("position", 48),
+        ("progress", [2, 48, 4]),
+        ("progress", 48),
     ],
 )
 def test_a_value_of_the_wrong_type_is_damaged_and_shown(key, value):
@@ -234,7 +234,7 @@ def test_a_combined_envelope_whose_loaders_are_no_dict_is_damaged(loaders):
         check(replaced(two(), loaders, "loaders"))
 
 
-@pytest.mark.parametrize("key", ["version", "kind", "order_version", "config", "position"])
+@pytest.mark.parametrize("key", ["version", "kind", "order_version", "config", "progress"])
 def test_damage_in_a_loader_of_a_combined_envelope_is_reported_with_its_path(key):
     with pytest.raises(DamagedStateError, match="the state, loader '1',"):
         check(without(two(), "loaders", "1", key))

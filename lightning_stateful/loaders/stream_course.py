@@ -322,4 +322,4 @@ class StreamCourse:
         """What has to be equal on all ranks."""
         where = f"step {standing.steps} of pass {standing.epoch}, state {digest(standing.to_dict())}"
         read = {"workers": standing.num_workers, "steps_per_epoch": self._options.steps_per_epoch}
-        return {**self.config.describe(), **read, "position": where}
+        return {**self.config.describe(), **read, "progress": where}

@@ -223,7 +223,7 @@ class StreamLoader(Pickled, DataLoader[Any]):
             StreamError: It is too long ago.
         """
         state = self._cursor.state_dict(replace(position, width=self.topology.num_replicas))
-        state["position"].update(self.course.standing_at(position).to_dict())
+        state["progress"].update(self.course.standing_at(position).to_dict())
         return state
 
     def report_at(self, position: Position) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class StreamLoader(Pickled, DataLoader[Any]):
         position = self._cursor.locate(state_dict, cyclic=cyclic, where=where)
         here = replace(position, width=self.topology.num_replicas)
         try:
-            self.course.go_on(here, state_dict["position"], position.width, where=where)
+            self.course.go_on(here, state_dict["progress"], position.width, where=where)
         except (DamagedStateError, PositionError) as error:
             # Accepted, and yet it changes what the state's places say.
             changed = differences(state_dict, self._cursor.state_dict(), fingerprints=False)

@@ -98,7 +98,7 @@ def _read_in_batches(
     if not _counts_alike(state, order.kind, order.save(order.begin(0, 1))):
         raise _other_slots(state, order.kind, where)
     try:
-        position = order.restore(state["position"], state["config"], changed=changed)
+        position = order.restore(state["progress"], state["config"], changed=changed)
     except (DamagedStateError, PositionError) as error:
         raise type(error)(f"{where}: {error}. Resume from another checkpoint.") from None
     end = order.steps(position) * position.width
@@ -115,7 +115,7 @@ def _read_in_batches(
 
 def _counts_alike(state: Mapping[str, Any], kind: str, own: Mapping[str, Any]) -> bool:
     """Whether a state of another kind counts the same things."""
-    return bool(state["kind"] == kind or state["position"].keys() == own.keys())
+    return bool(state["kind"] == kind or state["progress"].keys() == own.keys())
 
 
 def _other_slots(state: Mapping[str, Any], kind: str, where: str) -> StateMismatchError:
@@ -132,7 +132,7 @@ def read_position(state: Mapping[str, Any], *, where: str, order: Any = None) ->
     """
     try:
         if isinstance(order, UserSampler):
-            return order.restore(state["position"])
-        return Position.from_dict(state["position"])
+            return order.restore(state["progress"])
+        return Position.from_dict(state["progress"])
     except (DamagedStateError, PositionError) as error:
         raise type(error)(f"{where}: {error}. Resume from another checkpoint.") from None

@@ -133,7 +133,7 @@ class Stream(IterableDataset[Any]):
         where = "The stream's state"
         format_.check(state_dict, where=where)
         format_.refuse_differences(state_dict, self.pack(0, None), where=where)
-        position, seat = state_dict["position"], self._seat()
+        position, seat = state_dict["progress"], self._seat()
         epoch, place = position.get("epoch"), position.get("place", _MISSING)
         if type(epoch) is not int or epoch < 0 or place is _MISSING:
             raise DamagedStateError(f"{where} holds no epoch and place: {position!r}. Resume from another checkpoint.")

@@ -209,12 +209,12 @@ def test_a_sample_that_comes_twice_on_other_ranks_is_named() -> None:
     class CountsSteps(StatefulDistributedSampler):
         def state_dict(self, **options: Any) -> dict[str, Any]:
             state = super().state_dict(**options)
-            state["position"]["consumed"] //= self.num_replicas
+            state["progress"]["consumed"] //= self.num_replicas
             return state
 
         def load_state_dict(self, state: Any) -> None:
-            consumed = state["position"]["consumed"] * self.num_replicas
-            super().load_state_dict({**state, "position": {**state["position"], "consumed": consumed}})
+            consumed = state["progress"]["consumed"] * self.num_replicas
+            super().load_state_dict({**state, "progress": {**state["progress"], "consumed": consumed}})
 
     def factory(num_replicas: int, rank: int) -> CountsSteps:
         return CountsSteps(8, num_replicas, rank, shuffle=False)
@@ -244,7 +244,7 @@ def test_a_dropped_tail_needs_to_be_allowed_on_another_number_of_ranks() -> None
 def test_allowing_a_dropped_tail_does_not_allow_a_repeated_sample() -> None:
     class StartsAnew(StatefulDistributedSampler):
         def load_state_dict(self, state: Any) -> None:
-            super().load_state_dict({**state, "position": {**state["position"], "consumed": 0}})
+            super().load_state_dict({**state, "progress": {**state["progress"], "consumed": 0}})
 
     divergence = check_resume(
         lambda num_replicas, rank: StartsAnew(9, num_replicas, rank, drop_last=True),

@@ -75,7 +75,7 @@ def alone(make: Make) -> Make:
 
 def outer_keys(state: Any) -> list[str]:
     """The keys of a state, but for those of a lane's place."""
-    position = state["position"]
+    position = state["progress"]
     sources = [f"{name}.{key}" for name, source in position["sources"].items() for key in source]
     return [*state, *(f"position.{name}" for name in position), *sources]
 

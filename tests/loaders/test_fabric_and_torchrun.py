@@ -220,8 +220,8 @@ class TestTorchrun:
         served = Counter(index for ids in done for index in ids)
         served.update(rest_on_one_rank("batch sampler", state))
 
-        assert served == dict.fromkeys(SAMPLES, state["position"]["epoch"] + 1)
-        assert state["position"]["consumed"]
+        assert served == dict.fromkeys(SAMPLES, state["progress"]["epoch"] + 1)
+        assert state["progress"]["consumed"]
 
 
 def test_a_loader_set_up_by_a_plain_loop_asks_for_the_ranks_at_the_first_batch() -> None:

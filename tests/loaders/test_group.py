@@ -168,7 +168,7 @@ class TestStates:
             "kind": "shuffled",
             "order_version": 1,
             "config": {"shuffle": True, "seed": 3, "drop_last": False, "dataset": {"length": 10}},
-            "position": {"epoch": 1, "consumed": 8, "width": 2},
+            "progress": {"epoch": 1, "consumed": 8, "width": 2},
         }
 
     def test_several_loaders_state_is_one_envelope_a_loader(self) -> None:
@@ -179,7 +179,7 @@ class TestStates:
             "kind": "combined",
             "config": {"mode": "max_size_cycle"},
         }
-        assert {path: part["position"] for path, part in state["loaders"].items()} == {
+        assert {path: part["progress"] for path, part in state["loaders"].items()} == {
             "a": {"epoch": 1, "consumed": 6, "width": 1},
             "b.0": {"epoch": 1, "consumed": 9, "width": 1},
         }
@@ -200,7 +200,7 @@ class TestStates:
     def test_an_exhausted_loader_has_consumed_its_epoch(self, mode: str) -> None:
         state = a_group({"short": (5, 2), "long": (10, 2)}, mode).state_at(1, 4)
 
-        assert state["loaders"]["short"]["position"] == {"epoch": 1, "consumed": 5, "width": 1}
+        assert state["loaders"]["short"]["progress"] == {"epoch": 1, "consumed": 5, "width": 1}
 
     @given(SIZES, st.sampled_from(MODES), st.integers(2, 4), st.integers(0, 12))
     def test_the_state_is_equal_on_all_ranks(
@@ -222,7 +222,7 @@ class TestStates:
         state = group.state_at(0, 2)
         kept = copy.deepcopy(state)
         part = state["loaders"]["b"] if "loaders" in state else state
-        part["config"]["dataset"]["length"] = part["position"]["consumed"] = 99
+        part["config"]["dataset"]["length"] = part["progress"]["consumed"] = 99
 
         assert group.state_at(0, 2) == kept
 
@@ -230,7 +230,7 @@ class TestStates:
     def test_the_keys_are_the_same_at_every_step(self, mode: str) -> None:
         group = a_group({"a": (4, 2), "b": (10, 2)}, mode)
         shapes = {
-            json.dumps({path: sorted(part["position"]) for path, part in group.state_at(0, step)["loaders"].items()})
+            json.dumps({path: sorted(part["progress"]) for path, part in group.state_at(0, step)["loaders"].items()})
             for step in range(6)
         }
 
@@ -284,7 +284,7 @@ class TestLoading:
         state = group.state_at(1, 3)
         kept = copy.deepcopy(state)
         group.load(state, where=WHERE)
-        state["loaders"]["b"]["position"]["consumed"] = 0
+        state["loaders"]["b"]["progress"]["consumed"] = 0
 
         assert group.state_at(1, 3) == kept
 
@@ -391,7 +391,7 @@ class TestElasticLoading:
     def test_repeated_samples_are_those_that_the_rule_counts(self, length: int, segments: Any) -> None:
         run = Run("max_size", [length])
         for number, (ranks, batch_sizes, num_steps) in enumerate(segments):
-            before = 0 if run.state is None else run.state["position"]["consumed"]
+            before = 0 if run.state is None else run.state["progress"]["consumed"]
             run.play(ranks, batch_sizes[:1], num_steps if number < len(segments) - 1 else None)
             if not run.num_left:
                 break
@@ -488,7 +488,7 @@ class TestElasticLoading:
         group = a_group(sizes, "max_size", ranks=2)
         group.load(a_group(sizes, "max_size", ranks=4).state_at(1, 2), where=WHERE)
 
-        assert group.state_at(1, group.num_batches() - 1)["loaders"]["short"]["position"] == {
+        assert group.state_at(1, group.num_batches() - 1)["loaders"]["short"]["progress"] == {
             "epoch": 1,
             "consumed": 8,
             "width": 4,
@@ -523,7 +523,7 @@ def refused(group: LoaderGroup, state: Any, **options: Any) -> list[tuple[str, A
 def edited(state: dict[str, Any], path: str, **position: Any) -> dict[str, Any]:
     """A state in which one loader stands elsewhere."""
     changed = copy.deepcopy(state)
-    changed["loaders"][path]["position"].update(position)
+    changed["loaders"][path]["progress"].update(position)
     return changed
 
 
@@ -655,7 +655,7 @@ class TestAccepting:
         ]
 
 
-WITHOUT_POSITION = {key: value for key, value in two().state_at(0, 1)["loaders"]["a"].items() if key != "position"}
+WITHOUT_POSITION = {key: value for key, value in two().state_at(0, 1)["loaders"]["a"].items() if key != "progress"}
 DAMAGED: dict[str, Any] = {
     "no dict": (None, DamagedStateError),
     "no version": ({"kind": "combined", "config": {}, "loaders": {}}, DamagedStateError),
@@ -709,7 +709,7 @@ class TestDamage:
     def test_a_single_loader_past_its_end_is_refused(self) -> None:
         group = a_group({"": (10, 2)})
         state = group.state_at(0, 1)
-        state["position"]["consumed"] = 11
+        state["progress"]["consumed"] = 11
         with pytest.raises(PositionError, match="has consumed 11 samples of epoch 0, but an epoch has only 10"):
             group.load(state, where=WHERE)
 

@@ -77,7 +77,7 @@ def samples(loaders: list[Any]) -> list[int]:
 
 def kinds(loader: Any) -> tuple[str, ...]:
     state = patch_dataloader(loader).state_dict()
-    return (state["kind"], *sorted(state["position"].keys() - {"epoch", "consumed", "width"}))
+    return (state["kind"], *sorted(state["progress"].keys() - {"epoch", "consumed", "width"}))
 
 
 def advanced(loader: StatefulLoader, count: int) -> StatefulLoader:
@@ -736,7 +736,7 @@ class TestWorkers:
         [next(iterator) for _ in range(2)]
         state = patched.state_dict()
 
-        assert state["position"]["consumed"] == 2
+        assert state["progress"]["consumed"] == 2
         assert batches_of(resumed(make, state)) == batches_of(iterator)
 
 

@@ -664,7 +664,7 @@ class TestTorchdatasLoader:
         fresh = make()
         fresh.load_state_dict(state)
 
-        assert state["position"]["consumed"] == (6 if "batch_size" in options else 3)
+        assert state["progress"]["consumed"] == (6 if "batch_size" in options else 3)
         assert batches_of(fresh) == batches_of(iterator)
 
     def test_its_own_state_is_refused_with_our_words(self) -> None:

@@ -314,7 +314,7 @@ class TestGroups:
             loader = a_group(mode, after, rank, length=99).loaders["several"]
             served += sum(map(len, loader.plan.indices(position)))
 
-        places = state["loaders"]["several"]["position"]["places"]
+        places = state["loaders"]["several"]["progress"]["places"]
         assert served == sum(LENGTHS.values()) - sum(places)
 
     @pytest.mark.parametrize("mode", ["min_size", "max_size"])

@@ -111,7 +111,7 @@ def resumed(state: dict[str, Any], **options: Any) -> StatefulLoader:
 
 
 def moved(state: dict[str, Any], **position: Any) -> dict[str, Any]:
-    return {**state, "position": {**state["position"], **position}}
+    return {**state, "progress": {**state["progress"], **position}}
 
 
 EPOCHS = [read(batches) for loader in [a_loader()] for batches in (list(loader), list(loader))]
@@ -171,7 +171,7 @@ class TestPasses:
         loader = a_loader()
         take(loader, 4)
 
-        assert loader.state_dict()["position"] == {"epoch": 0, "consumed": 8, "width": 1}
+        assert loader.state_dict()["progress"] == {"epoch": 0, "consumed": 8, "width": 1}
         assert read(resumed(loader.state_dict())) == EPOCHS[0][4:]
 
     def test_an_exhausted_pass_stays_exhausted(self) -> None:
@@ -192,7 +192,7 @@ class TestPasses:
 
         assert head == EPOCHS[0][:2]
         assert rest == EPOCHS[0][1:]
-        assert loader.state_dict()["position"]["consumed"] == 4
+        assert loader.state_dict()["progress"]["consumed"] == 4
 
     def test_the_length_is_that_of_a_whole_epoch_wherever_it_stands(self) -> None:
         loader = a_loader(11)
@@ -213,7 +213,7 @@ class TestPasses:
 
         with pytest.raises(OSError, match="sample 5 cannot be read"):
             next(iterator)
-        assert loader.state_dict()["position"]["consumed"] == 4
+        assert loader.state_dict()["progress"]["consumed"] == 4
 
     def test_a_pass_neither_ends_nor_starts_over_behind_an_error(self) -> None:
         iterator = iter(StatefulLoader(Numbers(12, fails_at=5), batch_size=2))
@@ -285,7 +285,7 @@ class TestEpochs:
         epochs = [loader.epoch for _ in iterator]
 
         assert epochs == [0, 0, 0, 0, 0, 1]
-        assert loader.state_dict()["position"] == {"epoch": 1, "consumed": 0, "width": 1}
+        assert loader.state_dict()["progress"] == {"epoch": 1, "consumed": 0, "width": 1}
 
     def test_set_epoch_begins_an_epoch_and_keeps_a_position_within_it(self) -> None:
         loader = a_loader()
@@ -345,7 +345,7 @@ class TestOptionsOfADataLoader:
         fresh = resumed(state, **options)
 
         assert head == EPOCHS[0][:2]
-        assert state["position"]["consumed"] == 4
+        assert state["progress"]["consumed"] == 4
         assert [read(fresh), read(fresh)] == [EPOCHS[0][2:], EPOCHS[1]]
 
     def test_spawned_workers_serve_the_same(self) -> None:
@@ -371,7 +371,7 @@ class TestOptionsOfADataLoader:
         del iterator
 
         assert set(multiprocessing.active_children()) <= others
-        assert loader.state_dict()["position"]["consumed"] == 2
+        assert loader.state_dict()["progress"]["consumed"] == 2
 
     @pytest.mark.parametrize("persistent", [False, True])
     def test_the_workers_of_a_dropped_loader_end_without_the_garbage_collector(self, persistent: bool) -> None:
@@ -490,9 +490,9 @@ class TestRefusals:
             ({"order_version": 2}, StateMismatchError, "order_version: saved 2, now 1"),
             ({"kind": "bucketed"}, StateMismatchError, "kind: saved 'bucketed', now 'shuffled'"),
             ({"config": None}, DamagedStateError, "must hold a dict under 'config', got None"),
-            ({"position": {"epoch": 0}}, DamagedStateError, "a position needs 'consumed'"),
-            ({"position": {"epoch": -1, "consumed": 0, "width": 1}}, PositionError, "epoch=-1"),
-            ({"position": {"epoch": 0, "consumed": 13, "width": 1}}, PositionError, "has consumed 13 samples"),
+            ({"progress": {"epoch": 0}}, DamagedStateError, "a position needs 'consumed'"),
+            ({"progress": {"epoch": -1, "consumed": 0, "width": 1}}, PositionError, "epoch=-1"),
+            ({"progress": {"epoch": 0, "consumed": 13, "width": 1}}, PositionError, "has consumed 13 samples"),
         ],
     )
     def test_a_state_that_is_of_no_use_is_refused(
@@ -565,7 +565,7 @@ class TestOtherTopologies:
             states = [loader.state_dict() for loader in loaders]
             assert states == [states[0]] * num_replicas
             state = states[0]
-            if state["position"]["epoch"]:
+            if state["progress"]["epoch"]:
                 break
         return steps
 

@@ -64,8 +64,8 @@ def test_whatever_is_wrong_is_refused_or_ends_in_an_error_of_ours(name: str) -> 
     for _ in islice(steps(loader), 5):
         pass
     state, broken, refused = saved(loader), [], 0
-    for what, position in damaged(state["position"]):
-        wrong = json.loads(json.dumps({**state, "position": position}))
+    for what, position in damaged(state["progress"]):
+        wrong = json.loads(json.dumps({**state, "progress": position}))
         try:
             for workers in (2, 1):
                 _go_on(CASES[name](num_workers=workers, kind=InThisProcess), wrong)

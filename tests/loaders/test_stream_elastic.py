@@ -237,7 +237,7 @@ def test_a_state_after_a_change_of_workers_stands_for_itself() -> None:
     loader.load_state_dict(states[6])
     before = saved(loader)
 
-    assert before["position"]["workers"] == 2
+    assert before["progress"]["workers"] == 2
     assert saved(loaded(WHOLE["in blocks"](2), before)) == before
     assert list(islice(steps(loaded(WHOLE["in blocks"](2), before)), 20)) == list(islice(steps(loader), 20))
 

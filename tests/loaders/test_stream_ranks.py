@@ -583,7 +583,7 @@ def test_large_states_of_a_dataset_reach_the_other_ranks(folder: Path) -> None:
 
     assert first == second
     for states in first.values():
-        lanes = [list(state["position"]["shards"].values()) for state in states]
+        lanes = [list(state["progress"]["shards"].values()) for state in states]
         held = [[len(json.dumps(lane["of"][""]["place"])) for lane in of] for of in lanes]
         assert sum(len(sizes) > 1 and min(sizes) > 1024 for sizes in held) > 2
 

@@ -460,18 +460,18 @@ def damaged(state: Any) -> list[tuple[type[StateError], Any]]:
             part[path[-1]] = value
         return changed
 
-    lane = next(iter(state["position"]["shards"]))
-    place = ("position", "shards", lane)
+    lane = next(iter(state["progress"]["shards"]))
+    place = ("progress", "shards", lane)
     return [
         (StateVersionError, without("version", value=99)),
         *(
-            (DamagedStateError, without("position", name))
+            (DamagedStateError, without("progress", name))
             for name in ("consumed", "pass", "workers", "sources", "shards")
         ),
-        *((StateError, without("position", name, value=-1)) for name in ("consumed", "epoch", "workers")),
-        (DamagedStateError, without("position", "shards", value={"0:77": {}})),
-        (DamagedStateError, without("position", "sources", "", value={})),
-        (DamagedStateError, without("position", "sources", "", "unopened", value=[[0, 99]])),
+        *((StateError, without("progress", name, value=-1)) for name in ("consumed", "epoch", "workers")),
+        (DamagedStateError, without("progress", "shards", value={"0:77": {}})),
+        (DamagedStateError, without("progress", "sources", "", value={})),
+        (DamagedStateError, without("progress", "sources", "", "unopened", value=[[0, 99]])),
         (DamagedStateError, without(*place, "of")),
         (DamagedStateError, without(*place, "batches", value="many")),
         (DamagedStateError, without(*place, "of", "", "place", "at")),
@@ -493,7 +493,7 @@ def test_a_damaged_state_is_refused_in_words_and_changes_nothing() -> None:
 @pytest.mark.parametrize("name", ["pass", "steps", "workers"])
 def test_a_number_that_cannot_be_is_named(name: str) -> None:
     _, states = observe(CHUNKS["shuffled"], 3)
-    states[3]["position"][name] = -1
+    states[3]["progress"][name] = -1
 
     with pytest.raises(StateError, match=f"{name}.*-1"):
         CHUNKS["shuffled"]().load_state_dict(states[3])

@@ -245,7 +245,7 @@ class TestStates:
             state = resumed(lambda **_: make(7), state).state_dict(num_batches=50_000)
 
         assert len(json.dumps(state)) < 1024
-        assert all(place >= 1_000_000 for place in state["position"]["places"])
+        assert all(place >= 1_000_000 for place in state["progress"]["places"])
 
     def test_a_sampler_can_be_pickled_and_copied_with_its_place(self) -> None:
         for make in MAKES.values():
@@ -256,7 +256,7 @@ class TestStates:
 
 
 def tampered(state: dict[str, Any], **position: Any) -> dict[str, Any]:
-    return {**state, "position": {**state["position"], **position}}
+    return {**state, "progress": {**state["progress"], **position}}
 
 
 class TestDamagedStates:
@@ -266,14 +266,14 @@ class TestDamagedStates:
         sampler = make()
         take(sampler, 3)
         state = sampler.state_dict()
-        del state["position"][key]
+        del state["progress"][key]
 
         with pytest.raises(StateError):
             make().load_state_dict(state)
 
     @every_kind
     @pytest.mark.parametrize(
-        "position",
+        "progress",
         [
             {"places": []},
             {"places": [4, 4]},
@@ -319,7 +319,7 @@ class TestDamagedStates:
         sampler = make(num_replicas=2, rank=0)
         take(sampler, 2)
         state = sampler.state_dict()
-        assert state["position"]["consumed"] == 4
+        assert state["progress"]["consumed"] == 4
 
         with pytest.raises(DamagedStateError, match=r"come in groups of width=2"):
             make().load_state_dict(tampered(state, consumed=3, since=0))
@@ -329,7 +329,7 @@ class TestDamagedStates:
         sampler = MAKES[kind]()
         take(sampler, 4)
         state = sampler.state_dict()
-        places = state["position"]["places"]
+        places = state["progress"]["places"]
 
         with pytest.raises(DamagedStateError, match="are not those of the position"):
             MAKES[kind]().load_state_dict(tampered(state, places=[places[0] + 1, *places[1:]]))
@@ -366,7 +366,7 @@ class TestRanks:
         batches = iter(sampler)
         dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
         try:
-            found, length, width = list(batches), len(sampler), sampler.state_dict()["position"]["width"]
+            found, length, width = list(batches), len(sampler), sampler.state_dict()["progress"]["width"]
         finally:
             dist.destroy_process_group()
 
@@ -475,4 +475,4 @@ class TestInADataLoader:
         rest = [batch.tolist() for batch in DataLoader(self.dataset, batch_sampler=fresh, num_workers=2)]
 
         assert rest == [batch.tolist() for batch in batches]
-        assert sampler.position.consumed != state["position"]["consumed"] or not rest
+        assert sampler.position.consumed != state["progress"]["consumed"] or not rest

@@ -274,7 +274,7 @@ class TestEpochs:
         take(fresh, 1)
         fresh.set_epoch(2)
 
-        assert fresh.state_dict()["position"]["since"] == 0
+        assert fresh.state_dict()["progress"]["since"] == 0
         assert list(fresh) == epochs(make(), 3)[2]
 
     @every_kind
@@ -389,7 +389,7 @@ class TestStates:
             served += sum(len(take(sampler, 1)[0]) for sampler in samplers)
             state = samplers[-1].state_dict()
 
-        assert state["position"]["epoch"] == 0
+        assert state["progress"]["epoch"] == 0
         assert samplers[0].position_report()["samples"] == served
         assert len(json.dumps(state)) < 1024
 
@@ -498,7 +498,7 @@ class TestRefusedStates:
 
 
 def tampered(state: dict[str, Any], **position: Any) -> dict[str, Any]:
-    return {**state, "position": {**state["position"], **position}}
+    return {**state, "progress": {**state["progress"], **position}}
 
 
 class TestDamagedStates:
@@ -507,14 +507,14 @@ class TestDamagedStates:
     def test_a_position_without_one_of_its_keys_is_refused(self, make: Make, key: str) -> None:
         state = state_after(make, 3)
         for name in key.split(" or "):
-            state["position"].pop(name, None)
+            state["progress"].pop(name, None)
 
         with pytest.raises(StateError):
             make().load_state_dict(state)
 
     @every_kind
     @pytest.mark.parametrize(
-        "position",
+        "progress",
         [
             {"history": [1], "served": [1]},
             {"history": [1, 2], "served": [1, 2]},
@@ -557,7 +557,7 @@ class TestDamagedStates:
     def test_a_history_of_more_steps_than_there_were_is_refused(self) -> None:
         state = state_after(MAKES["buckets"], 2, num_replicas=2, rank=0)
         elastic = resumed(MAKES["buckets"], state, num_replicas=3, rank=0).state_dict(num_batches=1)
-        assert elastic["position"]["history"] == [2, 2]
+        assert elastic["progress"]["history"] == [2, 2]
 
         with pytest.raises(DamagedStateError, match="has 500 steps on 2 ranks where"):
             MAKES["buckets"]().load_state_dict(tampered(elastic, history=[2, 500], since=1500, consumed=1503))
@@ -565,7 +565,7 @@ class TestDamagedStates:
     def test_more_batches_served_than_windows_have_are_refused(self) -> None:
         state = state_after(windows, 2, num_replicas=2, rank=0)
         elastic = resumed(windows, state, num_replicas=3, rank=0).state_dict(num_batches=1)
-        assert elastic["position"]["served"] == [4, 2]
+        assert elastic["progress"]["served"] == [4, 2]
 
         with pytest.raises((DamagedStateError, PositionError)):
             windows().load_state_dict(tampered(elastic, served=[10**6, 2]))
@@ -596,7 +596,7 @@ class TestAcceptedChanges:
     @pytest.mark.parametrize("kind", ["buckets", "windows"])
     def test_within_an_epoch_it_is_refused_whatever_is_accepted(self, kind: str, options: dict[str, Any]) -> None:
         (name,) = (NAMES.get(key, key) for key in options)
-        sampler = MAKES[kind](accept=(name, "lengths", "position"), **options)
+        sampler = MAKES[kind](accept=(name, "lengths", "progress"), **options)
         before = sampler.state_dict()
 
         with pytest.raises(StateMismatchError, match="cannot change within an epoch") as caught:
@@ -648,7 +648,7 @@ class TestResizing:
             state = json.loads(json.dumps(samplers[-1].state_dict()))
 
         assert sorted(index for batch in served for index in batch) == list(range(150))
-        assert (state["position"]["epoch"], state["position"]["consumed"]) == (1, 0)
+        assert (state["progress"]["epoch"], state["progress"]["consumed"]) == (1, 0)
 
     @every_kind
     def test_after_a_resize_every_sample_of_the_next_epoch_comes_as_if_there_had_been_none(self, make: Make) -> None:

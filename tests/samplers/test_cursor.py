@@ -28,7 +28,7 @@ def test_the_state_is_an_envelope_of_the_orders_kind() -> None:
         "kind": "shuffled",
         "order_version": 1,
         "config": {"shuffle": True, "seed": 3, "dataset": {"length": 10}},
-        "position": {"epoch": 2, "consumed": 4, "width": 3},
+        "progress": {"epoch": 2, "consumed": 4, "width": 3},
     }
 
 
@@ -36,7 +36,7 @@ def test_every_state_is_a_fresh_copy() -> None:
     cursor = a_cursor()
     state = cursor.state_dict()
     state["config"]["dataset"]["length"] = 99
-    state["position"]["consumed"] = 5
+    state["progress"]["consumed"] = 5
 
     assert cursor.state_dict()["config"]["dataset"] == {"length": 10}
     assert cursor.position.consumed == 0
@@ -45,7 +45,7 @@ def test_every_state_is_a_fresh_copy() -> None:
 def test_the_state_of_another_position_does_not_move_the_cursor() -> None:
     cursor = a_cursor()
 
-    assert cursor.state_dict(Position(epoch=1, consumed=2))["position"]["epoch"] == 1
+    assert cursor.state_dict(Position(epoch=1, consumed=2))["progress"]["epoch"] == 1
     assert cursor.position == Position()
 
 
@@ -88,9 +88,9 @@ def test_errors_name_the_state_as_the_caller_does() -> None:
     with pytest.raises(StateMismatchError, match=r"^The train state does not fit"):
         a_cursor(extra=1).read(state, where="The train state")
     with pytest.raises(DamagedStateError, match=r"^The train state must hold a dict under 'position', got nothing"):
-        a_cursor().read({key: state[key] for key in state if key != "position"}, where="The train state")
+        a_cursor().read({key: state[key] for key in state if key != "progress"}, where="The train state")
     with pytest.raises(DamagedStateError, match=r"^The train state: a position needs 'width'"):
-        a_cursor().read({**state, "position": {"epoch": 0, "consumed": 0}}, where="The train state")
+        a_cursor().read({**state, "progress": {"epoch": 0, "consumed": 0}}, where="The train state")
 
 
 @pytest.mark.parametrize("state", [None, [], "state", 3])

@@ -412,13 +412,13 @@ class TestStates:
     @pytest.mark.parametrize("damage", [{"sampler": None}, {"sampler": {"slot": -1}}, {"consumed": "x"}])
     def test_a_damaged_position_is_refused(self, damage: dict[str, Any]) -> None:
         state = DDPSamplerWrapper(theirs.GlobalRandom()).state_dict()
-        state["position"].update(damage)
+        state["progress"].update(damage)
         with pytest.raises(DamagedStateError, match="Resume from another checkpoint"):
             fresh_with(theirs.GlobalRandom, state)
 
     def test_a_position_behind_the_end_is_refused(self) -> None:
         state = DDPSamplerWrapper(theirs.GlobalRandom()).state_dict()
-        state["position"]["consumed"] = 23
+        state["progress"]["consumed"] = 23
         with pytest.raises(PositionError):
             fresh_with(theirs.GlobalRandom, state)
 

@@ -39,7 +39,7 @@ def take(sampler: StatefulDistributedSampler, count: int) -> list[int]:
 
 
 def moved(state: dict[str, Any], **position: Any) -> dict[str, Any]:
-    return {**state, "position": {**state["position"], **position}}
+    return {**state, "progress": {**state["progress"], **position}}
 
 
 class TestAsADropIn:
@@ -228,7 +228,7 @@ class TestPasses:
         rest = list(first)
 
         assert len(rest) == 9
-        assert sampler.state_dict()["position"] == {"epoch": 0, "consumed": 1, "width": 1}
+        assert sampler.state_dict()["progress"] == {"epoch": 0, "consumed": 1, "width": 1}
 
     def test_a_state_may_be_loaded_after_iter(self) -> None:
         sampler = a_sampler(10)
@@ -334,7 +334,7 @@ class TestWorkersAhead:
         sampler.load_state_dict(moved(sampler.state_dict(), consumed=6))
         take(sampler, 9)
 
-        assert sampler.state_dict(num_samples=3)["position"]["consumed"] == 9
+        assert sampler.state_dict(num_samples=3)["progress"]["consumed"] == 9
 
     def test_set_epoch_of_the_running_epoch_does_not_move_what_workers_have_fetched_to_the_end(self) -> None:
         sampler = a_sampler(20)
@@ -343,7 +343,7 @@ class TestWorkersAhead:
         list(iterator)
         sampler.set_epoch(0)
 
-        assert sampler.state_dict(num_samples=2)["position"]["consumed"] == 18
+        assert sampler.state_dict(num_samples=2)["progress"]["consumed"] == 18
 
     @pytest.mark.parametrize("count", [-1, 11])
     def test_a_number_outside_the_pass_is_refused(self, count: int) -> None:
@@ -367,7 +367,7 @@ class TestOtherNumbersOfRanks:
             states = [sampler.state_dict() for sampler in samplers]
             assert states == [states[0]] * num_replicas
             state = states[0]
-            if state["position"]["epoch"]:
+            if state["progress"]["epoch"]:
                 break
         return rounds
 
@@ -457,7 +457,7 @@ class TestRefusals:
         sampler = a_sampler()
         sampler.load_state_dict(moved(sampler.state_dict(), consumed=20))
 
-        assert sampler.state_dict()["position"] == {"epoch": 1, "consumed": 0, "width": 1}
+        assert sampler.state_dict()["progress"] == {"epoch": 1, "consumed": 0, "width": 1}
 
     @pytest.mark.parametrize("consumed", [1.5, "3", None, True])
     def test_a_position_of_another_type_is_refused(self, consumed: Any) -> None:

@@ -105,7 +105,7 @@ class TestWhatEarlierRoundRobinSamplersGotWrong:
         (fresh,) = round_robin(LENGTHS, {"a": 2, "b": 3})
         fresh.load_state_dict(state)
 
-        assert state["position"]["places"] == [4, 3]
+        assert state["progress"]["places"] == [4, 3]
         assert list(fresh) == list(batches)
 
     def test_every_dataset_may_have_a_weight_and_a_batch_size_and_is_counted(self) -> None:

@@ -430,8 +430,8 @@ class TestMemory:
     @pytest.mark.parametrize("options", [{}, {"length": 10**5}], ids=["unsized", "cut"])
     def test_winding_over_1e5_slots_keeps_little(self, options: dict[str, Any]) -> None:
         state, _ = stopped(lambda: Range(200), 5)
-        state["position"].update(consumed=10**5 - 10)
-        state["position"]["sampler"]["mark"] = []
+        state["progress"].update(consumed=10**5 - 10)
+        state["progress"]["sampler"]["mark"] = []
         state["config"]["sampler"]["length"] = options.get("length", "unknown")
         fresh = resumed(lambda: Range(None), state, **options)
         items = iter(fresh)

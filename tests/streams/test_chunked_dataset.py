@@ -128,7 +128,7 @@ class TestReading:
             break
         state = stream.state_dict()
         assert open_files.total() == 0
-        assert state["position"]["place"]["batches"] == 1
+        assert state["progress"]["place"]["batches"] == 1
 
 
 def _counted() -> tuple[Counter[str], Any]:

@@ -76,10 +76,10 @@ class OnDataset(IterableDataset[Any]):
             yield self.epoch, self.position - 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+        return {"progress": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+        self.position = state["progress"]
 
 
 class ByReference(OnDataset):
@@ -87,14 +87,14 @@ class ByReference(OnDataset):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = {"position": 0, "seen": [0]}
+        self.state = {"progress": 0, "seen": [0]}
 
     def __iter__(self) -> Iterator[Any]:
-        self.state = {"position": self.state["position"], "seen": list(self.state["seen"])}
-        while self.state["position"] < self.length:
-            self.state["position"] += 1
-            self.state["seen"].append(self.state["position"])
-            yield self.epoch, self.state["position"] - 1
+        self.state = {"progress": self.state["progress"], "seen": list(self.state["seen"])}
+        while self.state["progress"] < self.length:
+            self.state["progress"] += 1
+            self.state["seen"].append(self.state["progress"])
+            yield self.epoch, self.state["progress"] - 1
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
@@ -120,10 +120,10 @@ class Rich(OnDataset):
     """Its state has what JSON does not."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": np.int64(self.position), 3: (1, b"\0"), "t": torch.tensor([self.position]), "s": {1, 2}}
+        return {"progress": np.int64(self.position), 3: (1, b"\0"), "t": torch.tensor([self.position]), "s": {1, 2}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert isinstance(state["position"], np.int64)
+        assert isinstance(state["progress"], np.int64)
         assert (state[3], state["s"]) == ((1, b"\0"), {1, 2})
         self.position = int(state["t"])
 
@@ -143,10 +143,10 @@ class _Counting:
         return self.dataset.epoch, self.position - 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+        return {"progress": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+        self.position = state["progress"]
 
 
 class OnIterator(IterableDataset[Any]):
@@ -177,16 +177,16 @@ class Nested(OnDataset):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = {"position": 0}
+        self.held = {"progress": 0}
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        while self.held["position"] < self.length:
-            self.held["position"] += 1
-            yield self.epoch, self.held["position"] - 1
-        self.held["position"] = 0
+        while self.held["progress"] < self.length:
+            self.held["progress"] += 1
+            yield self.epoch, self.held["progress"] - 1
+        self.held["progress"] = 0
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.held)
@@ -313,7 +313,7 @@ def test_a_dataset_that_has_no_state_yet_has_no_beginning() -> None:
             raise RuntimeError("nobody has iterated it")
 
     assert [beginning_of(dataset) for dataset in (Late(), Bare(), OnIterator())] == [None] * 3
-    assert beginning_of(OnDataset()) == {"position": 0}
+    assert beginning_of(OnDataset()) == {"progress": 0}
 
 
 def test_a_state_is_the_datasets_and_the_iterators() -> None:
@@ -322,10 +322,10 @@ def test_a_state_is_the_datasets_and_the_iterators() -> None:
         stage.skip(2)
         return stage.place()["state"]
 
-    assert state_after_two(OnDataset()) == {"dataset": {"position": 2}, "iterator": None}
-    assert state_after_two(Own()) == {"dataset": {"position": 2}, "iterator": None}
-    assert state_after_two(OnIterator()) == {"dataset": None, "iterator": {"position": 2}}
-    assert state_after_two(OnBoth()) == {"dataset": {"files": 3}, "iterator": {"position": 2}}
+    assert state_after_two(OnDataset()) == {"dataset": {"progress": 2}, "iterator": None}
+    assert state_after_two(Own()) == {"dataset": {"progress": 2}, "iterator": None}
+    assert state_after_two(OnIterator()) == {"dataset": None, "iterator": {"progress": 2}}
+    assert state_after_two(OnBoth()) == {"dataset": {"files": 3}, "iterator": {"progress": 2}}
     assert state_after_two(Bare()) is None
 
 
@@ -360,7 +360,7 @@ def test_the_epoch_is_told_before_the_state_is_loaded_and_the_pass_begins() -> N
             told.append(("epoch", epoch))
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            told.append(("state", state["position"]))
+            told.append(("state", state["progress"]))
             super().load_state_dict(state)
 
         def __iter__(self) -> Iterator[Any]:

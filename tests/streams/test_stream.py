@@ -83,7 +83,7 @@ class _Laws(ResumeContract):
         """A state has the same keys at every step, down to the place: that is of the portion that is open."""
         stream = self.make()
         states = [stream.state_dict(), *(stream.state_dict() for _ in stream), stream.state_dict()]
-        assert len({(tuple(state), tuple(state["config"]), tuple(state["position"])) for state in states}) == 1
+        assert len({(tuple(state), tuple(state["config"]), tuple(state["progress"])) for state in states}) == 1
 
     def test_rank_free(self, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[override]  # another law
         """Refuses a state of another share."""
@@ -185,7 +185,7 @@ class TestALoop:
             resumed.set_epoch(1.5)  # type: ignore[arg-type]  # that is the point
         with pytest.raises(ConfigurationError, match="epoch must be at least 0, got -1"):
             resumed.set_epoch(-1)
-        assert resumed.state_dict()["position"]["epoch"] == 3
+        assert resumed.state_dict()["progress"]["epoch"] == 3
 
     def test_asking_for_a_state_at_every_sample_changes_nothing(self) -> None:
         stream = chunked().recurrent(add_up, 0).windowed(2)
@@ -211,7 +211,7 @@ class TestALoop:
         epochs = [list(whole), list(whole)]
         stopped, resumed = resumed_after(chunked(), TOTAL), chunked()
         state = stopped.state_dict()
-        assert (state["position"]["epoch"], state["position"]["place"]) == (1, None)
+        assert (state["progress"]["epoch"], state["progress"]["place"]) == (1, None)
         resumed.load_state_dict(state)
         assert list(resumed) == epochs[1]
 
@@ -231,7 +231,7 @@ class TestALoop:
     def test_a_stream_without_a_sample_is_an_empty_epoch(self) -> None:
         stream = numbered(0, 0)
         assert [list(stream), list(stream)] == [[], []]
-        assert stream.state_dict()["position"]["epoch"] == 2
+        assert stream.state_dict()["progress"]["epoch"] == 2
 
     def test_nothing_is_read_before_the_first_sample_is_asked_for(self) -> None:
         asked: Counter[str] = Counter()
@@ -283,7 +283,7 @@ class TestAPassThatWasLeft:
         assert stream.state_dict() == resumed_after(chunked(), 3).state_dict()
         stream.set_epoch(4)
         del latest
-        assert (stream.state_dict()["position"]["epoch"], stream.state_dict()["position"]["place"]) == (4, None)
+        assert (stream.state_dict()["progress"]["epoch"], stream.state_dict()["progress"]["place"]) == (4, None)
 
 
 class TestErrors:
@@ -506,7 +506,7 @@ class TestShares:
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
         stream = numbered()
         assert {value[2] for value in stream} == {3}
-        position = stream.state_dict()["position"]
+        position = stream.state_dict()["progress"]
         assert {name: position[name] for name in ("rank", "ranks", "worker", "workers")} == {
             "rank": 3, "ranks": 5, "worker": 0, "workers": 1,
         }  # fmt: skip
@@ -578,9 +578,9 @@ class TestDamage:
 
     def test_whatever_is_missing_is_refused_as_a_state_is_loaded(self) -> None:
         accepted = []
-        for path in _paths(self.state()["position"]):
+        for path in _paths(self.state()["progress"]):
             state = self.state()
-            held: Any = state["position"]
+            held: Any = state["progress"]
             for name in path[:-1]:
                 held = held[name]
             del held[path[-1]]
@@ -597,10 +597,10 @@ class TestDamage:
         broken, refused = [], 0
         for make in (chunked().recurrent(add_up, 0).windowed, lambda width: MixedStream([chunked(), chunked()])):
             state = resumed_after(make(2), 6).state_dict()
-            for path in _paths(state["position"]):
+            for path in _paths(state["progress"]):
                 for wrong in (None, True, -1, 10**6, 10**30, 0.5, "x", [], ["zzz"], [-1, 0, 0], {}):
                     damaged = copy.deepcopy(state)
-                    held: Any = damaged["position"]
+                    held: Any = damaged["progress"]
                     for name in path[:-1]:
                         held = held[name]
                     held[path[-1]] = wrong
@@ -619,7 +619,7 @@ class TestDamage:
     @pytest.mark.parametrize("epoch", [None, "1", 1.5])
     def test_an_epoch_that_is_no_number_is_refused(self, epoch: Any) -> None:
         state = self.state()
-        state["position"]["epoch"] = epoch
+        state["progress"]["epoch"] = epoch
         with pytest.raises(DamagedStateError, match="no epoch and place"):
             self.load(state)
 
@@ -630,7 +630,7 @@ class TestDamage:
         taken = [next(iterator) for _ in range(4)]
         before = json.dumps(stream.state_dict())
         bad = self.state()
-        bad["position"]["ranks"] = 3
+        bad["progress"]["ranks"] = 3
         for state in (bad, chunked().state_dict(), {}):
             with pytest.raises(StateError):
                 stream.load_state_dict(state)

@@ -137,11 +137,11 @@ class OwnWithState(Own):
         self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "about": torch.arange(self.length)}
+        return {"progress": self.position, "about": torch.arange(self.length)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert torch.equal(state["about"], torch.arange(self.length))
-        self.position = state["position"]
+        self.position = state["progress"]
 
 
 class Batches:

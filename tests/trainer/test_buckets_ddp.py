@@ -136,7 +136,7 @@ def test_hardly_any_samples_still_give_all_ranks_the_same_steps(everything: Ever
 def test_the_state_is_equal_on_all_ranks(everything: Everything, name: str, number: int) -> None:
     runs = everything.uninterrupted(number, name)
     assert all(run["state"] == runs[0]["state"] for run in runs)
-    assert runs[0]["state"]["lightning_stateful"]["position"]["epoch"] == 2
+    assert runs[0]["state"]["lightning_stateful"]["progress"]["epoch"] == 2
     assert len(json.dumps(runs[0]["state"])) < 1000
 
 

@@ -44,7 +44,7 @@ def loops(
     total = batch[2] if total is None else total
     behind = {"ready": 9, "completed": 8}
     return {
-        "state_dict": {"combined_loader": [{"position": 3}]},
+        "state_dict": {"combined_loader": [{"progress": 3}]},
         "epoch_loop.state_dict": {"_batches_that_stepped": stepped},
         "epoch_loop.batch_progress": {
             "total": tracked((total + batch[0] - batch[2], total + batch[1] - batch[2], total, total - 1)),
@@ -520,4 +520,4 @@ class TestWindowsAfterAChange:
         )
         state = torch.load(tmp_path / "stop.ckpt", weights_only=True)["StatefulDataModule"]["lightning_stateful"]
 
-        assert state["position"] == {"epoch": 0, "consumed": 10, "width": 1}
+        assert state["progress"] == {"epoch": 0, "consumed": 10, "width": 1}

@@ -300,7 +300,7 @@ def test_the_state_says_how_far_training_is_when_a_batch_is_in_flight(tmp_path: 
     stop = StopAt("on_before_backward", tmp_path / "stop.ckpt", epoch=0, batch=3)
     train(callbacks=[stop])
     checkpoint = torch.load(tmp_path / "stop.ckpt", weights_only=True)
-    assert checkpoint["StatefulDataModule"]["lightning_stateful"]["position"] == {"epoch": 0, "consumed": 6, "width": 1}
+    assert checkpoint["StatefulDataModule"]["lightning_stateful"]["progress"] == {"epoch": 0, "consumed": 6, "width": 1}
 
 
 def test_stopped_is_what_ends_these_runs() -> None:

@@ -115,10 +115,10 @@ def test_a_position_beyond_any_run_is_refused(options: dict[str, Any], number: i
 
     for key in ("epoch", "width"):
         state = sampler().state_dict()
-        state["position"][key] = number
+        state["progress"][key] = number
         with pytest.raises(PositionError, match="no run reaches an epoch or a width of 2147483648"):
             sampler().load_state_dict(state)
     state = sampler().state_dict()
-    state["position"]["epoch"] = 2**31 - 1
+    state["progress"]["epoch"] = 2**31 - 1
     if options:
         sampler().load_state_dict(state)

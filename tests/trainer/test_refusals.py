@@ -102,12 +102,12 @@ def test_a_dataset_described_otherwise_is_another_dataset(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("edit", "error", "words"),
     [
-        (lambda state: state.pop("position"), DamagedStateError, "'position', got nothing"),
+        (lambda state: state.pop("progress"), DamagedStateError, "'position', got nothing"),
         (lambda state: state.update(position={"epoch": 1}), DamagedStateError, "needs 'consumed'"),
-        (lambda state: state["position"].update(consumed="8"), DamagedStateError, "must be an int"),
-        (lambda state: state["position"].update(consumed=-1), PositionError, "consumed=-1"),
-        (lambda state: state["position"].update(consumed=23), PositionError, "consumed 23 samples"),
-        (lambda state: state["position"].update(epoch=4), DamagedStateError, "lies in epoch 4"),
+        (lambda state: state["progress"].update(consumed="8"), DamagedStateError, "must be an int"),
+        (lambda state: state["progress"].update(consumed=-1), PositionError, "consumed=-1"),
+        (lambda state: state["progress"].update(consumed=23), PositionError, "consumed 23 samples"),
+        (lambda state: state["progress"].update(epoch=4), DamagedStateError, "lies in epoch 4"),
         (lambda state: state.update(version=2), StateVersionError, "version 2"),
         (lambda state: state.update(order_version=2), StateMismatchError, "order_version: saved 2, now 1"),
         (lambda state: state.update(kind="bucketed"), StateMismatchError, "kind: saved 'bucketed'"),

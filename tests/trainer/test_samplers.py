@@ -712,7 +712,7 @@ def test_the_way_taken_is_in_the_log_the_report_and_the_checkpoint(
     saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"]["StatefulDataCallback"]["data"]
     assert saved["config"]["sampler"]["way"] == way
     assert saved["config"]["sampler"]["class"] == kind
-    assert saved["position"]["consumed"] == {"without len": 6, "own state": 6}.get(name, 3)
+    assert saved["progress"]["consumed"] == {"without len": 6, "own state": 6}.get(name, 3)
 
 
 def test_the_way_of_samplers_that_depend_on_training_is_in_the_log_the_report_and_the_checkpoint(

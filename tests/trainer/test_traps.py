@@ -137,7 +137,7 @@ def test_7_the_state_is_small_plain_and_the_same_in_both_places(tmp_path: Path) 
     checkpoint = torch.load(tmp_path / "stop.ckpt", weights_only=True)
     state = checkpoint["StatefulDataModule"]["lightning_stateful"]
     assert state == json.loads(json.dumps(state))
-    assert state["position"] == {"epoch": 1, "consumed": 4, "width": 1}
+    assert state["progress"] == {"epoch": 1, "consumed": 4, "width": 1}
     assert len(json.dumps(state)) + len(json.dumps(checkpoint["callbacks"]["StatefulDataCallback"])) < 1024
     assert checkpoint["callbacks"]["StatefulDataCallback"]["data"] is None
 
@@ -327,7 +327,7 @@ def test_31_a_saved_state_does_not_change_when_training_goes_on(tmp_path: Path) 
                 kept.append(trainer.datamodule.state_dict()["lightning_stateful"])
 
     train(callbacks=[Keep()])
-    assert kept[0]["position"]["consumed"] == 10
+    assert kept[0]["progress"]["consumed"] == 10
 
 
 def test_early_stopping_within_an_epoch_resumes_with_its_patience(tmp_path: Path) -> None:
@@ -494,7 +494,7 @@ def test_weights_only_checkpoints_are_refused_by_lightning_and_still_evaluate(tm
     run = train(max_steps=13)
     run.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     checkpoint = torch.load(tmp_path / "weights.ckpt", weights_only=True)
-    assert checkpoint["StatefulDataModule"]["lightning_stateful"]["position"] == {"epoch": 1, "consumed": 4, "width": 1}
+    assert checkpoint["StatefulDataModule"]["lightning_stateful"]["progress"] == {"epoch": 1, "consumed": 4, "width": 1}
     with pytest.raises(KeyError, match="contains only the model"):
         train(ckpt_path=tmp_path / "weights.ckpt")
     assert len(evaluate(tmp_path / "weights.ckpt", "validate").ledger) == 3

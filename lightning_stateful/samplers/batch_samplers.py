@@ -1,0 +1,89 @@
+"""Batch samplers over any order of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from lightning_stateful.core.order import BatchOrder, EpochPlan
+from lightning_stateful.samplers.tracker import Tracker
+
+
+class StatefulBatchSampler(Sampler[list[int]]):
+    """Deals the batches of an order out over the ranks, from any progress.
+
+    Every rank gets the same number of batches. The end of a pass moves on to the next epoch; :meth:`set_epoch` chooses
+    one, and keeps loaded progress within the same epoch. An iterator that is abandoned leaves the beginning of its
+    pass where it was.
+
+    Args:
+        order: What is served.
+        num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
+        rank: This rank; by default that of the process group, or 0.
+        accept: Names of differences between a state and this configuration to let pass on load.
+
+    State:
+        The progress after the batches that the latest iterator has yielded. DataLoader workers fetch ahead of
+        training; give :meth:`state_dict` the number of batches that this rank was trained on to leave those out, or
+        let a ``StatefulLoader`` do it.
+    """
+
+    def __init__(
+        self,
+        order: BatchOrder,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        accept: Collection[str] = (),
+    ) -> None:
+        self.tracker = Tracker(order, num_replicas=num_replicas, rank=rank, accept=accept)
+
+    @property
+    def order(self) -> BatchOrder:
+        """What is served."""
+        return self.tracker.order
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to."""
+        return self.tracker.epoch
+
+    def __len__(self) -> int:
+        """Batches of this rank in a whole epoch."""
+        return self.tracker.plan_of(0).num_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.tracker.iterate(self._read)
+
+    def _read(self, plan: EpochPlan, first_step: int) -> Iterator[list[int]]:
+        return (batch for _, batch in plan.batches(self.tracker.topology.rank, first_step))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch``; progress within that same epoch is kept."""
+        self.tracker.set_epoch(epoch)
+
+    def state_dict(self, *, num_batches: int | None = None) -> dict[str, Any]:
+        """The state after what the latest iterator has yielded.
+
+        Args:
+            num_batches: Batches of this rank that the present pass has trained on, if workers have fetched more.
+
+        Raises:
+            ConfigurationError: ``num_batches`` is more than the pass has.
+        """
+        tracker = self.tracker
+        return tracker.state_dict(None if num_batches is None else tracker.progress_after(num_batches))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, on any number of ranks.
+
+        Raises:
+            StateError: The state is damaged, from a future version, or of another configuration.
+        """
+        self.tracker.load_state_dict(state_dict, where="The sampler's state")
+
+    def position_report(self) -> dict[str, Any]:
+        """Epoch, and what has been served of it or, in mixtures, of every source; equal on all ranks."""
+        return self.tracker.report()
