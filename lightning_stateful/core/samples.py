@@ -197,24 +197,37 @@ class SampleEpochPlan:
     def num_samples(self, rank: int) -> int:
         """Samples of ``rank`` in this plan."""
         plain = self._num_plain(self.remaining)
-        tail = sum(share.size for _, share in self._last_shares(plain * self.rule.full, rank))
+        tail = sum(share.size for share in self._last_shares(plain * self.rule.full, rank))
         return plain * self.rule.batch_size + tail
 
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, list[int]]]:
         """The batches of ``rank``; numbered by the offset of their first sample."""
-        rule, samples, size = self.rule, self.order.samples, self.rule.batch_size
+        for offsets, indices in self._chunks(rank, first_step):
+            yield from zip(
+                (offsets[:, 0] + self.cycle * len(self.order.samples)).tolist(), indices.tolist(), strict=True
+            )
+
+    def samples(self, rank: int, first_step: int = 0) -> Iterator[int]:
+        """The samples of ``rank``, batch after batch."""
+        for _, indices in self._chunks(rank, first_step):
+            yield from indices.ravel().tolist()
+
+    def _chunks(self, rank: int, first_step: int) -> Iterator[tuple[Indices, Indices]]:
+        """Offsets, and the samples there, of many batches of one size: both int64 of shape ``(batches, size)``."""
+        rule, size = self.rule, self.rule.batch_size
         done = rule.served(self.remaining, first_step)
         plain = self._num_plain(self.remaining - done)
-        before = self.cycle * len(samples)
         own = self.consumed + rank * size + np.arange(size, dtype=np.int64)
         per_chunk = max(_CHUNK // size, 1)
         for start in range(0, plain, per_chunk):
-            starts = done + np.arange(start, min(start + per_chunk, plain), dtype=np.int64) * rule.full
-            table = samples.take((starts[:, None] + own).ravel(), self.epoch, self.cycle).reshape(-1, size)
-            yield from zip((starts + (before + int(own[0]))).tolist(), table.tolist(), strict=True)
-        for number, share in self._last_shares(done + plain * rule.full, rank):
-            offsets = self.consumed + share
-            yield before + number, samples.take(offsets, self.epoch, self.cycle).tolist()
+            steps = np.arange(start, min(start + per_chunk, plain), dtype=np.int64)
+            offsets = (done + steps * rule.full)[:, None] + own
+            yield offsets, self._take(offsets)
+        for share in self._last_shares(done + plain * rule.full, rank):
+            yield (self.consumed + share)[None], self._take(self.consumed + share)[None]
+
+    def _take(self, offsets: Indices) -> Indices:
+        return self.order.samples.take(offsets.ravel(), self.epoch, self.cycle).reshape(offsets.shape)
 
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps."""
@@ -233,9 +246,8 @@ class SampleEpochPlan:
         """Steps that are full and alike: all but the last two."""
         return max(remaining // self.rule.full - 1, 0)
 
-    def _last_shares(self, done: int, rank: int) -> Iterator[tuple[int, Indices]]:
-        """The last steps one by one: the offset of the first sample, and those of ``rank`` from the plan's first."""
+    def _last_shares(self, done: int, rank: int) -> Iterator[Indices]:
+        """What ``rank`` has of the last steps, one by one, counted from the plan's first sample."""
         while self.rule.num_steps(self.remaining - done):
-            share = done + self.rule.share(self.remaining - done, rank)
-            yield self.consumed + int(share[0]), share
+            yield done + self.rule.share(self.remaining - done, rank)
             done += self.rule.step_size(self.remaining - done)

@@ -80,6 +80,8 @@ class Tracker:
         self._handed = 0
         self._latest: object = None
         self._num_loads = 0
+        # A pass that workers have fetched to its end, while training may still be in it.
+        self._fetched: EpochPlan | None = None
 
     @property
     def topology(self) -> Topology:
@@ -107,7 +109,7 @@ class Tracker:
 
     def plan(self) -> EpochPlan:
         """The plan of the latest pass or, where none has begun since the tracker was moved, of the next one."""
-        return self._next_plan() if self._plan is None else self._plan
+        return self._plan or self._fetched or self._next_plan()
 
     def iterate(self, read: Callable[[EpochPlan, int], Iterable[T]], *, resumes: bool = False) -> Iterator[T]:
         """Go through a pass, from wherever the tracker stands at the first ``next()``.
@@ -123,22 +125,20 @@ class Tracker:
         while True:
             if self._plan is None or not resumes:
                 self._plan, self._handed = self._next_plan(), 0
-            resumes = False
+            resumes, has_ended = False, False
             plan, loads = self._plan, self._num_loads
-            if not plan.num_steps:
-                self._end(plan, 0)
-                return
             for done, item in enumerate(read(plan, self._handed), self._handed + 1):
                 if self._latest is latest:
                     self._handed = done
                     if done == plan.num_steps:
+                        has_ended = True
                         self._end(plan, done)
                 yield item
                 if self._num_loads != loads and self._latest is latest:
                     break
             else:
-                # The end of an epoch that was not known beforehand.
-                if self._latest is latest and self._held.epoch == plan.epoch:
+                # An epoch without a step, or one whose end was not known beforehand.
+                if self._latest is latest and not has_ended:
                     self._end(plan, self._handed)
                 return
 
@@ -162,11 +162,13 @@ class Tracker:
         """Begin ``epoch``; progress within that same epoch is kept."""
         epoch = as_int("epoch", epoch)
         if epoch != self._held.epoch:
+            latest = self._plan
             self.seek(self.plan_of(epoch, self._held).progress_after(0))
+            self._fetched = latest if latest is not None and latest.epoch == epoch else None
 
     def seek(self, progress: Progress) -> None:
         """Stand at ``progress``; the latest pass, if it is running, goes on from there."""
-        self._held, self._plan, self._handed = progress, None, 0
+        self._held, self._plan, self._fetched, self._handed = progress, None, None, 0
         self._num_loads += 1
 
     def state_dict(self, progress: Progress | None = None) -> dict[str, Any]:
