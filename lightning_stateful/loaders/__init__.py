@@ -7,7 +7,7 @@ from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.takeover import patch_dataloader, take_over
 from lightning_stateful.loaders.torch_samplers import order_of
-from lightning_stateful.samplers.randomness import keep_randomness, seed_randomness
+from lightning_stateful.samplers.rng import keep_randomness, seed_randomness
 
 __all__ = [
     "SeededDataset",

@@ -16,7 +16,7 @@ from lightning_stateful.loaders.torch_samplers import cuts_samples, has_order, o
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
-from lightning_stateful.samplers.identity import describe_dataset
+from lightning_stateful.samplers.fingerprint import describe_dataset
 from lightning_stateful.samplers.sampler_plan import SamplerCut
 from lightning_stateful.samplers.user_sampler import UserSampler
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.batches import PositionedBatches
 from lightning_stateful.loaders.seeded import read_batch
-from lightning_stateful.samplers.randomness import IsolatedReads, seed_randomness
+from lightning_stateful.samplers.rng import IsolatedReads, seed_randomness
 
 # What is taken over from the loader in front, where this version of torch has it.
 OPTIONS = (

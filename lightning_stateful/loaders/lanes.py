@@ -10,7 +10,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
-from lightning_stateful.samplers.randomness import seed_randomness
+from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.streams.lane import Lane, LaneBatch, StreamConfig
 from lightning_stateful.streams.place_text import News, PlaceTexts
 from lightning_stateful.streams.share import Share

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.index.lengths import digest
 from lightning_stateful.loaders.measuring import measure_one
-from lightning_stateful.samplers.identity import describe_dataset
+from lightning_stateful.samplers.fingerprint import describe_dataset
 from lightning_stateful.samplers.lengths import read_array
-from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.rng import keep_randomness
 
 _VERSION = 1
 # Lengths that are part of the key, and lengths that are measured again at each reading.
@@ -55,9 +55,9 @@ class LengthCache:
     """A file of lengths for one dataset and one function.
 
     Its name is a digest of what identifies both: of the dataset what a state says of it (see
-    :func:`~lightning_stateful.samplers.identity.describe_dataset`), its plain attributes and the lengths of some of its
-    samples; of the function its code and what it holds. As that cannot see everything, a file is only believed if its
-    contents are whole and other samples, the shortest, the longest and some at random, are as long as it says.
+    :func:`~lightning_stateful.samplers.fingerprint.describe_dataset`), its plain attributes and the lengths of some of
+    its samples; of the function its code and what it holds. As that cannot see everything, a file is only believed if
+    its contents are whole and other samples, the shortest, the longest and some at random, are as long as it says.
 
     Of the processes that ask at the same time, one measures, and the others wait and read: the file's lock sees to it,
     so that no process group is needed.

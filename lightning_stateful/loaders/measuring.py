@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.lengths import MAX_SAMPLE_LENGTH
-from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.rng import keep_randomness
 
 # Fewer samples than that are measured before processes would have started.
 _WORTH_WORKERS = 4096

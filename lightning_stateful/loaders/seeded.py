@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from lightning_stateful.samplers.randomness import seed_randomness
+from lightning_stateful.samplers.rng import seed_randomness
 
 
 class Keyed(NamedTuple):

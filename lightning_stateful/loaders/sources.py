@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, default_collate
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.weights import by_name
-from lightning_stateful.samplers.identity import describe_dataset, without_fingerprint
+from lightning_stateful.samplers.fingerprint import describe_dataset, without_fingerprint
 
 Collate = Callable[[list[Any]], Any]
 

@@ -20,7 +20,7 @@ from lightning_stateful.loaders.kinds import Pickled, copied
 from lightning_stateful.loaders.origins import is_torchdatas
 from lightning_stateful.loaders.passes import Count, Pass
 from lightning_stateful.loaders.seeded import SeededDataset
-from lightning_stateful.samplers.randomness import IsolatedReads, keep_randomness, seed_or_default
+from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_or_default
 from lightning_stateful.samplers.sampler_plan import SamplerCut
 from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.state import accepted_names

@@ -19,7 +19,7 @@ from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
 from lightning_stateful.loaders.stream_setup import StreamSetup
 from lightning_stateful.samplers.cursor import Cursor
-from lightning_stateful.samplers.randomness import keep_if_drawn, seed_or_default
+from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.world import detect_topology
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.streams.lane import StreamConfig

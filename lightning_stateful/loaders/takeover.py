@@ -29,8 +29,8 @@ from lightning_stateful.loaders.torch_samplers import cuts_samples, has_order, w
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
-from lightning_stateful.samplers.randomness import seed_or_default
 from lightning_stateful.samplers.repeated import Repeated
+from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.sampler_plan import SamplerCut
 from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.state import accepted_names

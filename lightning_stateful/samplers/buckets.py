@@ -15,7 +15,7 @@ from lightning_stateful.index.window_order import WindowOrder
 from lightning_stateful.index.windows import Windows
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
 from lightning_stateful.samplers.lengths import open_lengths
-from lightning_stateful.samplers.randomness import seed_or_default
+from lightning_stateful.samplers.rng import seed_or_default
 
 Lengths = Sequence[int] | str | Path | Any
 

@@ -14,7 +14,7 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.position import Position
 from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.items import knows_how_to_split
-from lightning_stateful.samplers.randomness import seed_or_default
+from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.sampler_plan import SamplerCut, SamplerPlan, Tail
 from lightning_stateful.samplers.user_sampler import Length, UserSampler
 from lightning_stateful.samplers.world import detect_topology

@@ -9,8 +9,8 @@ from torch.utils.data import DistributedSampler
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.samples import SampleBatchOrder, SampleEpochPlan, SequentialOrder, ShuffledOrder
-from lightning_stateful.samplers.identity import describe_dataset
-from lightning_stateful.samplers.randomness import seed_or_default
+from lightning_stateful.samplers.fingerprint import describe_dataset
+from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracker
 
 

@@ -20,7 +20,7 @@ from lightning_stateful.index.schedule import Schedule, WeightSchedule
 from lightning_stateful.index.sources import Sources
 from lightning_stateful.index.weights import by_name, exact_block, refuse_rare, shares_of, tempered
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
-from lightning_stateful.samplers.randomness import seed_or_default
+from lightning_stateful.samplers.rng import seed_or_default
 
 Lengths = Mapping[str, Any] | Sequence[Any] | ConcatDataset[Any]
 _LARGEST_BLOCK = 2**16

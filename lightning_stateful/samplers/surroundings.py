@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
-from lightning_stateful.samplers.randomness import (
+from lightning_stateful.samplers.rng import (
     GENERATORS,
     Randomness,
     keep_randomness,

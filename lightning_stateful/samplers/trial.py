@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.items import only_next
 from lightning_stateful.samplers.marks import digest
-from lightning_stateful.samplers.own_words import from_plain
 from lightning_stateful.samplers.repeated import Repeated
+from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.samplers.winding import STATE_STRIDE
 
 if TYPE_CHECKING:

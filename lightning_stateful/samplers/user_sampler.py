@@ -25,10 +25,10 @@ from lightning_stateful.index.position import Position
 from lightning_stateful.index.step_plan import ENDLESS
 from lightning_stateful.samplers import claims
 from lightning_stateful.samplers.items import only_next
-from lightning_stateful.samplers.own_words import to_plain
 from lightning_stateful.samplers.place import Place
 from lightning_stateful.samplers.pristine import Pristine
 from lightning_stateful.samplers.repeated import Repeated
+from lightning_stateful.samplers.state_codec import to_plain
 from lightning_stateful.samplers.surroundings import Surroundings
 from lightning_stateful.samplers.trial import Trial
 from lightning_stateful.samplers.winding import Winding

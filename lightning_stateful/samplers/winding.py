@@ -14,8 +14,8 @@ from lightning_stateful.errors import ConfigurationError, Difference, PositionEr
 from lightning_stateful.samplers import claims
 from lightning_stateful.samplers.items import copied, only_next
 from lightning_stateful.samplers.marks import digest, next_mark
-from lightning_stateful.samplers.own_words import from_plain, to_plain
 from lightning_stateful.samplers.place import Place
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
 if TYPE_CHECKING:
     from lightning_stateful.samplers.user_sampler import UserSampler

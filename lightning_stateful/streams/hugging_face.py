@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError
-from lightning_stateful.samplers.own_words import from_plain, to_plain
-from lightning_stateful.samplers.randomness import Randomness
+from lightning_stateful.samplers.rng import Randomness
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams import hugging_face_stages as stages
 from lightning_stateful.streams import hugging_face_versions as versions
 from lightning_stateful.streams.hugging_face_exit import wait_at_exit

@@ -14,7 +14,7 @@ from lightning_stateful.index.mixture import Stop
 from lightning_stateful.index.proportions import Proportions
 from lightning_stateful.index.turns import Turns
 from lightning_stateful.index.weights import exact_block, refuse_rare, shares_of, tempered
-from lightning_stateful.samplers.randomness import seed_or_default
+from lightning_stateful.samplers.rng import seed_or_default
 
 By = Literal["batch", "sample"]
 

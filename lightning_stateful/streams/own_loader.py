@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from lightning_stateful.samplers.own_words import from_plain
+from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.streams.own_stream import OwnIterator, OwnStream, begin_pass, has_state, load_into
 from lightning_stateful.streams.shards import ShardIterator
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_stateful.samplers.own_words import from_plain, to_plain
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams.shards import ShardIterator, Shards
 
 # Samples by which a pass is told from others, and how much of each array counts.

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
-from lightning_stateful.samplers.randomness import seed_randomness
+from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.shards import ShardIterator, Shards, carried
 from lightning_stateful.streams.stage import Item, Place, Run, Stage

@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
-from lightning_stateful.samplers.own_words import from_plain, to_plain
-from lightning_stateful.samplers.randomness import seed_randomness
+from lightning_stateful.samplers.rng import seed_randomness
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams.naming import NameShard, by_number, name_of, sample_of
 from lightning_stateful.streams.reading import OnError
 from lightning_stateful.streams.stage import Item, Open, Place, Run, Stage

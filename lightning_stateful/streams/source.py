@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.samplers.randomness import seed_or_default
+from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.streams.block_shuffle import BlockShuffle
 from lightning_stateful.streams.naming import NameShard, by_number
 from lightning_stateful.streams.portion import Portion, order_of_shards

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import ConfigurationError, StateError, StatefulWarning, StateMismatchError
-from lightning_stateful.samplers.randomness import seed_or_default
+from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import counters, other_callbacks
 from lightning_stateful.trainer.checkpoint import (

@@ -20,7 +20,7 @@ from lightning_stateful.loaders.batches import PassBatches, PassIndices
 from lightning_stateful.loaders.patched import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.takeover import take_over
-from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.samplers.sampler_plan import SamplerCut
 from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.trainer.lightning import TrainerFn, pl

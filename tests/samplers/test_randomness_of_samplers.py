@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stateful.samplers.randomness import Randomness, keep_randomness, seed_generator, seed_randomness
+from lightning_stateful.samplers.rng import Randomness, keep_randomness, seed_generator, seed_randomness
 
 BITS = [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
 MAKES: dict[str, Callable[[], Any]] = {

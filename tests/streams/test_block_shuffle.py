@@ -14,7 +14,7 @@ from support.shards import NumberedShards
 from test_running import assert_obeys
 
 from lightning_stateful.errors import PositionError, ShardError
-from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams import reading
 from lightning_stateful.streams.block_shuffle import BlockShuffle
 from lightning_stateful.streams.reading import Reading

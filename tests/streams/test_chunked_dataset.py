@@ -20,7 +20,7 @@ from support.shards import drawn, read_numbers, with_draws, with_worker, write_c
 from torch.utils.data import DataLoader
 
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateMismatchError
-from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams import ChunkedDataset
 from lightning_stateful.streams.chunks import Chunks
 from lightning_stateful.streams.reading import Reading

@@ -31,7 +31,7 @@ from support import hf_streams as hf
 from torch.utils.data import DataLoader
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError
-from lightning_stateful.samplers.randomness import keep_randomness, seed_randomness
+from lightning_stateful.samplers.rng import keep_randomness, seed_randomness
 from lightning_stateful.streams import hugging_face_stages as stages
 from lightning_stateful.streams import hugging_face_versions as versions
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face

@@ -14,7 +14,7 @@ from support.shards import Crew, Value, config, mixed_config, open_lane, source,
 from test_running import assert_obeys
 
 from lightning_stateful.errors import ConfigurationError, ShardError
-from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams import reading
 from lightning_stateful.streams.lane import ALONE, LaneBatch, StreamConfig
 from lightning_stateful.streams.source import Source

@@ -15,7 +15,7 @@ from test_running import assert_obeys
 from torch.utils.data import IterableDataset
 
 from lightning_stateful.errors import PositionError, ShardError, StateError
-from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams import reading
 from lightning_stateful.streams.lane import ALONE, StreamConfig
 from lightning_stateful.streams.own_stream import OwnStream, beginning_of

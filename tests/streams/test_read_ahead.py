@@ -20,7 +20,7 @@ from test_running import Listed, assert_obeys, listed, mixed, noisy, opened, ran
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
 from lightning_stateful.index.budget import Budget, QuadraticCost
 from lightning_stateful.index.too_long import num_samples
-from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams.read_ahead import ReadAhead, ReadAheadConfig
 from lightning_stateful.streams.running import FilterStage, MapStage
 from lightning_stateful.streams.stage import Item, Open, Place

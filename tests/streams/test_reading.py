@@ -15,7 +15,7 @@ from support.shards import NumberedShards, drawn
 from test_running import assert_obeys
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, ShardError, StateError
-from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams import reading as module
 from lightning_stateful.streams.own_stream import OwnStream
 from lightning_stateful.streams.reading import Reading

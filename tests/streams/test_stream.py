@@ -30,7 +30,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
     StateVersionError,
 )
-from lightning_stateful.samplers.randomness import keep_randomness
+from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams import ChunkedDataset, MixedStream, Stream, as_stream, reading
 from lightning_stateful.streams import stream as module
 from lightning_stateful.testing import ResumeContract

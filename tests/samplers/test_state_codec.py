@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_stateful.errors import DamagedStateError, StateError
-from lightning_stateful.samplers.own_words import from_plain, to_plain
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
 Pair = namedtuple("Pair", "left right")
 
