@@ -1,0 +1,145 @@
+"""A batch has as many samples as its budget allows, and what is too long is refused or dropped."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stateful.bucketing.budget import Budget, QuadraticCost, drop_too_long
+from lightning_stateful.bucketing.lengths import histogram
+from lightning_stateful.errors import ConfigurationError
+
+LENGTHS = np.array([3, 9, 9, 4, 12, 10, 3])
+
+
+@st.composite
+def token_budgets(draw):
+    cost = draw(st.one_of(st.none(), st.integers(1, 200)))
+    return Budget(
+        max_tokens=draw(st.integers(1, 2000)),
+        max_samples=draw(st.one_of(st.none(), st.integers(1, 40))),
+        multiple=draw(st.one_of(st.just(1), st.integers(2, 9))),
+        cost=None if cost is None else QuadraticCost(cost),
+    )
+
+
+def by_counting(budget, longest):
+    """The most samples that fit, found by adding one after the other."""
+    each = max(longest, 1)
+    cost = each if budget.cost is None else each + Fraction(each**2, budget.cost.length)
+    count = 0
+    while (count + 1) * cost <= budget.max_tokens and count != budget.max_samples:
+        count += 1
+    while count > budget.multiple and count % budget.multiple:
+        count -= 1
+    return count
+
+
+@given(token_budgets(), st.integers(0, 300))
+def test_a_full_batch_has_as_many_samples_as_fit(budget, longest):
+    count = budget.num_samples(longest)
+    assert count == by_counting(budget, longest)
+    assert budget.num_samples(longest + 1) <= count
+    assert budget.use(longest, count) <= 1
+    if longest and budget.max_samples is None and budget.multiple == 1:
+        assert budget.use(longest, count + 1) > 1
+
+
+def test_tokens_are_the_longest_times_the_count():
+    budget = Budget(max_tokens=100)
+    assert [budget.num_samples(longest) for longest in (0, 1, 33, 34, 50, 51, 100, 101)] == [100, 100, 3, 2, 2, 1, 1, 0]
+    assert budget.use(33, 3) == 0.99
+
+
+def test_a_quadratic_cost_counts_the_square_beside_the_tokens():
+    budget = Budget(max_tokens=120, cost=QuadraticCost(10))
+    assert [budget.num_samples(longest) for longest in (10, 20, 30, 31)] == [6, 2, 1, 0]
+    assert budget.use(20, 2) == 1.0
+
+
+def test_a_quadratic_cost_is_exact_for_the_longest_lengths():
+    longest = 2**41 - 1
+    cost = longest * 3 + longest**2
+    assert Budget(max_tokens=-(-cost * 7 // 3), cost=QuadraticCost(3)).num_samples(longest) == 7
+    assert Budget(max_tokens=cost * 7 // 3 - 1, cost=QuadraticCost(3)).num_samples(longest) == 6
+
+
+def test_batches_of_at_least_a_multiple_have_a_multiple_of_it():
+    assert [Budget(max_tokens=100, multiple=8).num_samples(n) for n in (4, 6, 12, 13, 50)] == [24, 16, 8, 7, 2]
+    assert Budget(max_tokens=1000, max_samples=13, multiple=4).num_samples(1) == 12
+    assert Budget(batch_size=13, multiple=4).num_samples(1) == 12
+
+
+def test_a_batch_size_is_the_same_for_every_length():
+    budget = Budget(batch_size=6)
+    assert {budget.num_samples(longest) for longest in (0, 1, 2**41)} == {6}
+    assert budget.use(2**41, 3) == 0.5
+
+
+def test_huge_budgets_overflow_nothing():
+    assert Budget(max_tokens=2**200).num_samples(1) == Budget(batch_size=2**90).num_samples(1) == 2**40
+
+
+def test_the_configuration_leaves_out_what_is_not_set():
+    assert Budget(batch_size=3).config() == {"batch_size": 3}
+    full = Budget(max_tokens=np.int64(5), max_samples=2, multiple=4, cost=QuadraticCost(7))
+    assert full.config() == {"max_tokens": 5, "max_samples": 2, "multiple": 4, "quadratic_length": 7}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "either max_tokens or batch_size, got max_tokens=None, batch_size=None"),
+        ({"max_tokens": 5, "batch_size": 3}, "either max_tokens or batch_size, got max_tokens=5, batch_size=3"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"batch_size": True}, "batch_size must be at least 1, got True"),
+        ({"batch_size": [4, 2]}, r"batch_size must be an integer, got \[4, 2\]"),
+        ({"max_tokens": 2.5}, "max_tokens must be an integer, got 2.5"),
+        ({"max_tokens": 5, "multiple": 0}, "multiple must be at least 1, got 0"),
+        ({"batch_size": 5, "max_samples": 2}, "leave them out of batch_size"),
+        ({"batch_size": 5, "cost": QuadraticCost(3)}, "leave them out of batch_size"),
+        ({"max_tokens": 5, "cost": 3}, "cost must be a QuadraticCost, got 3"),
+    ],
+)
+def test_budgets_out_of_range_are_refused_with_their_values(options, said):
+    with pytest.raises(ConfigurationError, match=said):
+        Budget(**options)
+
+
+def test_a_cost_without_a_length_is_refused():
+    with pytest.raises(ConfigurationError, match=r"QuadraticCost\.length must be at least 1, got 0"):
+        QuadraticCost(0)
+
+
+# Samples that are too long
+
+
+@pytest.mark.parametrize("limit", range(3, 14))
+def test_dropping_splits_the_lengths_at_the_limit(limit):
+    kept, dropped = drop_too_long(histogram(LENGTHS), Budget(max_tokens=limit), "drop")
+    assert kept.values.tolist() == sorted({length for length in LENGTHS.tolist() if length <= limit})
+    assert dropped == sum(length > limit for length in LENGTHS.tolist()) == 7 - int(kept.counts.sum())
+
+
+def test_a_cost_decides_what_is_too_long():
+    kept, dropped = drop_too_long(histogram(LENGTHS), Budget(max_tokens=20, cost=QuadraticCost(10)), "drop")
+    assert (kept.values.tolist(), dropped) == ([3, 4, 9, 10], 1)
+
+
+def test_with_a_batch_size_no_sample_is_too_long():
+    assert drop_too_long(histogram(np.array([2**41])), Budget(batch_size=3), "error")[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "too_long", "said"),
+    [
+        (9, "error", '2 of 7 samples are longer than max_tokens=9 allows; the longest has 12 tokens.*too_long="drop"'),
+        (2, "drop", r"7 of 7 samples are longer.*would leave no sample\. Raise max_tokens"),
+        (12, "alone", r"too_long must be one of \('error', 'drop'\), got 'alone'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(max_tokens, too_long, said):
+    with pytest.raises(ConfigurationError, match=said):
+        drop_too_long(histogram(LENGTHS), Budget(max_tokens=max_tokens), too_long)

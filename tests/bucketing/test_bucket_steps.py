@@ -1,0 +1,200 @@
+"""Steps through buckets are those of cutting sample by sample, and what is left is what was not taken."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.bucket_cases import cut, deal, give
+
+from lightning_stateful.bucketing.plan import BucketSteps, Remainder, StepRanges
+
+
+@st.composite
+def cases(draw):
+    num_buckets = draw(st.integers(1, 6))
+    most = draw(st.sampled_from([3, 20, 60]))
+    counts = draw(st.lists(st.integers(0, most), min_size=num_buckets, max_size=num_buckets))
+    sizes = sorted(draw(st.lists(st.integers(1, 7), min_size=num_buckets, max_size=num_buckets)))
+    return counts, tuple(sizes), draw(st.one_of(st.integers(1, 5), st.integers(1, 64)))
+
+
+def make(counts, sizes, num_replicas, *, drop_last=False):
+    return BucketSteps(np.array(counts, dtype=np.int64), tuple(sizes), num_replicas, drop_last=drop_last)
+
+
+def ranges_of(steps, numbers=None):
+    found = steps.ranges(np.arange(steps.num_steps) if numbers is None else numbers)
+    return list(zip(found.starts.tolist(), found.stops.tolist(), strict=True))
+
+
+def shares_of(steps):
+    """Of every step, the offsets that each rank serves."""
+    ranges = steps.ranges(np.arange(steps.num_steps))
+    ranks = []
+    for rank in range(steps.num_replicas):
+        offsets, counts = steps.share(ranges, rank)
+        assert offsets.dtype == counts.dtype == np.int64
+        ranks.append([part.tolist() for part in np.split(offsets, np.cumsum(counts)[:-1])] if counts.size else [])
+    return [list(step) for step in zip(*ranks, strict=True)]
+
+
+@given(cases())
+def test_steps_are_those_of_cutting_sample_by_sample(case):
+    steps = make(*case)
+    expected, num_repeated = give(cut(*case), case[2])
+    assert ranges_of(steps) == expected
+    assert (steps.num_steps, steps.num_repeated) == (len(expected), num_repeated)
+
+
+@given(cases())
+def test_with_drop_last_the_last_step_is_left_out_unless_it_is_full(case):
+    counts, sizes, num_replicas = case
+    expected = cut(*case)
+    allowed = [size * num_replicas for count, size in zip(counts, sizes, strict=True) for _ in range(count)]
+    if expected and expected[-1][1] - expected[-1][0] < allowed[expected[-1][0]]:
+        expected.pop()
+    steps = make(*case, drop_last=True)
+    assert ranges_of(steps) == expected
+    assert (steps.num_steps, steps.num_full, steps.num_repeated) == (len(expected), len(expected), 0)
+
+
+@given(cases())
+def test_samples_of_a_step_are_dealt_out_to_ranks_in_turn(case):
+    steps = make(*case)
+    assert shares_of(steps) == [deal(range(start, stop), case[2]) for start, stop in ranges_of(steps)]
+
+
+@given(cases())
+def test_all_steps_but_the_last_and_one_that_gives_are_full_on_every_rank(case):
+    counts, sizes, _ = case
+    allowed = [size for count, size in zip(counts, sizes, strict=True) for _ in range(count)]
+    steps = make(*case)
+    for step, (start, _) in zip(shares_of(steps)[: steps.num_full], ranges_of(steps), strict=False):
+        assert {len(batch) for batch in step} == {allowed[start]}
+    assert steps.num_steps - 2 <= steps.num_full <= steps.num_steps
+
+
+@given(cases(), st.randoms(use_true_random=False), st.booleans())
+def test_taking_samples_away_or_adding_ranks_never_needs_more_steps(case, rng, drop_last):
+    counts, sizes, num_replicas = case
+    left = [rng.randint(0, count) for count in counts]
+    assert make(left, sizes, num_replicas, drop_last=drop_last).num_steps <= make(*case, drop_last=drop_last).num_steps
+    assert make(counts, sizes, num_replicas + 1).num_steps <= make(*case).num_steps
+
+
+def test_there_is_no_way_to_do_with_fewer_steps():
+    rng = random.Random(0)
+    for _ in range(100):
+        num_buckets, num_replicas = rng.randint(1, 3), rng.randint(1, 2)
+        counts = [rng.randint(0, 5) for _ in range(num_buckets)]
+        sizes = sorted(rng.randint(1, 3) for _ in range(num_buckets))
+        fewest = _fewest_steps(tuple(counts), tuple(sizes), num_replicas, {})
+        assert make(counts, sizes, num_replicas).num_steps == fewest
+
+
+def _fewest_steps(counts, sizes, num_replicas, known):
+    """Over all ways to take a step: any samples, as many as its longest bucket allows."""
+    if not any(counts):
+        return 0
+    if counts not in known:
+        found = []
+        for taken in np.ndindex(*(count + 1 for count in counts)):
+            longest = next((bucket for bucket, number in enumerate(taken) if number), None)
+            if longest is not None and sum(taken) <= sizes[longest] * num_replicas:
+                left = tuple(count - number for count, number in zip(counts, taken, strict=True))
+                found.append(1 + _fewest_steps(left, sizes, num_replicas, known))
+        known[counts] = min(found)
+    return known[counts]
+
+
+@given(cases(), st.lists(st.integers(0, 10**6), max_size=20))
+def test_scattered_steps_are_those_of_all_steps(case, numbers):
+    steps = make(*case)
+    if steps.num_steps:
+        chosen = np.array(numbers, dtype=np.int64) % steps.num_steps
+        assert ranges_of(steps, chosen) == [ranges_of(steps)[step] for step in chosen]
+
+
+@pytest.mark.parametrize(
+    ("counts", "sizes", "expected"),
+    [
+        ([3, 5, 4], [2, 3, 4], [(0, 2), (2, 4), (4, 7), (7, 10), (10, 12)]),
+        ([1, 1, 1, 9], [4, 4, 5, 6], [(0, 4), (4, 10), (10, 12)]),
+        ([0, 4, 0, 0, 3, 0], [1, 2, 2, 3, 3, 9], [(0, 2), (2, 4), (4, 7)]),
+    ],
+    ids=["from the next shorter", "from several", "empty buckets"],
+)
+def test_a_bucket_that_lacks_samples_is_filled_from_the_shorter_ones(counts, sizes, expected):
+    assert ranges_of(make(counts, sizes, 1)) == expected
+
+
+def test_the_step_before_the_last_gives_so_that_every_rank_has_a_sample():
+    steps = make([9], [2], 4)
+    assert shares_of(steps) == [[[0, 4], [1], [2], [3]], [[5], [6], [7], [8]]]
+    assert (steps.num_full, steps.num_repeated) == (0, 0)
+
+
+def test_a_step_of_one_sample_a_rank_has_none_to_give():
+    steps = make([9], [1], 4)
+    assert shares_of(steps)[-1] == [[8]] * 4
+    assert steps.num_repeated == 3
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_nothing_left_takes_no_step(drop_last):
+    steps = make([0, 0], [1, 2], 3, drop_last=drop_last)
+    assert (steps.num_steps, steps.num_full, steps.num_repeated) == (0, 0, 0)
+    assert shares_of(steps) == []
+
+
+def test_2_to_the_40_samples_are_cut_at_once():
+    steps = make([2**39, 7, 2**39], [1, 3, 5], 64)
+    assert steps.num_steps == 2**39 // 64 + -(-(7 + 2**39 - 7 - (192 - 7)) // 320) + 1
+    found = ranges_of(steps, np.array([2**39 // 64 - 1, 2**39 // 64, steps.num_steps - 1]))
+    assert found[:2] == [(2**39 - 64, 2**39), (2**39, 2**39 + 192)]
+    assert found[2][1] == 2**40 + 7
+
+
+# What is left
+
+
+@st.composite
+def remainders(draw):
+    """What is left after some ranges were taken out again and again, and the same as a list."""
+    length = draw(st.integers(0, 60))
+    left, expected = Remainder.whole(length), list(range(length))
+    for _ in range(draw(st.integers(0, 4))):
+        bounds = sorted(draw(st.sets(st.integers(0, len(expected)), max_size=12)))
+        pairs = draw(st.permutations([pair for pair in pairwise(bounds) if draw(st.booleans())]))
+        taken = {offset for start, stop in pairs for offset in range(start, stop)}
+        columns = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        left = left.without(StepRanges(columns[0], columns[1]))
+        expected = [element for offset, element in enumerate(expected) if offset not in taken]
+    return left, expected
+
+
+@given(remainders(), st.lists(st.integers(0, 70)))
+def test_what_is_left_is_what_was_not_taken_out(case, limits):
+    left, expected = case
+    assert left.take(np.arange(len(left))).tolist() == expected
+    below = left.num_below(np.array(limits, dtype=np.int64))
+    assert below.tolist() == [sum(element < limit for element in expected) for limit in limits]
+
+
+@given(remainders(), st.lists(st.integers(0, 10**6), max_size=20))
+def test_elements_are_found_at_scattered_offsets(case, offsets):
+    left, expected = case
+    if expected:
+        offsets = [offset % len(expected) for offset in offsets]
+        assert left.take(np.array(offsets, dtype=np.int64)).tolist() == [expected[offset] for offset in offsets]
+
+
+def test_the_memory_follows_the_ranges_and_not_the_length():
+    starts = np.arange(0, 2**40, 2**30)
+    left = Remainder.whole(2**40).without(StepRanges(starts, starts + 5))
+    assert len(left) == 2**40 - 5 * 1024
+    assert left.take(np.array([0, 2**30 - 5, len(left) - 1])).tolist() == [5, 2**30 + 5, 2**40 - 1]
+    assert left.firsts.nbytes + left.bounds.nbytes < 20_000

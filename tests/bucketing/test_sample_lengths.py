@@ -1,0 +1,119 @@
+"""Lengths are read, checked, counted and recognised without a copy."""
+
+import hashlib
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stateful.bucketing.lengths import Histogram, check_lengths, chunks, digest, histogram, open_lengths
+from lightning_stateful.errors import ConfigurationError
+
+SOME = [3, 0, 7, 3, 12, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64, np.uint64, ">i4"])
+def test_integers_of_any_type_are_not_copied(dtype):
+    array = np.array(SOME, dtype=dtype)
+    checked = check_lengths(array)
+    assert np.shares_memory(checked, array)
+    assert checked.dtype == array.dtype
+
+
+@pytest.mark.parametrize("make", [list, tuple, torch.tensor, np.array])
+def test_lists_tuples_tensors_and_arrays_are_lengths(make):
+    assert open_lengths(make(SOME)).tolist() == SOME
+
+
+@pytest.mark.parametrize("kind", [str, lambda path: path])
+def test_a_file_is_memory_mapped(tmp_path, kind):
+    path = tmp_path / "lengths.npy"
+    np.save(path, np.array(SOME, dtype=np.uint16))
+    found = open_lengths(kind(path))
+    assert isinstance(found.base, np.memmap)
+    assert found.tolist() == SOME
+
+
+def test_what_is_no_npy_file_is_refused_with_its_path(tmp_path):
+    archive, text = tmp_path / "lengths.npz", tmp_path / "text.npy"
+    np.savez(archive, lengths=np.array(SOME))
+    text.write_text("1 2 3")
+    for path in (archive, text, tmp_path / "gone.npy"):
+        with pytest.raises(ConfigurationError, match=rf"lengths cannot be read from '.*{path.name}'.*numpy\.save"):
+            open_lengths(path)
+
+
+def test_a_file_of_objects_is_not_unpickled(tmp_path):
+    np.save(tmp_path / "lengths.npy", np.array([None, 3], dtype=object), allow_pickle=True)
+    with pytest.raises(ConfigurationError, match="lengths cannot be read"):
+        open_lengths(tmp_path / "lengths.npy")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ([[1, 2], [3, 4]], r"one integer a sample, got an array of shape \(2, 2\)"),
+        (5, r"got an array of shape \(\)"),
+        ([], "lengths are empty"),
+        ([1.5, 2.0], r"must be integers, got float64: \[1.5, 2.0\].*milliseconds"),
+        ([True, False], "must be integers, got bool"),
+        (["3", "4"], "must be integers, got <U1.*numpy.unique"),
+        ([3, None], "must be integers, got object"),
+        ([3, 4, -1], "must not be negative, and that of sample 2 is -1"),
+        (np.array([2**64 - 1], dtype=np.uint64), r"below 2\*\*42, got 18446744073709551615"),
+        ([1, 2**42], r"below 2\*\*42, got 4398046511104"),
+    ],
+)
+def test_what_is_no_row_of_lengths_is_refused_with_its_values(lengths, said):
+    with pytest.raises(ConfigurationError, match=said):
+        open_lengths(lengths)
+
+
+def test_a_negative_length_far_behind_is_named_by_its_index():
+    array = np.ones(2**20 + 5, dtype=np.int8)
+    array[2**20 + 3] = -4
+    with pytest.raises(ConfigurationError, match=f"^sizes must not.*that of sample {2**20 + 3} is -4"):
+        check_lengths(array, what="sizes")
+
+
+@given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**42 - 1)), min_size=1))
+def test_a_histogram_counts_every_length(lengths):
+    counted = Counter(lengths)
+    found = histogram(check_lengths(lengths))
+    assert found.values.tolist() == sorted(counted)
+    assert found.counts.tolist() == [counted[length] for length in sorted(counted)]
+    assert found.total == sum(lengths)
+
+
+@pytest.mark.parametrize("longest", [9, 2**24, 2**24 + 1])
+def test_a_histogram_counts_lengths_of_many_chunks(longest):
+    array = np.full(2**20 + 9, 4, dtype=np.uint32)
+    array[-3:], array[0] = longest, 0
+    found = histogram(array)
+    assert (found.values.tolist(), found.counts.tolist()) == ([0, 4, longest], [1, 2**20 + 5, 3])
+
+
+def test_the_total_of_a_histogram_does_not_overflow():
+    assert Histogram(np.array([2, 2**41]), np.array([3, 2**30])).total == 6 + 2**71
+
+
+def test_chunks_are_consecutive_and_know_where_they_begin():
+    array = np.arange(2**20 * 2 + 5)
+    found = list(chunks(array))
+    assert [start for start, _ in found] == [0, 2**20, 2**21]
+    assert np.array_equal(np.concatenate([part for _, part in found]), array)
+
+
+def test_a_digest_is_that_of_little_endian_words():
+    expected = hashlib.blake2b(b"".join(length.to_bytes(8, "little") for length in SOME), digest_size=8).hexdigest()
+    assert digest(np.array(SOME)) == expected == "703a507c728dce68"
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, ">i8", np.uint64])
+def test_equal_lengths_have_one_digest_whatever_their_type_and_other_ones_another(dtype):
+    assert digest(np.array(SOME, dtype=dtype)) == digest(np.array(SOME))
+    others = [SOME, [*SOME, 0], SOME[:-1], SOME[::-1], [*SOME[:-1], 2]]
+    assert len({digest(np.array(lengths, dtype=dtype)) for lengths in others}) == 5

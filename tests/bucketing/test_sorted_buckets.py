@@ -1,0 +1,171 @@
+"""Every sample that fits is in the bucket of its length, and shuffled within it."""
+
+import json
+
+import numpy as np
+import pytest
+from support.bucket_cases import random_cases
+
+from lightning_stateful.bucketing import Buckets, Budget, QuadraticCost
+from lightning_stateful.bucketing.buckets import default_num_buckets
+from lightning_stateful.bucketing.lengths import digest, histogram
+from lightning_stateful.errors import ConfigurationError
+
+LENGTHS = [3, 9, 9, 4, 12, 10, 3]
+
+
+def by_bucket(buckets, shuffle=None):
+    """The samples of each bucket, the longest bucket first."""
+    samples = buckets.take(np.arange(len(buckets)), shuffle)
+    assert samples.dtype == np.int64
+    return [part.tolist() for part in np.split(samples, buckets.starts[1:-1])]
+
+
+def test_every_sample_that_fits_is_in_the_bucket_of_its_length():
+    for order, _, _ in random_cases(60, seed=1):
+        buckets = order.buckets
+        lengths = buckets.lengths.tolist()
+        fitting = [sample for sample, length in enumerate(lengths) if buckets.budget.num_samples(length)]
+        assert buckets.num_dropped == len(lengths) - len(fitting)
+        assert list(buckets.ends) == sorted(set(buckets.ends), reverse=True)
+        below = [*buckets.ends[1:], -1]
+        expected = [
+            [sample for sample in fitting if low < lengths[sample] <= high]
+            for low, high in zip(below, buckets.ends, strict=True)
+        ]
+        assert by_bucket(buckets) == expected
+
+
+def test_a_bucket_ends_at_its_longest_sample_which_decides_about_its_batches():
+    for order, _, _ in random_cases(40, seed=2):
+        buckets = order.buckets
+        for end, samples in zip(buckets.ends, by_bucket(buckets), strict=True):
+            assert not samples or max(buckets.lengths[samples]) == end
+        assert buckets.sizes == tuple(max(buckets.budget.num_samples(end), 1) for end in buckets.ends)
+        assert list(buckets.sizes) == sorted(buckets.sizes)
+
+
+def test_a_shuffle_keeps_samples_in_their_buckets_and_differs_by_its_labels():
+    buckets = Buckets.of([number % 5 + 1 for number in range(400)], batch_size=4, num_buckets=3)
+    unshuffled = by_bucket(buckets)
+    found = [by_bucket(buckets, buckets.shuffle(*labels)) for labels in ((0, 0), (0, 1), (1, 0))]
+    assert all([sorted(samples) for samples in each] == unshuffled for each in found)
+    assert found[0] != found[1] != found[2] != unshuffled
+    shuffle, offsets = buckets.shuffle(3), np.array([7, 390, 0])
+    assert buckets.take(offsets, shuffle).tolist() == buckets.take(np.arange(400), shuffle)[offsets].tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "ends", "sizes"),
+    [
+        ({"boundaries": [4, 9]}, (12, 9, 4), (2, 2, 6)),
+        ({"num_buckets": 2}, (12, 4), (2, 6)),
+        ({"num_buckets": 3, "boundaries": "equal_counts"}, (12, 9, 3), (2, 2, 8)),
+        ({"boundaries": [6, 11, 40]}, (12, 10, 4), (2, 2, 6)),
+        ({"boundaries": [1, 4, 8, 40, 90]}, (90, 12, 8, 4, 1), (1, 2, 3, 6, 24)),
+    ],
+    ids=["given", "least padding", "equal counts", "moved to the longest", "empty ones stay"],
+)
+def test_boundaries_are_given_or_chosen(options, ends, sizes):
+    buckets = Buckets.of(LENGTHS, max_tokens=24, **options)
+    assert (buckets.ends, buckets.sizes) == (ends, sizes)
+
+
+def test_dropped_samples_are_in_no_bucket():
+    buckets = Buckets.of(LENGTHS, max_tokens=9, too_long="drop", num_buckets=1)
+    assert (by_bucket(buckets), buckets.num_dropped) == ([[0, 1, 2, 3, 6]], 2)
+
+
+def test_samples_without_tokens_are_in_the_shortest_bucket():
+    buckets = Buckets.of([0, 7, 0, 8], max_tokens=16, boundaries=[1, 8])
+    assert (by_bucket(buckets), buckets.sizes) == ([[1, 3], [0, 2]], (2, 16))
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (Budget(max_tokens=100), 12),
+        (Budget(batch_size=10), 25),
+        (Budget(max_tokens=10**6), 1),
+        (Budget(batch_size=2), 125),
+        (Budget(max_tokens=5), 128),
+    ],
+)
+def test_by_default_a_bucket_has_4_batches_on_average(budget, expected):
+    assert default_num_buckets(histogram(np.full(1000, 5)), budget) == expected
+
+
+def test_one_bucket_of_all_samples_keeps_no_list_of_them():
+    buckets = Buckets.of([5] * 9, batch_size=2)
+    assert buckets.members is None
+    assert sorted(buckets.take(np.arange(9), buckets.shuffle(1)).tolist()) == list(range(9))
+
+
+@pytest.mark.parametrize("num_buckets", [128, 40_000])
+def test_samples_of_several_chunks_are_sorted_as_one_in_4_bytes_each(num_buckets):
+    lengths = np.random.default_rng(0).integers(1, 60_000, 2**20 + 4000).astype(np.uint16)
+    ends = np.unique(np.linspace(1, 59_999, num_buckets).astype(int))
+    buckets = Buckets.of(lengths, max_tokens=50_000, boundaries=ends, too_long="drop")
+    bucket_of = np.searchsorted(ends, lengths)
+    fitting = np.flatnonzero(lengths <= 50_000)
+    expected = fitting[np.argsort(-bucket_of[fitting], kind="stable")]
+    assert np.array_equal(buckets.members, expected)
+    assert buckets.members.nbytes == 4 * len(fitting)
+    assert np.shares_memory(buckets.lengths, lengths)
+
+
+def test_lengths_go_up_to_2_to_the_41():
+    buckets = Buckets.of([2**41, 2**41 - 1, 5, 2**20, 2**41], max_tokens=2**42, num_buckets=2)
+    assert (buckets.ends, buckets.sizes) == ((2**41, 2**20), (2, 2**22))
+    assert by_bucket(buckets) == [[0, 1, 4], [2, 3]]
+
+
+def test_what_was_asked_for_is_plain_data():
+    asked = {"max_tokens": 600, "max_samples": 9, "multiple": 2, "cost": QuadraticCost(3)}
+    buckets = Buckets.of(LENGTHS, **asked, num_buckets=np.int64(2), too_long="drop")
+    assert json.loads(json.dumps(buckets.config)) == {
+        "max_tokens": 600,
+        "max_samples": 9,
+        "multiple": 2,
+        "quadratic_length": 3,
+        "boundaries": "least_padding",
+        "num_buckets": 2,
+        "too_long": "drop",
+        "lengths": {"samples": 7, "digest": digest(np.array(LENGTHS))},
+    }
+
+
+def test_whatever_changes_batches_changes_the_configuration():
+    others = [
+        {"max_tokens": 24},
+        {"max_tokens": 25},
+        {"max_tokens": 24, "num_buckets": 2},
+        {"max_tokens": 24, "num_buckets": 2, "boundaries": "equal_counts"},
+        {"max_tokens": 24, "boundaries": [4, 12]},
+        {"max_tokens": 24, "boundaries": [9, 12]},
+        {"max_tokens": 24, "too_long": "drop"},
+        {"batch_size": 8},
+    ]
+    found = [json.dumps(Buckets.of(LENGTHS, **options).config) for options in others]
+    found.append(json.dumps(Buckets.of(LENGTHS[::-1], max_tokens=24).config))
+    assert len(set(found)) == len(others) + 1
+    # With the longest or without.
+    assert json.dumps(Buckets.of(LENGTHS, max_tokens=24, boundaries=[4]).config) == found[4]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "either max_tokens or batch_size"),
+        ({"max_tokens": 24, "boundaries": [4], "num_buckets": 2}, "leave num_buckets out"),
+        ({"max_tokens": 24, "boundaries": "best"}, r"one of \('least_padding', 'equal_counts'\), got 'best'"),
+        ({"max_tokens": 24, "num_buckets": 0}, "num_buckets must be at least 1, got 0"),
+        ({"max_tokens": 24, "num_buckets": 1.5}, r"num_buckets must be an integer, got 1\.5"),
+        ({"max_tokens": 24, "boundaries": [4, 4]}, "positive and rising"),
+        ({"max_tokens": 9}, "2 of 7 samples are longer than max_tokens=9"),
+        ({"batch_size": 4, "too_long": "cut"}, "too_long must be one of"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_with_their_values(options, said):
+    with pytest.raises(ConfigurationError, match=said):
+        Buckets.of(LENGTHS, **options)
