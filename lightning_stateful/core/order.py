@@ -45,8 +45,9 @@ class EpochPlan(Protocol):
 
         Yields:
             ``(number, indices)``. The number tells a batch from all others of its epoch, on all ranks: what is drawn
-            while the batch is read is seeded from (seed, path of the loader, epoch, number). ``indices`` is what the
-            dataset is asked for: a list of indices, or whatever a wrapped batch sampler yields.
+            while the batch is read is seeded from (seed, path of the loader, epoch, number). Only a batch that is
+            served twice, to keep ranks in step, has its number twice. ``indices`` is what the dataset is asked for: a
+            list of indices, or whatever a wrapped batch sampler yields.
         """
         ...
 

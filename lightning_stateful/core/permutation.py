@@ -172,13 +172,12 @@ _CLASS_ROUNDS = 10
 
 
 class ClassShuffle:
-    """A keyed permutation of each of many consecutive ranges, all applied in one go.
+    """A keyed permutation of each of many consecutive ranges, the classes, all applied in one go.
 
-    What :class:`KeyedPermutation` does for one range this does for many, the
-    classes. An element costs the same however many others are asked for, and what becomes of it depends on its class
-    and the labels alone, not on the other classes. Its rounds of xor, odd multiplication and xor-shift run over
-    elements of all classes together, each with the words of its class; results outside a class are mixed again.
-    Classes of up to 1,024 elements are tables.
+    A :class:`KeyedPermutation` for each class would cost Python time for each of them. Here the rounds of xor, odd
+    multiplication and xor-shift run over elements of all classes together, each with the words of its class; results
+    outside a class are mixed again. Classes of up to 1,024 elements are tables. An element costs the same however many
+    others are asked for, and what becomes of it depends on its class and the labels alone, not on the other classes.
 
     Args:
         starts: The first element of each class and, last, the end of the last; int64 of shape ``(classes + 1,)``.
@@ -208,11 +207,11 @@ class ClassShuffle:
         self._shifts = ((bits + np.uint64(1)) // np.uint64(2)).astype(self._dtype)
         self._lasts = (mixed - 1).astype(self._dtype)
 
-    def take(self, places: Indices) -> Indices:
-        """The elements at ``places``, each of the class of its place: int64 of shape ``(n,)`` -> the same."""
-        classes = np.searchsorted(self._starts, places, side="right") - 1
+    def take(self, positions: Indices) -> Indices:
+        """The elements at ``positions``, each of the class of its position: int64 of shape ``(n,)`` -> the same."""
+        classes = np.searchsorted(self._starts, positions, side="right") - 1
         result: Indices = self._starts[classes]
-        offsets = places - result
+        offsets = positions - result
         in_table = self._sorted[classes]
         if not in_table.any():
             result += self._walk(offsets, self._columns[classes])

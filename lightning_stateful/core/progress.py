@@ -56,6 +56,6 @@ class Progress:
         """
         for name in _COUNTS:
             if type(data.get(name)) is not int:
-                raise DamagedStateError(f"progress.{name} must be an int, got {data.get(name)!r}")
+                raise DamagedStateError(f"progress.{name} must be an int, got {data.get(name)!r}.")
         details = {name: copy.deepcopy(value) for name, value in data.items() if name not in _COUNTS}
         return cls(**{name: data[name] for name in _COUNTS}, details=details)

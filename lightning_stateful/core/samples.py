@@ -231,7 +231,8 @@ class SampleEpochPlan:
 
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps."""
-        served = self.rule.served(self.remaining, steps)
+        # Not so after no step: on other ranks there may be steps in what these leave out.
+        served = self.rule.served(self.remaining, steps) if steps else 0
         return Progress(epoch=self.epoch, cycle=self.cycle, consumed=self.consumed + served)
 
     def report_after(self, steps: int) -> dict[str, Any]:

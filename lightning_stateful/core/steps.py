@@ -13,14 +13,15 @@ from lightning_stateful.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRule:
-    """Cuts ``remaining`` slots into steps that give every rank the same number of batches.
+    """Cuts ``remaining`` samples into steps that give every rank the same number of batches.
 
-    A full step serves ``num_replicas * batch_size`` consecutive slots, each rank its consecutive share. The last step
-    splits what is left as evenly as it goes. Where less than one slot a rank would be left over, the step before it
-    gives some of its own away, so that still nothing is repeated. What that cannot help is an epoch (or the rest of
+    A full step serves ``num_replicas * batch_size`` consecutive samples, each rank its consecutive share. The last
+    step splits what is left as evenly as it goes. Where less than one sample a rank would be left over, the step before
+    it gives some of its own away, so that still nothing is repeated. What that cannot help is an epoch (or the rest of
     one) smaller than the number of ranks, and, with ``batch_size=1``, a remainder smaller than the number of ranks:
-    there some slots are served twice (:attr:`num_repeated` counts them), unless ``exact`` says to serve the
-    remainder with the last full step in batches of two.
+    there some samples are served twice (:meth:`num_repeated` counts them), unless ``exact`` says to serve the
+    remainder with the last full step in batches of two. Samples are counted here by their offset in the epoch; whole
+    batches that nobody may cut are counted in the same way, with ``batch_size=1``.
 
     Every answer depends on ``remaining`` alone and not on how one got there: that is what makes a resume on another
     number of ranks, or with another batch size, arithmetic.
@@ -29,8 +30,8 @@ class StepRule:
         batch_size: Samples in a full batch of one rank.
         num_replicas: Data-parallel ranks.
         drop_last: Leave out the last step if it is not full.
-        exact: For evaluation: never repeat a slot unless there are fewer slots than ranks.
-        pad: Fill the last step up to equal shares with slots of its own, in place of splitting it as evenly as it goes.
+        exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.
+        pad: Fill the last step up to equal shares with samples of its own, in place of splitting it as evenly as it goes.
     """
 
     batch_size: int
@@ -47,16 +48,16 @@ class StepRule:
 
     @property
     def full(self) -> int:
-        """Slots in a full step, over all ranks."""
+        """Samples in a full step, over all ranks."""
         return self.batch_size * self.num_replicas
 
     def num_steps(self, remaining: int) -> int:
-        """Steps that serve ``remaining`` slots."""
+        """Steps that serve ``remaining`` samples."""
         quotient, rest = divmod(remaining, self.full)
         return quotient + (rest > 0 and not self.drop_last and not self._merges(quotient, rest))
 
     def step_size(self, remaining: int) -> int:
-        """Slots of the next step (0 when there is none), not counting repeated ones."""
+        """Samples of the next step (0 when there is none), not counting repeated ones."""
         quotient, rest = divmod(remaining, self.full)
         if quotient == 0:
             return 0 if self.drop_last else rest
@@ -65,14 +66,14 @@ class StepRule:
         return self.full
 
     def served(self, remaining: int, steps: int) -> int:
-        """Slots that ``steps`` steps serve; all ``remaining`` ones (dropped ones too) once no step is left."""
+        """Samples that ``steps`` steps serve; all ``remaining`` ones (dropped ones too) once no step is left."""
         if steps >= self.num_steps(remaining):
             return remaining
         quotient, rest = divmod(remaining, self.full)
         return steps * self.full + (self._correction(quotient, rest) if steps >= quotient else 0)
 
     def share(self, remaining: int, rank: int) -> Indices:
-        """Offsets, from the first remaining slot, that ``rank`` serves in the next step; shape ``(batch,)``, int64."""
+        """Offsets, from the first remaining sample, that ``rank`` serves in the next step; shape ``(batch,)``, int64."""
         size = self.step_size(remaining)
         if self.pad and size:
             equal = -(-size // self.num_replicas)
@@ -83,7 +84,7 @@ class StepRule:
         return np.arange(part.start, part.stop, dtype=np.int64)
 
     def num_repeated(self, remaining: int) -> int:
-        """Slots that are served a second time in the rest of the epoch: fewer than ``num_replicas``."""
+        """Samples that are served a second time in the rest of the epoch: fewer than ``num_replicas``."""
         rest = remaining - self.served(remaining, self.num_steps(remaining) - 1) if remaining else 0
         if self.pad and self.num_steps(remaining):
             return 0 if self.drop_last else -rest % self.num_replicas
@@ -95,7 +96,7 @@ class StepRule:
         return self._merges(*divmod(remaining, self.full))
 
     def num_dropped(self, remaining: int) -> int:
-        """Slots that ``drop_last`` leaves out."""
+        """Samples that ``drop_last`` leaves out."""
         return remaining % self.full if self.drop_last else 0
 
     def _short(self, quotient: int, rest: int) -> bool:

@@ -1,0 +1,258 @@
+"""Keyed permutations against a plain reference: one range, and many ranges at once."""
+
+from __future__ import annotations
+
+import tracemalloc
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from lightning_stateful.core import KeyedPermutation
+from lightning_stateful.core.permutation import ClassShuffle, keyed_permutation, splitmix64
+from lightning_stateful.core.seeding import derive_words
+from lightning_stateful.errors import ConfigurationError
+
+TABLES = [0, 1, 2, 3, 10, 1000, 2**16 - 1, 2**16]
+MIXED = [2**16 + 1, 100_003, 2**17, 2**17 + 1]
+LARGE = [2**32 - 1, 2**32, 2**32 + 1, 10**12, 2**40]
+KEYS = st.integers(0, 2**64 - 1)
+SIZES = st.lists(st.sampled_from([0, 1, 2, 3, 17, 300, 1024, 1025, 1500, 2048]), min_size=1, max_size=12)
+both_methods = pytest.mark.parametrize("method", ["take", "positions_of"])
+
+
+def hash_word(word: int) -> int:
+    mask = 2**64 - 1
+    x = (word + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def table_by_hand(length: int, key: int) -> list[int]:
+    first, second = derive_words(2, "permutation table", length, key)
+    return sorted(range(length), key=lambda element: hash_word(hash_word(element ^ first) ^ second))
+
+
+def mix_by_hand(length: int, key: int, position: int) -> int:
+    bits = (length - 1).bit_length()
+    words = derive_words(16, "permutation mixer", length, key)
+    x = position
+    while True:
+        for constant, multiplier in zip(words[0::2], words[1::2], strict=True):
+            x = (x ^ constant) * (multiplier | 1) % 2**bits
+            x ^= x >> (bits + 1) // 2
+        if x < length:
+            return x
+
+
+def some_positions(length: int) -> np.ndarray:
+    ends = [0, 1, 2, length // 2, length - 2, length - 1]
+    return np.concatenate([ends, np.random.default_rng(length).integers(0, length, 200)])
+
+
+class TestKeyedPermutation:
+    @pytest.mark.parametrize("length", TABLES[:-2])
+    def test_a_small_one_is_the_sorted_table_of_a_plain_reference(self, length: int) -> None:
+        assert KeyedPermutation(length, 11).take(np.arange(length)).tolist() == table_by_hand(length, 11)
+
+    @pytest.mark.parametrize("length", [*MIXED, *LARGE])
+    def test_a_large_one_mixes_as_a_plain_reference(self, length: int) -> None:
+        positions = some_positions(length)
+        by_hand = [mix_by_hand(length, 11, position) for position in positions.tolist()]
+
+        assert KeyedPermutation(length, 11).take(positions).tolist() == by_hand
+
+    @given(st.integers(2**16 + 1, 2**40), KEYS, st.data())
+    def test_any_length_and_key_mix_as_a_plain_reference(self, length: int, key: int, data: st.DataObject) -> None:
+        position = data.draw(st.integers(0, length - 1))
+
+        assert KeyedPermutation(length, key).take(np.array([position])).tolist() == [mix_by_hand(length, key, position)]
+
+    @pytest.mark.parametrize("length", [*TABLES, *MIXED])
+    @pytest.mark.parametrize("key", [0, 2**64 - 1])
+    def test_every_element_comes_exactly_once(self, length: int, key: int) -> None:
+        assert np.array_equal(np.sort(KeyedPermutation(length, key).take(np.arange(length))), np.arange(length))
+
+    @given(st.integers(1, 2**18) | st.integers(1, 2**40), KEYS, st.data())
+    def test_both_ways_undo_each_other(self, length: int, key: int, data: st.DataObject) -> None:
+        values = np.array(data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20)))
+        permutation = KeyedPermutation(length, key)
+
+        assert np.array_equal(permutation.positions_of(permutation.take(values)), values)
+        assert np.array_equal(permutation.take(permutation.positions_of(values)), values)
+
+    @pytest.mark.parametrize("length", LARGE)
+    def test_no_bit_of_a_large_range_is_lost(self, length: int) -> None:
+        # A way through float64 would lose the lowest bits and let neighbours fall together.
+        taken = KeyedPermutation(length, 1).take(np.arange(length - 4096, length))
+
+        assert np.unique(taken).size == 4096
+        assert 1800 < int((taken & 1).sum()) < 2300
+
+    @pytest.mark.parametrize("length", [1000, 100_003, 2**33])
+    @pytest.mark.parametrize("dtype", [np.int8, np.uint32, np.uint64])
+    @pytest.mark.parametrize("shape", [(), (0,), (6,), (2, 3), (0, 4)])
+    def test_the_answer_is_int64_of_the_shape_asked_for(self, length: int, dtype: type, shape: tuple[int, ...]) -> None:
+        positions = np.arange(int(np.prod(shape)), dtype=dtype).reshape(shape)
+        positions.flags.writeable = False
+        taken = KeyedPermutation(length, 9).take(positions)
+
+        assert (taken.dtype, taken.shape) == (np.int64, shape)
+        assert taken.ravel().tolist() == KeyedPermutation(length, 9).take(np.arange(6)).tolist()[: taken.size]
+
+    @pytest.mark.parametrize("length", [1000, 100_003])
+    def test_writing_to_an_answer_does_not_change_the_next(self, length: int) -> None:
+        permutation = KeyedPermutation(length, 9)
+        first = permutation.take(np.arange(100))
+        expected = first.tolist()
+        first[:] = 0
+
+        assert permutation.take(np.arange(100)).tolist() == expected
+
+    @both_methods
+    @pytest.mark.parametrize("length", [0, 1, 1000, 100_003, 2**40])
+    def test_a_value_past_the_end_is_refused_with_the_range(self, length: int, method: str) -> None:
+        with pytest.raises(IndexError, match=rf"values from {length} to {length} lie outside range\({length}\)"):
+            getattr(KeyedPermutation(length, 0), method)(np.array([length]))
+
+    @both_methods
+    @pytest.mark.parametrize("length", [1000, 100_003])
+    def test_a_negative_value_does_not_count_from_the_end(self, length: int, method: str) -> None:
+        with pytest.raises(IndexError, match="values from -1 to 5 lie outside"):
+            getattr(KeyedPermutation(length, 0), method)(np.array([5, -1]))
+
+    def test_floats_are_no_positions(self) -> None:
+        with pytest.raises(TypeError, match="integers"):
+            KeyedPermutation(10, 0).take(np.array([0.9]))
+
+    @pytest.mark.parametrize("length", [-1, 2**40 + 1])
+    def test_a_length_out_of_range_is_refused_with_its_value(self, length: int) -> None:
+        with pytest.raises(ConfigurationError, match=rf"0 to 2\*\*40 elements, got length={length}\."):
+            KeyedPermutation(length, 0)
+
+    @pytest.mark.parametrize("length", [52, 2**16, 2**16 + 1, 2**40])
+    def test_a_hundred_keys_give_a_hundred_permutations(self, length: int) -> None:
+        positions = np.arange(20)
+
+        assert len({tuple(KeyedPermutation(length, key).take(positions).tolist()) for key in range(-50, 50)}) == 100
+
+    @pytest.mark.parametrize("lengths", [(1000, 1001), (100_003, 100_004), (2**40 - 1, 2**40)])
+    def test_neighbouring_lengths_give_unrelated_permutations(self, lengths: tuple[int, int]) -> None:
+        shorter, longer = (KeyedPermutation(length, 3).take(np.arange(500)) for length in lengths)
+
+        assert int((shorter == longer).sum()) < 8
+
+    @pytest.mark.parametrize(("length", "limit"), [(10**12, 2**16), (2**16, 2**19 + 2**14)])
+    def test_memory_is_constant_beyond_a_table_of_half_a_megabyte(self, length: int, limit: int) -> None:
+        KeyedPermutation(length, 0).take(np.arange(10))
+        tracemalloc.start()
+        permutation = KeyedPermutation(length, 1)
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+
+        assert permutation.length == length
+        assert held < limit
+
+    def test_the_cache_hands_out_one_object_for_equal_arguments(self) -> None:
+        assert keyed_permutation(1000, 77) is keyed_permutation(1000, 77)
+        assert np.array_equal(keyed_permutation(99, 7).take(np.arange(9)), KeyedPermutation(99, 7).take(np.arange(9)))
+
+    @pytest.mark.parametrize(
+        ("length", "key", "taken"),
+        [
+            (10, 0, [6, 1, 0, 7, 3, 4, 5, 2, 9, 8]),
+            (12, 2**63, [9, 10, 4, 11, 1, 7, 3, 2, 0, 6, 8, 5]),
+            (2**16, 7, [61187, 58454, 41385]),
+            (2**16 + 1, 7, [53893, 23741, 15713]),
+            (10**9 + 7, 7, [109443165, 419735844, 472622146]),
+            (2**32 + 1, 7, [3834013968, 4049133843, 1507910023]),
+            (2**40, 7, [945790873774, 709343310690, 922326352939]),
+        ],
+    )
+    def test_permutations_never_change_between_versions(self, length: int, key: int, taken: list[int]) -> None:
+        assert KeyedPermutation(length, key).take(np.arange(len(taken))).tolist() == taken
+
+    def test_the_hash_is_the_published_splitmix64(self) -> None:
+        # The first outputs of the generator at seed 1234567, as published with its C code.
+        states = [(1234567 + step * 0x9E3779B97F4A7C15) % 2**64 for step in range(3)]
+        expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+        assert splitmix64(np.array(states, dtype=np.uint64)).tolist() == expected
+
+
+def starts_of(sizes: list[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+class TestClassShuffle:
+    @given(SIZES, st.integers(0, 2**40))
+    def test_every_class_is_mapped_onto_itself(self, sizes: list[int], seed: int) -> None:
+        starts = starts_of(sizes)
+        found = ClassShuffle(starts, seed).take(np.arange(starts[-1]))
+
+        for first, last in pairwise(starts.tolist()):
+            assert sorted(found[first:last]) == list(range(first, last))
+
+    @given(SIZES, st.integers(0, 100), st.data())
+    def test_an_element_is_the_same_in_whatever_company_it_is_asked_for(
+        self, sizes: list[int], seed: int, data: st.DataObject
+    ) -> None:
+        starts = starts_of(sizes)
+        shuffle = ClassShuffle(starts, seed)
+        whole = shuffle.take(np.arange(starts[-1]))
+        chosen = np.array(data.draw(st.lists(st.integers(0, 2**40), max_size=20)), dtype=np.int64)
+        chosen = chosen % starts[-1] if starts[-1] else chosen[:0]
+
+        assert shuffle.take(chosen).tolist() == whole[chosen].tolist()
+
+    def test_a_class_is_shuffled_alike_whatever_other_classes_there_are(self) -> None:
+        starts = starts_of([50, 2000, 30, 1500, 7])
+        whole = ClassShuffle(starts, 5).take(np.arange(starts[-1]))
+        part = ClassShuffle(starts[1:4], 5).take(np.arange(starts[1], starts[3]))
+
+        assert part.tolist() == whole[starts[1] : starts[3]].tolist()
+
+    def test_labels_and_classes_have_orders_of_their_own(self) -> None:
+        starts = starts_of([1300, 1300, 20, 20])
+        first, second = (ClassShuffle(starts, 0, epoch).take(np.arange(2640)) for epoch in (0, 1))
+
+        assert (first != second).mean() > 0.9
+        assert (first[:1300] != first[1300:2600] - 1300).mean() > 0.9
+        assert (first[2600:2620] != first[2620:] - 20).any()
+
+    def test_a_class_of_more_than_32_bits_is_mapped_onto_itself(self) -> None:
+        starts = starts_of([2**33 + 5, 300])
+        found = ClassShuffle(starts, 1).take(np.arange(2**33, 2**33 + 305))
+
+        assert len(set(found.tolist())) == 305
+        assert (found[:5] < 2**33 + 5).all()
+        assert sorted(found[5:]) == list(range(2**33 + 5, 2**33 + 305))
+
+    @pytest.mark.parametrize("size", [3, 40, 1024, 1025, 1500, 2048])
+    def test_an_element_goes_anywhere_in_its_class_equally_often(self, size: int) -> None:
+        starts = starts_of([size] * 400)
+        found = np.concatenate([ClassShuffle(starts, seed).take(starts[:-1]) - starts[:-1] for seed in range(50)])
+        bins = min(size, 32)
+        expected = np.bincount(np.arange(size) * bins // size, minlength=bins) * len(found) / size
+
+        assert chisquare(np.bincount(found * bins // size, minlength=bins), expected).pvalue > 1e-6
+
+    @pytest.mark.parametrize("size", [1025, 2048, 4096])
+    def test_no_stride_of_a_class_shows_whatever_the_key(self, size: int) -> None:
+        starts = starts_of([size] * 500)
+        found = ClassShuffle(starts, 3).take(np.arange(starts[-1])).reshape(-1, size)
+
+        for stride in (1, size // 4, size // 2):
+            differences = np.sort((found[:, stride:] - found[:, :-stride]) % size, axis=1)
+            # Of a random permutation, one difference comes about nine times at most; of a bad key, dozens of times.
+            assert not (differences[:, 16:] == differences[:, :-16]).any()
+
+    def test_the_order_never_changes_between_versions(self) -> None:
+        found = ClassShuffle(starts_of([5, 1300, 2]), 7, 3).take(np.arange(1307))
+
+        assert found[:8].tolist() == [0, 4, 3, 1, 2, 930, 1038, 924]
+        assert found[1303:].tolist() == [1256, 190, 1305, 1306]

@@ -1,0 +1,291 @@
+"""Orders of samples, and plans that cut them into batches, against batches that are cut one step after another."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stateful.core import (
+    KeyedPermutation,
+    Progress,
+    SampleBatchOrder,
+    SampleOrder,
+    SequentialOrder,
+    ShuffledOrder,
+    StepRule,
+    derive_seed,
+)
+from lightning_stateful.core.samples import SampleEpochPlan
+from lightning_stateful.errors import ConfigurationError, PositionError
+
+both_kinds = pytest.mark.parametrize("kind", [SequentialOrder, ShuffledOrder])
+SAMPLES = st.builds(SequentialOrder, st.integers(0, 60)) | st.builds(ShuffledOrder, st.integers(0, 60))
+ORDERS = st.builds(
+    SampleBatchOrder,
+    samples=SAMPLES,
+    batch_size=st.integers(1, 7),
+    drop_last=st.booleans(),
+    exact=st.booleans(),
+)
+RANKS = st.integers(1, 6)
+
+
+def an_order(length: int, *, seed: int | None = None, **options: Any) -> SampleBatchOrder:
+    samples = SequentialOrder(length) if seed is None else ShuffledOrder(length, seed)
+    return SampleBatchOrder(samples=samples, **options)
+
+
+def by_hand(order: SampleBatchOrder, rank: int, num_replicas: int, start: Progress) -> list[list[int]]:
+    """The batches of a rank, by asking the rule for one step after another."""
+    rule = StepRule(
+        batch_size=order.batch_size, num_replicas=num_replicas, drop_last=order.drop_last, exact=order.exact
+    )
+    batches, offset = [], start.consumed
+    while rule.num_steps(len(order.samples) - offset):
+        share = offset + rule.share(len(order.samples) - offset, rank)
+        batches.append(order.samples.take(share, start.epoch, start.cycle).tolist())
+        offset += rule.step_size(len(order.samples) - offset)
+    return batches
+
+
+def batches_of(plan: SampleEpochPlan, rank: int = 0, first_step: int = 0) -> list[list[int]]:
+    return [indices for _, indices in plan.batches(rank, first_step)]
+
+
+class TestSampleOrders:
+    @both_kinds
+    def test_an_order_of_samples_is_one_by_its_methods(self, kind: type) -> None:
+        assert isinstance(kind(5), SampleOrder)
+
+    @both_kinds
+    def test_it_cannot_be_changed(self, kind: type) -> None:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            kind(5).length = 6
+
+    @both_kinds
+    @pytest.mark.parametrize("length", [-1, 2**40 + 1, 2**70])
+    def test_a_length_out_of_range_is_refused(self, kind: type, length: int) -> None:
+        with pytest.raises(ConfigurationError, match=rf"0 to 2\*\*40 samples, got {length}"):
+            kind(length)
+
+    @both_kinds
+    def test_any_offsets_give_what_the_whole_sequence_has_there(self, kind: type) -> None:
+        order, offsets = kind(250), np.random.default_rng(0).integers(0, 250, 80)
+        offsets.flags.writeable = False
+        taken = order.take(offsets, 2, 1)
+
+        assert (taken.dtype, order.take(np.arange(0), 0, 0).shape) == (np.int64, (0,))
+        assert taken.tolist() == order.take(np.arange(250), 2, 1)[offsets].tolist()
+
+    def test_a_sequential_order_counts_in_every_epoch(self) -> None:
+        order = SequentialOrder(2**40)
+
+        assert order.take(np.array([3, 1, 2**40 - 1]), 9, 2).tolist() == [3, 1, 2**40 - 1]
+        assert order.config() == {"shuffle": False}
+
+    @given(st.integers(0, 600), st.integers(0, 2**63), st.integers(0, 1000), st.integers(0, 9))
+    def test_a_shuffled_epoch_has_every_sample_once(self, length: int, seed: int, epoch: int, cycle: int) -> None:
+        taken = ShuffledOrder(length, seed).take(np.arange(length), epoch, cycle)
+
+        assert sorted(taken.tolist()) == list(range(length))
+
+    def test_seeds_epochs_and_cycles_have_sequences_of_their_own(self) -> None:
+        offsets, numbers = np.arange(30), range(6)
+        found = {
+            tuple(ShuffledOrder(101, seed).take(offsets, epoch, cycle).tolist())
+            for seed in numbers
+            for epoch in numbers
+            for cycle in numbers
+        }
+
+        assert len(found) == 6**3
+
+    @pytest.mark.parametrize("length", [10, 100_003])
+    def test_a_shuffled_epoch_is_the_permutation_keyed_by_seed_epoch_and_cycle(self, length: int) -> None:
+        offsets = np.array([0, 9])
+        expected = KeyedPermutation(length, derive_seed("shuffled", 6, 2, 1)).take(offsets)
+
+        assert ShuffledOrder(length, 6).take(offsets, 2, 1).tolist() == expected.tolist()
+
+    def test_a_shuffled_order_tells_its_seed(self) -> None:
+        assert ShuffledOrder(9, 2).config() == {"shuffle": True, "seed": 2}
+
+    def test_2_to_the_40_samples_are_shuffled(self) -> None:
+        taken = ShuffledOrder(2**40, 1).take(np.array([0, 2**39, 2**40 - 1]), 0, 0)
+
+        assert np.unique(taken).size == 3
+        assert 0 <= taken.min() <= taken.max() < 2**40
+
+    @pytest.mark.parametrize(
+        ("length", "epoch", "cycle", "samples"),
+        [
+            (10, 0, 0, [6, 9, 1, 0, 3, 4, 5, 2, 7, 8]),
+            (10, 1, 0, [0, 9, 8, 1, 3, 2, 5, 7, 6, 4]),
+            (7, 0, 1, [2, 5, 3]),
+            (7, 1, 1, [1, 2, 3]),
+            (10**6, 0, 0, [188432, 419257, 604946, 787407]),
+            (10**6, 1, 0, [215945, 958003, 558338, 33132]),
+        ],
+    )
+    def test_version_1_of_the_shuffled_order_never_changes(
+        self, length: int, epoch: int, cycle: int, samples: list[int]
+    ) -> None:
+        order = ShuffledOrder(length, 3)
+
+        assert order.version == 1
+        assert order.take(np.arange(len(samples)), epoch, cycle).tolist() == samples
+
+
+class TestPlans:
+    @given(ORDERS, RANKS, st.integers(0, 5), st.integers(0, 2), st.data())
+    def test_the_batches_of_every_rank_are_those_cut_by_hand(
+        self, order: SampleBatchOrder, num_replicas: int, epoch: int, cycle: int, data: st.DataObject
+    ) -> None:
+        consumed = data.draw(st.integers(0, len(order.samples)))
+        start = Progress(epoch=epoch, cycle=cycle, consumed=consumed)
+        plan = order.plan(epoch, num_replicas, start)
+        for rank in range(num_replicas):
+            expected = by_hand(order, rank, num_replicas, start)
+            assert plan.num_steps == len(expected)
+            assert plan.num_samples(rank) == sum(map(len, expected))
+            for first_step in {0, 1, len(expected) // 2, len(expected)}:
+                assert batches_of(plan, rank, first_step) == expected[first_step:]
+
+    @given(ORDERS, RANKS)
+    def test_samples_are_those_of_the_batches(self, order: SampleBatchOrder, num_replicas: int) -> None:
+        plan = order.plan(1, num_replicas)
+        batches = batches_of(plan, num_replicas - 1)
+        for first_step in {0, len(batches) // 2}:
+            expected = [sample for batch in batches[first_step:] for sample in batch]
+            assert list(plan.samples(num_replicas - 1, first_step)) == expected
+
+    @given(ORDERS, RANKS, st.data())
+    def test_no_step_leaves_the_progress_and_all_steps_lead_to_the_end_of_the_epoch(
+        self, order: SampleBatchOrder, num_replicas: int, data: st.DataObject
+    ) -> None:
+        start = Progress(epoch=3, consumed=data.draw(st.integers(0, len(order.samples))))
+        plan = order.plan(3, num_replicas, start)
+        end = Progress(epoch=3, consumed=len(order.samples))
+
+        assert plan.progress_after(0) == start
+        assert plan.progress_after(plan.num_steps) == (end if plan.num_steps else start)
+
+    @pytest.mark.parametrize("rank", [0, 2])
+    @pytest.mark.parametrize(("length", "batch_size"), [(50_001, 2), (50_001, 9_000), (24_576, 1), (8_192, 8_192)])
+    def test_epochs_that_are_read_in_many_chunks_are_cut_like_short_ones(
+        self, length: int, batch_size: int, rank: int
+    ) -> None:
+        order = an_order(length, seed=3, batch_size=batch_size)
+        plan = order.plan(0, 3)
+        batches = by_hand(order, rank, 3, Progress())
+
+        assert batches_of(plan, rank) == batches
+        assert batches_of(plan, rank, len(batches) // 2) == batches[len(batches) // 2 :]
+
+    def test_the_first_batches_of_a_huge_epoch_are_there_at_once(self) -> None:
+        plan = an_order(2**40, batch_size=2).plan(0, 2, Progress(consumed=2**39))
+
+        assert list(islice(plan.batches(1), 2)) == [
+            (2**39 + 2, [2**39 + 2, 2**39 + 3]),
+            (2**39 + 6, [2**39 + 6, 2**39 + 7]),
+        ]
+        assert plan.num_samples(1) == 2**38
+
+    def test_indices_and_numbers_are_plain_integers(self) -> None:
+        batches = list(an_order(5, seed=1, batch_size=2).plan(0, 1).batches(0))
+
+        assert {type(number) for number, _ in batches} == {int}
+        assert {type(index) for _, indices in batches for index in indices} == {int}
+
+    def test_batches_of_later_cycles_have_numbers_of_their_own(self) -> None:
+        order = an_order(11, batch_size=2)
+        plans = [order.plan(0, 2, Progress(cycle=cycle)) for cycle in range(3)]
+        numbers = [number for plan in plans for rank in range(2) for number, _ in plan.batches(rank)]
+
+        assert len(set(numbers)) == len(numbers)
+
+    @pytest.mark.parametrize(
+        ("length", "options", "words"),
+        [
+            (10, {"batch_size": 1}, "2 of 10 samples are served twice in every epoch"),
+            (10, {"batch_size": 4}, ""),
+            (10, {"batch_size": 1, "exact": True}, ""),
+            (10, {"batch_size": 1, "drop_last": True}, ""),
+            (3, {"batch_size": 4}, "1 of 3 samples are served twice in every epoch"),
+        ],
+    )
+    def test_what_is_served_twice_on_four_ranks_is_told_in_words(
+        self, length: int, options: dict[str, Any], words: str
+    ) -> None:
+        assert an_order(length, **options).plan(0, 4).repeats() == words
+
+    def test_a_plan_tells_whether_it_ends_in_batches_of_two(self) -> None:
+        assert an_order(10, exact=True).plan(0, 4).ends_in_pairs
+        assert not an_order(12, exact=True).plan(0, 4).ends_in_pairs
+
+    def test_a_report_counts_samples_over_all_ranks_and_cycles(self) -> None:
+        plan = an_order(10, batch_size=2).plan(0, 2, Progress(cycle=2))
+
+        assert [plan.report_after(steps) for steps in range(4)] == [{"samples": 20 + n} for n in (0, 4, 8, 10)]
+
+    @pytest.mark.parametrize("order", [an_order(0), an_order(7, batch_size=4, drop_last=True)], ids=["empty", "short"])
+    def test_an_epoch_without_a_step_has_no_batches(self, order: SampleBatchOrder) -> None:
+        plan = order.plan(0, 2)
+
+        assert (plan.num_steps, plan.num_samples(0), batches_of(plan), plan.repeats()) == (0, 0, [], "")
+        assert plan.progress_after(0) == Progress()
+
+
+class TestBatchOrders:
+    def test_the_batch_size_is_not_compared(self) -> None:
+        configs = [an_order(9, seed=2, batch_size=size, drop_last=True).config() for size in (1, 4)]
+
+        assert configs == [{"shuffle": True, "seed": 2, "drop_last": True}] * 2
+
+    @pytest.mark.parametrize("seed", [None, 0])
+    def test_kind_and_version_are_those_of_the_samples(self, seed: int | None) -> None:
+        order = an_order(9, seed=seed)
+
+        assert (order.kind, order.version) == (order.samples.kind, order.samples.version)
+
+    def test_more_samples_than_the_epoch_has_are_refused_with_both_numbers(self) -> None:
+        with pytest.raises(PositionError, match="21 samples of epoch 4 were consumed, but an epoch has only 20"):
+            an_order(20).plan(4, 1, Progress(epoch=4, consumed=21))
+
+    @pytest.mark.parametrize("length", [12, 25])
+    def test_progress_is_kept_by_a_dataset_of_another_length(self, length: int) -> None:
+        progress = an_order(20).plan(0, 3).progress_after(4)
+        order = an_order(length)
+
+        assert order.convert(progress, an_order(20).config()) == progress
+        assert order.plan(0, 1, progress).num_steps == length - 12
+
+    @pytest.mark.parametrize("make", [lambda: an_order(9, batch_size=0), lambda: an_order(9, batch_size=1.5)])
+    def test_a_batch_size_that_is_no_positive_int_is_refused(self, make: Callable[[], SampleBatchOrder]) -> None:
+        with pytest.raises(ConfigurationError, match="batch_size must be an int of at least 1"):
+            make().plan(0, 1)
+
+    def test_an_unshuffled_order_serves_the_same_dataset_in_turn(self) -> None:
+        order = an_order(9, seed=2, batch_size=4, drop_last=True).adapted(shuffle=False)
+
+        assert order == an_order(9, batch_size=4, drop_last=True)
+
+    def test_an_exact_order_serves_no_sample_twice(self) -> None:
+        order = an_order(10, seed=2)
+
+        assert order.adapted(exact=True).exact
+        assert not order.adapted().exact
+        assert order.adapted(exact=True).adapted().exact
+
+    def test_the_order_is_plain_to_json(self) -> None:
+        config = an_order(9, seed=2).config()
+
+        assert json.loads(json.dumps(config)) == config

@@ -1,0 +1,106 @@
+"""Seeds are hashes of labels: equal on every platform and in every version, and never a sum."""
+
+from __future__ import annotations
+
+import hashlib
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stateful.core.seeding import derive_seed, derive_words, loader_seed, mixed_seed
+
+LABELS = st.lists(st.one_of(st.integers(), st.text(max_size=5)), max_size=4)
+
+
+def blake2b_of(encoded: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+@pytest.mark.parametrize(
+    ("labels", "encoded"), [(("shuffle", 12, -3), b"s7:shufflei2:12i2:-3"), (("ä",), b"s2:\xc3\xa4")]
+)
+def test_a_seed_is_the_blake2b_hash_of_tagged_and_counted_labels(labels: Any, encoded: bytes) -> None:
+    assert derive_seed(*labels) == blake2b_of(encoded)
+
+
+def test_words_are_read_from_shake_256_of_the_same_labels() -> None:
+    stream = hashlib.shake_256(b"s1:ai1:1").digest(16)
+
+    assert derive_words(2, "a", 1) == [int.from_bytes(stream[:8], "little"), int.from_bytes(stream[8:], "little")]
+
+
+@pytest.mark.parametrize(
+    ("labels", "seed"),
+    [
+        ((), 13020603013274838756),
+        (("shuffle", 1, 2), 10446305355637620133),
+        ((-1,), 15422518530090533802),
+        (("ä", 2**64), 4046424022769964296),
+    ],
+)
+def test_seeds_never_change_between_versions(labels: Any, seed: int) -> None:
+    assert derive_seed(*labels) == seed
+
+
+def test_mixed_seeds_never_change_between_versions() -> None:
+    seeds = [mixed_seed(7, 0), mixed_seed(7, 1, 2), mixed_seed(7, 2, 1)]
+
+    assert seeds == [7191089600892374487, 10274041424000653043, 7104948020671887413]
+
+
+@pytest.mark.parametrize(
+    "alike",
+    [
+        [("shuffle", 1, 2), ("shuffle", 2, 1), ("shuffle", 0, 3)],
+        [("a", 1), ("a", "1"), ("a1",)],
+        [("ab", "c"), ("a", "bc"), ("abc",), ("a", "b", "c"), ("as1:b", "c")],
+        [(), ("",), ("", "")],
+    ],
+)
+def test_labels_that_a_sum_or_a_join_would_confuse_give_seeds_of_their_own(alike: list[Any]) -> None:
+    assert len({derive_seed(*labels) for labels in alike}) == len(alike)
+
+
+@given(LABELS, LABELS)
+def test_two_lists_of_labels_give_one_seed_only_if_they_are_equal(first: list[Any], second: list[Any]) -> None:
+    assert (derive_seed(*first) == derive_seed(*second)) == (first == second)
+
+
+@given(LABELS, st.integers(0, 20), st.integers(0, 20))
+def test_more_words_begin_with_the_fewer_words(labels: list[Any], few: int, more: int) -> None:
+    words = derive_words(few + more, *labels)
+
+    assert len(words) == few + more
+    assert words[:few] == derive_words(few, *labels)
+
+
+@pytest.mark.parametrize("integer", [np.int64(7), np.uint8(7), IntEnum("Color", {"RED": 7}).RED])
+def test_every_kind_of_integer_with_one_value_gives_one_seed(integer: Any) -> None:
+    assert derive_seed("a", integer) == derive_seed("a", 7)
+
+
+@pytest.mark.parametrize("label", [1.0, None, b"a", (1,), np.float64(1.0)])
+def test_a_label_that_is_neither_string_nor_integer_is_refused(label: Any) -> None:
+    with pytest.raises(TypeError):
+        derive_seed("a", label)
+
+
+@pytest.mark.parametrize("draw", [lambda number: derive_seed("shuffled", 0, number, 0), lambda n: mixed_seed(5, n)])
+def test_all_bits_of_successive_seeds_are_set_half_of_the_time(draw: Any) -> None:
+    seeds = np.array([draw(number) for number in range(4000)], dtype=np.uint64)
+    ones = np.array([int(((seeds >> np.uint64(bit)) & np.uint64(1)).sum()) for bit in range(64)])
+
+    assert (abs(ones - 2000) < 5 * np.sqrt(1000)).all()
+
+
+def test_a_grid_of_numbers_has_no_two_equal_mixed_seeds() -> None:
+    assert len({mixed_seed(derive_seed(seed), *pair) for seed in range(20) for pair in np.ndindex(20, 20)}) == 20**3
+
+
+def test_a_loader_that_stands_alone_keeps_its_seed_and_others_draw_from_their_paths() -> None:
+    assert loader_seed(5, "") == 5
+    assert len({loader_seed(seed, path) for seed in (5, 6) for path in ("", "0", "1", "a.0")}) == 8

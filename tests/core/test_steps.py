@@ -1,0 +1,199 @@
+"""The step rule against steps that are cut from lists, as its docstring tells."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stateful.core import StepRule
+from lightning_stateful.errors import ConfigurationError
+
+Steps = list[list[list[int]]]
+REMAINING = st.integers(0, 200)
+RULES = st.builds(
+    StepRule,
+    batch_size=st.one_of(st.just(1), st.integers(1, 12)),
+    num_replicas=st.integers(1, 12),
+    drop_last=st.booleans(),
+    exact=st.booleans(),
+) | st.builds(StepRule, batch_size=st.integers(1, 8), num_replicas=st.integers(1, 8), pad=st.just(True))
+
+
+def by_hand(rule: StepRule, remaining: int) -> Steps:
+    """The steps of an epoch, each a list with one list of offsets a rank."""
+    ranks = rule.num_replicas
+    offsets = list(range(remaining))
+    steps = [offsets[start : start + rule.full] for start in range(0, remaining, rule.full)]
+    if steps and len(steps[-1]) < rule.full and rule.drop_last:
+        steps.pop()
+    if rule.pad:
+        return [pad(step, ranks) for step in steps]
+    if len(steps) > 1 and len(steps[-1]) < ranks:
+        if rule.batch_size > 1:
+            while len(steps[-1]) < ranks:
+                steps[-1].insert(0, steps[-2].pop())
+        elif rule.exact:
+            steps[-2:] = [steps[-2] + steps[-1]]
+    return [deal(step, ranks) for step in steps]
+
+
+def deal(step: list[int], ranks: int) -> list[list[int]]:
+    if len(step) < ranks:
+        return [[step[rank % len(step)]] for rank in range(ranks)]
+    rest = iter(step)
+    return [list(itertools.islice(rest, len(step) // ranks + (rank < len(step) % ranks))) for rank in range(ranks)]
+
+
+def pad(step: list[int], ranks: int) -> list[list[int]]:
+    equal = -(-len(step) // ranks)
+    circle = itertools.cycle(step)
+    return [list(itertools.islice(circle, equal)) for _ in range(ranks)]
+
+
+def serve(rule: StepRule, remaining: int) -> Steps:
+    """The steps of an epoch, by asking the rule for one step after another."""
+    steps, done = [], 0
+    while rule.num_steps(remaining - done):
+        steps.append([(done + rule.share(remaining - done, rank)).tolist() for rank in range(rule.num_replicas)])
+        done += rule.step_size(remaining - done)
+    return steps
+
+
+def served_times(steps: Steps) -> Counter[int]:
+    return Counter(offset for step in steps for batch in step for offset in batch)
+
+
+@given(RULES, REMAINING)
+def test_the_shares_of_all_ranks_are_those_cut_by_hand(rule: StepRule, remaining: int) -> None:
+    assert serve(rule, remaining) == by_hand(rule, remaining)
+
+
+def test_every_small_rule_agrees_with_the_one_by_hand() -> None:
+    flags: list[dict[str, Any]] = [{}, {"drop_last": True}, {"exact": True}, {"pad": True}]
+    for batch_size, num_replicas, flag in itertools.product((1, 2, 3), (1, 2, 3, 4), flags):
+        rule = StepRule(batch_size=batch_size, num_replicas=num_replicas, **flag)
+        for remaining in range(28):
+            assert serve(rule, remaining) == by_hand(rule, remaining), (rule, remaining)
+
+
+@given(RULES, REMAINING)
+def test_steps_and_what_they_serve_are_counted(rule: StepRule, remaining: int) -> None:
+    steps = by_hand(rule, remaining)
+
+    assert rule.num_steps(remaining) == len(steps)
+    for count in range(len(steps)):
+        assert rule.served(remaining, count) == len(served_times(steps[:count]))
+    assert rule.served(remaining, len(steps)) == rule.served(remaining, len(steps) + 3) == remaining
+
+
+@given(RULES, REMAINING)
+def test_repeated_and_dropped_samples_are_counted(rule: StepRule, remaining: int) -> None:
+    times = served_times(by_hand(rule, remaining))
+
+    assert remaining - len(times) == rule.num_dropped(remaining) < rule.full
+    assert times.total() - len(times) == rule.num_repeated(remaining) < rule.num_replicas
+
+
+@given(RULES, REMAINING)
+def test_merges_says_whether_the_end_comes_in_batches_of_two(rule: StepRule, remaining: int) -> None:
+    sizes = {len(batch) for step in serve(rule, remaining) for batch in step}
+
+    assert rule.merges(remaining) == (rule.batch_size == 1 and 2 in sizes)
+
+
+@given(RULES, REMAINING)
+def test_samples_are_repeated_only_where_the_docstring_says_so(rule: StepRule, remaining: int) -> None:
+    if rule.pad:
+        return
+    fewer_than_ranks = 0 < remaining < rule.num_replicas
+    short_remainder = rule.batch_size == 1 and not rule.exact and remaining % rule.num_replicas > 0
+
+    assert (rule.num_repeated(remaining) > 0) == (not rule.drop_last and (fewer_than_ranks or short_remainder))
+
+
+@given(RULES, REMAINING, st.integers(0, 20), st.integers(0, 20))
+def test_serving_in_two_parts_is_serving_in_one(rule: StepRule, remaining: int, first: int, second: int) -> None:
+    middle = rule.served(remaining, first)
+
+    assert middle + rule.served(remaining - middle, second) == rule.served(remaining, first + second)
+
+
+@given(
+    st.integers(0, 150),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_every_history_of_resizings_replays_one_sequence(
+    length: int, history: list[tuple[int, int, int]], drop_last: bool
+) -> None:
+    done, served = 0, []
+    for batch_size, num_replicas, count in [*history, (*history[-1][:2], length + 1)]:
+        rule = StepRule(batch_size=batch_size, num_replicas=num_replicas, drop_last=drop_last)
+        steps = serve(rule, length - done)
+        served += [[done + offset for batch in step for offset in batch] for step in steps[:count]]
+        if count >= len(steps):
+            break
+        done += rule.served(length - done, count)
+    sequence = [offset for step in served for offset in dict.fromkeys(step)]
+
+    assert sequence == list(range(len(sequence)))
+    assert length - len(sequence) < (rule.full if drop_last else 1)
+    assert all(len(step) == len(set(step)) for step in served[:-1])
+
+
+@pytest.mark.parametrize(
+    ("rule", "remaining", "last_steps"),
+    [
+        (StepRule(batch_size=4, num_replicas=3), 13, [[[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]], [[10], [11], [12]]]),
+        (StepRule(batch_size=1, num_replicas=3), 4, [[[0], [1], [2]], [[3], [3], [3]]]),
+        (StepRule(batch_size=1, num_replicas=3, exact=True), 5, [[[0, 1], [2, 3], [4]]]),
+        (StepRule(batch_size=4, num_replicas=5), 2, [[[0], [1], [0], [1], [0]]]),
+        (StepRule(batch_size=2, num_replicas=3, pad=True), 10, [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [6, 7]]]),
+        (StepRule(batch_size=4, num_replicas=5, drop_last=True), 19, []),
+        (StepRule(batch_size=4, num_replicas=5), 0, []),
+    ],
+    ids=["gives some away", "repeats", "in pairs", "fewer than ranks", "pads", "drops", "empty"],
+)
+def test_tails_as_documented(rule: StepRule, remaining: int, last_steps: Steps) -> None:
+    assert serve(rule, remaining) == last_steps
+
+
+def test_nothing_is_repeated_where_drop_last_leaves_the_padded_step_out() -> None:
+    assert StepRule(batch_size=1, num_replicas=2, pad=True, drop_last=True).num_repeated(5) == 0
+
+
+def test_shares_are_int64_and_counts_are_plain_ints() -> None:
+    rule = StepRule(batch_size=4, num_replicas=3)
+    counts = [rule.num_steps(13), rule.step_size(13), rule.served(13, 1), rule.num_repeated(13), rule.num_dropped(13)]
+
+    assert {type(count) for count in counts} == {int}
+    assert {rule.share(remaining, 1).dtype for remaining in (0, 1, 5, 100)} == {np.dtype(np.int64)}
+
+
+def test_the_arithmetic_holds_for_2_to_the_40_samples() -> None:
+    rule = StepRule(batch_size=3, num_replicas=7)
+    num_steps = rule.num_steps(2**40)
+    before_last = rule.served(2**40, num_steps - 1)
+
+    assert num_steps == -(-(2**40) // 21)
+    assert before_last + rule.step_size(2**40 - before_last) == 2**40
+
+
+@pytest.mark.parametrize("name", ["batch_size", "num_replicas"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", None, True])
+def test_what_is_no_positive_int_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        StepRule(**{"batch_size": 1, "num_replicas": 1, name: value})
+    assert str(caught.value) == f"{name} must be an int of at least 1, got {value!r}."
+
+
+def test_a_rule_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        StepRule(batch_size=1).batch_size = 2  # type: ignore[misc]
