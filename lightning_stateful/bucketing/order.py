@@ -152,9 +152,9 @@ class BucketEpochPlan:
         return self.segment.steps.num_steps - self.taken
 
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, list[int]]]:
-        """The batches of ``rank``, numbered by step and rank."""
-        number = (sum(steps for _, steps in self.before) + self.taken + first_step) * self.num_replicas + rank
-        number += self.cycle * _BATCHES_A_CYCLE
+        """The batches of ``rank``, numbered through all steps of the epoch and the ranks of each."""
+        earlier = sum(ranks * steps for ranks, steps in self.before)
+        number = earlier + (self.taken + first_step) * self.num_replicas + rank + self.cycle * _BATCHES_A_CYCLE
         # Steps that hold so many samples of a rank, on average.
         largest = max(_CHUNK * self.num_replicas * self.num_steps // max(len(self.segment.left), 1), 1)
         read = partial(self.read, rank)

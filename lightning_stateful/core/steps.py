@@ -31,7 +31,7 @@ class StepRule:
         num_replicas: Data-parallel ranks.
         drop_last: Leave out the last step if it is not full.
         exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.
-        pad: Fill the last step up to equal shares with samples of its own, in place of splitting it as evenly as it goes.
+        pad: Fill the last step up to equal shares with samples of its own, in place of splitting it.
     """
 
     batch_size: int
@@ -73,7 +73,7 @@ class StepRule:
         return steps * self.full + (self._correction(quotient, rest) if steps >= quotient else 0)
 
     def share(self, remaining: int, rank: int) -> Indices:
-        """Offsets, from the first remaining sample, that ``rank`` serves in the next step; shape ``(batch,)``, int64."""
+        """What ``rank`` serves in the next step: offsets from the first remaining sample, int64, ``(batch,)``."""
         size = self.step_size(remaining)
         if self.pad and size:
             equal = -(-size // self.num_replicas)
