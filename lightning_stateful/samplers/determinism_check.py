@@ -1,0 +1,170 @@
+"""Checks, before anything is trained, that a wrapped sampler yields the same sequence again."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_stateful.core.order import UNKNOWN
+from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.samplers.fast_forward import STATE_STRIDE, digest, state_of
+from lightning_stateful.samplers.rng_isolation import IsolatedCopy
+from lightning_stateful.samplers.state_codec import from_plain
+
+if TYPE_CHECKING:
+    from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+
+ResumeMode = Literal["fast_forward", "own_state"]
+
+# Slots at the beginning of an epoch that are compared, epochs in which one may chance to begin like another, and slots
+# after which a sampler is not followed further. All ranks count slots, so that they come to the same verdict.
+_COMPARED, _EPOCHS, _FOLLOWED = 64, 8, 4096
+
+_END = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """What :func:`check_determinism` found.
+
+    Attributes:
+        begins: Digest of how epoch 0 begins, equal on all ranks and in a resumed run; empty of torch's own samplers,
+            which are not looked at, and where no two runs are alike.
+        first: The first slot of epoch 0, or None.
+        resume_mode: How the sampler is brought to a slot.
+        is_repeatable: Whether two runs are alike.
+        keeps_rows: Whether lists in a long list stay as they are when it is iterated.
+    """
+
+    begins: str = ""
+    first: Any = None
+    resume_mode: ResumeMode = "fast_forward"
+    is_repeatable: bool = True
+    keeps_rows: bool = False
+
+
+def check_determinism(order: WrappedSampler) -> CheckResult:
+    """Let fresh copies of a sampler begin epoch 0, and follow one of them to its end or for some thousand slots.
+
+    Raises:
+        UnsupportedLoaderError: It does not yield the same again, counts its epochs by itself or draws in a thread, and
+            that is not accepted.
+        ConfigurationError: It yields more or fewer items than its ``len``.
+    """
+    followed = order.copied(shares_rows=False)
+    whole = _begin(order, followed, to_the_end=True)
+    keeps_rows = followed.keeps_rows
+    other = order.copied(shares_rows=keeps_rows)
+    is_alike = _begin(order, other).digests == whole.digests
+    mode: ResumeMode = "own_state" if has_own_state(order) else "fast_forward"
+    if not is_alike or _counts_epochs(order, whole, followed, other, keeps_rows):
+        if "nondeterministic" not in order.accept:
+            raise UnsupportedLoaderError(order.name + (_COUNTS_EPOCHS if is_alike else _DIFFERS))
+        return CheckResult(first=whole.first, resume_mode=mode, is_repeatable=False, keeps_rows=keeps_rows)
+    if order.num_slots is not None and whole.length is not None:
+        most = UNKNOWN if order.is_cut else order.num_slots
+        if not order.num_slots <= whole.length <= most:
+            raise wrong_length(order, whole.length, 0)
+    if mode == "own_state" and len(whole.digests) > STATE_STRIDE and not _state_leads_back(order, keeps_rows):
+        mode = "fast_forward"
+    return CheckResult(begins=digest(whole.digests), first=whole.first, resume_mode=mode, keeps_rows=keeps_rows)
+
+
+def has_own_state(order: WrappedSampler) -> bool:
+    """Whether a sampler has a state of its own that it can be resumed by."""
+    methods = ("state_dict", "load_state_dict")
+    return order.as_one_rank and all(callable(getattr(order.sampler, name, None)) for name in methods)
+
+
+def wrong_length(order: WrappedSampler, found: int | str, epoch: int) -> ConfigurationError:
+    """What to say of a sampler that yields more or fewer items than it says."""
+    length = order.num_slots
+    says = f"length={length} was given" if order.is_cut else f"its len() is {length} (when it was wrapped)"
+    return ConfigurationError(
+        f"{order.name} yields {found} items in epoch {epoch}, but {says}. Steps and the end of an epoch follow from "
+        "that: correct it, or wrap the sampler in DDPSamplerWrapper(sampler, length='unknown'), which finds out where "
+        "it ends."
+    )
+
+
+_DIFFERS = (
+    " yields something else when the same epoch is begun a second time, though torch, NumPy, random and the generators "
+    "that it holds were seeded alike. So neither could ranks agree on it, nor a resumed run go on in it. Let it draw "
+    "from those (not from the time, the system or the order of a set), or from a generator seeded in set_epoch(epoch), "
+    "and begin anew whenever it is iterated, as an iterator does not; or accept an inexact resume with "
+    "accept=('nondeterministic',)."
+)
+_COUNTS_EPOCHS = (
+    " counts its epochs by itself, so a resumed run could not say which one it is. Give it set_epoch(epoch), and let "
+    "the order depend on that."
+)
+
+
+@dataclass(slots=True)
+class _Beginning:
+    """How a pass begins: its first slot, digests of the first slots and of those that follow, and its length."""
+
+    first: Any = None
+    digests: list[str] = field(default_factory=list)
+    following: list[str] = field(default_factory=list)
+    length: int | None = None
+
+
+def _begin(order: WrappedSampler, made: IsolatedCopy, epoch: int = 0, *, to_the_end: bool = False) -> _Beginning:
+    found = _Beginning()
+    with made.entered():
+        threads = set(threading.enumerate())
+        slots = made.begin(epoch, 0)
+        while len(found.digests) < _COMPARED and (slot := next(slots, _END)) is not _END:
+            if not found.digests:
+                found.first = slot
+                _refuse_threads(order, set(threading.enumerate()) - threads)
+            # Digests, because a sampler may change later what it has yielded.
+            found.digests.append(digest(slot))
+        # A sampler that fails further on is another matter, to be seen when it gets there.
+        with suppress(Exception):
+            if to_the_end:
+                found.following = [digest(slot) for slot in islice(slots, _COMPARED)]
+                compared = len(found.digests) + len(found.following)
+                rest = 0 if compared < 2 * _COMPARED else sum(1 for _ in islice(slots, _FOLLOWED - compared))
+                found.length = compared + rest if compared + rest < _FOLLOWED else None
+    return found
+
+
+def _refuse_threads(order: WrappedSampler, threads: set[threading.Thread]) -> None:
+    if threads and "nondeterministic" not in order.accept:
+        raise UnsupportedLoaderError(
+            f"{order.name} draws in a thread of its own, whose randomness cannot be told from the process's. Let it "
+            "draw in __iter__ itself, or accept an inexact resume with accept=('nondeterministic',)."
+        )
+
+
+def _counts_epochs(
+    order: WrappedSampler, whole: _Beginning, followed: IsolatedCopy, other: IsolatedCopy, keeps_rows: bool
+) -> bool:
+    """Whether a second pass over one copy is another one, and nothing that it is told decides which."""
+    if order.repeats_first_epoch:
+        return False
+    # The other copy was left after its first slots, where some samplers go on.
+    again = _begin(order, other).digests in (whole.digests, whole.following)
+    if again and (whole.length is None or _begin(order, followed).digests == whole.digests):
+        return False
+    epochs = (_begin(order, order.copied(shares_rows=keeps_rows), epoch) for epoch in range(1, _EPOCHS))
+    return all(epoch.digests == whole.digests for epoch in epochs)
+
+
+def _state_leads_back(order: WrappedSampler, keeps_rows: bool) -> bool:
+    """Whether a copy goes on from the state of another one as that does."""
+    ahead, behind = (order.copied(shares_rows=keeps_rows) for _ in range(2))
+    with ahead.entered():
+        slots = ahead.begin(0, 0)
+        for _ in range(STATE_STRIDE):
+            next(slots)
+        state = state_of(order, ahead, 0, 0, STATE_STRIDE)
+        expected = [digest(slot) for slot in islice(slots, STATE_STRIDE)]
+    with behind.entered():
+        slots = behind.begin(0, 0, (STATE_STRIDE, from_plain(state)))
+        return [digest(slot) for slot in islice(slots, STATE_STRIDE)] == expected

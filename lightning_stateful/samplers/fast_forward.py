@@ -1,0 +1,273 @@
+"""Iterates a sampler from any slot on: fast-forward, its own states, and a digest of what it has yielded."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lightning_stateful.errors import Difference, PositionError, StatefulWarning, StateMismatchError
+from lightning_stateful.samplers.rng_isolation import IsolatedCopy
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
+
+if TYPE_CHECKING:
+    from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+
+# Slots between two states of a sampler that has its own.
+STATE_STRIDE = 16
+# A digest is noted at the slots 0, 1, 2, 4, 8 and so on, then at the multiples of this.
+_DIGEST_STRIDE = 8192
+# What is kept of the latest slots: prefetching workers and open accumulation windows are as far as training may lie
+# behind what was drawn.
+_KEPT_NOTES, _KEPT_SLOTS = 512, 8192
+# Slots that are drawn at a time, and the seconds after which it should not be more.
+_MOST_DRAWN, _LONG_DRAW = 4096, 0.002
+# Seconds from which on the cost of fast-forwarding is worth a word.
+_LONG_FAST_FORWARD = 1.0
+
+_END = object()
+
+
+class FastForward:
+    """One pass over a fresh copy of a sampler, from any slot on.
+
+    It begins when it is first asked for slots: by the nearest earlier state of the sampler's own, or at the pass's
+    first slot, and drops what comes before. What it yields then has to be what it yielded when the state was taken,
+    which a digest shows.
+
+    Args:
+        order: The sampler.
+        epoch: Which epoch.
+        cycle: Which pass within the epoch.
+        slot: The first slot that is wanted.
+        known: What a progress keeps: ``"digest"`` with a slot and the digest there, ``"state"`` with a number of
+            slots and the sampler's own state after them.
+
+    Attributes:
+        end: Slots of the pass once the sampler was seen to end; None before that.
+    """
+
+    def __init__(self, order: WrappedSampler, epoch: int, cycle: int, slot: int, known: Mapping[str, Any]) -> None:
+        self.end: int | None = None
+        self._order, self._epoch, self._slot = order, epoch, slot
+        self._pass = (0, 0) if order.repeats_first_epoch else (epoch, cycle)
+        self._expected: tuple[int, str] = tuple(known.get("digest", (-1, "")))
+        self._copy: IsolatedCopy | None = None
+        self._iterator: Iterator[Any] = iter(())
+        self._ready: list[Any] = []
+        self._failure: Exception | None = None
+        self._drawn, self._size = 0, 1
+        self._uses_states = order.resume_mode == "own_state"
+        self._digests: deque[tuple[int, str]] = deque(maxlen=_KEPT_NOTES)
+        # Of a sampler with a state of its own: slots yielded and the state then; and the latest of what it yielded.
+        self._states: deque[tuple[int, Any]] = deque(maxlen=_KEPT_NOTES)
+        self._latest: deque[Any] = deque(maxlen=_KEPT_SLOTS)
+        if self._uses_states and "state" in known:
+            self._states.append((known["state"][0], known["state"][1]))
+
+    def look_ahead(self, count: int) -> int:
+        """Draw until ``count`` slots are ready, unless the sampler ends; how many are."""
+        while len(self._ready) < count and self.end is None and self._failure is None:
+            try:
+                self._draw(max(count - len(self._ready), self._size))
+            except Exception as error:
+                # What came before it is served first.
+                self._failure = error
+        if self._failure is not None and len(self._ready) < count:
+            raise self._failure
+        return len(self._ready)
+
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` slots, which have to be ready."""
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        return taken
+
+    def known_at(self, slot: int) -> dict[str, Any]:
+        """What a progress at ``slot`` keeps, to go on from there; empty if nothing is known."""
+        known: dict[str, Any] = {}
+        # Taken before that slot, so that there is something to compare.
+        state = next(([at, held] for at, held in reversed(self._states) if at < slot), None)
+        if state is not None:
+            known["state"] = state
+        first = self._drawn - len(self._latest)
+        if self._uses_states and first < slot <= self._drawn:
+            known["digest"] = [slot - 1, digest(self._latest[slot - 1 - first])]
+        found = next(([at, value] for at, value in reversed(self._digests) if at < slot), None)
+        if found is not None:
+            known["digest"] = found
+        return known
+
+    # Drawing
+
+    def _begin(self) -> None:
+        order, started = self._order, time.perf_counter()
+        if self._slot and not order.check().is_repeatable:
+            warnings.warn(
+                f"{order.name} differs from run to run. What is left of epoch {self._epoch} is not what was left "
+                "when the checkpoint was written: some samples come twice, and others never.",
+                StatefulWarning,
+                stacklevel=2,
+            )
+        made = order.copied()
+        with made.entered():
+            state = self._states[0] if self._states else None
+            self._iterator = made.begin(*self._pass, state and (state[0], from_plain(state[1])))
+            self._drawn = state[0] if state else 0
+            distance = self._slot - self._drawn
+            self._skip(made)
+        self._copy = made
+        seconds = time.perf_counter() - started
+        if distance > 0 and seconds > _LONG_FAST_FORWARD:
+            warnings.warn(
+                f"{order.name} was fast-forwarded by {distance} items to slot {self._slot} of epoch {self._epoch}, "
+                f"which took {seconds:.1f} s. A sampler with state_dict() and load_state_dict() is there at once.",
+                StatefulWarning,
+                stacklevel=2,
+            )
+
+    def _skip(self, made: IsolatedCopy) -> None:
+        """Let the sampler yield what comes before the first slot, and look at as little of it as will do."""
+        while self._drawn < self._slot and self.end is None:
+            if self._uses_states:
+                self._pull(made, self._slot - self._drawn)
+                continue
+            noted = next_digest_slot(self._drawn)
+            stop = min(noted + 1, self._slot)
+            # At the speed of the sampler itself: nothing here runs between two digests.
+            item = next(islice(self._iterator, stop - self._drawn - 1, None), _END)
+            if item is _END:
+                self.end = self._drawn
+                break
+            self._drawn = stop
+            if stop == noted + 1:
+                self._note(noted, item)
+        self._ready.clear()
+        if self._drawn < self._slot:
+            raise PositionError(
+                f"{self._slot} items of {self._order.name} were used in epoch {self._epoch}, but now it ends before "
+                "that. Build it as when the checkpoint was written, or resume from another checkpoint."
+            )
+
+    def _draw(self, count: int) -> None:
+        if self._copy is None:
+            self._begin()
+        made: Any = self._copy
+        with made.entered():
+            started, target = time.perf_counter(), len(self._ready) + count
+            while len(self._ready) < target and self.end is None:
+                self._pull(made, target - len(self._ready))
+            seconds = time.perf_counter() - started
+        # More at a time, as long as nobody notices.
+        self._size = min(2 * self._size, _MOST_DRAWN) if seconds < _LONG_DRAW else max(self._size // 2, 1)
+
+    def _pull(self, made: IsolatedCopy, wanted: int) -> None:
+        """Let the sampler yield many slots, or all up to where a state of its own is due."""
+        before, began = len(self._ready), self._drawn
+        if self._uses_states:
+            if began % STATE_STRIDE == 0 and began and (not self._states or self._states[-1][0] < began):
+                self._states.append((began, state_of(self._order, made, *self._pass, began)))
+            wanted = min(wanted, STATE_STRIDE - began % STATE_STRIDE)
+        slots = islice(self._iterator, wanted)
+        try:
+            # What a sampler yielded before it failed stays.
+            self._ready.extend(map(_kept, slots) if self._order.whole_batches else slots)
+        finally:
+            found = self._ready[before:]
+            self._drawn += len(found)
+        self.end = None if len(found) == wanted else self._drawn
+        if self._uses_states:
+            self._latest.extend(found)
+            if began <= self._expected[0] < self._drawn:
+                self._compare(self._expected[0], digest(found[self._expected[0] - began]))
+            return
+        noted = next_digest_slot(began)
+        while noted < self._drawn:
+            self._note(noted, found[noted - began])
+            noted = next_digest_slot(noted + 1)
+
+    def _note(self, slot: int, item: Any) -> None:
+        found = digest(item, self._digests[-1][1] if self._digests else "")
+        self._digests.append((slot, found))
+        if slot == self._expected[0]:
+            self._compare(slot, found)
+
+    def _compare(self, slot: int, found: str) -> None:
+        """Make sure that what stands at a slot is what stood there when a state was taken."""
+        order, expected = self._order, self._expected[1]
+        if found == expected or not order.check().is_repeatable:
+            return
+        remedy = (
+            f"{order.name} no longer yields what it did up to this slot: build it with the same data and settings. If "
+            "it depends on anything else (training, time, the order of a set, another process), make it depend on its "
+            "epoch alone. accept=('sequence',) goes on all the same."
+        )
+        changed = Difference(path=f"sequence at slot {slot}", saved=expected, present=found, remedy=remedy)
+        if "sequence" not in order.accept:
+            raise StateMismatchError([changed], where=f"The state within epoch {self._epoch}")
+        warnings.warn(f"Accepted: {changed}", StatefulWarning, stacklevel=2)
+
+
+def state_of(order: WrappedSampler, made: IsolatedCopy, epoch: int, cycle: int, drawn: int) -> Any:
+    """The own state of a copy, as plain data; to be called within its ``entered``."""
+    # Seeded first: a state may hold generators, which a resume then puts where they are now.
+    made.seed(epoch, cycle, drawn)
+    return to_plain(made.sampler.state_dict(), f"{order.name}.state_dict()")
+
+
+def next_digest_slot(slot: int) -> int:
+    """The first slot at or after ``slot`` at which a digest is noted."""
+    if slot >= _DIGEST_STRIDE:
+        return -(-slot // _DIGEST_STRIDE) * _DIGEST_STRIDE
+    return slot if slot < 2 else 1 << (slot - 1).bit_length()
+
+
+def digest(item: Any, before: str = "") -> str:
+    """Hex digest of a slot, chained to that of an earlier one; equal for equal slots in every process.
+
+    Slots are told apart by the numbers, strings, arrays and containers in them; of another object its ``id`` attribute
+    counts, or else what it contains, or only its type.
+    """
+    if type(item) is int:
+        return hashlib.blake2b(b"%bi%d;" % (before.encode(), item), digest_size=8).hexdigest()
+    hashed = hashlib.blake2b(before.encode(), digest_size=8)
+    _feed(hashed, item, 0)
+    return hashed.hexdigest()
+
+
+def _feed(hashed: Any, item: Any, depth: int) -> None:
+    if isinstance(item, (int, np.integer)):
+        hashed.update(b"i%d;" % int(item))
+    elif isinstance(item, (str, bytes, float, type(None))):
+        hashed.update(f"{type(item).__name__}{item!r};".encode())
+    elif isinstance(item, (np.ndarray, torch.Tensor)):
+        _feed(hashed, item.tolist(), depth)
+    elif isinstance(item, (list, tuple, range)) and all(issubclass(kind, _INTEGERS) for kind in set(map(type, item))):
+        # The common case, in one go: an index is the same index in whatever type.
+        hashed.update(repr(list(map(int, item))).encode())
+    elif isinstance(item, Mapping):
+        _feed(hashed, list(item.items()), depth + 1)
+    elif isinstance(identity := getattr(item, "id", None), (str, int)):
+        _feed(hashed, identity, depth)
+    elif isinstance(item, Iterable) and isinstance(item, Sized) and depth < 8:
+        hashed.update(b"[%d" % len(item))
+        for part in item:
+            _feed(hashed, part, depth + 1)
+    else:
+        hashed.update(type(item).__qualname__.encode())
+
+
+_INTEGERS = (int, np.integer)
+
+
+def _kept(batch: Any) -> Any:
+    """A batch that stays as it was yielded: a sampler may fill the very list again that it has yielded."""
+    if type(batch) is list or isinstance(batch, np.ndarray):
+        return batch.copy()
+    return batch.clone() if isinstance(batch, torch.Tensor) else batch

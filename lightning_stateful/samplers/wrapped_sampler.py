@@ -1,0 +1,464 @@
+"""Any sampler or batch sampler that the toolkit has not written, as an order of batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property, reduce
+from operator import add
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.order import UNKNOWN, say_repeats
+from lightning_stateful.core.permutation import keyed_permutation
+from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.seeding import derive_seed, loader_seed
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.core.topology import split_evenly
+from lightning_stateful.errors import ConfigurationError, PositionError
+from lightning_stateful.samplers.determinism_check import CheckResult, ResumeMode, check_determinism, wrong_length
+from lightning_stateful.samplers.fast_forward import FastForward
+from lightning_stateful.samplers.rng_isolation import IsolatedCopy
+from lightning_stateful.state import accepted_names
+
+# What to say of each resume mode.
+RESUME_MODES: dict[ResumeMode, str] = {
+    "fast_forward": "is begun anew on a resume and fast-forwarded, by indices alone.",
+    "own_state": "keeps its own state, which a resume goes on from.",
+}
+Length = int | Literal["len", "unknown"]
+Tail = Literal["split", "pad", "drop"]
+TAILS = ("split", "pad", "drop")
+
+_log = logging.getLogger("lightning_stateful")
+# Slots between two passes over a sampler without len, in the numbers of batches.
+_MANY_SLOTS = 2**40
+_TORCHS_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+# Options that change how slots are dealt out, and not what the sampler yields.
+_OF_DEALING = frozenset({"batch_size", "tail", "exact", "shuffles", "is_collated", "whole_batches"})
+
+
+@dataclass(frozen=True, eq=False)
+class WrappedSampler:
+    """Deals what any sampler yields out to the ranks, and resumes it exactly.
+
+    In every pass a deep copy of the sampler is iterated, so that the user's object stays as it is and an epoch follows
+    from (seed, path, epoch) alone: the copy runs under randomness seeded from these, generators that it holds included,
+    is told the epoch where it has ``set_epoch``, and believes that there is one rank. So every rank, and every resumed
+    run, sees one and the same sequence of slots: samples or whole batches.
+
+    Attributes:
+        sampler: Any iterable over an epoch of indices, or of batches of them.
+        seed: Chooses its randomness.
+        path: The place of its loader among several, which draw apart; empty for a loader that stands alone.
+        whole_batches: Whether it yields whole batches.
+        is_collated: Whether these are certainly batches of indices, of whatever type; else a tuple names one sample.
+        length: Slots of an epoch: ``"len"`` for its own ``len()`` if it has one, ``"unknown"`` to find out where
+            it ends, or a number after which an epoch is cut off.
+        batch_size: Samples in a full batch of one rank; 1 where it yields whole batches.
+        tail: What becomes of a last step that is not full: ``"split"`` as evenly as it goes, whole batches sample by
+            sample; ``"pad"`` with slots of its own; or ``"drop"``.
+        exact: For evaluation: never repeat a slot unless there are fewer slots than ranks.
+        shuffles: Whether the slots of a step go to ranks in a random order.
+        as_one_rank: Whether samplers in it that deal out to ranks are told that there is one rank. Otherwise each rank
+            has a sequence of its own, of which a progress keeps no more than a count.
+        accept: With ``"nondeterministic"`` in it, a sampler that cannot be repeated is accepted; with ``"sequence"``,
+            one that yields something else on a resume.
+        dataset: The loader's dataset, which copies share with the sampler.
+        repeats_first_epoch: Whether every epoch is the first one again; to overfit on.
+
+    Raises:
+        ConfigurationError: It cannot be iterated, or an argument is out of range.
+        UnsupportedLoaderError: It deals out to ranks and cannot be told that there is one.
+    """
+
+    sampler: Any
+    _: KW_ONLY
+    seed: int = 0
+    path: str = ""
+    whole_batches: bool = False
+    is_collated: bool = False
+    length: Length = "len"
+    batch_size: int = 1
+    tail: Tail = "split"
+    exact: bool = False
+    shuffles: bool = False
+    as_one_rank: bool = True
+    accept: Collection[str] = ()
+    dataset: Any = None
+    repeats_first_epoch: bool = False
+    version: ClassVar[int] = 1
+    carries_over: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.tail not in TAILS:
+            raise ConfigurationError(f"tail must be one of {TAILS}, got {self.tail!r}.")
+        if not hasattr(self.sampler, "__iter__"):
+            raise ConfigurationError(f"{self.name} cannot be iterated; a sampler has __iter__.")
+        object.__setattr__(self, "seed", as_int("seed", self.seed))
+        object.__setattr__(self, "accept", accepted_names(self.accept))
+        if not isinstance(self.length, str):
+            object.__setattr__(self, "length", as_int("length", self.length))
+        if self.length not in ("len", "unknown") and (isinstance(self.length, str) or self.length < 1):
+            raise ConfigurationError(f"length must be at least 1, 'len' or 'unknown', got {self.length!r}.")
+        self.num_slots  # noqa: B018  # asked now, because a sampler may change
+
+    @property
+    def name(self) -> str:
+        """The sampler's class."""
+        return type(self.sampler).__qualname__
+
+    @property
+    def kind(self) -> str:
+        """The name under which a state knows such a sequence."""
+        return "batch_sampler" if self.whole_batches else "sampler"
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is torch's own, which yields the same again when it is seeded alike."""
+        inner = self.sampler
+        while type(inner) is BatchSampler:
+            inner = inner.sampler
+        return type(inner) in _TORCHS_OWN
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the length of an epoch is known before its end."""
+        return self.num_slots is not None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether epochs are cut off at a given length."""
+        return isinstance(self.length, int)
+
+    @cached_property
+    def num_slots(self) -> int | None:
+        """Slots of an epoch; None where that is known only at its end."""
+        if self.length != "len":
+            return self.length if isinstance(self.length, int) else None
+        try:
+            return len(self.copied(shares_rows=True).sampler)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def resume_mode(self) -> ResumeMode:
+        """How it is brought to a slot; see :data:`RESUME_MODES`."""
+        return self.check().resume_mode
+
+    def check(self) -> CheckResult:
+        """Make sure, once, that the sampler yields the same again.
+
+        Returns:
+            What was found, ``begins`` and ``first`` among it: the digest of how epoch 0 begins, and its first slot.
+
+        Raises:
+            UnsupportedLoaderError: It does not, and that is not accepted.
+            ConfigurationError: It yields more or fewer items than its ``len``.
+        """
+        return self._checked
+
+    @cached_property
+    def _checked(self) -> CheckResult:
+        return CheckResult() if self.is_known else check_determinism(self)
+
+    def copied(self, *, shares_rows: bool | None = None) -> IsolatedCopy:
+        """A fresh copy of the sampler, as the user has it now.
+
+        Args:
+            shares_rows: Whether lists in long lists are shared; by default where the check saw them stay as they are.
+        """
+        return IsolatedCopy(
+            self.sampler,
+            seed=loader_seed(self.seed, self.path),
+            dataset=self.dataset,
+            as_one_rank=self.as_one_rank,
+            shares_rows=self.check().keeps_rows if shares_rows is None else shares_rows,
+        )
+
+    def config(self) -> dict[str, Any]:
+        """What determines the sequence, as far as it can be read off; how an epoch begins tells the rest."""
+        checked = self.check()
+        length = "unknown" if self.num_slots is None else self.num_slots
+        described = {"class": self.name, "resume_mode": checked.resume_mode, "length": length}
+        return {
+            "seed": self.seed,
+            "sampler": described,
+            "sequence": checked.begins,
+            "drop_last": self.tail == "drop",
+        }
+
+    def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> WrappedPlan:
+        """Plan ``epoch``, or the rest of it.
+
+        Raises:
+            PositionError: More slots were consumed than the epoch has.
+        """
+        here = progress if progress is not None and progress.epoch == epoch else Progress(epoch=epoch)
+        if self.num_slots is not None and here.consumed > self.num_slots:
+            raise PositionError(
+                f"{here.consumed} {self.unit} of epoch {epoch} were consumed, but {self.name} yields only "
+                f"{self.num_slots}. Build it as when the checkpoint was written, or resume from another checkpoint."
+            )
+        rule = StepRule(
+            batch_size=self.batch_size,
+            num_replicas=num_replicas,
+            drop_last=self.tail == "drop",
+            exact=self.exact,
+            pad=self.tail == "pad",
+        )
+        return WrappedPlan(order=self, rule=rule, begun=here)
+
+    @property
+    def unit(self) -> str:
+        """What a slot is."""
+        return "batches" if self.whole_batches else "samples"
+
+    def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
+        """The same: slots are counted alike under any configuration."""
+        return progress
+
+    def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> WrappedSampler:
+        """The same batches for another use; see :class:`~lightning_stateful.core.order.BatchOrder`.
+
+        Args:
+            path: The place of its loader among several.
+            exact: Never repeat a slot.
+            shuffle: False for the first epoch over and over.
+        """
+        repeats = self.repeats_first_epoch or not shuffle
+        return self.replaced(path=path or self.path, exact=self.exact or exact, repeats_first_epoch=repeats)
+
+    def replaced(self, **options: Any) -> WrappedSampler:
+        """The same sampler with other options; it is checked again only where these change what it yields."""
+        changed = {name: value for name, value in options.items() if value != getattr(self, name)}
+        made = replace(self, **changed)
+        if "_checked" in vars(self) and _OF_DEALING.issuperset(changed):
+            vars(made)["_checked"] = self._checked
+        return made
+
+
+class WrappedPlan:
+    """The rest of an epoch of a wrapped sampler, which can only be walked forward.
+
+    Each call of :meth:`batches` walks a fresh copy of the sampler. What the latest walk has noted on its way goes into
+    a progress, to be compared on a resume.
+
+    Args:
+        order: The sampler.
+        rule: How it is cut into steps: each gives every rank ``batch_size`` slots. Whole batches that are left at the
+            end, fewer than ranks, are split over the ranks sample by sample.
+        begun: Where the plan begins.
+    """
+
+    def __init__(self, *, order: WrappedSampler, rule: StepRule, begun: Progress) -> None:
+        self.order, self.rule, self._begun = order, rule, begun
+        self._end = order.num_slots
+        self._latest: FastForward | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Which epoch."""
+        return self._begun.epoch
+
+    @property
+    def remaining(self) -> int | None:
+        """Slots left; None until the end of a sampler without ``len`` has been seen."""
+        if self._end is None and self._latest is not None:
+            self._end = self._latest.end
+        return None if self._end is None else max(self._end - self._begun.consumed, 0)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps to the end of the epoch; :data:`UNKNOWN` until the end of a sampler without ``len`` has been seen."""
+        return UNKNOWN if self.remaining is None else self.rule.num_steps(self.remaining)
+
+    @property
+    def ends_in_pairs(self) -> bool:
+        """Whether single samples that are left at the end are served in batches of two."""
+        whole_batches = self.order.whole_batches
+        return self.order.is_sized and not whole_batches and self.rule.merges(self.remaining or 0)
+
+    def num_samples(self, rank: int) -> int:
+        """Samples of ``rank`` in this plan.
+
+        Raises:
+            TypeError: It cannot be known before the epoch is over.
+        """
+        if not self.order.is_sized or self.order.whole_batches:
+            raise TypeError(f"{self.order.name} does not say how many samples it yields.")
+        left, rule = self.remaining or 0, self.rule
+        plain = max(left // rule.full - 1, 0)
+        num_samples = plain * rule.batch_size
+        left -= plain * rule.full
+        while rule.num_steps(left):
+            num_samples += rule.share(left, rank).size
+            left -= rule.step_size(left)
+        return num_samples
+
+    def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
+        """The batches of ``rank``; numbered by its first slot, counted on over the passes of an epoch."""
+        begun = self.progress_after(first_step)
+        order, known = self.order, begun.details.get(self.order.kind, {})
+        walk = self._latest = FastForward(order, self.epoch, begun.cycle, begun.consumed, known)
+        before = begun.cycle * (_MANY_SLOTS if order.num_slots is None else order.num_slots)
+        for slot, own in self._steps(walk, begun.consumed, rank):
+            yield before + slot, own if not order.whole_batches else own[0] if len(own) == 1 else _joined(own)
+
+    def progress_after(self, steps: int) -> Progress:
+        """The progress after ``steps`` steps, with what the latest walk has noted by then."""
+        begun, remaining, kind = self._begun, self.remaining, self.order.kind
+        served = steps * self.rule.full if remaining is None else self.rule.served(remaining, steps)
+        known: Mapping[str, Any] = begun.details.get(kind, {})
+        if served and self._latest is not None and self.order.as_one_rank:
+            known = self._latest.known_at(begun.consumed + served) or known
+        return replace(begun, consumed=begun.consumed + served, details={kind: known})
+
+    def report_after(self, steps: int) -> dict[str, Any]:
+        """What has been served of the epoch, and how the sampler is brought there."""
+        begun, order = self.progress_after(steps), self.order
+        served = begun.cycle * (order.num_slots or 0) + begun.consumed
+        return {order.unit: served, "sampler": {"class": order.name, "resume_mode": order.resume_mode}}
+
+    def repeats(self) -> str:
+        """What is served twice, in words; empty if nothing is, or it is known only at the end of an epoch."""
+        order, rule = self.order, self.rule
+        if order.num_slots is None or (order.whole_batches and not rule.pad):
+            return ""
+        return say_repeats(rule.num_repeated(order.num_slots), order.num_slots, order.unit)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A walk cannot be copied; a copy begins one of its own.
+        return {**vars(self), "_latest": None}
+
+    def _steps(self, walk: FastForward, slot: int, rank: int) -> Iterator[tuple[int, list[Any]]]:
+        """The slots of ``rank`` step by step, each with the number of the first."""
+        rule, full, size = self.rule, self.rule.full, self.rule.batch_size
+        is_sized, remaining = self.order.num_slots is not None, (self.order.num_slots or 0) - slot
+        # Of an end that is not announced, the last steps have to know before they begin.
+        ahead = min(full, remaining) if is_sized and remaining else 2 * full
+        while True:
+            ready = walk.look_ahead(ahead)
+            left = remaining if is_sized else ready
+            if ready < min(ahead, left):
+                raise self._too_few(slot + ready)
+            plain = min(ready // full, left // full - 1)
+            if plain > 0:
+                slots = walk.take(plain * full)
+                for start in range(0, plain * full, full):
+                    yield slot + start + rank * size, self._full_share(slots, start, slot + start, rank)
+                slot, remaining = slot + plain * full, remaining - plain * full
+                continue
+            step = rule.step_size(left)
+            if not step or not rule.num_steps(left):
+                break
+            ready = walk.look_ahead(step)
+            if ready < step:
+                raise self._too_few(slot + ready)
+            slots = walk.take(step)
+            remaining -= step
+            # Before what may be the last batch that anybody asks for.
+            self._check_end(walk, remaining)
+            # Parts of one batch have numbers of their own.
+            first = rank if self.order.whole_batches else int(rule.share(left, rank)[0])
+            yield slot + first, self._last_share(slots, left, slot, rank)
+            slot += step
+            ahead = min(full, remaining) if is_sized else 2 * full
+
+    def _full_share(self, slots: list[Any], start: int, slot: int, rank: int) -> list[Any]:
+        """The slots of ``rank`` in a full step that begins at ``start``."""
+        size = self.rule.batch_size
+        if not self.order.shuffles:
+            return slots[start + rank * size : start + (rank + 1) * size]
+        own = rank * size + np.arange(size, dtype=np.int64)
+        return [slots[start + offset] for offset in self._shuffled(self.rule.full, own, slot).tolist()]
+
+    def _last_share(self, slots: list[Any], left: int, slot: int, rank: int) -> list[Any]:
+        """The slots of ``rank``, or its part of them, in one of the last steps."""
+        rule, ranks = self.rule, self.rule.num_replicas
+        if not self.order.whole_batches or rule.pad or len(slots) == ranks:
+            own = rule.share(left, rank)
+            own = self._shuffled(len(slots), own, slot) if self.order.shuffles else own
+            return [slots[offset] for offset in own.tolist()]
+        if not all(_can_be_split(batch, self.order.is_collated) for batch in slots):
+            return [self._part_of_objects(slots, rank)]
+        whole, rest = slots[: len(slots) // ranks * ranks], slots[len(slots) // ranks * ranks :]
+        # Evaluation serves what is left together with the last full step, which has a batch for each rank.
+        own_batch = [whole[rank]] if whole else []
+        samples = _joined(rest)
+        part = split_evenly(len(samples), ranks, rank)
+        share = samples[part.start : part.stop]
+        if not share and not own_batch:
+            self._log_repeats("samples", len(samples), rank)
+            share = [samples[rank % len(samples)]]
+        return [*own_batch, share] if share else own_batch
+
+    def _part_of_objects(self, slots: list[Any], rank: int) -> Any:
+        """The part of ``rank`` of batches that are objects: split if they know how to, as lhotse's do."""
+        ranks = self.rule.num_replicas
+        if all(map(knows_how_to_split, slots)):
+            joined = reduce(add, slots)
+            if len(joined) >= ranks:
+                return joined.split(ranks)[rank]
+        self._log_repeats("batches", len(slots), rank)
+        return slots[rank % len(slots)]
+
+    def _shuffled(self, count: int, own: Indices, slot: int) -> Indices:
+        seed = derive_seed("ranks", loader_seed(self.order.seed, self.order.path), self.epoch, self._begun.cycle, slot)
+        return keyed_permutation(count, seed).take(own)
+
+    def _log_repeats(self, what: str, count: int, rank: int) -> None:
+        ranks = self.rule.num_replicas
+        if rank == ranks - 1:
+            _log.warning(
+                "%s: %d %s were left for the last step of epoch %d on %d ranks; %d of them are served twice.",
+                *(self.order.name, count, what, self.epoch, ranks, ranks - count),
+            )
+
+    def _too_few(self, found: int) -> ConfigurationError:
+        return wrong_length(self.order, f"only {found}", self.epoch)
+
+    def _check_end(self, walk: FastForward, remaining: int) -> None:
+        """Make sure, once no step is left, that a sampler with a length ends where it says."""
+        order = self.order
+        if order.num_slots is None or order.is_cut or self.rule.num_steps(remaining):
+            return
+        found = walk.look_ahead(remaining + 1)
+        if found > remaining:
+            raise wrong_length(order, f"more than {order.num_slots}", self.epoch)
+        if found < remaining:
+            raise self._too_few(order.num_slots - remaining + found)
+
+
+def knows_how_to_split(batch: Any) -> bool:
+    """Whether a batch is an object that can be joined with others and split, as lhotse's are."""
+    others = (str, bytes, bytearray, torch.Tensor)
+    return not isinstance(batch, others) and all(hasattr(type(batch), name) for name in ("__add__", "__len__", "split"))
+
+
+def _can_be_split(batch: Any, is_collated: bool) -> bool:
+    if isinstance(batch, (np.ndarray, torch.Tensor)):
+        return batch.ndim > 0
+    plain = isinstance(batch, Sequence) and not isinstance(batch, (str, bytes))
+    return plain and (is_collated or not isinstance(batch, tuple))
+
+
+def _joined(batches: Sequence[Any]) -> list[Any]:
+    return [
+        sample
+        for batch in batches
+        for sample in (batch.tolist() if isinstance(batch, (np.ndarray, torch.Tensor)) else batch)
+    ]
