@@ -96,7 +96,7 @@ class Tracker:
     @property
     def progress(self) -> Progress:
         """Where the model stands that was trained on all that was handed over."""
-        return self.progress_after(self._handed)
+        return self._progress_in(self.plan(), self._handed)
 
     @property
     def epoch(self) -> int:
@@ -109,7 +109,7 @@ class Tracker:
 
     def plan(self) -> EpochPlan:
         """The plan of the latest pass or, where none has begun since the tracker was moved, of the next one."""
-        return self._plan or self._fetched or self._next_plan()
+        return self._plan or self._next_plan()
 
     def iterate(self, read: Callable[[EpochPlan, int], Iterable[T]], *, resumes: bool = False) -> Iterator[T]:
         """Go through a pass, from wherever the tracker stands at the first ``next()``.
@@ -145,14 +145,20 @@ class Tracker:
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps of the latest pass; after its last, the beginning of the next epoch.
 
+        Where :meth:`set_epoch` was told the epoch of a pass that workers had fetched to its end, that is this pass.
+
         Raises:
             ConfigurationError: The pass has fewer steps.
         """
-        plan = self.plan()
+        plan = self._plan or self._fetched or self._next_plan()
         if not 0 <= steps <= plan.num_steps:
             raise ConfigurationError(
-                f"The number of batches must be from 0 to {plan.num_steps}, the length of this pass, got {steps}."
+                f"The number of batches or samples that this rank was trained on must be from 0 to {plan.num_steps}, "
+                f"the length of this pass, got {steps}."
             )
+        return self._progress_in(plan, steps)
+
+    def _progress_in(self, plan: EpochPlan, steps: int) -> Progress:
         after = plan.progress_after(steps)
         if steps and steps == plan.num_steps:
             return self.plan_of(plan.epoch + 1, after).progress_after(0)

@@ -1,0 +1,440 @@
+"""A tracker goes through passes, keeps what was handed over, and turns that into a state and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_stateful.bucketing import BucketOrder, Buckets
+from lightning_stateful.core import (
+    UNKNOWN,
+    EpochPlan,
+    Progress,
+    SampleBatchOrder,
+    SequentialOrder,
+    ShuffledOrder,
+    Topology,
+)
+from lightning_stateful.core.samples import SampleEpochPlan
+from lightning_stateful.errors import (
+    ConfigurationError,
+    DamagedStateError,
+    PositionError,
+    StateMismatchError,
+    StateVersionError,
+)
+from lightning_stateful.samplers.tracker import Tracker, detect_topology
+from lightning_stateful.state import sealed
+
+Batches = list[list[int]]
+WHERE = "The train state"
+
+
+class OpenPlan(SampleEpochPlan):
+    """A plan that knows its number of steps once its end has been met."""
+
+    known = UNKNOWN
+
+    @property
+    def num_steps(self) -> int:
+        return self.known
+
+    def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, list[int]]]:
+        yield from super().batches(rank, first_step)
+        object.__setattr__(self, "known", super().num_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOrder(SampleBatchOrder):
+    """An order that does not know beforehand how long an epoch is."""
+
+    def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> SampleEpochPlan:
+        plan = SampleBatchOrder.plan(self, epoch, num_replicas, progress)
+        return OpenPlan(plan.order, plan.rule, plan.epoch, plan.cycle, plan.consumed)
+
+
+SAMPLES = SampleBatchOrder(samples=ShuffledOrder(31, 3), batch_size=2)
+BUCKETS = BucketOrder(Buckets.of([1 + n % 9 for n in range(40)], max_tokens=12, num_buckets=3), seed=3)
+ORDERS = {
+    "samples": SAMPLES,
+    "buckets": BUCKETS,
+    "of unknown length": OpenOrder(samples=ShuffledOrder(31, 3), batch_size=2),
+}
+every_order = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+
+
+def a_tracker(order: Any = SAMPLES, num_replicas: int = 2, rank: int = 1, **options: Any) -> Tracker:
+    return Tracker(order, num_replicas=num_replicas, rank=rank, **options)
+
+
+def passing(tracker: Tracker, **options: Any) -> Iterator[list[int]]:
+    def read(plan: EpochPlan, first_step: int) -> Iterator[list[int]]:
+        return (indices for _, indices in plan.batches(tracker.topology.rank, first_step))
+
+    return tracker.iterate(read, **options)
+
+
+def take(tracker: Tracker, count: int, **options: Any) -> Batches:
+    batches = passing(tracker, **options)
+    return [next(batches) for _ in range(count)]
+
+
+def epochs(order: Any, count: int) -> list[Batches]:
+    tracker = a_tracker(order)
+    return [list(passing(tracker)) for _ in range(count)]
+
+
+def resumed(tracker: Tracker, **options: Any) -> Tracker:
+    """Another tracker, from the state of one."""
+    fresh = a_tracker(tracker.order, **options)
+    fresh.load_state_dict(tracker.state_dict(), where=WHERE)
+    return fresh
+
+
+class TestPasses:
+    @every_order
+    def test_the_end_of_a_pass_moves_on_to_the_next_epoch(self, order: Any) -> None:
+        tracker = a_tracker(order)
+        found = [list(passing(tracker)) for _ in range(3)]
+
+        assert found == [[indices for _, indices in order.plan(epoch, 2).batches(1)] for epoch in range(3)]
+        assert tracker.epoch == 3
+
+    @every_order
+    def test_a_resumed_tracker_goes_on_at_every_step(self, order: Any) -> None:
+        tracker, whole = a_tracker(order), epochs(order, 2)
+        for done, _ in enumerate(passing(tracker), 1):
+            fresh = resumed(tracker)
+            if done < len(whole[0]) or order is ORDERS["of unknown length"]:
+                assert list(passing(fresh)) == whole[0][done:], done
+            assert list(passing(fresh)) == whole[1], done
+
+    @every_order
+    def test_an_abandoned_pass_begins_again_where_it_began(self, order: Any) -> None:
+        whole = epochs(order, 1)[0]
+        tracker = a_tracker(order)
+        take(tracker, 3)
+        fresh = resumed(tracker)
+        take(fresh, 2)
+
+        assert list(passing(tracker)) == whole
+        assert list(passing(fresh)) == whole[3:]
+
+    def test_a_pass_may_go_on_after_what_was_handed_over(self) -> None:
+        tracker = a_tracker()
+
+        assert take(tracker, 3, resumes=True) + list(passing(tracker, resumes=True)) == epochs(SAMPLES, 1)[0]
+
+    @every_order
+    def test_only_the_pass_that_began_last_is_counted(self, order: Any) -> None:
+        tracker = a_tracker(order)
+        first, second = passing(tracker), passing(tracker)
+        next(first)
+        next(second)
+        list(first)
+
+        assert (tracker.epoch, tracker.handed) == (0, 1)
+        assert list(passing(resumed(tracker))) == list(second)
+
+    def test_passes_that_are_never_read_change_nothing(self) -> None:
+        tracker = a_tracker()
+        unread = passing(tracker)
+        take(tracker, 2)
+
+        assert unread is not None
+        assert tracker.handed == 2
+
+    @every_order
+    def test_a_state_may_be_loaded_before_the_first_batch_of_a_pass(self, order: Any) -> None:
+        tracker, fresh = a_tracker(order), a_tracker(order)
+        take(tracker, 4)
+        batches = passing(fresh)
+        fresh.load_state_dict(tracker.state_dict(), where=WHERE)
+
+        assert list(batches) == epochs(order, 1)[0][4:]
+
+    @pytest.mark.parametrize("done", [1, 3, 8])
+    @every_order
+    def test_a_state_that_is_loaded_while_a_pass_runs_moves_it(self, order: Any, done: int) -> None:
+        tracker, fresh = a_tracker(order), a_tracker(order)
+        take(tracker, 4)
+        whole = epochs(order, 2)
+        batches = passing(fresh)
+        for _ in range(done):
+            next(batches)
+        fresh.load_state_dict(tracker.state_dict(), where=WHERE)
+
+        assert list(batches) == whole[0][4:]
+        assert list(passing(fresh)) == whole[1]
+
+    @pytest.mark.parametrize("samples", [SequentialOrder(0), SequentialOrder(3)])
+    def test_an_epoch_without_a_step_ends_at_once(self, samples: SequentialOrder) -> None:
+        tracker = a_tracker(SampleBatchOrder(samples=samples, batch_size=2, drop_last=True))
+
+        assert [list(passing(tracker)) for _ in range(2)] == [[], []]
+
+    def test_where_other_ranks_have_nothing_left_the_next_epoch_begins(self) -> None:
+        order = SampleBatchOrder(samples=ShuffledOrder(7), drop_last=True)
+        tracker = a_tracker(order, 1, 0)
+        take(tracker, 6)
+        fresh = resumed(tracker)
+
+        assert fresh.epoch == 1
+        assert list(passing(fresh)) == epochs(order, 2)[1]
+
+    def test_a_state_before_the_first_step_serves_the_epoch_on_ranks_that_have_steps(self) -> None:
+        order = SampleBatchOrder(samples=ShuffledOrder(7), batch_size=4, drop_last=True)
+        fresh = resumed(a_tracker(order), num_replicas=1, rank=0)
+
+        assert list(passing(fresh)) == [indices for _, indices in order.plan(0, 1).batches(0)]
+
+
+class TestSetEpoch:
+    @every_order
+    def test_an_epoch_can_be_chosen_forward_and_backward(self, order: Any) -> None:
+        tracker, expected = a_tracker(order), epochs(order, 4)
+        for epoch in (2, 0, 3, 3, 1):
+            tracker.set_epoch(epoch)
+            assert tracker.epoch == epoch
+            assert list(passing(tracker)) == expected[epoch]
+
+    @every_order
+    def test_the_same_epoch_keeps_loaded_progress_and_another_gives_it_up(self, order: Any) -> None:
+        tracker, whole = a_tracker(order), epochs(order, 2)
+        take(tracker, 3)
+        same, other = resumed(tracker), resumed(tracker)
+        same.set_epoch(0)
+        other.set_epoch(1)
+
+        assert list(passing(same)) == whole[0][3:]
+        assert list(passing(other)) == whole[1]
+
+    @every_order
+    def test_a_pass_that_workers_fetched_to_its_end_is_counted_on_from_where_it_began(self, order: Any) -> None:
+        tracker = a_tracker(order)
+        take(tracker, 4)
+        expected = tracker.progress_after(6)
+        fresh = resumed(tracker)
+        list(passing(fresh))
+        fresh.set_epoch(0)
+
+        assert fresh.progress_after(2) == expected
+
+    @every_order
+    def test_an_epoch_that_is_set_again_begins_at_its_beginning(self, order: Any) -> None:
+        tracker = a_tracker(order)
+        take(tracker, 4)
+        fresh = resumed(tracker)
+        list(passing(fresh))
+        fresh.set_epoch(0)
+
+        assert fresh.state_dict() == a_tracker(order).state_dict()
+        assert list(passing(fresh)) == epochs(order, 1)[0]
+
+    @pytest.mark.parametrize("epoch", [1.5, "1", None])
+    def test_an_epoch_that_is_no_integer_is_refused(self, epoch: Any) -> None:
+        with pytest.raises(ConfigurationError, match="epoch must be an integer"):
+            a_tracker().set_epoch(epoch)
+
+    @every_order
+    def test_a_negative_epoch_is_refused(self, order: Any) -> None:
+        with pytest.raises(PositionError, match="epoch=-1"):
+            a_tracker(order).set_epoch(-1)
+
+
+class TestProgress:
+    def test_a_number_of_steps_leaves_out_what_was_only_fetched(self) -> None:
+        tracker = a_tracker()
+        take(tracker, 5)
+
+        assert tracker.progress == Progress(consumed=20)
+        assert tracker.progress_after(2) == Progress(consumed=8)
+
+    def test_it_counts_from_where_the_pass_began(self) -> None:
+        tracker = a_tracker()
+        tracker.seek(Progress(consumed=4))
+        take(tracker, 3)
+
+        assert tracker.progress_after(1) == Progress(consumed=8)
+
+    @every_order
+    def test_the_last_step_is_the_beginning_of_the_next_epoch(self, order: Any) -> None:
+        tracker = a_tracker(order)
+        count = len(list(passing(tracker)))
+
+        assert tracker.progress_after(count) == tracker.progress == order.plan(1, 2).progress_after(0)
+        assert tracker.progress_after(count - 1).epoch == 0
+
+    @pytest.mark.parametrize("steps", [-1, 9])
+    def test_more_steps_than_the_pass_has_are_refused(self, steps: int) -> None:
+        with pytest.raises(ConfigurationError, match=f"must be from 0 to 8, the length of this pass, got {steps}"):
+            a_tracker().progress_after(steps)
+
+    @every_order
+    def test_ranks_hold_equal_states_at_every_step(self, order: Any) -> None:
+        trackers = [a_tracker(order, 3, rank) for rank in range(3)]
+        for _ in zip(*map(passing, trackers), strict=True):
+            states = [json.dumps(tracker.state_dict()) for tracker in trackers]
+            assert states == [states[0]] * 3
+
+    def test_a_report_tells_the_epoch_and_what_was_served_of_it(self) -> None:
+        tracker = a_tracker()
+        reports = [tracker.report(), *(tracker.report() for _ in passing(tracker))]
+
+        assert reports[:2] == [{"epoch": 0, "samples": 0}, {"epoch": 0, "samples": 4}]
+        assert reports[-2:] == [{"epoch": 0, "samples": 28}, {"epoch": 1, "samples": 0}]
+
+
+class TestStates:
+    def test_a_state_is_an_envelope_of_the_orders_kind(self) -> None:
+        tracker = a_tracker(config={**SAMPLES.config(), "dataset": {"length": 31}})
+        take(tracker, 1)
+        state = tracker.state_dict()
+
+        assert state == sealed(
+            {
+                "version": 1,
+                "kind": "shuffled",
+                "order_version": 1,
+                "config": {"shuffle": True, "seed": 3, "drop_last": False, "dataset": {"length": 31}},
+                "progress": {"epoch": 0, "cycle": 0, "consumed": 4},
+            }
+        )
+
+    def test_every_state_is_a_fresh_copy(self) -> None:
+        tracker = a_tracker(config={"dataset": {"length": 31}})
+        before, changed = tracker.state_dict(), tracker.state_dict()
+        changed["config"]["dataset"]["length"] = changed["progress"]["consumed"] = 9
+
+        assert tracker.state_dict() == before
+
+    @every_order
+    def test_the_state_of_another_progress_does_not_move_the_tracker(self, order: Any) -> None:
+        tracker = a_tracker(order)
+        take(tracker, 2)
+        before = tracker.state_dict()
+        later = tracker.state_dict(order.plan(1, 2).progress_after(0))
+
+        assert later["progress"]["epoch"] == 1
+        assert tracker.state_dict() == before
+
+    @every_order
+    def test_a_state_changed_by_hand_is_refused_and_moves_nothing(self, order: Any) -> None:
+        tracker = a_tracker(order)
+        take(tracker, 3)
+        before = tracker.state_dict()
+        damaged = {**before, "progress": {**before["progress"], "consumed": before["progress"]["consumed"] - 1}}
+
+        with pytest.raises(DamagedStateError, match=f"{WHERE} does not have the checksum of its contents"):
+            tracker.load_state_dict(damaged, where=WHERE)
+        assert tracker.state_dict() == before
+
+    @pytest.mark.parametrize(
+        ("progress", "error", "message"),
+        [
+            ({"consumed": -1}, PositionError, "consumed=-1"),
+            ({"consumed": 32}, PositionError, "32 samples of epoch 0 were consumed, but an epoch has only 31"),
+            ({"epoch": -1}, PositionError, "epoch=-1"),
+            ({"consumed": 1.5}, DamagedStateError, r"progress.consumed must be an int, got 1\.5\."),
+            ({"epoch": "3"}, DamagedStateError, "progress.epoch must be an int, got '3'"),
+        ],
+    )
+    def test_progress_out_of_range_is_refused_with_its_value(
+        self, progress: dict[str, Any], error: type[Exception], message: str
+    ) -> None:
+        state = a_tracker().state_dict()
+
+        with pytest.raises(error, match=f"^{WHERE}: .*{message}"):
+            a_tracker().load_state_dict(sealed({**state, "progress": {**state["progress"], **progress}}), where=WHERE)
+
+    def test_steps_that_were_never_taken_are_refused(self) -> None:
+        state = a_tracker(BUCKETS).state_dict(Progress(consumed=500, details={"segments": [[2, 500]]}))
+
+        with pytest.raises(PositionError, match=f"^{WHERE}: 500 steps of epoch 0 were taken"):
+            a_tracker(BUCKETS).load_state_dict(state, where=WHERE)
+
+    def test_a_future_version_is_refused(self) -> None:
+        with pytest.raises(StateVersionError, match="version 2"):
+            a_tracker().load_state_dict({**a_tracker().state_dict(), "version": 2}, where=WHERE)
+
+    def test_every_difference_is_named_at_once_and_nothing_is_loaded(self) -> None:
+        saved = a_tracker(replace(SAMPLES, samples=ShuffledOrder(31, 4), drop_last=True))
+        tracker = a_tracker()
+        take(tracker, 2)
+        before = tracker.state_dict()
+
+        with pytest.raises(StateMismatchError, match=f"^{WHERE} does not fit") as caught:
+            tracker.load_state_dict(saved.state_dict(), where=WHERE)
+        assert {difference.path for difference in caught.value.differences} == {"seed", "drop_last"}
+        assert tracker.state_dict() == before
+
+    def test_another_version_of_the_order_is_a_difference(self) -> None:
+        state = sealed({**a_tracker().state_dict(), "order_version": 2})
+
+        with pytest.raises(StateMismatchError, match="order_version: saved 2, now 1"):
+            a_tracker().load_state_dict(state, where=WHERE)
+
+    def test_accepted_differences_are_let_pass(self) -> None:
+        saved = a_tracker(SampleBatchOrder(samples=SequentialOrder(31), batch_size=5))
+        take(saved, 2)
+        tracker = a_tracker(accept=("kind", "shuffle", "seed"))
+        tracker.load_state_dict(saved.state_dict(), where=WHERE)
+
+        assert tracker.progress == Progress(consumed=20)
+
+    @pytest.mark.parametrize(("saved", "present"), [(SAMPLES, BUCKETS), (BUCKETS, SAMPLES)])
+    def test_a_number_of_samples_is_never_taken_for_a_number_of_batches(self, saved: Any, present: Any) -> None:
+        names = ("kind", *saved.config(), *present.config())
+
+        with pytest.raises(StateMismatchError, match="kind: saved") as caught:
+            a_tracker(present, accept=names).load_state_dict(a_tracker(saved).state_dict(), where=WHERE)
+        assert "accept" not in caught.value.differences[0].remedy
+
+    def test_an_order_may_refuse_to_convert_what_was_accepted(self) -> None:
+        tracker = a_tracker(replace(BUCKETS, seed=4), accept="seed")
+        tracker.load_state_dict(a_tracker(BUCKETS).state_dict(), where=WHERE)
+        saved = a_tracker(BUCKETS)
+        take(saved, 1)
+
+        with pytest.raises(StateMismatchError, match="seed: saved 3, now 4"):
+            tracker.load_state_dict(saved.state_dict(), where=WHERE)
+
+
+@pytest.fixture
+def rank_2_of_4() -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+class TestTopology:
+    def test_without_a_process_group_there_is_one_rank(self) -> None:
+        assert detect_topology() == Tracker(SAMPLES).topology == Topology(num_replicas=1, rank=0)
+
+    @pytest.mark.parametrize(("num_replicas", "rank"), [(0, 0), (2, 2), (2, -1), (None, 1)])
+    def test_what_is_out_of_range_is_refused_at_once(self, num_replicas: int | None, rank: int) -> None:
+        with pytest.raises(ConfigurationError):
+            Tracker(SAMPLES, num_replicas=num_replicas, rank=rank)
+
+    @pytest.mark.usefixtures("rank_2_of_4")
+    def test_the_process_group_is_asked_for_what_is_not_given(self) -> None:
+        assert detect_topology() == Topology(num_replicas=4, rank=2)
+        assert detect_topology(num_replicas=8) == Topology(num_replicas=8, rank=2)
+        assert detect_topology(rank=3) == Topology(num_replicas=4, rank=3)
+        assert detect_topology(1, 0) == Topology(num_replicas=1, rank=0)
+
+    def test_a_tracker_built_before_the_process_group_finds_its_rank_at_the_first_batch(
+        self, request: pytest.FixtureRequest
+    ) -> None:
+        tracker = Tracker(SAMPLES)
+        batches = passing(tracker)
+        request.getfixturevalue("rank_2_of_4")
+
+        assert list(batches) == [indices for _, indices in SAMPLES.plan(0, 4).batches(2)]
