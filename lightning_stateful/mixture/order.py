@@ -1,0 +1,169 @@
+"""The order of a mixture: batches from several sources, in turn or in proportion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from lightning_stateful.core.order import seeded_at
+from lightning_stateful.core.progress import Progress
+from lightning_stateful.errors import Difference, PositionError, StateMismatchError
+from lightning_stateful.mixture.plan import MixtureEpochPlan
+from lightning_stateful.mixture.sources import Mixture
+from lightning_stateful.mixture.weights import digest
+
+# A state of many sources stays short: beyond so many, their draws are told apart by a digest alone.
+_MOST_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOrder:
+    """Batches that come from one source each or, by sample, from several in proportion.
+
+    A step gives every rank one batch, all of the same source; only the last steps of an epoch gather what is left of
+    several. The rest of an epoch that is resumed on another number of ranks, or with other sources or weights, is
+    planned from what was served of each source. Progress is counted in steps; its details are
+
+    - ``served``: samples of every source, in the epoch or, with ``num_steps``, since training began;
+    - ``planned``, unless ``num_steps``: number of ranks, steps of the epoch, and samples served, when the rest of the
+      epoch was planned.
+
+    Attributes:
+        mixture: How the sources are mixed.
+    """
+
+    mixture: Mixture
+    version: ClassVar[int] = 1
+
+    @property
+    def kind(self) -> str:
+        """The name under which a state knows this order."""
+        return "round_robin" if self.mixture.in_turn else "mixture"
+
+    @property
+    def carries_over(self) -> bool:
+        """Whether sources go on in an epoch where the one before left them."""
+        return self.mixture.num_steps is not None
+
+    def config(self) -> dict[str, Any]:
+        """What determines the sequence, as plain data; ``weights`` are the draws of each source in a period."""
+        mixture, sizes = self.mixture, list(self.mixture.sources.batch_sizes)
+        config: dict[str, Any] = {
+            "stop": self._stop(),
+            "seed": mixture.seed,
+            "shuffle": mixture.shuffle,
+            "drop_last": mixture.drop_last,
+            "batch_size": sizes[0] if len(set(sizes)) == 1 else sizes,
+            "sources": dict(zip(mixture.sources.names, mixture.sources.lengths, strict=True)),
+        }
+        if mixture.in_turn:
+            return config
+        draws = list(mixture.draws)
+        if mixture.schedule is not None:
+            weights: Any = mixture.schedule.describe()
+        elif len(draws) <= _MOST_LISTED:
+            weights = draws
+        else:
+            weights = f"of {len(draws)} sources, {digest(draws)}"
+        return {**config, "by": mixture.by, "weights": weights}
+
+    def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> MixtureEpochPlan:
+        """Plan ``epoch``, or the rest of it.
+
+        Raises:
+            PositionError: More steps were taken than the epoch has.
+            ConfigurationError: A whole epoch would have no step, or would leave a source out.
+        """
+        if self.carries_over:
+            return self._going_on(epoch, num_replicas, progress)
+        num_sources = len(self.mixture.sources)
+        if progress is None or progress.epoch != epoch or not progress.consumed:
+            plan = MixtureEpochPlan(self.mixture, epoch, num_replicas, 0, (0,) * num_sources)
+            plan.refuse_empty()
+            return plan
+        planned = progress.details.get("planned", {"ranks": num_replicas, "steps": 0, "served": {}})
+        if planned["ranks"] != num_replicas:
+            origin = self._in_order(progress.details["served"])
+            return MixtureEpochPlan(self.mixture, epoch, num_replicas, progress.consumed, origin, begun=progress)
+        taken, origin = progress.consumed - planned["steps"], self._in_order(planned["served"])
+        plan = MixtureEpochPlan(self.mixture, epoch, num_replicas, planned["steps"], origin, taken, progress)
+        if not 0 <= taken <= plan.total_steps:
+            raise PositionError(
+                f"{progress.consumed} steps of epoch {epoch} were taken, and on {num_replicas} ranks the rest of it "
+                f"was planned to go from step {planned['steps']} to {planned['steps'] + plan.total_steps}. Resume "
+                "from a checkpoint of these sources."
+            )
+        return plan
+
+    def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
+        """A progress of other sources, weights or stop rules: each source goes on where it was.
+
+        Raises:
+            StateMismatchError: Passes over the sources, or steps of a schedule, are counted otherwise.
+        """
+        stop = str(saved.get("stop"))
+        carried = stop.endswith("steps")
+        if progress.consumed or progress.epoch:
+            self._refuse_other_counting(stop, carried, progress)
+        served = progress.details.get("served", {})
+        if carried != self.carries_over or not served:
+            # Passes begin with each epoch, or go on from one to the next: nothing is left of how they were counted.
+            return Progress(epoch=progress.epoch, consumed=progress.consumed)
+        kept = self._in_present_lengths(served, saved["sources"])
+        details: dict[str, Any] = {"served": kept}
+        if not carried:
+            planned = {**progress.details["planned"], "steps": progress.consumed}
+            details["planned"] = {**planned, "served": kept if progress.consumed else {}}
+        return replace(progress, details=details)
+
+    def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> MixtureOrder:
+        """The same batches for another use; unshuffled epochs do not go on where the one before ended."""
+        mixture = seeded_at(self.mixture, path)
+        if not shuffle:
+            mixture = replace(mixture, shuffle=False)
+            if self.carries_over:
+                mixture = replace(mixture, num_steps=None, schedule=None, stop="cycle")
+        return MixtureOrder(mixture)
+
+    def _stop(self) -> str:
+        return self.mixture.stop if self.mixture.num_steps is None else f"{self.mixture.num_steps} steps"
+
+    def _in_order(self, served: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(served.get(name, 0) for name in self.mixture.sources.names)
+
+    def _going_on(self, epoch: int, num_replicas: int, progress: Progress | None) -> MixtureEpochPlan:
+        """The plan of an epoch that goes on where the one before ended, as progress in that or an earlier one says."""
+        steps = self.mixture.num_steps or 0
+        if progress is None or progress.epoch > epoch:
+            progress = Progress()
+        consumed = progress.consumed if progress.epoch == epoch else 0
+        known = progress if "served" in progress.details else Progress()
+        origin = self._in_order(known.details.get("served", {}))
+        here = MixtureEpochPlan(self.mixture, known.epoch, num_replicas, known.consumed, origin, begun=known)
+        if (known.epoch, known.consumed) == (epoch, consumed):
+            return here if known is progress else replace(here, begun=None)
+        ahead = (epoch - known.epoch) * steps - min(known.consumed, steps) + consumed
+        return MixtureEpochPlan(self.mixture, epoch, num_replicas, consumed, here.served_after(ahead))
+
+    def _refuse_other_counting(self, stop: str, carried: bool, progress: Progress) -> None:
+        remedy = ""
+        if carried != self.carries_over and progress.consumed:
+            remedy = (
+                "With num_steps passes go on from epoch to epoch, and without they begin with each, in other orders: "
+                "this cannot be changed within an epoch. Train to its end under the saved stop."
+            )
+        if carried and self.mixture.schedule is not None and stop != self._stop():
+            remedy = "A schedule counts steps by num_steps; keep it, or give weights without a schedule."
+        if remedy:
+            raise StateMismatchError([Difference(path="stop", saved=stop, present=self._stop(), remedy=remedy)])
+
+    def _in_present_lengths(self, served: Mapping[str, int], saved_sources: Mapping[str, Any]) -> dict[str, int]:
+        """Samples served by name, in sources of perhaps other lengths; a source that is new begins."""
+        kept = {}
+        for name, length in zip(self.mixture.sources.names, self.mixture.sources.lengths, strict=True):
+            # A loader adds a digest after the length.
+            before = int(str(saved_sources.get(name, length)).split(" ", maxsplit=1)[0])
+            passes, offset = divmod(served.get(name, 0), before)
+            kept[name] = passes * length + min(offset, length)
+        return kept

@@ -1,0 +1,194 @@
+"""Several datasets one after the other, and how they are mixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal, get_args
+
+import numpy as np
+
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.permutation import MAX_LENGTH, keyed_permutation
+from lightning_stateful.core.ranges import Indices, concatenated_ranges
+from lightning_stateful.core.seeding import Label, derive_seed
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.mixture.draws import Draws
+from lightning_stateful.mixture.weights import DrawSchedule
+
+Stop = Literal["all_exhausted", "first_exhausted", "cycle"]
+By = Literal["batch", "sample", "token"]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Named datasets that stand one after the other, as in ``torch.utils.data.ConcatDataset``.
+
+    Attributes:
+        names: A name for each.
+        lengths: Samples in each.
+        batch_sizes: Samples in a full batch of each, on one rank.
+
+    Raises:
+        ConfigurationError: There is none, one is empty, or a batch size is not positive; with the source's name.
+    """
+
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ConfigurationError("There are no sources; give at least one dataset.")
+        for name, length, batch_size in zip(self.names, self.lengths, self.batch_sizes, strict=True):
+            if as_int(f"The length of source {name!r}", length) == 0:
+                raise ConfigurationError(f"Source {name!r} is empty; leave it out.")
+            if not 0 < length <= MAX_LENGTH:
+                raise ConfigurationError(f"Source {name!r} must have 1 to 2**40 samples, got {length}.")
+            if as_int(f"The batch size of source {name!r}", batch_size) < 1 or isinstance(batch_size, bool):
+                raise ConfigurationError(f"The batch size of source {name!r} must be at least 1, got {batch_size!r}.")
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def refuse_large_batches(self) -> None:
+        """Refuse a source that dropping incomplete batches would leave out altogether.
+
+        Raises:
+            ConfigurationError: With the source's name.
+        """
+        for name, length, batch_size in zip(self.names, self.lengths, self.batch_sizes, strict=True):
+            if batch_size > length:
+                raise ConfigurationError(
+                    f"Source {name!r} has {length} samples, fewer than a batch of {batch_size}; with drop_last=True it "
+                    "would never be served. Give it a smaller batch size, or pass drop_last=False."
+                )
+
+    def take(self, numbers: Indices, offsets: Indices, sizes: Indices, seed: tuple[Label, ...] | None) -> Indices:
+        """The samples of many runs, each of consecutive samples of one source, one run after the other.
+
+        Args:
+            numbers: The source of each run; int64 of shape ``(runs,)``.
+            offsets: Its first sample, counted on from pass to pass over the source; of the same shape, and rising
+                within a source.
+            sizes: Its number of samples; of the same shape.
+            seed: Labels that choose the order of every pass; None for the order of the dataset.
+
+        Returns:
+            Indices as they count over all datasets; int64 of shape ``(sizes.sum(),)``.
+        """
+        ends = np.cumsum(sizes)
+        indices = np.empty(int(ends[-1]) if ends.size else 0, dtype=np.int64)
+        for source in present(numbers):
+            runs = np.flatnonzero(numbers == source)
+            where = concatenated_ranges(ends[runs] - sizes[runs], sizes[runs])
+            indices[where] = self._take_of(source, concatenated_ranges(offsets[runs], sizes[runs]), seed)
+        return indices
+
+    def _take_of(self, source: int, offsets: Indices, seed: tuple[Label, ...] | None) -> Indices:
+        """The samples of one source at ``offsets``, which rise."""
+        length, before = self.lengths[source], sum(self.lengths[:source])
+        if seed is None or length == 1:
+            return offsets % length + before
+        first, last = int(offsets[0]) // length, int(offsets[-1]) // length
+        if first == last:
+            return self._in_pass(source, first, offsets - first * length, seed) + before
+        passes, within = np.divmod(offsets, length)
+        result = np.empty_like(offsets)
+        borders = np.flatnonzero(np.diff(passes)) + 1
+        for begin, end in pairwise([0, *borders.tolist(), offsets.size]):
+            result[begin:end] = self._in_pass(source, int(passes[begin]), within[begin:end], seed)
+        return result + before
+
+    def _in_pass(self, source: int, number: int, offsets: Indices, seed: tuple[Label, ...]) -> Indices:
+        # By name: a source keeps its order when others come and go.
+        key = derive_seed("source", *seed, self.names[source], number)
+        return keyed_permutation(self.lengths[source], key).take(offsets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """How several sources are mixed, and when an epoch ends.
+
+    Attributes:
+        sources: The datasets.
+        draws: Draws of each source in a period. A draw is a step or, by sample, a sample.
+        stop: When an epoch ends, unless ``num_steps`` says it.
+        num_steps: Steps of an epoch; each source goes on in the next one where it was.
+        seed: Chooses the orders.
+        shuffle: Whether samples, and draws within a period, have an order of their own.
+        drop_last: Serve full batches only, and leave out the last step if it is not full.
+        in_turn: Round robin: draws stand evenly spread in their period.
+        by: What the weights were shares of. By sample, a batch holds several sources, and all batch sizes are equal.
+        tokens: Tokens in every source, if they are known.
+        schedule: Draws that change as training goes on, in place of ``draws``.
+
+    Raises:
+        ConfigurationError: The values contradict each other.
+    """
+
+    sources: Sources
+    draws: tuple[int, ...]
+    stop: Stop = "all_exhausted"
+    num_steps: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    in_turn: bool = False
+    by: By = "batch"
+    tokens: tuple[int, ...] | None = None
+    schedule: DrawSchedule | None = None
+
+    def __post_init__(self) -> None:
+        if self.stop not in get_args(Stop):
+            raise ConfigurationError(f"stop must be one of {get_args(Stop)}, got {self.stop!r}.")
+        if self.num_steps is not None and as_int("num_steps", self.num_steps) < 1:
+            raise ConfigurationError(f"num_steps must be at least 1, got {self.num_steps}.")
+        if self.schedule is not None and self.num_steps is None:
+            raise ConfigurationError(
+                "With a schedule, an epoch that ends with its sources would have another length each time; pass "
+                "num_steps, and each source goes on in the next epoch where it was."
+            )
+        if self.drop_last and self.by != "sample":
+            self.sources.refuse_large_batches()
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether a draw is a sample, and not a step."""
+        return self.by == "sample"
+
+    def rule(self, batch_size: int, num_replicas: int) -> StepRule:
+        """How samples are cut into steps."""
+        return StepRule(batch_size=batch_size, num_replicas=num_replicas, drop_last=self.drop_last)
+
+
+@lru_cache(maxsize=16)
+def amounts_of(mixture: Mixture) -> tuple[int, ...]:
+    """Samples that an epoch serves of every source, where a stop rule ends it.
+
+    They are those of a run on one rank with draws evenly spread, so that they depend on neither ranks nor epochs.
+    """
+    lengths = mixture.sources.lengths
+    if mixture.stop == "all_exhausted":
+        return lengths
+    sizes = [1] * len(lengths) if mixture.by_sample else mixture.sources.batch_sizes
+    pairs = list(zip(lengths, sizes, strict=True))
+    whole = [length // size if mixture.drop_last else -(-length // size) for length, size in pairs]
+    draws = Draws.repeated(mixture.draws)
+    if mixture.stop == "cycle":
+        end = max(draws.draw_after(source, count) for source, count in enumerate(whole))
+    else:
+        end = min(draws.draw_after(source, count + 1) for source, count in enumerate(whole)) - 1
+    # A source that has just been served whole does not begin again for the sake of a full batch.
+    return tuple(
+        length if count == of_a_pass else count * size
+        for count, of_a_pass, (length, size) in zip(draws.spread_before(end).tolist(), whole, pairs, strict=True)
+    )
+
+
+def present(numbers: Indices) -> list[int]:
+    """The different ones of non-negative and not too large integers, ascending: faster than ``numpy.unique``."""
+    found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
+    return found
