@@ -104,6 +104,13 @@ def tempered(shares: Sequence[Fraction], temperature: float) -> list[Fraction]:
     return [share / total for share in raised]
 
 
+def per_draw(shares: Sequence[Fraction], costs: Sequence[Fraction]) -> list[Fraction]:
+    """Shares of draws, from shares of something of which a draw of each source makes ``costs`` on average."""
+    draws = [share / cost for share, cost in zip(shares, costs, strict=True)]
+    total = sum(draws)
+    return [share / total for share in draws]
+
+
 def refuse_vanishing(names: Sequence[str], shares: Sequence[Fraction]) -> None:
     """Refuse a share so small that nobody can have meant it.
 

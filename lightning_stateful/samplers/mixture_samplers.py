@@ -21,6 +21,7 @@ from lightning_stateful.mixture.weights import (
     DrawSchedule,
     WeightSchedule,
     by_name,
+    per_draw,
     refuse_vanishing,
     relative_errors,
     shares_of,
@@ -164,25 +165,31 @@ class MixtureBatchSampler(StatefulBatchSampler):
         sources = sources_of(lengths, batch_size)
         tokens = None if token_lengths is None else _count_tokens(sources, token_lengths)
         costs = _costs(by, sources, tokens)
+        _check_block(block, by)
         if schedule is not None and (weights is not None or temperature is not None):
             raise ConfigurationError("schedule takes the place of weights and temperature; pass one or the other.")
-        if weights is None:
-            weights = tokens if tokens is not None and by == "token" else sources.lengths
-        shares = _per_draw(
-            tempered(shares_of(sources.names, weights), 1 if temperature is None else temperature), costs
+        asked = weights
+        if asked is None:
+            asked = tokens if tokens is not None and by == "token" else sources.lengths
+        shares = tempered(shares_of(sources.names, asked), 1 if temperature is None else temperature)
+        points = [per_draw(shares, costs)]
+        refuse_vanishing(sources.names, points[0])
+        if schedule is not None:
+            schedule = schedule if isinstance(schedule, WeightSchedule) else WeightSchedule(schedule)
+            points = [per_draw(point, costs) for point in schedule.shares(sources.names)]
+        draws = tuple(
+            whole_draws(point, block, exact=sources.batch_sizes[0] if by == "sample" else 0) for point in points
         )
-        refuse_vanishing(sources.names, shares)
-        _check_block(block, by)
-        if schedule is None:
-            draws, resolved = _rounded(shares, block, sources), None
-        else:
-            draws, resolved = whole_draws(shares), _resolve(schedule, sources, costs, block)
+        if weights is not None or schedule is not None:
+            _warn_of_rounding(sources.names, points, draws)
         mixture = Mixture(
             sources=sources,
-            draws=draws,
+            draws=draws[0],
             by=by,
             tokens=tokens,
-            schedule=resolved,
+            schedule=None
+            if schedule is None
+            else DrawSchedule(tuple(map(int, schedule.points)), draws, schedule.between),
             shuffle=shuffle,
             drop_last=drop_last,
             seed=seed_or_default(seed),
@@ -214,14 +221,9 @@ def sources_of(lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[
         len(part) if isinstance(part, Sized) else as_int(f"The length of source {name!r}", part)
         for name, part in zip(names, parts, strict=True)
     ]
-    if isinstance(batch_size, (Mapping, list, tuple)):
-        sizes = by_name(names, batch_size, "batch_size")
-    else:
-        sizes = dict.fromkeys(names, batch_size)
-    checked = [
-        size if isinstance(size, bool) else as_int(f"The batch size of source {name!r}", size)
-        for name, size in sizes.items()
-    ]
+    given = batch_size if isinstance(batch_size, (Mapping, list, tuple)) else dict.fromkeys(names, batch_size)
+    sizes = by_name(names, given, "batch_size")
+    checked = [n if isinstance(n, bool) else as_int(f"The batch size of source {of!r}", n) for of, n in sizes.items()]
     return Sources(names, tuple(found), tuple(checked))
 
 
@@ -303,42 +305,25 @@ def _costs(by: By, sources: Sources, tokens: tuple[int, ...] | None) -> list[Fra
     return [Fraction(1)] * len(sources)
 
 
-def _per_draw(shares: Sequence[Fraction], costs: Sequence[Fraction]) -> list[Fraction]:
-    draws = [share / cost for share, cost in zip(shares, costs, strict=True)]
-    total = sum(draws)
-    return [share / total for share in draws]
-
-
 def _check_block(block: int | None, by: By) -> None:
-    if block is None:
-        return
-    if by == "sample":
+    if block is not None and by == "sample":
         raise ConfigurationError('With by="sample" the proportions are those of every batch; leave block out.')
-    if not 1 <= as_int("block", block) <= MAX_PERIOD:
+    if block is not None and not 1 <= as_int("block", block) <= MAX_PERIOD:
         raise ConfigurationError(f"block must be from 1 to {MAX_PERIOD}, got {block}.")
 
 
-def _rounded(shares: Sequence[Fraction], block: int | None, sources: Sources) -> tuple[int, ...]:
-    """Shares in whole draws; a warning says so where that is far off."""
-    draws = whole_draws(shares, block, exact=max(sources.batch_sizes))
-    errors = relative_errors(shares, draws)
-    worst = max(range(len(draws)), key=errors.__getitem__)
-    if errors[worst] > _TOLD_ERROR:
-        warnings.warn(
-            f"Source {sources.names[worst]!r} has {draws[worst]} of {sum(draws)} draws, a share of "
-            f"{draws[worst] / sum(draws):.3g} where {float(shares[worst]):.3g} was asked for. Pass a longer block, or "
-            "weights nearer to each other, if that matters.",
-            StatefulWarning,
-            stacklevel=3,
-        )
-    return draws
-
-
-def _resolve(
-    schedule: WeightSchedule | Mapping[int, Any], sources: Sources, costs: Sequence[Fraction], block: int | None
-) -> DrawSchedule:
-    if not isinstance(schedule, WeightSchedule):
-        schedule = WeightSchedule(schedule)
-    points = [_per_draw(point, costs) for point in schedule.shares(sources.names)]
-    steps = tuple(int(step) for step in schedule.points)
-    return DrawSchedule(steps, tuple(_rounded(point, block, sources) for point in points), schedule.between)
+def _warn_of_rounding(
+    names: Sequence[str], points: Sequence[Sequence[Fraction]], draws: Sequence[Sequence[int]]
+) -> None:
+    for shares, counts in zip(points, draws, strict=True):
+        errors = relative_errors(shares, counts)
+        worst = max(range(len(names)), key=errors.__getitem__)
+        if errors[worst] > _TOLD_ERROR:
+            warnings.warn(
+                f"Source {names[worst]!r} has {counts[worst]} of {sum(counts)} draws, a share of "
+                f"{counts[worst] / sum(counts):.3g} where its weight asks for {float(shares[worst]):.3g}: weights are "
+                "rounded to whole draws of a period. If that matters, pass a longer block, or weights nearer to each "
+                "other.",
+                StatefulWarning,
+                stacklevel=3,
+            )
