@@ -108,7 +108,7 @@ def check(state: Any, *, where: str = "the state") -> None:
     """Refuse what is no envelope, or none that this version can read.
 
     Raises:
-        DamagedStateError: Keys are missing or have the wrong type.
+        DamagedStateError: Keys are missing or have the wrong type, or the checksum is not that of the contents.
         StateVersionError: The version is another one.
     """
     if not isinstance(state, Mapping):
@@ -131,12 +131,12 @@ def check(state: Any, *, where: str = "the state") -> None:
             found = repr(state[key]) if key in state else "nothing"
             raise DamagedStateError(f"{where} must hold a {kind.__name__} under {key!r}, got {found}.{_DAMAGED}")
     try:
-        copy_plain(state, where)
+        contents = _checksum(copy_plain(state, where))
     except StateError as error:
         raise DamagedStateError(f"{error}{_DAMAGED}") from None
-    if state.get("checksum") != _checksum(state):
+    if state.get("checksum") != contents:
         raise DamagedStateError(
-            f"{where} does not have the checksum of its contents, {_checksum(state)}, but {state.get('checksum')!r}: "
+            f"{where} does not have the checksum of its contents, {contents}, but {state.get('checksum')!r}: "
             f"something in it was changed after it was written.{_DAMAGED}"
         )
     for path, part in state["loaders"].items() if state["kind"] == COMBINED else ():
@@ -156,7 +156,7 @@ def differences(
     path: str = "",
     fingerprints: bool = True,
 ) -> list[Difference]:
-    """Every difference between two envelopes apart from their positions.
+    """Every difference between two envelopes apart from their progress.
 
     Args:
         saved: A checked envelope from a checkpoint.
@@ -184,7 +184,7 @@ def differences(
 def refuse_differences(
     saved: Mapping[str, Any], present: Mapping[str, Any], *, accept: Collection[str] = (), where: str = "The state"
 ) -> None:
-    """Raise if two envelopes differ in more than the position and what is accepted; warn if only in fingerprints.
+    """Raise if two envelopes differ in more than the progress and what is accepted; warn if only in fingerprints.
 
     Raises:
         StateMismatchError: With every difference at once.

@@ -1,10 +1,16 @@
+"""Envelopes are written whole, checked before they are read, and compared by name."""
+
+from __future__ import annotations
+
 import contextlib
 import copy
 import io
 import json
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +18,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stateful.errors import DamagedStateError, StateError, StateMismatchError, StateVersionError
+from lightning_stateful.errors import (
+    DamagedStateError,
+    StateError,
+    StatefulWarning,
+    StateMismatchError,
+    StateVersionError,
+)
 from lightning_stateful.state import (
     check,
     copy_plain,
@@ -20,11 +32,13 @@ from lightning_stateful.state import (
     pack,
     pack_combined,
     refuse_differences,
+    sealed,
     walk,
 )
 
+State = dict[str, Any]
 CONFIG = {"shuffle": True, "seed": 7, "drop_last": False, "dataset": {"length": 100, "fingerprint": "abc"}}
-POSITION = {"epoch": 2, "consumed": 48, "width": 4}
+PROGRESS = {"epoch": 2, "cycle": 0, "consumed": 48}
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
@@ -32,526 +46,361 @@ PLAIN = st.recursive(
 )
 
 
-def one(kind="shuffled", order_version=1, position=POSITION, **changes):
-    return pack(kind, order_version, {**CONFIG, **changes}, position)
+def one(kind: str = "shuffled", order_version: int = 1, progress: State = PROGRESS, **changes: Any) -> State:
+    return pack(kind, order_version, {**CONFIG, **changes}, progress)
 
 
-def two(mode="max_size_cycle", first=None, second=None):
+def two(mode: str = "max_size_cycle", first: State | None = None, second: State | None = None) -> State:
     return pack_combined(mode, {"0": first or one(), "1": second or one(seed=8)})
 
 
-def without(state, *path):
+both = pytest.mark.parametrize("state", [one(), two()], ids=["one", "two"])
+GONE = object()
+
+
+def replaced(state: State, value: Any, *path: str) -> State:
+    """A state with one value changed, or gone, under a checksum that fits."""
     state = copy.deepcopy(state)
     inner = state
     for key in path[:-1]:
         inner = inner[key]
-    del inner[path[-1]]
-    return state
+    if value is GONE:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return sealed(state)
 
 
-def replaced(state, value, *path):
-    state = copy.deepcopy(state)
-    inner = state
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    return state
-
-
-def through_json(state):
+def through_json(state: State) -> State:
     return json.loads(json.dumps(state))
 
 
-def through_torch(state):
+def through_torch(state: State) -> State:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
 
 
-def told(found):
+def told(found: Any) -> list[tuple[str, Any, Any]]:
     return [(difference.path, difference.saved, difference.present) for difference in found]
 
 
-def test_an_envelope_has_the_documented_keys_in_order():
-    assert list(one().items()) == [
-        ("version", 1),
-        ("kind", "shuffled"),
-        ("order_version", 1),
-        ("config", CONFIG),
-        ("progress", POSITION),
-    ]
+class TestPacking:
+    def test_an_envelope_has_the_documented_keys_in_order(self) -> None:
+        *rest, (last, checksum) = one().items()
+
+        assert rest == [
+            ("version", 1),
+            ("kind", "shuffled"),
+            ("order_version", 1),
+            ("config", CONFIG),
+            ("progress", PROGRESS),
+        ]
+        assert (last, len(checksum)) == ("checksum", 8)
+
+    def test_a_combined_envelope_holds_those_of_its_loaders(self) -> None:
+        *rest, (last, _) = two().items()
+
+        assert rest == [
+            ("version", 1),
+            ("kind", "combined"),
+            ("config", {"mode": "max_size_cycle"}),
+            ("loaders", {"0": one(), "1": one(seed=8)}),
+        ]
+        assert last == "checksum"
+
+    @pytest.mark.parametrize("through", [through_json, through_torch, copy.deepcopy], ids=["json", "torch", "deepcopy"])
+    @pytest.mark.parametrize("state", [one(), two(), two(first=one(note=None, rate=0.1, parts=[1, [2]]))])
+    def test_an_envelope_survives_being_written_and_read(self, through: Callable[[State], State], state: State) -> None:
+        read = through(state)
+        check(read)
+
+        assert read == state
+        assert differences(read, state) == []
+
+    def test_an_envelope_shares_nothing_with_what_it_was_made_of(self) -> None:
+        config, progress = copy.deepcopy(CONFIG), {**PROGRESS, "served": [1]}
+        state = pack("shuffled", 1, config, progress)
+        combined, before = pack_combined("min_size", {"0": state}), copy.deepcopy(state)
+        config["dataset"]["length"] = 5  # type: ignore[index]
+        progress["served"][0] = 9  # type: ignore[index]
+
+        assert state == before
+        state["progress"]["epoch"] = 99
+        assert combined == pack_combined("min_size", {"0": before})
+
+    def test_the_checksum_follows_every_value_and_no_order_of_keys(self) -> None:
+        states = [one(), one(seed=8), one(progress={**PROGRESS, "epoch": 3}), one(order_version=2), one("other")]
+
+        assert len({state["checksum"] for state in states}) == len(states)
+        assert one(progress=dict(reversed(PROGRESS.items())))["checksum"] == one()["checksum"]
+
+    def test_a_config_that_is_no_plain_data_is_refused(self) -> None:
+        with pytest.raises(StateError, match="ndarray"):
+            one(weights=np.ones(3))
 
 
-def test_a_combined_envelope_has_the_documented_keys_in_order():
-    assert list(two().items()) == [
-        ("version", 1),
-        ("kind", "combined"),
-        ("config", {"mode": "max_size_cycle"}),
-        ("loaders", {"0": one(), "1": one(seed=8)}),
-    ]
-
-
-@pytest.mark.parametrize("through", [through_json, through_torch, copy.deepcopy], ids=["json", "torch", "deepcopy"])
-@pytest.mark.parametrize("state", [one(), two(), two(first=one(note=None, rate=0.5, parts=[1, [2]]))])
-def test_an_envelope_survives_being_written_and_read(through, state):
-    read = through(state)
-    assert read == state
-    check(read)
-    assert differences(read, state) == []
-
-
-def test_one_loaders_envelope_takes_less_than_a_kilobyte():
-    assert len(json.dumps(one())) < 1024
-
-
-def test_an_envelope_shares_nothing_with_what_it_was_made_of():
-    config, position = copy.deepcopy(CONFIG), dict(POSITION)
-    state = pack("shuffled", 1, config, position)
-    config["dataset"]["length"] = 5
-    position["epoch"] = 9
-    assert state == one()
-
-
-def test_a_combined_envelope_shares_nothing_with_its_parts():
-    first = one()
-    state = two(first=first)
-    first["config"]["seed"] = first["progress"]["epoch"] = 99
-    assert state == two()
-
-
-def test_packing_leaves_its_arguments_as_they_were():
-    config, position = copy.deepcopy(CONFIG), dict(POSITION)
-    pack("shuffled", 1, config, position)
-    assert (config, position) == (CONFIG, POSITION)
-
-
-def test_a_config_that_is_no_plain_data_is_refused_when_packing():
-    with pytest.raises(StateError, match="ndarray"):
-        one(weights=np.ones(3))
-
-
-@pytest.mark.parametrize("state", [one(), two()], ids=["one", "two"])
-def test_a_whole_envelope_passes_the_check(state):
-    check(state)
-
-
-def test_a_combined_envelope_without_loaders_passes_the_check():
-    check(pack_combined("sequential", {}))
-
-
-@pytest.mark.parametrize("state", [one(), two()], ids=["one", "two"])
-def test_keys_that_this_version_does_not_know_pass_the_check(state):
-    check({**state, "comment": "later"})
-
-
-def test_a_mapping_that_is_no_dict_passes_the_check():
-    check(MappingProxyType(one()))
-    check(OrderedDict(one()))
-
-
-@pytest.mark.parametrize("state", [one(), two()], ids=["one", "two"])
-def test_checking_leaves_the_state_as_it_was(state):
-    before = copy.deepcopy(state)
-    check(state)
-    assert state == before
-
-
-@pytest.mark.parametrize(
-    ("state", "kind"), [(None, "NoneType"), ([], "list"), ("x", "str"), (1, "int"), (torch.ones(1), "Tensor")]
-)
-def test_what_is_no_dict_is_damaged(state, kind):
-    with pytest.raises(DamagedStateError, match=f"the state must be a dict, got {kind}"):
+class TestChecking:
+    @both
+    def test_a_whole_envelope_passes_and_is_left_as_it_was(self, state: State) -> None:
+        before = copy.deepcopy(state)
         check(state)
-
-
-@pytest.mark.parametrize("state", [{}, without(one(), "version"), {1: 2}], ids=["empty", "one", "foreign"])
-def test_a_state_without_a_version_is_damaged_and_its_keys_are_told(state):
-    with pytest.raises(DamagedStateError) as caught:
-        check(state)
-    assert f"has no version; its keys are {sorted(map(str, state))}" in str(caught.value)
-
-
-@pytest.mark.parametrize("version", ["1", 1.0, None, True, [1]])
-def test_a_version_that_is_no_int_is_damaged(version):
-    with pytest.raises(DamagedStateError, match="has no version"):
-        check(replaced(one(), version, "version"))
-
-
-@pytest.mark.parametrize("version", [0, 2, 99, -1])
-def test_another_version_is_refused_with_both_versions(version):
-    with pytest.raises(StateVersionError, match=f"has version {version}, this installation reads version 1"):
-        check(replaced(one(), version, "version"))
-
-
-def test_a_future_version_is_refused_for_its_version_whatever_else_it_holds():
-    with pytest.raises(StateVersionError, match="Install the version of lightning-stateful that wrote it"):
-        check({"version": 2, "layout": []})
-
-
-def test_a_future_version_inside_a_combined_envelope_is_refused_by_its_loader():
-    with pytest.raises(StateVersionError, match="the state, loader '1', has version 2"):
-        check(replaced(two(), 2, "loaders", "1", "version"))
-
-
-@pytest.mark.parametrize(
-    ("key", "kind"), [("kind", "str"), ("order_version", "int"), ("config", "dict"), ("progress", "dict")]
-)
-def test_a_missing_key_is_damaged_and_named(key, kind):
-    with pytest.raises(DamagedStateError, match=f"the state must hold a {kind} under '{key}', got nothing"):
-        check(without(one(), key))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("kind", 3),
-        ("kind", None),
-        ("order_version", "1"),
-        ("order_version", 1.0),
-        ("order_version", True),
-        ("config", None),
-        ("config", [("seed", 1)]),
-        ("progress", [2, 48, 4]),
-        ("progress", 48),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_damaged_and_shown(key, value):
-    with pytest.raises(DamagedStateError) as caught:
-        check(replaced(one(), value, key))
-    assert f"under {key!r}, got {value!r}." in str(caught.value)
-
-
-@pytest.mark.parametrize("key", ["config", "loaders"])
-def test_a_combined_envelope_with_a_missing_key_is_damaged(key):
-    with pytest.raises(DamagedStateError, match=f"the state must hold a dict under '{key}', got nothing"):
-        check(without(two(), key))
-
-
-@pytest.mark.parametrize("loaders", [None, [one()], "0"])
-def test_a_combined_envelope_whose_loaders_are_no_dict_is_damaged(loaders):
-    with pytest.raises(DamagedStateError, match="must hold a dict under 'loaders'"):
-        check(replaced(two(), loaders, "loaders"))
-
-
-@pytest.mark.parametrize("key", ["version", "kind", "order_version", "config", "progress"])
-def test_damage_in_a_loader_of_a_combined_envelope_is_reported_with_its_path(key):
-    with pytest.raises(DamagedStateError, match="the state, loader '1',"):
-        check(without(two(), "loaders", "1", key))
-
-
-def test_a_loader_of_a_combined_envelope_that_is_no_dict_is_damaged():
-    with pytest.raises(DamagedStateError, match="the state, loader '0', must be a dict, got NoneType"):
-        check(replaced(two(), None, "loaders", "0"))
-
-
-def test_damage_is_reported_with_the_place_and_what_to_do():
-    with pytest.raises(DamagedStateError) as caught:
-        check({}, where="The state of 'train'")
-    assert str(caught.value).startswith("The state of 'train' has no version")
-    assert "Resume from another checkpoint" in str(caught.value)
-
-
-@given(PLAIN)
-def test_no_plain_data_crashes_the_check(state):
-    with contextlib.suppress(DamagedStateError, StateVersionError):
-        check(state)
-
-
-@pytest.mark.parametrize("state", [one(), two()], ids=["one", "two"])
-def test_equal_envelopes_do_not_differ(state):
-    assert differences(copy.deepcopy(state), state) == []
-
-
-def test_another_position_is_no_difference():
-    assert differences(one(position={"epoch": 0, "consumed": 0, "width": 1}), one()) == []
-
-
-def test_the_order_of_keys_is_no_difference():
-    saved = one()
-    saved["config"] = dict(reversed(saved["config"].items()))
-    assert differences(saved, one()) == []
-
-
-def test_a_changed_value_is_told_with_its_path_and_both_values():
-    assert told(differences(one(seed=7), one(seed=8))) == [("seed", 7, 8)]
-
-
-def test_a_nested_value_is_told_with_dots():
-    assert told(differences(one(dataset={"length": 100}), one(dataset={"length": 99}))) == [("dataset.length", 100, 99)]
-
-
-def test_another_kind_of_order_is_a_difference():
-    assert told(differences(one("sequential"), one("shuffled"))) == [("kind", "sequential", "shuffled")]
-
-
-def test_another_order_version_is_a_difference():
-    assert told(differences(one(order_version=1), one(order_version=2))) == [("order_version", 1, 2)]
-
-
-def test_a_value_only_in_the_saved_state_is_a_difference():
-    saved = one(block_size=4)
-    assert told(differences(saved, one())) == [("block_size", 4, "<nothing>")]
-
-
-def test_a_value_only_in_the_present_configuration_is_a_difference():
-    assert told(differences(one(), one(num_samples=50))) == [("num_samples", "<nothing>", 50)]
-
-
-def test_none_is_a_value_and_not_a_missing_one():
-    assert told(differences(one(note=None), one())) == [("note", None, "<nothing>")]
-
-
-def test_a_dict_in_place_of_a_value_is_one_difference():
-    found = differences(one(dataset="abc"), one(dataset={"length": 99}))
-    assert told(found) == [("dataset", "abc", {"length": 99})]
-
-
-def test_every_difference_is_found_at_once():
-    saved = one("sequential", 1, seed=1, dataset={"length": 5, "fingerprint": "old"})
-    present = one("shuffled", 2, seed=2, dataset={"length": 6, "fingerprint": "new"})
-    assert [difference.path for difference in differences(saved, present)] == [
-        "kind",
-        "order_version",
-        "seed",
-        "dataset.length",
-        "dataset.fingerprint",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("saved", "remedy"),
-    [
-        (one(seed=1), "Pass the saved seed"),
-        (one(shuffle=False), "Pass the saved shuffle"),
-        (one(drop_last=True), "Pass the saved drop_last"),
-        (one(dataset={"length": 1, "fingerprint": "abc"}), "Train on the dataset that the checkpoint was made with"),
-        (one(order_version=9), "Install the version of lightning-stateful that wrote the checkpoint"),
-        (one(kind="other"), "Use the order or sampler that the checkpoint was made with"),
-        (one(something=1), "Restore the saved value"),
-    ],
-)
-def test_a_difference_comes_with_its_own_remedy(saved, remedy):
-    (found,) = differences(saved, one())
-    assert found.remedy.startswith(remedy)
-
-
-@pytest.mark.parametrize("saved", [one(seed=1), one(dataset={"length": 1, "fingerprint": "abc"}), one(extra=1)])
-def test_the_remedy_names_what_would_accept_the_difference(saved):
-    (found,) = differences(saved, one())
-    name = found.remedy.split("accept=('")[1].split("',)")[0]
-    assert differences(saved, one(), accept=(name,)) == []
-
-
-def test_a_prefix_stands_before_every_path():
-    assert told(differences(one(seed=7), one(seed=8), path="train")) == [("train.seed", 7, 8)]
-
-
-LONGER = one(dataset={"length": 100, "fingerprint": "abc"}), one(dataset={"length": 99, "fingerprint": "abc"})
-
-
-@pytest.mark.parametrize("name", ["train.dataset.length", "dataset.length", "dataset", "train.dataset", "train"])
-def test_a_difference_is_accepted_in_full_without_its_prefix_or_by_a_name_above(name):
-    assert differences(*LONGER, accept=(name,), path="train") == []
-
-
-@pytest.mark.parametrize("name", ["length", "data", "dataset.len", "val.dataset.length", "rain.dataset.length", ""])
-def test_a_part_of_a_name_accepts_nothing(name):
-    assert len(differences(*LONGER, accept=(name,), path="train")) == 1
-
-
-def test_accepting_one_difference_leaves_the_others():
-    saved, present = one(seed=1, drop_last=True), one(seed=2)
-    assert [difference.path for difference in differences(saved, present, accept={"seed"})] == ["drop_last"]
-
-
-def test_several_names_are_accepted_together():
-    saved, present = one(seed=1, drop_last=True), one(seed=2)
-    assert differences(saved, present, accept=["drop_last", "seed", "unused"]) == []
-
-
-def test_differences_of_combined_loaders_carry_the_loaders_path():
-    assert told(differences(two(second=one(seed=1)), two(second=one(seed=2)))) == [("1.seed", 1, 2)]
-
-
-def test_a_combined_difference_carries_prefix_and_loader():
-    found = differences(two(second=one(seed=1)), two(second=one(seed=2)), path="train")
-    assert told(found) == [("train.1.seed", 1, 2)]
-
-
-@pytest.mark.parametrize("name", ["train.1.seed", "seed", "train.1", "train"])
-def test_a_combined_difference_is_accepted_in_full_bare_or_by_a_name_above(name):
-    saved, present = two(second=one(seed=1)), two(second=one(seed=2))
-    assert differences(saved, present, accept=(name,), path="train") == []
-
-
-def test_a_difference_of_one_loader_can_be_accepted_alone():
-    saved = two(first=one(seed=1), second=one(seed=1))
-    present = two(first=one(seed=2), second=one(seed=2))
-    assert told(differences(saved, present, accept=("0.seed",))) == [("1.seed", 1, 2)]
-
-
-def test_another_mode_of_combining_is_a_difference():
-    assert told(differences(two("min_size"), two("sequential"))) == [("mode", "min_size", "sequential")]
-
-
-def test_a_loader_missing_from_the_present_configuration_is_a_difference():
-    present = pack_combined("max_size_cycle", {"0": one()})
-    assert told(differences(two(), present)) == [("loaders", ["0", "1"], ["0"])]
-
-
-def test_a_loader_missing_from_the_saved_state_is_a_difference():
-    saved = pack_combined("max_size_cycle", {"0": one()})
-    assert told(differences(saved, two())) == [("loaders", ["0"], ["0", "1"])]
-
-
-def test_loaders_in_another_order_are_a_difference():
-    saved = pack_combined("sequential", {"a": one(), "b": one()})
-    present = pack_combined("sequential", {"b": one(), "a": one()})
-    assert told(differences(saved, present)) == [("loaders", ["a", "b"], ["b", "a"])]
-
-
-def test_loaders_that_both_have_are_compared_beside_missing_ones():
-    present = pack_combined("max_size_cycle", {"0": one(seed=9)})
-    assert [difference.path for difference in differences(two(), present)] == ["loaders", "0.seed"]
-
-
-def test_one_loader_in_place_of_several_is_one_difference():
-    assert told(differences(two(), one())) == [("loaders", ["0", "1"], "one loader")]
-
-
-def test_several_loaders_in_place_of_one_are_one_difference():
-    assert told(differences(one(), two(), path="train")) == [("train.loaders", "one loader", ["0", "1"])]
-
-
-def test_comparing_leaves_both_states_as_they_were():
-    saved, present = two(second=one(seed=1)), two(second=one(seed=2))
-    before = copy.deepcopy((saved, present))
-    differences(saved, present)
-    assert (saved, present) == before
-
-
-@given(st.dictionaries(st.text(max_size=4), PLAIN, max_size=5))
-def test_no_configuration_differs_from_itself(config):
-    state = pack("shuffled", 1, config, POSITION)
-    assert differences(through_json(state), state) == []
-
-
-def test_equal_envelopes_are_not_refused():
-    refuse_differences(two(), two())
-
-
-def test_accepted_differences_are_not_refused():
-    refuse_differences(one(seed=1), one(seed=2), accept=("seed",))
-
-
-def test_a_refusal_reports_every_difference_at_once_with_both_values_and_remedy():
-    saved = one(seed=1, drop_last=True, dataset={"length": 5, "fingerprint": "abc"})
-    with pytest.raises(StateMismatchError) as caught:
-        refuse_differences(saved, one(seed=2), where="The state of 'train'")
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith("The state of 'train' does not fit the present configuration (3 differences)")
-    assert lines[1].startswith("  - seed: saved 1, now 2. Pass the saved seed, or accept")
-    assert lines[2].startswith("  - drop_last: saved True, now False. Pass the saved drop_last, or accept")
-    assert lines[3].startswith("  - dataset.length: saved 5, now 100. Train on the dataset that")
-
-
-def test_a_refusal_keeps_what_was_not_accepted_as_data():
-    with pytest.raises(StateMismatchError) as caught:
-        refuse_differences(one(seed=1, drop_last=True), one(seed=2), accept=("seed",))
-    assert told(caught.value.differences) == [("drop_last", True, False)]
-
-
-def test_walking_one_loaders_envelope_yields_it_without_a_path():
-    state = one()
-    assert list(walk(state)) == [("", state)]
-
-
-def test_walking_a_combined_envelope_yields_each_loader_with_its_path():
-    state = two()
-    assert list(walk(state)) == [("0", one()), ("1", one(seed=8))]
-
-
-@given(PLAIN)
-def test_a_plain_copy_is_equal(value):
-    assert copy_plain(value) == value
-
-
-def test_a_plain_copy_is_deep():
-    value = {"a": [{"b": 1}]}
-    copied = copy_plain(value)
-    value["a"][0]["b"] = 2
-    assert copied == {"a": [{"b": 1}]}
-
-
-def test_a_plain_copy_turns_tuples_and_mappings_into_lists_and_dicts():
-    copied = copy_plain(MappingProxyType({"a": (1, OrderedDict(b=2))}))
-    assert copied == {"a": [1, {"b": 2}]}
-    assert (type(copied), type(copied["a"][1])) == (dict, dict)
-
-
-class Text(str):
-    __slots__ = ()
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        np.int64(1),
-        np.float64(1.0),
-        np.bool_(True),
-        np.ones(2),
-        torch.ones(2),
-        {1},
-        b"a",
-        1j,
-        object(),
-        Text("a"),
-        range(3),
-        int,
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_value_that_is_no_plain_data_is_refused_with_its_type_and_path(value):
-    with pytest.raises(StateError) as caught:
-        copy_plain({"a": [0, {"b": value}]})
-    assert str(caught.value).startswith(f"state.a[1].b is a {type(value).__name__};")
-
-
-@pytest.mark.parametrize("key", [1, None, ("a",), 1.5, True, Text("a")])
-def test_a_key_that_is_no_string_is_refused_with_its_path(key):
-    with pytest.raises(StateError, match=r"config\.a has keys that are not strings"):
-        copy_plain({"a": {key: 1}}, "config")
-
-
-def test_one_loader_against_several_cannot_be_accepted() -> None:
-    one = pack("sequential", 1, {}, {})
-    found = differences(pack_combined("max_size", {"0": one}), one, accept=("loaders",))
-    assert [difference.path for difference in found] == ["loaders"]
-    assert "accept" not in found[0].remedy
-
-
-def test_several_loaders_within_several_are_damaged() -> None:
-    with pytest.raises(DamagedStateError, match="where one belongs"):
-        check(pack_combined("a", {"0": pack_combined("b", {})}))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_floats_that_json_has_no_word_for_are_refused(value: float) -> None:
-    with pytest.raises(StateError, match="finite"):
-        copy_plain({"a": value})
-
-
-def test_a_config_with_keys_that_are_no_strings_is_damaged() -> None:
-    with pytest.raises(DamagedStateError, match="not strings"):
-        check({**pack("a", 1, {}, {}), "config": {1: 2}})
-
-
-def test_a_single_name_is_accepted_without_a_tuple_around_it() -> None:
-    one, two = (pack("a", 1, {"seed": seed}, {}) for seed in (1, 2))
-    assert differences(one, two, accept="seed") == []
-
-
-def test_true_and_one_are_a_difference() -> None:
-    one, two = (pack("a", 1, {"shuffle": value}, {}) for value in (True, 1))
-    assert [difference.path for difference in differences(one, two)] == ["shuffle"]
+        check(OrderedDict(state))
+        check(MappingProxyType(state))
+        check(sealed({**state, "comment": "of a later version"}))
+
+        assert state == before
+
+    def test_mappings_within_an_envelope_are_as_good_as_dicts(self) -> None:
+        state = one()
+        check({**state, "config": {**state["config"], "dataset": MappingProxyType(state["config"]["dataset"])}})
+
+    @both
+    @pytest.mark.parametrize("checksum", ["00000000", None, 3, GONE])
+    def test_an_envelope_without_the_checksum_of_its_contents_is_damaged(self, state: State, checksum: Any) -> None:
+        changed = {**state, "checksum": checksum} if checksum is not GONE else {**state}
+        if checksum is GONE:
+            del changed["checksum"]
+
+        with pytest.raises(DamagedStateError, match=f"checksum of its contents, {state['checksum']}, but"):
+            check(changed)
+
+    @pytest.mark.parametrize(
+        "path", [("progress", "consumed"), ("config", "dataset", "length"), ("config", "seed"), ("order_version",)]
+    )
+    def test_any_value_changed_by_hand_is_found(self, path: tuple[str, ...]) -> None:
+        with pytest.raises(DamagedStateError, match=r"^The state of 'train' .*was changed after it was written"):
+            check({**replaced(one(), 49, *path), "checksum": one()["checksum"]}, where="The state of 'train'")
+
+    def test_a_changed_loader_is_found_beside_others(self) -> None:
+        state = two()
+        state["loaders"]["1"]["progress"]["consumed"] += 1
+
+        with pytest.raises(DamagedStateError, match="the state does not have the checksum"):
+            check(state)
+        with pytest.raises(DamagedStateError, match="the state, loader '1', does not have the checksum"):
+            check(sealed(state))
+
+    @pytest.mark.parametrize(("state", "kind"), [(None, "NoneType"), ([], "list"), (torch.ones(1), "Tensor")])
+    def test_what_is_no_dict_is_damaged(self, state: Any, kind: str) -> None:
+        with pytest.raises(DamagedStateError, match=f"the state must be a dict, got {kind}"):
+            check(state)
+
+    @pytest.mark.parametrize("state", [{}, replaced(one(), GONE, "version"), {1: 2}, replaced(one(), True, "version")])
+    def test_a_state_without_a_version_is_damaged_and_its_keys_are_told(self, state: Any) -> None:
+        with pytest.raises(DamagedStateError) as caught:
+            check(state)
+        assert f"has no version; its keys are {sorted(map(str, state))}" in str(caught.value)
+        assert "Resume from another checkpoint" in str(caught.value)
+
+    @pytest.mark.parametrize("version", [0, 2, 99])
+    def test_another_version_is_refused_for_its_version_whatever_else_it_holds(self, version: int) -> None:
+        with pytest.raises(StateVersionError, match=f"version {version}, this installation reads version 1. Install"):
+            check({"version": version, "layout": []})
+        with pytest.raises(StateVersionError, match=f"the state, loader '1', has version {version}"):
+            check(replaced(two(), version, "loaders", "1", "version"))
+
+    @pytest.mark.parametrize(
+        ("state", "key", "value", "kind"),
+        [
+            (one(), "kind", GONE, "str"),
+            (one(), "kind", 3, "str"),
+            (one(), "order_version", GONE, "int"),
+            (one(), "order_version", True, "int"),
+            (one(), "config", [("seed", 1)], "dict"),
+            (one(), "progress", GONE, "dict"),
+            (one(), "progress", [2, 48], "dict"),
+            (two(), "config", GONE, "dict"),
+            (two(), "loaders", GONE, "dict"),
+            (two(), "loaders", [one()], "dict"),
+        ],
+    )
+    def test_a_key_that_is_missing_or_of_the_wrong_type_is_named(
+        self, state: State, key: str, value: Any, kind: str
+    ) -> None:
+        with pytest.raises(DamagedStateError) as caught:
+            check(replaced(state, value, key))
+        found = "nothing" if value is GONE else repr(value)
+        assert f"the state must hold a {kind} under {key!r}, got {found}." in str(caught.value)
+
+    @pytest.mark.parametrize("key", ["version", "kind", "config", "progress"])
+    def test_damage_in_one_of_several_loaders_is_reported_with_its_path(self, key: str) -> None:
+        with pytest.raises(DamagedStateError, match="the state, loader '1',"):
+            check(replaced(two(), GONE, "loaders", "1", key))
+
+    def test_several_loaders_within_several_are_damaged(self) -> None:
+        with pytest.raises(DamagedStateError, match="where one belongs"):
+            check(pack_combined("a", {"0": pack_combined("b", {})}))
+
+    def test_keys_that_are_no_strings_are_damaged(self) -> None:
+        with pytest.raises(DamagedStateError, match="not strings"):
+            check({**one(), "config": {1: 2}})
+
+    @given(PLAIN, st.sampled_from(["version", "kind", "config", "progress", "loaders", "checksum"]))
+    def test_no_plain_data_crashes_the_check(self, value: Any, key: str) -> None:
+        for state in (value, {**one(), key: value}, {**two(), key: value}):
+            with contextlib.suppress(DamagedStateError, StateVersionError):
+                check(state)
+
+
+class TestDifferences:
+    @pytest.mark.parametrize(
+        ("saved", "present", "expected"),
+        [
+            (one(), one(), []),
+            (two(), two(), []),
+            (one(progress={"epoch": 0, "cycle": 0, "consumed": 0}), one(), []),
+            (pack("shuffled", 1, dict(reversed(CONFIG.items())), PROGRESS), one(), []),
+            (one(), one(seed=8), [("seed", 7, 8)]),
+            (one(shuffle=True), one(shuffle=1), [("shuffle", True, 1)]),
+            (one("sequential", 1), one("shuffled", 2), [("kind", "sequential", "shuffled"), ("order_version", 1, 2)]),
+            (one(note=None), one(), [("note", None, "<nothing>")]),
+            (one(), one(block=50), [("block", "<nothing>", 50)]),
+            (one(dataset="abc"), one(dataset={"length": 9}), [("dataset", "abc", {"length": 9})]),
+            (
+                one(seed=1, dataset={"length": 5, "fingerprint": "old"}),
+                one(seed=2, dataset={"length": 6, "fingerprint": "new"}),
+                [("seed", 1, 2), ("dataset.length", 5, 6), ("dataset.fingerprint", "old", "new")],
+            ),
+            (two(second=one(seed=1)), two(second=one(seed=2)), [("1.seed", 1, 2)]),
+            (two("min_size"), two("sequential"), [("mode", "min_size", "sequential")]),
+            (
+                two(),
+                pack_combined("max_size_cycle", {"0": one(seed=9)}),
+                [("loaders", ["0", "1"], ["0"]), ("0.seed", 7, 9)],
+            ),
+            (
+                pack_combined("sequential", {"a": one(), "b": one()}),
+                pack_combined("sequential", {"b": one(), "a": one()}),
+                [("loaders", ["a", "b"], ["b", "a"])],
+            ),
+            (two(), one(), [("loaders", ["0", "1"], "one loader")]),
+            (one(), two(), [("loaders", "one loader", ["0", "1"])]),
+        ],
+    )
+    def test_all_that_decides_about_the_sequence_is_compared(self, saved: State, present: State, expected: Any) -> None:
+        before = copy.deepcopy((saved, present))
+        prefixed = [(f"train.{path}", *values) for path, *values in expected]
+
+        assert told(differences(saved, present)) == expected
+        assert told(differences(saved, present, path="train")) == prefixed
+        assert (saved, present) == before
+
+    @pytest.mark.parametrize(
+        ("saved", "remedy"),
+        [
+            (one(seed=1), "Pass the saved seed"),
+            (
+                one(dataset={"length": 1, "fingerprint": "abc"}),
+                "Train on the dataset that the checkpoint was made with",
+            ),
+            (one(order_version=9), "Install the version of lightning-stateful that wrote the checkpoint"),
+            (one(kind="other"), "Use the order or sampler that the checkpoint was made with"),
+            (one(something=1), "Restore the saved value"),
+        ],
+    )
+    def test_a_difference_comes_with_a_remedy_that_names_what_would_accept_it(self, saved: State, remedy: str) -> None:
+        (found,) = differences(saved, one())
+        name = found.remedy.split("accept=('")[1].split("',)")[0]
+
+        assert found.remedy.startswith(remedy)
+        assert differences(saved, one(), accept=(name,)) == []
+
+    @pytest.mark.parametrize(
+        ("name", "is_accepted"),
+        [
+            ("train.1.dataset.length", True),
+            ("dataset.length", True),
+            ("dataset", True),
+            ("train.1", True),
+            ("length", False),
+            ("data", False),
+            ("0.dataset", False),
+            ("rain.1.dataset", False),
+            ("", False),
+        ],
+    )
+    def test_a_difference_is_accepted_in_full_without_its_loader_or_by_a_name_above(
+        self, name: str, is_accepted: bool
+    ) -> None:
+        saved, present = (two(second=one(dataset={"length": n, "fingerprint": "abc"})) for n in (100, 99))
+
+        for accept in (name, [name, "unused"]):
+            assert (differences(saved, present, accept=accept, path="train") == []) == is_accepted
+
+    def test_accepting_one_difference_leaves_the_others(self) -> None:
+        found = differences(one(seed=1, drop_last=True), one(seed=2), accept={"seed"})
+
+        assert told(found) == [("drop_last", True, False)]
+
+    def test_one_loader_in_place_of_several_cannot_be_accepted(self) -> None:
+        (found,) = differences(two(), one(), accept=("loaders",))
+
+        assert "accept" not in found.remedy
+
+    @given(st.dictionaries(st.text(max_size=4), PLAIN, max_size=5))
+    def test_no_configuration_differs_from_itself(self, config: State) -> None:
+        state = pack("shuffled", 1, config, PROGRESS)
+
+        assert differences(through_json(state), state) == []
+
+
+class TestRefusing:
+    def test_equal_and_accepted_envelopes_are_not_refused(self) -> None:
+        refuse_differences(two(), two())
+        refuse_differences(one(seed=1), one(seed=2), accept=("seed",))
+
+    def test_a_refusal_reports_all_that_was_not_accepted_with_values_and_remedies(self) -> None:
+        saved = one(seed=1, drop_last=True, dataset={"length": 5, "fingerprint": "abc"})
+        with pytest.raises(StateMismatchError) as caught:
+            refuse_differences(saved, one(seed=2), where="The state of 'train'", accept="drop_last")
+        lines = str(caught.value).splitlines()
+
+        assert lines[0].startswith("The state of 'train' does not fit the present configuration (2 differences)")
+        assert lines[1].startswith("  - seed: saved 1, now 2. Pass the saved seed, or accept")
+        assert lines[2].startswith("  - dataset.length: saved 5, now 100. Train on the dataset that")
+        assert told(caught.value.differences) == [("seed", 1, 2), ("dataset.length", 5, 100)]
+
+    def test_another_fingerprint_alone_is_a_warning(self) -> None:
+        saved = one(dataset={"length": 100, "fingerprint": "old"})
+
+        with pytest.warns(StatefulWarning, match=r"data of another fingerprint: dataset.fingerprint \(saved 'old'"):
+            refuse_differences(saved, one())
+        refuse_differences(saved, one(), accept="dataset.fingerprint")
+        assert differences(saved, one(), fingerprints=False) == []
+
+
+@both
+def test_walking_yields_each_loaders_envelope_with_its_path(state: State) -> None:
+    assert list(walk(state)) == ([("", state)] if "loaders" not in state else [("0", one()), ("1", one(seed=8))])
+
+
+class TestPlainCopies:
+    @given(PLAIN)
+    def test_a_copy_is_equal(self, value: Any) -> None:
+        assert copy_plain(value) == value
+
+    def test_a_copy_is_deep_and_made_of_lists_and_dicts(self) -> None:
+        inner = OrderedDict(b=2)
+        copied = copy_plain(MappingProxyType({"a": (1, inner)}))
+        inner["b"] = 3
+
+        assert copied == {"a": [1, {"b": 2}]}
+        assert (type(copied), type(copied["a"][1])) == (dict, dict)
+
+    @pytest.mark.parametrize("value", [np.int64(1), np.bool_(True), torch.ones(2), {1}, b"a", object(), range(3)])
+    def test_a_value_that_is_no_plain_data_is_refused_with_its_type_and_path(self, value: Any) -> None:
+        with pytest.raises(StateError) as caught:
+            copy_plain({"a": [0, {"b": value}]})
+        assert str(caught.value).startswith(f"state.a[1].b is a {type(value).__name__};")
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_floats_that_json_has_no_word_for_are_refused(self, value: float) -> None:
+        with pytest.raises(StateError, match="finite"):
+            copy_plain({"a": value})
+
+    @pytest.mark.parametrize("key", [1, None, ("a",), True])
+    def test_a_key_that_is_no_string_is_refused_with_its_path(self, key: Any) -> None:
+        with pytest.raises(StateError, match=r"config\.a has keys that are not strings"):
+            copy_plain({"a": {key: 1}}, "config")

@@ -112,7 +112,7 @@ def test_a_data_loader_has_its_length_and_serves_its_epochs(order: Any) -> None:
 
 
 def test_more_trained_batches_than_the_pass_has_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="from 0 to 8, .* got 9"):
+    with pytest.raises(ConfigurationError, match=r"from 0 to 8, .* got 9"):
         a_sampler(ORDERS["samples"]).state_dict(num_batches=9)
 
 
