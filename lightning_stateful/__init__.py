@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_stateful.audit import AuditResult, check_resume
-    from lightning_stateful.index import QuadraticCost, WeightSchedule
+    from lightning_stateful.bucketing import QuadraticCost
+    from lightning_stateful.index import WeightSchedule
     from lightning_stateful.loaders import StatefulLoader, is_patched, patch_dataloader
     from lightning_stateful.samplers import (
         BucketBatchSampler,
@@ -44,7 +45,7 @@ _HOMES = {
     "MixtureBatchSampler": "samplers",
     "MixedStream": "streams",
     "MixtureDataModule": "trainer",
-    "QuadraticCost": "index",
+    "QuadraticCost": "bucketing",
     "RoundRobinBatchSampler": "samplers",
     "RoundRobinDataModule": "trainer",
     "StatefulDataCallback": "trainer",

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_stateful.bucketing.budget import QuadraticCost
 from lightning_stateful.errors import StatefulError
-from lightning_stateful.index.budget import QuadraticCost
 from lightning_stateful.report.padding import padding_report, summary
 from lightning_stateful.report.padding_plot import plot_padding
 from lightning_stateful.samplers.buckets import BucketBatchSampler

@@ -72,7 +72,7 @@ class Budget:
             self._check_several(self.batch_size)
         if self.max_tokens is None and (self.max_samples is not None or self.cost is not None):
             raise ConfigurationError("max_samples and cost limit batches of max_tokens; leave them out of batch_size.")
-        if self.cost is not None and not isinstance(self.cost, QuadraticCost):
+        if self.cost is not None and not hasattr(self.cost, "length"):
             raise ConfigurationError(f"cost must be a QuadraticCost, got {self.cost!r}.")
 
     def num_samples(self, longest: int) -> int:

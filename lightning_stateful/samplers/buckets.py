@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_stateful.bucketing.budget import QuadraticCost
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.bucket_order import BucketOrder
 from lightning_stateful.index.buckets import Boundaries, Buckets
-from lightning_stateful.index.budget import QuadraticCost
 from lightning_stateful.index.too_long import TooLong
 from lightning_stateful.index.window_order import WindowOrder
 from lightning_stateful.index.windows import Windows

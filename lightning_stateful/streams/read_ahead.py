@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import compress, pairwise
 from operator import attrgetter, itemgetter
-from typing import Any, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_stateful.bucketing.budget import Budget, TooLong, check_too_long
+from lightning_stateful.bucketing.lengths import MAX_SAMPLE_LENGTH
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import KeyedPermutation
 from lightning_stateful.core.ranges import Indices
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
-from lightning_stateful.index.budget import Budget
-from lightning_stateful.index.cutting import cut_window
-from lightning_stateful.index.lengths import MAX_SAMPLE_LENGTH
-from lightning_stateful.index.too_long import TooLong, num_samples
 from lightning_stateful.streams.naming import NameShard, by_number, name_of, sample_of
 from lightning_stateful.streams.stage import Item, Open, Place, Stage
 
 # Lengths whose batch sizes are kept at hand.
 _KEPT_SIZES = 4096
+# NumPy sorts numbers of two bytes by counting.
+_MOST_COUNTED = 2**15
 
 _VALUE = attrgetter("value")
 
@@ -44,7 +44,7 @@ class ReadAheadConfig:
             all samples may meet.
         shuffle_batches: Whether the batches of a window come in random order; by key and the longest first, if not.
         too_long: What to do about samples longer than the budget: ``"error"`` breaks the stream off at the first,
-            ``"drop"`` leaves them out and ``"alone"`` serves each in a batch of its own.
+            ``"drop"`` leaves them out.
         longest: The longest length that fits the budget; -1 if none does.
 
     Raises:
@@ -71,11 +71,10 @@ class ReadAheadConfig:
                 raise ConfigurationError(
                     f"{name} must be a function of a sample or the name of a column, got {given!r}."
                 )
-        if self.too_long not in get_args(TooLong):
-            raise ConfigurationError(f"too_long must be one of {get_args(TooLong)}, got {self.too_long!r}.")
+        check_too_long(self.too_long)
         fits = partial(_is_too_long, self.budget)
         object.__setattr__(self, "longest", bisect_left(range(MAX_SAMPLE_LENGTH), True, key=fits) - 1)
-        if self.longest < 0 and self.too_long != "alone":
+        if self.longest < 0:
             raise ConfigurationError(
                 f"Not even a sample of one token fits max_tokens={self.budget.max_tokens} with {self.budget.cost}. "
                 "Raise max_tokens."
@@ -83,9 +82,7 @@ class ReadAheadConfig:
 
     def describe(self) -> dict[str, Any]:
         """Plain data to be compared; of functions, their names. What is not set is left out."""
-        described = {**self.budget.describe(), "window": self.window, "too_long": self.too_long}
-        if self.budget.ends:
-            described["boundaries"] = list(self.budget.ends)
+        described = {**self.budget.config(), "window": self.window, "too_long": self.too_long}
         if self.boundary_key is not None:
             described["boundary_key"] = name_of(self.boundary_key)
         return {**described, "lengths": name_of(self.length), "shuffle_batches": self.shuffle_batches}
@@ -134,7 +131,7 @@ class ReadAhead(Stage):
         self._config, self._seed, self._name_shard = config, seed, name_shard
         self._length = _read_length(config.length)
         self._key = itemgetter(config.boundary_key) if isinstance(config.boundary_key, str) else config.boundary_key
-        self._num_samples = lru_cache(_KEPT_SIZES)(partial(num_samples, config.budget))
+        self._num_samples = lru_cache(_KEPT_SIZES)(config.budget.num_samples)
         self._at: Place = self._inner.place()
         self._items: list[Item] = []
         # Where each batch begins and ends among the items, in the order in which they are yielded.
@@ -195,7 +192,7 @@ class ReadAhead(Stage):
     def _cut(self, items: list[Item]) -> None:
         first, num_read = items[0], len(items)
         lengths = self._measure(items)
-        if int(lengths.max()) > self._config.longest and self._config.too_long != "alone":
+        if int(lengths.max()) > self._config.longest:
             fits = lengths <= self._config.longest
             if self._config.too_long == "error":
                 raise self._too_long(items[int(fits.argmin())], int(lengths[fits.argmin()]))
@@ -232,8 +229,7 @@ class ReadAhead(Stage):
         return StreamError(
             f"The length of {self._said(item)} is {length} tokens, and max_tokens={self._config.budget.max_tokens} "
             f"has room for {self._config.longest} of one sample. Raise max_tokens, "
-            'shorten the samples, or pass too_long="drop" to leave them out or too_long="alone" to serve each in a '
-            "batch of its own."
+            'shorten the samples, or pass too_long="drop" to leave them out.'
         )
 
     def _integers(self, items: list[Item], function: Callable[[Any], Any], what: str, least: int, most: int) -> Indices:
@@ -266,6 +262,47 @@ class ReadAhead(Stage):
 
     def _said(self, item: Item) -> str:
         return sample_of(item, self._name_shard)
+
+
+class SortedWindow(NamedTuple):
+    """Samples of a window in the order of their batches.
+
+    Attributes:
+        order: The index of each in the window; int64 of shape ``(samples,)``.
+        lengths: The length of each.
+        bounds: Where each batch begins among them, and, at last, their number.
+    """
+
+    order: Indices
+    lengths: list[int]
+    bounds: list[int]
+
+
+def cut_window(lengths: Indices, num_samples: Callable[[int], int], keys: Indices | None = None) -> SortedWindow:
+    """Sort a window and cut it.
+
+    By key, the longest first, and in the given order where equally long. A batch ends where its budget is used up,
+    where the key changes, and with the window.
+
+    Args:
+        lengths: The length of every sample, not negative; int64 of shape ``(samples,)``.
+        num_samples: From the longest of a batch to the samples of a full one, at least 1.
+        keys: A batch holds samples of one of these; of the same shape. None if they may all meet.
+    """
+    negative = -lengths
+    small = int(lengths.max(initial=0)) < _MOST_COUNTED
+    order = np.argsort(negative.astype(np.int16) if small else negative, kind="stable")
+    ends = [len(lengths)]
+    if keys is not None:
+        order = order[np.argsort(keys[order], kind="stable")]
+        ends = [*(np.flatnonzero(np.diff(keys[order])) + 1).tolist(), len(lengths)]
+    in_order: list[int] = lengths[order].tolist()
+    bounds, start = [0], 0
+    for end in ends:
+        while start < end:
+            start = min(start + num_samples(in_order[start]), end)
+            bounds.append(start)
+    return SortedWindow(order, in_order, bounds)
 
 
 def _read_length(length: Callable[[Any], Any] | str) -> Callable[[Any], Any]:

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_stateful.bucketing.budget import Budget, QuadraticCost, TooLong
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.budget import Budget, QuadraticCost
-from lightning_stateful.index.too_long import TooLong
 from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.loaders.stream_options import Replay, StreamOptions, StreamTail
 from lightning_stateful.streams.hugging_face import HuggingFaceShards
@@ -48,7 +47,7 @@ class StreamDataModule(StatefulDataModule):
         cost: What samples cost beside their tokens.
         boundary_key: From a sample to an integer, or the name of a column; a batch holds samples of one.
         shuffle_batches: Shuffle the batches of each window.
-        too_long: ``"error"``, ``"drop"`` or ``"alone"``: what to do about samples longer than the budget.
+        too_long: ``"error"`` or ``"drop"``: what to do about samples longer than the budget.
         shuffle: Read the shards of each epoch in an order of its own, and shuffle samples in blocks: of Hugging Face
             streams, in a :class:`MixedStream` too. A :class:`ChunkedDataset` says itself how it is shuffled.
         buffer_size: Samples of a block.

@@ -8,20 +8,22 @@ import math
 import pickle
 import random
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from infinibatch.iterators import BucketedReadaheadBatchIterator, NativeCheckpointableIterator
-from support.buckets import is_within, random_budget, random_lengths, read_ahead
+from support.bucket_cases import is_within, random_budget, random_lengths, read_ahead
 from test_running import Listed, assert_obeys, listed, mixed, noisy, opened, random_stack
 
+from lightning_stateful.bucketing.budget import Budget, QuadraticCost
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
-from lightning_stateful.index.budget import Budget, QuadraticCost
-from lightning_stateful.index.too_long import num_samples
 from lightning_stateful.samplers.rng import keep_randomness
-from lightning_stateful.streams.read_ahead import ReadAhead, ReadAheadConfig
+from lightning_stateful.streams.read_ahead import ReadAhead, ReadAheadConfig, cut_window
 from lightning_stateful.streams.running import FilterStage, MapStage
 from lightning_stateful.streams.stage import Item, Open, Place
 
@@ -72,9 +74,29 @@ def expected(samples: list[dict[str, int]], config: ReadAheadConfig) -> list[lis
         window = range(begin, min(begin + config.window, len(samples)))
         if config.too_long == "drop":
             window = [number for number in window if config.budget.num_samples(lengths[number])]
-        cut = read_ahead(window, lengths, keys, config.window, lambda longest: num_samples(config.budget, longest))
+        cut = read_ahead(window, lengths, keys, config.window, config.budget.num_samples)
         windows.append([[samples[number] for number in batch] for batches in cut for batch in batches])
     return windows
+
+
+# Around where two bytes no longer hold a length, and the longest that there are.
+EDGES = st.one_of(st.integers(0, 20), st.integers(2**15 - 2, 2**15 + 1), st.integers(2**42 - 3, 2**42 - 1))
+
+
+@given(st.lists(st.tuples(EDGES, st.integers(-2, 2)), max_size=60), st.integers(1, 9), st.booleans())
+def test_a_window_of_any_lengths_and_keys_is_sorted_and_cut(
+    samples: list[tuple[int, int]], most: int, keyed: bool
+) -> None:
+    lengths, keys = [length for length, _ in samples], [key for _, key in samples] if keyed else None
+    cut = cut_window(
+        np.array(lengths, dtype=np.int64),
+        lambda longest: 1 + longest % most,
+        None if keys is None else np.array(keys, dtype=np.int64),
+    )
+    order = cut.order.tolist()
+    expected = read_ahead(range(len(samples)), lengths, keys, max(len(samples), 1), lambda longest: 1 + longest % most)
+    assert [order[start:stop] for start, stop in pairwise(cut.bounds)] == [batch for each in expected for batch in each]
+    assert cut.lengths == [lengths[number] for number in order]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -101,7 +123,7 @@ def test_batches_are_those_of_infinibatch(seed: int) -> None:
             read_ahead=config.window,
             # It sorts from large to small.
             key=lambda sample, keyed=keyed: (-sample["key"] if keyed else 0, sample["length"]),
-            batch_size=lambda sample, config=config: num_samples(config.budget, sample["length"]),
+            batch_size=lambda sample, config=config: config.budget.num_samples(sample["length"]),
             boundary_key=key_of if keyed else None,
             shuffle=False,
         )
@@ -117,8 +139,7 @@ def test_it_goes_on_where_it_stands(seed: int) -> None:
         open_stage = opened(ReadAhead, listed(samples), config=config, seed=rng.randint(0, 9))
         batches = values(assert_obeys(open_stage, rng))
         for batch in batches:
-            lengths = [max(sample["length"], 1) for sample in batch]
-            assert is_within(config.budget, lengths) or (config.too_long == "alone" and len(batch) == 1)
+            assert is_within(config.budget, [sample["length"] for sample in batch])
             assert config.boundary_key is None or len({sample["key"] for sample in batch}) == 1
         # Window by window, what a plain loop cuts.
         for window in expected(samples, config):
@@ -284,10 +305,6 @@ class TestTooLong:
         ):
             next(stage)
 
-    def test_each_may_have_a_batch_of_its_own(self) -> None:
-        batches = values(ahead(listed([1, 50, 12, 13, 6, 6]), too_long="alone", shuffle_batches=False)(None))
-        assert batches == [[50], [13], [12], [6, 6], [1]]
-
     def test_room_is_what_is_left_by_a_cost(self) -> None:
         budget = Budget(max_tokens=1000, cost=QuadraticCost(10))
         longest = ReadAheadConfig(window=1, budget=budget).longest
@@ -339,7 +356,7 @@ class TestLengths:
     def test_what_is_no_length_is_named_with_the_sample(self, length: Any, others: Any) -> None:
         lengths = [others, others, others, others, others, others, length, others]
         with pytest.raises(ShardError, match="sample 1 of shard 8"):
-            next(ahead(listed(range(8)), length=lengths.__getitem__, too_long="alone")(None))
+            next(ahead(listed(range(8)), length=lengths.__getitem__, too_long="drop")(None))
 
     @pytest.mark.parametrize("key", [0.5, None, "de", [1], 2**63, -(2**63) - 1])
     def test_what_is_no_key_is_named_with_the_sample(self, key: Any) -> None:
@@ -437,25 +454,19 @@ class TestConfig:
             length="text",
             boundary_key=key_of,
             shuffle_batches=False,
-            too_long="alone",
+            too_long="drop",
         )
         described = {
-            "max_tokens": 12, "max_samples": 4, "multiple": 2, "quadratic_length": 7, "window": 8, "too_long": "alone",
+            "max_tokens": 12, "max_samples": 4, "multiple": 2, "quadratic_length": 7, "window": 8, "too_long": "drop",
             "boundary_key": "key_of", "lengths": "text", "shuffle_batches": False,
         }  # fmt: skip
         assert json.loads(json.dumps(config.describe())) == described
-        plain = ReadAheadConfig(window=8, budget=Budget(batch_size=(4, 2), ends=(10, 20)))
+        plain = ReadAheadConfig(window=8, budget=Budget(batch_size=4))
         assert plain.describe() == {
-            "batch_size": [4, 2], "boundaries": [10, 20], "window": 8, "too_long": "error", "lengths": "len",
-            "shuffle_batches": True,
+            "batch_size": 4, "window": 8, "too_long": "error", "lengths": "len", "shuffle_batches": True
         }  # fmt: skip
         callable_object = functools.partial(len)
         assert ReadAheadConfig(window=8, budget=Budget(batch_size=1), length=callable_object).describe()["lengths"]
-
-    def test_batch_sizes_may_differ_by_length(self) -> None:
-        budget = Budget(batch_size=(4, 2), ends=(10, 20))
-        batches = values(ahead(listed([25, 20, 15, 11, 10, 9, 8, 7]), budget=budget, shuffle_batches=False)(None))
-        assert batches == [[25, 20], [15, 11], [10, 9, 8, 7]]
 
 
 def test_errors_call_a_shard_by_its_name() -> None:

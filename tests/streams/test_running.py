@@ -15,8 +15,8 @@ import pytest
 import torch
 from support.shards import NumberedShards
 
+from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
-from lightning_stateful.index.budget import Budget
 from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams.portion import Portion
 from lightning_stateful.streams.read_ahead import ReadAheadConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import Any
 
 from lightning_stateful.bucketing import BucketEpochPlan, BucketOrder, Buckets, Budget, QuadraticCost
@@ -80,6 +80,32 @@ def unshuffled_steps(order: BucketOrder, segments: Sequence[tuple[int, int | Non
         used = {sample for samples in taken for sample in samples}
         buckets = [[sample for sample in bucket if sample not in used] for bucket in buckets]
     return served
+
+
+def read_ahead(
+    samples: Sequence[int],
+    lengths: Sequence[int],
+    keys: Sequence[int] | None,
+    window: int,
+    num_samples: Callable[[int], int],
+) -> list[list[list[int]]]:
+    """Batches, window by window, as read-ahead batching makes them: sorted stably, cut at the budget and the key."""
+
+    def key_of(sample: int) -> int:
+        return 0 if keys is None else keys[sample]
+
+    windows = []
+    for begin in range(0, len(samples), window):
+        read = sorted(samples[begin : begin + window], key=lambda sample: (key_of(sample), -lengths[sample]))
+        batches = []
+        for _, group in groupby(read, key=key_of):
+            left = list(group)
+            while left:
+                size = num_samples(lengths[left[0]])
+                batches.append(left[:size])
+                left = left[size:]
+        windows.append(batches)
+    return windows
 
 
 def is_within(budget: Budget, lengths: Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful import ChunkedDataset, MixedStream
-from lightning_stateful.index.budget import Budget
+from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.loaders import StreamLoader, StreamOptions
 from lightning_stateful.streams import Stream
 from lightning_stateful.streams.lane import StreamConfig
