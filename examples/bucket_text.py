@@ -132,12 +132,13 @@ def main() -> None:
 
         def data(**how: Any) -> BucketDataModule:
             how = how or {"max_tokens": options.max_tokens}
-            return BucketDataModule(text, lengths=num_tokens, collate_fn=pad, cache_dir=folder, seed=0, **how)
+            cache_file = Path(folder) / "lengths.npy"
+            return BucketDataModule(text, lengths=num_tokens, collate_fn=pad, cache_file=cache_file, seed=0, **how)
 
         whole = padding_report(data().batch_sampler()).whole
         size = round(whole.samples_per_batch)
-        # Windows of one batch: nothing to sort, so a plain shuffle.
-        plain = padding_report(data(batch_size=size, window=size).batch_sampler()).whole
+        # One bucket for all lengths is a plain shuffle.
+        plain = padding_report(data(batch_size=size, num_buckets=1).batch_sampler()).whole
         print(f"{len(text)} samples of {whole.tokens} tokens")
         print(f"shuffled, {size} samples a batch: {plain.padding:.1%} padding")
         print(f"in buckets, {options.max_tokens} tokens a batch: {whole.padding:.1%} padding, {whole.steps} batches")

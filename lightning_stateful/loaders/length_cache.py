@@ -1,165 +1,294 @@
-"""Measured lengths kept in a file, under a key that changes with the dataset."""
+"""Lengths of a dataset's samples: found where the user says they are, or measured in parallel and kept in a file."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+import torch
 from filelock import FileLock
 from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from tqdm.auto import tqdm
 
+from lightning_stateful.bucketing.lengths import (
+    MAX_SAMPLE_LENGTH,
+    LengthArray,
+    check_lengths,
+    digest,
+    open_lengths,
+    read_array,
+)
+from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
-from lightning_stateful.index.lengths import digest
-from lightning_stateful.loaders.measuring import measure_one
-from lightning_stateful.samplers.fingerprint import describe_dataset
-from lightning_stateful.samplers.lengths import read_array
 from lightning_stateful.samplers.rng import keep_randomness
 
-_VERSION = 1
-# Lengths that are part of the key, and lengths that are measured again at each reading.
-_NAMED, _SPOT_CHECKS = 16, 32
+# Rows of a column that are read at a time.
+_ROWS = 65536
+# Fewer samples than that are measured before processes would have started.
+_WORTH_WORKERS = 4096
+_BATCH = 256
+# Samples that are measured again each time a file is read, beside the shortest and the longest.
+_SPOT_CHECKS = 32
 
 
-def folder_beside(dataset: Any) -> Path:
-    """Where measured lengths of a dataset are kept: beside its files, or in the user's cache.
-
-    Its files are those of a Hugging Face dataset's cache, or those in an attribute ``files``, or it has a folder in an
-    attribute ``root``.
-    """
-    cached = getattr(dataset, "cache_files", None) or ()
-    files = [file["filename"] for file in cached if isinstance(file, dict) and "filename" in file]
-    listed = getattr(dataset, "files", None)
-    if isinstance(listed, (list, tuple)):
-        files += [file for file in listed if isinstance(file, (str, Path))]
-    folders = [Path(file).parent for file in files]
-    if isinstance(root := getattr(dataset, "root", None), (str, Path)):
-        folders.append(Path(root))
-    for folder in folders:
-        if folder.is_dir() and os.access(folder, os.W_OK):
-            return folder
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "lightning-stateful"
-
-
-class LengthCache:
-    """A file of lengths for one dataset and one function.
-
-    Its name is a digest of what identifies both: of the dataset what a state says of it (see
-    :func:`~lightning_stateful.samplers.fingerprint.describe_dataset`), its plain attributes and the lengths of some of
-    its samples; of the function its code and what it holds. As that cannot see everything, a file is only believed if
-    its contents are whole and other samples, the shortest, the longest and some at random, are as long as it says.
-
-    Of the processes that ask at the same time, one measures, and the others wait and read: the file's lock sees to it,
-    so that no process group is needed.
+def lengths_of(
+    dataset: Any, lengths: Any, *, cache_file: str | Path | None = None, num_workers: int | None = None
+) -> LengthArray:
+    """Find the length of every sample.
 
     Args:
         dataset: A map-style dataset.
-        length: From a sample to its length.
-        folder: Where files are kept; it is made if need be.
-        what: How an error calls the lengths.
+        lengths: Integers, one a sample: an array, tensor or sequence, or the path of a ``.npy`` file (memory-mapped);
+            the name of a column of a Hugging Face dataset, of which nothing else is read (of a column of lists, the
+            lengths of these), or of an attribute of the dataset; or a function of a sample, which is called once for
+            each.
+        cache_file: Path of a ``.npy`` file in which to keep what a function measures. By default that of a Hugging Face
+            dataset on disk is kept beside its files, under its fingerprint and that of the function; of other datasets
+            nothing is kept.
+        num_workers: Processes that measure; by default one a core, or none for few samples.
+
+    Returns:
+        Integers of shape ``(len(dataset),)``.
+
+    Raises:
+        ConfigurationError: There is no such column, attribute or file, or not one non-negative integer a sample; or
+            ``cache_file`` cannot be written, or holds something else.
     """
+    if callable(lengths) and not hasattr(lengths, "__array__"):
+        if cache_file is not None and Path(cache_file).suffix != ".npy":
+            raise ConfigurationError(f"cache_file must be the path of a .npy file, got {str(cache_file)!r}.")
+        path = _file_beside(dataset, lengths) if cache_file is None else Path(cache_file)
+        if path is not None:
+            return _read_or_measure(path, dataset, lengths, num_workers)
+        if len(dataset) >= _WORTH_WORKERS:
+            warnings.warn(
+                f'{len(dataset)} lengths are measured in every process and run. Keep them: cache_file="lengths.npy".',
+                StatefulWarning,
+                stacklevel=2,
+            )
+        return measure_samples(dataset, lengths, num_workers=num_workers)
+    found = _find_named(dataset, lengths) if isinstance(lengths, str) else open_lengths(lengths)
+    if len(found) != len(dataset):
+        raise ConfigurationError(
+            f"There are {len(found)} lengths for the {len(dataset)} samples of a {type(dataset).__name__}; give one a "
+            "sample."
+        )
+    return found
 
-    def __init__(self, dataset: Any, length: Callable[[Any], int], folder: Path, *, what: str = "lengths") -> None:
-        self._dataset, self._length, self._folder, self._what = dataset, length, folder, what
-        self._described = {
-            "version": _VERSION,
-            "dataset": {
-                "type": type(dataset).__qualname__,
-                "attributes": _plain_attributes(dataset),
-                "some lengths": _some_lengths(dataset, length, what),
-                **describe_dataset(dataset),
-            },
-            "function": _describe_function(length),
-        }
-        key = hashlib.blake2b(_spelled(self._described).encode(), digest_size=8).hexdigest()
-        self.path = folder / f"lengths-{key}.npy"
 
-    def read_or(self, measure: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """The lengths in the file, memory-mapped; measured and written first if there are none to be trusted.
+def names_lengths(lengths: Any) -> bool:
+    """Whether lengths say where to find those of any dataset, and are not those of one."""
+    return callable(lengths) if not isinstance(lengths, str) else Path(lengths).suffix != ".npy"
 
-        Raises:
-            ConfigurationError: The folder cannot be written.
-        """
-        found, _ = self._read()
+
+def measure_samples(dataset: Any, length: Callable[[Any], int], *, num_workers: int | None = None) -> LengthArray:
+    """Call a function on every sample, in parallel, with a progress bar.
+
+    Returns:
+        Non-negative integers of the smallest type that holds them, of shape ``(len(dataset),)``.
+
+    Raises:
+        ConfigurationError: The function returned something else; with the sample.
+        Exception: Whatever reading or measuring a sample raises.
+    """
+    total = len(dataset)
+    if num_workers is not None and num_workers < 0:
+        raise ConfigurationError(f"The number of processes that measure must not be negative, got {num_workers}.")
+    if num_workers is None:
+        num_workers = os.cpu_count() or 1 if total >= _WORTH_WORKERS else 0
+    loader: DataLoader[Any] = DataLoader(
+        _Measured(dataset, length),
+        batch_size=_BATCH,
+        num_workers=num_workers,
+        collate_fn=np.array,
+        generator=torch.Generator(),
+    )
+    found = np.empty(total, dtype=np.int64)
+    with keep_randomness(), tqdm(total=total, desc="Measuring lengths", unit=" samples") as bar:
+        for start, batch in zip(range(0, total, _BATCH), loader, strict=True):
+            found[start : start + len(batch)] = batch
+            bar.update(len(batch))
+    return found.astype(np.min_scalar_type(int(found.max(initial=0))))
+
+
+class _Measured(Dataset[int]):
+    """The length of each sample in place of the sample."""
+
+    def __init__(self, dataset: Any, length: Callable[[Any], int]) -> None:
+        self._dataset, self._length = dataset, length
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> int:
+        found = self._length(self._dataset[index])
+        try:
+            number = as_int("a length", found)
+        except ConfigurationError:
+            number = -1
+        if not 0 <= number < MAX_SAMPLE_LENGTH:
+            raise ConfigurationError(
+                f"The function that measures lengths says {found!r} of sample {index}, and not a length from 0 up to "
+                "2**42."
+            )
+        return number
+
+
+# Lengths under a name
+
+
+def _find_named(dataset: Any, name: str) -> LengthArray:
+    """A column, an attribute or a file of that name."""
+    if hasattr(dataset, "select_columns") and name in (getattr(dataset, "column_names", None) or ()):
+        return check_lengths(_read_column(dataset, name), what=f"lengths in column {name!r}")
+    attribute = getattr(dataset, name, None) if name.isidentifier() else None
+    if attribute is not None and not callable(attribute):
+        return open_lengths(attribute, what=f"lengths in attribute {name!r}")
+    if isinstance(dataset, Subset):
+        return _find_named(dataset.dataset, name)[np.asarray(dataset.indices, dtype=np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        return np.concatenate([_find_named(part, name) for part in dataset.datasets])
+    if not names_lengths(name):
+        return open_lengths(name)
+    columns = f" with the columns {list(dataset.column_names)}" if hasattr(dataset, "column_names") else ""
+    raise ConfigurationError(
+        f"lengths={name!r} is neither a column nor an attribute of the {type(dataset).__name__}{columns}, nor a .npy "
+        "file. Name one of these, or pass an array or a function of a sample."
+    )
+
+
+def _read_column(dataset: Any, name: str) -> NDArray[Any]:
+    """A column of a Hugging Face dataset; of lists, their lengths. Nothing is decoded."""
+    parts: list[NDArray[Any]] = []
+    for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=_ROWS):
+        column = table.column(name)
+        if column.null_count:
+            first = sum(map(len, parts)) + column.is_null().to_pylist().index(True)
+            raise ConfigurationError(f"lengths in column {name!r} have no value for sample {first}.")
+        for chunk in column.chunks:
+            values: Callable[[], Any] | None = getattr(chunk, "value_lengths", None)
+            parts.append(np.asarray(chunk if values is None else values()))
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+# Files of measured lengths
+
+
+def _file_beside(dataset: Any, length: Callable[[Any], int]) -> Path | None:
+    """Where lengths of a Hugging Face dataset on disk are kept; None where there is no such place."""
+    files, fingerprint = getattr(dataset, "cache_files", None), getattr(dataset, "_fingerprint", None)
+    folder = Path(files[0]["filename"]).parent if files else None
+    if folder is None or not isinstance(fingerprint, str) or not os.access(folder, os.W_OK):
+        return None
+    # Slow to import, and needed by nobody who has lengths.
+    from datasets.fingerprint import Hasher
+
+    try:
+        return folder / f"lengths-{Hasher.hash((fingerprint, length))}.npy"
+    except Exception:  # of whatever a function holds that cannot be pickled
+        return None
+
+
+def _read_or_measure(path: Path, dataset: Any, length: Callable[[Any], int], num_workers: int | None) -> LengthArray:
+    """The lengths in a file, memory-mapped; measured and written first if there are none that fit.
+
+    Of the processes that ask at the same time, one measures, and the others wait for its lock and read: no process
+    group is needed.
+    """
+    found, _ = _read(path, dataset, length)
+    if found is not None:
+        return found
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path.with_name(path.name + ".lock"))
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:  # the latter where a file system knows no locks
+        raise ConfigurationError(
+            f"Lengths cannot be kept in {str(path)!r}: {error}. Pass a cache_file that can be written."
+        ) from None
+    try:
+        found, reason = _read(path, dataset, length)
         if found is not None:
             return found
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path.with_suffix(".lock"))
-            lock.acquire()
-        except (OSError, NotImplementedError) as error:
-            # The latter is filelock's, where a file system knows no locks.
-            raise ConfigurationError(
-                f"{self._what} cannot be kept in {str(self._folder)!r}: {error}. Pass a cache_dir that can be written."
-            ) from None
-        try:
-            found, reason = self._read()
-            if found is not None:
-                return found
-            if reason:
-                warnings.warn(
-                    f"The measured lengths in {str(self.path)!r} are not used, because {reason}. All samples are "
-                    "measured again.",
-                    StatefulWarning,
-                    stacklevel=3,
+        if reason:
+            warnings.warn(
+                f"The lengths in {str(path)!r} are not used, because {reason}. All samples are measured again.",
+                StatefulWarning,
+                stacklevel=3,
+            )
+        _write(path, measure_samples(dataset, length, num_workers=num_workers))
+        return read_array(path)
+    finally:
+        lock.release()
+
+
+def _read(path: Path, dataset: Any, length: Callable[[Any], int]) -> tuple[LengthArray | None, str]:
+    """The lengths in a file or, if there is one, what is wrong with it.
+
+    Raises:
+        ConfigurationError: The file was not written by :func:`_write`.
+    """
+    if not path.exists():
+        return None, ""
+    if not _header(path).exists():
+        raise ConfigurationError(
+            f"cache_file={str(path)!r} was not written by this function, which would overwrite it. Name another file, "
+            "or pass this one as lengths if it holds them."
+        )
+    try:
+        header = json.loads(_header(path).read_text())
+        lengths = read_array(path)
+    except (OSError, ValueError) as error:
+        return None, f"the file cannot be read ({error})"
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or header != _describe(lengths):
+        return None, "the file is damaged"
+    if lengths.shape != (len(dataset),):
+        return None, f"there are {len(lengths)} of them for {len(dataset)} samples"
+    return _check_some(lengths, _Measured(dataset, length))
+
+
+def _check_some(lengths: LengthArray, measured: _Measured) -> tuple[LengthArray | None, str]:
+    """Measure the shortest and the longest sample again, and some others at each reading."""
+    if not len(lengths):
+        return lengths, ""
+    chosen = np.random.default_rng().choice(len(lengths), min(_SPOT_CHECKS, len(lengths)), replace=False)
+    with keep_randomness():
+        for index in (int(lengths.argmin()), int(lengths.argmax()), *chosen.tolist()):
+            now = measured[index]
+            if now != lengths[index]:
+                return None, (
+                    f"sample {index} has length {now}, and they say {lengths[index]}: data or function have changed, "
+                    "or give another length each time"
                 )
-            self._write(measure())
-            return read_array(self.path)
-        finally:
-            lock.release()
+    return lengths, ""
 
-    def _read(self) -> tuple[NDArray[Any] | None, str]:
-        """The lengths in the file, or else what is wrong with it, if there is one."""
-        if not self.path.exists():
-            return None, ""
-        try:
-            header = json.loads(self._header.read_text())
-            lengths = read_array(self.path)
-        except (OSError, ValueError) as error:
-            return None, f"it cannot be read ({error})"
-        reason = self._reason_against(header, lengths)
-        return (None, reason) if reason else (lengths, "")
 
-    def _reason_against(self, header: Any, lengths: NDArray[Any]) -> str:
-        if not isinstance(header, dict) or _spelled(header.get("of")) != _spelled(self._described):
-            return "they are those of another dataset or function"
-        if lengths.shape != (len(self._dataset),) or header.get("digest") != digest(lengths):
-            return "the file is damaged"
-        with keep_randomness():
-            for index in _places_to_check(lengths):
-                now = measure_one(self._dataset, self._length, index, what=self._what)
-                if now != lengths[index]:
-                    return (
-                        f"sample {index} has length {now}, and they say {lengths[index]}: data or function have "
-                        "changed, or give another length each time"
-                    )
-        return ""
+def _write(path: Path, lengths: LengthArray) -> None:
+    # The header first: with the lengths of before, or with none, it leads to measuring again.
+    with _replacing(_header(path)) as file:
+        file.write(json.dumps(_describe(lengths)).encode())
+    with _replacing(path) as file:
+        np.save(file, lengths)
 
-    def _write(self, lengths: NDArray[Any]) -> None:
-        # Header last: a file without one is measured again.
-        self._header.unlink(missing_ok=True)
-        with _replacing(self.path) as file:
-            np.save(file, lengths)
-        with _replacing(self._header) as file:
-            file.write(json.dumps({"of": self._described, "digest": digest(lengths)}, indent=1).encode())
 
-    @property
-    def _header(self) -> Path:
-        return self.path.with_suffix(".json")
+def _describe(lengths: LengthArray) -> dict[str, Any]:
+    return {"samples": len(lengths), "digest": digest(lengths)}
+
+
+def _header(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
 
 
 @contextmanager
-def _replacing(path: Path) -> Any:
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file that takes the place of another once it is complete."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, delete=False) as file:
         try:
@@ -169,89 +298,3 @@ def _replacing(path: Path) -> Any:
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
-
-
-def _places_to_check(lengths: NDArray[Any]) -> list[int]:
-    """The shortest and the longest sample, and some others at every reading."""
-    if not len(lengths):
-        return []
-    chosen = np.random.default_rng().choice(len(lengths), min(_SPOT_CHECKS, len(lengths)), replace=False)
-    return [int(lengths.argmin()), int(lengths.argmax()), *chosen.tolist()]
-
-
-def _some_lengths(dataset: Any, length: Callable[[Any], int], what: str) -> list[int]:
-    """The lengths of some samples, evenly spaced."""
-    with keep_randomness():
-        places = np.unique(np.linspace(0, len(dataset) - 1, min(_NAMED, len(dataset))).astype(np.int64))
-        return [measure_one(dataset, length, index, what=what) for index in places.tolist()]
-
-
-def _spelled(described: Any) -> str:
-    return json.dumps(described, sort_keys=True)
-
-
-def _plain_attributes(dataset: Any) -> dict[str, str]:
-    """What a dataset was built with, as far as it is kept as plain data: a split, a longest length."""
-    plain = (bool, int, float, str, type(None))
-    held = getattr(dataset, "__dict__", {})
-    return {name: repr(value)[:200] for name, value in sorted(held.items()) if isinstance(value, plain)}
-
-
-def _describe_function(function: Any) -> dict[str, Any]:
-    """What a function does, as far as it can be told: its name, its code and defaults, and what it holds.
-
-    Globals that it reads and functions that it calls by name are not seen.
-    """
-    # Slow to import, and needed by nobody who has lengths.
-    from datasets.fingerprint import Hasher
-
-    named = function if hasattr(function, "__qualname__") else type(function)
-    described = {"name": f"{named.__module__}.{named.__qualname__}", "code": _digest_code(function)}
-    try:
-        described["holds"] = Hasher.hash(function)
-    except Exception:
-        # Whatever cannot be pickled is left to the spot checks.
-        described["holds"] = ""
-    return described
-
-
-def _digest_code(function: Any) -> str:
-    """The code of a function and of those that it wraps or holds, with their defaults."""
-    hashed, left, seen = hashlib.blake2b(digest_size=8), [function], set()
-    while left:
-        part = left.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, partial):
-            hashed.update(repr(_plain([part.args, sorted(part.keywords.items())])).encode())
-            left.append(part.func)
-        elif isinstance(part, MethodType):
-            left.append(part.__func__)
-        elif isinstance(part, FunctionType):
-            defaults = _plain([part.__defaults__, sorted((part.__kwdefaults__ or {}).items())])
-            hashed.update(repr((_spell(part.__code__), defaults)).encode())
-            held = [cell.cell_contents for cell in part.__closure__ or () if cell.cell_contents is not part]
-            left += [part.__dict__.get("__wrapped__"), *filter(callable, held)]
-        elif part is not None and isinstance(getattr(type(part), "__call__", None), FunctionType):  # noqa: B004
-            left.append(type(part).__call__)
-    return hashed.hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """A value by what is the same in every process: of what is no plain data, the type."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str, bytes)) else type(value).__qualname__
-
-
-def _spell(code: CodeType) -> list[Any]:
-    """A code object without the places of its lines, with the code objects in it."""
-    inner: list[Any] = []
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            inner.append(_spell(constant))
-        else:
-            # The order of a set differs from process to process.
-            inner.append(sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant))
-    return [code.co_code.hex(), code.co_names, code.co_varnames, inner]

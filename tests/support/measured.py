@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stateful.loaders import length_cache
-from lightning_stateful.loaders.lengths import lengths_of
+from lightning_stateful.loaders.length_cache import lengths_of
 
 TEXTS = ["a" * (index % 7) for index in range(40)]
 
@@ -19,7 +19,7 @@ class Counting:
 
     Args:
         calls: The file of lines.
-        stays: As long as this file is there, the 22nd call never returns: the sixth after those for the key.
+        stays: As long as this file is there, the sixth call never returns.
     """
 
     def __init__(self, calls: Path, stays: Path | None = None) -> None:
@@ -30,7 +30,7 @@ class Counting:
         with self.calls.open("a") as file:
             file.write(f"{os.getpid()}\n")
         time.sleep(0.005)
-        while self.stays is not None and self.stays.exists() and len(self.calls.read_text().split()) >= 22:
+        while self.stays is not None and self.stays.exists() and len(self.calls.read_text().split()) >= 6:
             time.sleep(0.01)
         return len(sample)
 
@@ -44,16 +44,16 @@ def measure_together(folder: Path, barrier: Any, results: Any) -> None:
     """Wait for the others, ask for the lengths, and send them."""
     counting = Counting(folder / "calls")
     barrier.wait()
-    results.put((os.getpid(), lengths_of(TEXTS, counting, cache_dir=folder / "cache").tolist()))
+    results.put((os.getpid(), lengths_of(TEXTS, counting, cache_file=folder / "cache" / "lengths.npy").tolist()))
 
 
 def measure(folder: Path, num_workers: int) -> None:
     """Ask for the lengths."""
     counting = Counting(folder / "calls", folder / "stays")
-    lengths_of(TEXTS, counting, cache_dir=folder / "cache", num_workers=num_workers)
+    lengths_of(TEXTS, counting, cache_file=folder / "cache" / "lengths.npy", num_workers=num_workers)
 
 
-def measure_and_die_before_the_header(folder: Path) -> None:
-    """Ask for the lengths, and be killed once the lengths are written, and before it is written what they are of."""
-    length_cache.digest = lambda lengths: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+def measure_and_die_before_the_lengths(folder: Path) -> None:
+    """Ask for the lengths, and be killed once the header is written, and before the lengths are."""
+    length_cache.np.save = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     measure(folder, 0)

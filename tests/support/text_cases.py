@@ -22,8 +22,8 @@ from support.texts import MODULES, PaddingLog, Texts, bucketed, measure
 NUM_SAMPLES = 91
 VAL_FIRST = 500
 NUM_VAL = 23
-NAMES = ("tokens", "given boundaries", "windows by key")
-RESUMED = ("tokens", "windows by key")
+NAMES = ("tokens", "given boundaries", "batch size")
+RESUMED = ("tokens", "batch size")
 MOMENTS = [
     ("on_before_backward", 0, 3),
     ("on_validation_batch_end", 0, 0),
@@ -165,7 +165,12 @@ def note_and_measure(path: Path, sample: dict[str, torch.Tensor]) -> int:
 
 def measured(folder: Path) -> dict[str, Any]:
     lengths = partial(note_and_measure, folder / "calls")
-    options = {"lengths": lengths, "cache_dir": folder / "cache", "measure_workers": 0, "eval_batch_size": 4}
+    options = {
+        "lengths": lengths,
+        "cache_file": folder / "cache" / "lengths.npy",
+        "measure_workers": 0,
+        "eval_batch_size": 4,
+    }
     found = run(make("tokens", **options), **on_ranks(max_epochs=1))
     return {"pid": os.getpid(), "ledger": found["ledger"]}
 
@@ -194,7 +199,7 @@ def few_samples(folder: Path) -> dict[str, Any]:
     number = num_ranks()
     return {
         f"{kind}, {length}": run(lambda n=length, k=kind: MODULES[k](train=Texts(n), val=None), **on_ranks())
-        for kind in ("tokens", "windows")
+        for kind in ("tokens", "batch size")
         for length in (number - 1, number + 1)
     }
 

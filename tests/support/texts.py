@@ -24,18 +24,12 @@ def length_of(index: int) -> int:
     return 1 + (index * index * 7 + index * 3) % 19 if index % 3 else 1 + index % 5
 
 
-def key_of(index: int) -> int:
-    """The key of a sample where batches hold samples of one."""
-    return index % 3 + 5
-
-
 class Texts(Numbers):
     """Samples that know their index and have as many tokens as stand in ``num_tokens``."""
 
     def __init__(self, length: int = NUM_SAMPLES, *, first: int = 0) -> None:
         super().__init__(length, first=first)
         self.num_tokens = [length_of(first + index) for index in range(length)]
-        self.language = [key_of(first + index) for index in range(length)]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {**super().__getitem__(index), "tokens": torch.tensor(self.num_tokens[index])}
@@ -56,7 +50,7 @@ def bucketed(**options: Any) -> BucketDataModule:
     }
     if "batch_size" not in options:
         defaults["max_tokens"] = MAX_TOKENS
-    if "window" not in options and "boundaries" not in options:
+    if "boundaries" not in options:
         defaults["num_buckets"] = 4
     return BucketDataModule(**{**defaults, **options})
 
@@ -66,35 +60,27 @@ MODULES: dict[str, Callable[..., Any]] = {
     "equal counts": lambda **options: bucketed(boundaries="equal_counts", num_buckets=3, **options),
     "given boundaries": lambda **options: bucketed(boundaries=[3, 8, 20], **options),
     "batch size": lambda **options: bucketed(batch_size=4, **options),
-    "a size for each bucket": lambda **options: bucketed(
-        **{"batch_size": [6, 4, 2], "boundaries": [3, 8, 20], "eval_batch_size": 3, **options}
-    ),
     "limited and in multiples": lambda **options: bucketed(max_samples=7, multiple=3, **options),
     "quadratic cost": lambda **options: bucketed(max_tokens=60, cost=QuadraticCost(12), **options),
-    "too long alone": lambda **options: bucketed(max_tokens=15, too_long="alone", **options),
+    "too long dropped": lambda **options: bucketed(
+        max_tokens=15, too_long="drop", eval_batch_size=3, **options
+    ),
     "full steps": lambda **options: bucketed(drop_last=True, **options),
     "in order": lambda **options: bucketed(shuffle=False, **options),
-    "windows": lambda **options: bucketed(window=16, **options),
-    "windows by key": lambda **options: bucketed(window=16, boundary_key="language", **options),
-    "windows of a size, longest first": lambda **options: bucketed(
-        window=16, batch_size=4, shuffle_batches=False, **options
-    ),
 }
 
 
 def fits(name: str, batch: tuple[int, ...]) -> bool:
     """Whether a batch of one of these modules is within its budget."""
     longest, count = max(map(length_of, batch)), len(batch)
-    if name in ("batch size", "windows of a size, longest first"):
+    if name == "batch size":
         return count <= 4
-    if name == "a size for each bucket":
-        return count <= (6 if longest <= 3 else 4 if longest <= 8 else 2)
     if name == "limited and in multiples":
         return count <= 6 and longest * count <= MAX_TOKENS
     if name == "quadratic cost":
         return count * (longest + Fraction(longest**2, 12)) <= 60
-    if name == "too long alone":
-        return longest * count <= 15 or (longest > 15 and count == 1)
+    if name == "too long dropped":
+        return longest * count <= 15
     return longest * count <= MAX_TOKENS
 
 
@@ -119,7 +105,7 @@ def cost_of(name: str, longest: int) -> Fraction:
         return (longest + Fraction(longest**2, 12)) / 60
     if name == "batch size":
         return Fraction(1, 4)
-    return Fraction(longest, 15 if name == "too long alone" else MAX_TOKENS)
+    return Fraction(longest, 15 if name == "too long dropped" else MAX_TOKENS)
 
 
 def padding_of(name: str, *of_ranks: tuple[int, ...]) -> dict[str, float]:

@@ -35,11 +35,6 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "how boundaries are chosen": ({}, {"num_buckets": 4, "boundaries": "equal_counts"}, {"boundaries"}),
     "given boundaries": ({"boundaries": [5, 20]}, {"boundaries": [6, 20]}, {"boundaries"}),
     "a batch size": ({"batch_size": 3}, {"batch_size": 4}, {"batch_size"}),
-    "a bucket's batch size": (
-        {"batch_size": [4, 2], "boundaries": [5, 20], "eval_batch_size": 2},
-        {"batch_size": [5, 2], "boundaries": [5, 20], "eval_batch_size": 2},
-        {"batch_size"},
-    ),
     "samples for tokens": ({}, {"batch_size": 4}, {"batch_size", "max_tokens"}),
     "limits of a batch": (
         {},
@@ -49,9 +44,6 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "what happens to samples too long": ({}, {"too_long": "drop"}, {"too_long"}),
     "full steps": ({}, {"drop_last": True}, {"drop_last"}),
     "an order": ({}, {"shuffle": False}, {"shuffle"}),
-    "a window": ({"window": 16}, {"window": 20}, {"window"}),
-    "a key": ({"window": 16}, {"window": 16, "boundary_key": "language"}, {"boundary_key"}),
-    "the order within windows": ({"window": 16}, {"window": 16, "shuffle_batches": False}, {"shuffle_batches"}),
     "several": ({}, {"max_tokens": 50, "seed": 8, "train": OneLonger()}, {"max_tokens", "seed", "lengths.digest"}),
 }
 
@@ -115,12 +107,6 @@ def test_another_dataset_of_the_same_lengths_is_refused_and_may_be_accepted_with
     whole = train(bucketed)
     assert_stitches([first, resumed.ledger], whole.ledger, 0)
     assert_same_end(resumed, whole)
-
-
-def test_buckets_are_not_taken_for_windows_whatever_is_accepted(tmp_path: Path) -> None:
-    path, _ = stopped(tmp_path, {}, hook="on_train_epoch_end", batch=0)
-    error = refused(path, {"window": 16, "accept": ("boundaries", "num_buckets", "shuffle_batches", "window", "kind")})
-    assert [difference.path for difference in error.differences] == ["kind"]
 
 
 def test_what_does_not_decide_about_batches_may_change_at_any_time(tmp_path: Path) -> None:

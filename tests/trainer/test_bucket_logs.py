@@ -32,7 +32,7 @@ def expected(name: str, ledger: list[Event], *, every: int = 1) -> list[tuple[in
 
 
 @pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("name", ["tokens", "batch size", "quadratic cost", "too long alone", "windows by key"])
+@pytest.mark.parametrize("name", ["tokens", "batch size", "quadratic cost", "too long dropped"])
 def test_what_is_logged_is_what_the_batches_hold_that_were_trained_on(name: str, every: int) -> None:
     found, run = logged(lambda: MODULES[name](log_padding=True), log_every_n_steps=every)
     assert found == expected(name, run.ledger, every=every)
@@ -47,7 +47,7 @@ def test_under_accumulation_every_optimizer_step_logs_its_last_batch() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["tokens", "windows"])
+@pytest.mark.parametrize("name", ["tokens", "batch size"])
 @pytest.mark.parametrize(
     ("hook", "epoch", "batch"),
     [

@@ -27,7 +27,6 @@ from support.texts import (
     bucketed,
     fits,
     ids_of,
-    key_of,
     length_of,
     measure,
     samples,
@@ -63,13 +62,15 @@ def test_every_batch_is_within_its_budget_and_every_sample_comes_once_an_epoch(n
     for epoch in range(2):
         served = samples(run.ledger, epoch)
         assert len(batches(run.ledger, epoch)) == run.trainer.num_training_batches
-        if name == "full steps":
+        if name == "too long dropped":
+            assert sorted(served) == [index for index in EVERY_SAMPLE if length_of(index) <= 15]
+        elif name == "full steps":
             assert len(set(served)) == len(served) < NUM_SAMPLES
         else:
             assert sorted(served) == EVERY_SAMPLE
 
 
-@pytest.mark.parametrize("name", ["tokens", "windows"])
+@pytest.mark.parametrize("name", ["tokens", "given boundaries"])
 def test_the_samples_that_meet_and_the_order_of_batches_differ_from_epoch_to_epoch(name: str) -> None:
     ledger = train(MODULES[name], max_epochs=2).ledger
     first, second = batches(ledger, 0), batches(ledger, 1)
@@ -87,20 +88,6 @@ def test_without_shuffling_the_longest_bucket_comes_first_in_the_datasets_order(
     assert samples(ledger, 0) == samples(ledger, 1) == sorted(EVERY_SAMPLE, key=place)
 
 
-def test_a_batch_of_windows_by_key_holds_samples_of_one_key() -> None:
-    ledger = train(MODULES["windows by key"], max_epochs=1).ledger
-    assert {len({key_of(index) for index in batch}) for batch in batches(ledger)} == {1}
-
-
-def test_boundary_keys_may_be_computed_from_samples(tmp_path: Path) -> None:
-    run = train(lambda: bucketed(window=16, boundary_key=key_of_sample, cache_dir=tmp_path), max_epochs=1)
-    assert batches(run.ledger) == batches(train(MODULES["windows by key"], max_epochs=1).ledger)
-
-
-def key_of_sample(sample: Any) -> int:
-    return key_of(int(sample["id"]))
-
-
 def test_samples_too_long_are_left_out_and_counted_if_asked_for() -> None:
     data = bucketed(max_tokens=15, too_long="drop", eval_batch_size=3)
     run = train(lambda: data, max_epochs=1)
@@ -108,18 +95,10 @@ def test_samples_too_long_are_left_out_and_counted_if_asked_for() -> None:
     assert data.batch_sampler().num_dropped == sum(length > 15 for length in LENGTHS) > 0
 
 
-def test_samples_too_long_come_alone_if_asked_for() -> None:
-    ledger = train(MODULES["too long alone"], max_epochs=1).ledger
-    long = [batch for batch in batches(ledger) if max(map(length_of, batch)) > 15]
-    assert {len(batch) for batch in long} == {1}
-    assert len(long) == sum(length > 15 for length in LENGTHS)
-
-
-@pytest.mark.parametrize(("too_long", "said"), [("drop", "9 are left out, 0 come alone"), ("alone", "0 are left out")])
-def test_samples_too_long_are_told_of(caplog: pytest.LogCaptureFixture, too_long: Any, said: str) -> None:
+def test_samples_too_long_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="lightning.pytorch"):
-        bucketed(max_tokens=15, too_long=too_long).train_dataloader()
-    assert f"9 of {NUM_SAMPLES} samples are longer than a batch may be: {said}" in caplog.text
+        bucketed(max_tokens=15, too_long="drop").train_dataloader()
+    assert f"9 of {NUM_SAMPLES} samples are longer than a batch may be, and left out" in caplog.text
 
 
 # Where lengths come from
@@ -156,7 +135,9 @@ def file_of_lengths(folder: Path) -> Path:
 )
 def test_lengths_given_in_any_form_make_the_same_batches(tmp_path: Path, lengths: Any) -> None:
     given = lengths(tmp_path)
-    run = train(lambda: bucketed(lengths=given, eval_batch_size=3, cache_dir=tmp_path / "cache"), max_epochs=1)
+    run = train(
+        lambda: bucketed(lengths=given, eval_batch_size=3, cache_file=tmp_path / "cache" / "lengths.npy"), max_epochs=1
+    )
     assert batches(run.ledger) == batches(train(bucketed, max_epochs=1).ledger)
 
 
@@ -177,7 +158,7 @@ def test_samples_are_measured_once_and_not_again_on_resume(tmp_path: Path) -> No
     calls = tmp_path / "calls"
 
     def make() -> Any:
-        return bucketed(lengths=partial(noting_measure, calls), cache_dir=tmp_path / "cache", val=None)
+        return bucketed(lengths=partial(noting_measure, calls), cache_file=tmp_path / "cache" / "lengths.npy", val=None)
 
     stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)
     train(make, callbacks=[stop], reload_dataloaders_every_n_epochs=1)
@@ -187,7 +168,7 @@ def test_samples_are_measured_once_and_not_again_on_resume(tmp_path: Path) -> No
     assert stop.ledger is not None
     assert_stitches([stop.ledger, resumed.ledger], train(lambda: bucketed(val=None)).ledger, 0)
     # Some are looked at, to see that the file is still right.
-    assert len(calls.read_text().split()) % (16 + 32 + 2) == 0
+    assert len(calls.read_text().split()) % (32 + 2) == 0
 
 
 def noting_process(path: Path, sample: dict[str, torch.Tensor]) -> int:
@@ -199,21 +180,19 @@ def noting_process(path: Path, sample: dict[str, torch.Tensor]) -> int:
 def test_lengths_are_measured_by_processes_of_their_own_and_kept_where_asked_for(tmp_path: Path) -> None:
     # Two batches of what a measuring process takes at once.
     data = bucketed(
-        train=Texts(300), lengths=partial(noting_process, tmp_path / "pids"), cache_dir=tmp_path / "a" / "b",
+        train=Texts(300), lengths=partial(noting_process, tmp_path / "pids"), cache_file=tmp_path / "a" / "b.npy",
         measure_workers=2,
     )  # fmt: skip
     data.train_dataloader()
     measured = Counter((tmp_path / "pids").read_text().split())
-    # Here only those are looked at by which a file is told from others.
-    assert measured.pop(str(os.getpid())) == 16
+    assert str(os.getpid()) not in measured
     assert len(measured) == 2
     assert sum(measured.values()) == 300
-    (kept,) = (tmp_path / "a" / "b").glob("*.npy")
-    assert np.load(kept).tolist() == Texts(300).num_tokens
+    assert np.load(tmp_path / "a" / "b.npy").tolist() == Texts(300).num_tokens
 
 
 def test_measuring_draws_nothing_from_the_runs_randomness(tmp_path: Path) -> None:
-    measured = train(lambda: bucketed(lengths=measure, cache_dir=tmp_path), max_epochs=1)
+    measured = train(lambda: bucketed(lengths=measure, cache_file=tmp_path / "a.npy"), max_epochs=1)
     known = train(bucketed, max_epochs=1)
     assert measured.ledger == known.ledger
     assert_same_end(measured, known)
@@ -222,17 +201,17 @@ def test_measuring_draws_nothing_from_the_runs_randomness(tmp_path: Path) -> Non
 # Stops
 
 
-@pytest.mark.parametrize("name", ["tokens", "windows", "windows by key"])
+@pytest.mark.parametrize("name", ["tokens", "batch size"])
 def test_a_run_saved_in_any_hook_goes_on_exactly(tmp_path: Path, name: str) -> None:
     assert_goes_on_from_every_moment(tmp_path, MODULES[name], MOMENTS)
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in ("tokens", "windows", "windows by key")])
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in ("tokens", "batch size")])
 def test_every_budget_goes_on_exactly(tmp_path: Path, name: str) -> None:
     assert_goes_on_from_every_moment(tmp_path, MODULES[name], [("on_train_batch_end", 1, 5)])
 
 
-@pytest.mark.parametrize("name", ["tokens", "windows"])
+@pytest.mark.parametrize("name", ["tokens", "batch size"])
 def test_a_run_saved_at_the_last_batch_of_an_epoch_begins_the_next_one(tmp_path: Path, name: str) -> None:
     last = len(MODULES[name]().train_dataloader()) - 1
     moments = [("on_train_batch_end", 0, last), ("on_train_batch_end", 1, last), ("on_before_backward", 1, last)]
@@ -252,7 +231,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*(("tokens", options) for options in OPTIONS), ("windows", "accumulating"), ("windows", "limited")],
+    [*(("tokens", options) for options in OPTIONS), ("batch size", "accumulating")],
 )
 def test_the_trainers_options_change_nothing_about_it(tmp_path: Path, name: str, options: str) -> None:
     assert_goes_on_from_every_moment(tmp_path, MODULES[name], FEWER_MOMENTS, **OPTIONS[options])
@@ -266,7 +245,7 @@ def test_a_limited_epoch_begins_anew_with_other_batches() -> None:
 
 CHAINS = {
     "tokens": [("on_train_batch_end", 0, 3), ("on_before_backward", 0, 2), ("on_train_batch_end", 1, 0)],
-    "windows": [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 1), ("on_validation_end", 1, 0)],
+    "batch size": [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 1), ("on_validation_end", 1, 0)],
 }
 
 
@@ -285,7 +264,7 @@ def test_a_chain_of_stops_gives_the_uninterrupted_run(tmp_path: Path, name: str)
     assert_same_end(last, whole)
 
 
-@pytest.mark.parametrize("name", ["tokens", "windows"])
+@pytest.mark.parametrize("name", ["tokens", "batch size"])
 def test_workers_that_have_fetched_ahead_change_nothing(tmp_path: Path, name: str) -> None:
     def make(workers: int) -> Any:
         return lambda: MODULES[name](num_workers=workers)
@@ -299,7 +278,7 @@ def test_workers_that_have_fetched_ahead_change_nothing(tmp_path: Path, name: st
     assert_same_end(resumed, whole)
 
 
-@pytest.mark.parametrize("name", ["tokens", "windows by key"])
+@pytest.mark.parametrize("name", ["tokens", "batch size"])
 def test_the_state_is_plain_and_under_a_kilobyte(tmp_path: Path, name: str) -> None:
     stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)
     train(MODULES[name], callbacks=[stop])
@@ -339,7 +318,7 @@ def test_the_batch_sampler_shows_what_a_run_will_train_on() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*overfit_batches trains on the same batches.*")
-@pytest.mark.parametrize("name", ["tokens", "windows"])
+@pytest.mark.parametrize("name", ["tokens", "batch size"])
 def test_overfitting_trains_on_the_same_batches_in_every_epoch(name: str) -> None:
     ledger = train(MODULES[name], overfit_batches=3, max_epochs=2).ledger
     assert len(batches(ledger, 0)) == 3
@@ -406,8 +385,9 @@ def test_several_evaluation_datasets_are_each_put_into_buckets() -> None:
 
 
 def test_evaluation_data_are_measured_where_lengths_are_computed(tmp_path: Path) -> None:
-    data = bucketed(lengths=measure, val=Texts(30, first=VAL_FIRST), cache_dir=tmp_path)
+    data = bucketed(lengths=measure, val=Texts(30, first=VAL_FIRST), cache_file=tmp_path / "lengths.npy")
     found = evaluated("validate", data)
+    assert np.load(tmp_path / "lengths-val.npy").size == 30
     assert sorted(index for batch in found for index in batch) == list(range(VAL_FIRST, VAL_FIRST + 30))
     assert all(fits("tokens", batch) for batch in found)
 
@@ -426,12 +406,6 @@ def test_lengths_of_the_training_data_are_not_taken_for_those_of_others(tmp_path
 def test_a_file_named_by_a_string_is_not_taken_for_lengths_of_other_data(tmp_path: Path) -> None:
     data = bucketed(lengths=str(file_of_lengths(tmp_path)), val=Texts(first=VAL_FIRST))
     with pytest.raises(ConfigurationError, match="eval_batch_size="):
-        data.val_dataloader()
-
-
-def test_sizes_of_buckets_say_nothing_about_evaluation() -> None:
-    data = bucketed(batch_size=[6, 4, 2], boundaries=[3, 8, 20])
-    with pytest.raises(ConfigurationError, match="eval_batch_size"):
         data.val_dataloader()
 
 
@@ -466,9 +440,9 @@ def test_evaluation_data_without_random_access_come_in_batches_of_eval_batch_siz
     assert [len(batch) for batch in found] == [20, 20, 7]
 
 
-def test_evaluation_data_without_random_access_have_no_lengths(tmp_path: Path) -> None:
+def test_evaluation_data_without_random_access_have_no_lengths() -> None:
     with pytest.raises(ConfigurationError, match="eval_batch_size"):
-        evaluated("validate", bucketed(val=Stream(), lengths=measure, cache_dir=tmp_path))
+        evaluated("validate", bucketed(val=Stream(), lengths=measure))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -477,8 +451,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown name": ({"lengths": "nothing"}, "lengths='nothing' is neither a column nor an attribute of the Texts"),
     "no budget": ({"max_tokens": None}, "Pass either max_tokens or batch_size"),
     "two budgets": ({"max_tokens": 40, "batch_size": 4}, "Pass either max_tokens or batch_size"),
-    "a key without windows": ({"boundary_key": "language"}, "boundary_key divides windows; pass window"),
-    "buckets and windows": ({"window": 16, "num_buckets": 4}, "window takes the place of buckets"),
     "lengths of nothing": ({"train": Texts(0)}, "are empty"),
 }
 
@@ -492,9 +464,9 @@ def test_wrong_arguments_are_refused_before_anything_is_trained(case: str) -> No
     assert model.ledger == []
 
 
-def test_a_function_that_gives_no_length_is_refused_with_the_sample(tmp_path: Path) -> None:
+def test_a_function_that_gives_no_length_is_refused_with_the_sample() -> None:
     with pytest.raises(ConfigurationError, match="says -3 of sample 0, and not a length"):
-        train(lambda: bucketed(lengths=lambda sample: -3, cache_dir=tmp_path))
+        train(lambda: bucketed(lengths=lambda sample: -3))
 
 
 def test_a_module_without_training_data_says_what_is_missing() -> None:
@@ -672,15 +644,10 @@ def test_datasets_set_in_setup_go_on_exactly(tmp_path: Path) -> None:
         (["--data.max_tokens=40", "--data.num_buckets=4", "--data.log_padding=true"], bucketed),
         (["--data.batch_size=4", "--data.num_buckets=4"], MODULES["batch size"]),
         (
-            ["--data.batch_size=[6, 4, 2]", "--data.boundaries=[3, 8, 20]", "--data.eval_batch_size=3"],
-            MODULES["a size for each bucket"],
-        ),
-        (["--data.max_tokens=40", "--data.window=16", "--data.boundary_key=language"], MODULES["windows by key"]),
-        (
             ["--data.max_tokens=60", "--data.num_buckets=4", "--data.cost.length=12"],
             MODULES["quadratic cost"],
         ),
-        (["--data.max_tokens=15", "--data.too_long=alone", "--data.num_buckets=4"], MODULES["too long alone"]),
+        (["--data.max_tokens=40", "--data.boundaries=[3, 8, 20]"], MODULES["given boundaries"]),
         (
             ["--data.max_tokens=40", "--data.boundaries=equal_counts", "--data.num_buckets=3", "--data.num_workers=0"],
             MODULES["equal counts"],

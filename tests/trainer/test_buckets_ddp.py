@@ -118,7 +118,7 @@ def test_evaluation_gives_every_sample_once_over_the_ranks(everything: Everythin
 
 
 @pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("kind", ["tokens", "windows"])
+@pytest.mark.parametrize("kind", ["tokens", "batch size"])
 def test_hardly_any_samples_still_give_all_ranks_the_same_steps(everything: Everything, kind: str, number: int) -> None:
     found = everything.of({2: everything.two, 3: everything.three}[number], "few_samples")
     for length in (number - 1, number + 1):
