@@ -26,6 +26,7 @@ class MixtureOrder:
     planned from what was served of each source. Progress is counted in steps; its details are
 
     - ``served``: samples of every source, in the epoch or, with ``num_steps``, since training began;
+    - ``batches``: batches of the epoch over all ranks, by which batches are numbered;
     - ``planned``, unless ``num_steps``: number of ranks, steps of the epoch, and samples served, when the rest of the
       epoch was planned.
 
@@ -111,7 +112,7 @@ class MixtureOrder:
             # Passes begin with each epoch, or go on from one to the next: nothing is left of how they were counted.
             return Progress(epoch=progress.epoch, consumed=progress.consumed)
         kept = self._in_present_lengths(served, saved["sources"])
-        details: dict[str, Any] = {"served": kept}
+        details: dict[str, Any] = {"served": kept, "batches": progress.details["batches"]}
         if not carried:
             planned = {**progress.details["planned"], "steps": progress.consumed}
             details["planned"] = {**planned, "served": kept if progress.consumed else {}}

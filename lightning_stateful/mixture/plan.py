@@ -69,15 +69,22 @@ class MixtureEpochPlan:
         return self.total_steps - self.taken
 
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, list[int]]]:
-        """The batches of ``rank``; numbered by step of the epoch and rank."""
+        """The batches of ``rank``; numbered through all steps of the epoch and the ranks of each."""
         first = self.taken + first_step
         work = max(self.mixture.sources.batch_sizes) * (self.num_replicas if self.mixture.by_sample else 1)
         largest = min(max(_MOST_SAMPLES // work, 1), _MOST_STEPS)
         batches = read_in_chunks(
             lambda begin, end: self._read(begin, end, rank), first, self.total_steps, largest=largest
         )
-        number = (self.planned_steps + first) * self.num_replicas + rank
+        number = self.batches_before + first_step * self.num_replicas + rank
         return zip(count(number, self.num_replicas), batches, strict=False)
+
+    @property
+    def batches_before(self) -> int:
+        """Batches of the epoch, over whatever ranks, that were served before this plan."""
+        if self.begun is None:
+            return (self.planned_steps + self.taken) * self.num_replicas
+        return int(self.begun.details.get("batches", self.begun.consumed * self.num_replicas))
 
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps: the samples served of every source, and whence the rest was planned."""
@@ -85,6 +92,7 @@ class MixtureEpochPlan:
             return self.begun
         names, done = self.mixture.sources.names, self.taken + steps
         details: dict[str, Any] = {"served": dict(zip(names, self.served_after(done), strict=True))}
+        details["batches"] = self.batches_before + steps * self.num_replicas
         if self.mixture.num_steps is None:
             origin = dict(zip(names, self.origin, strict=True)) if any(self.origin) else {}
             details["planned"] = {"ranks": self.num_replicas, "steps": self.planned_steps, "served": origin}

@@ -36,6 +36,7 @@ class OrderCase:
         drops: Some samples of an epoch may be left out at its end.
         shuffled: Seeds and epochs have sequences of their own.
         forward: The number of steps is known only when the end has been met.
+        cycles: An epoch may hold several passes, each with a sequence of its own.
         longer: The same order of more data, the end of which lies beyond the end of this one.
     """
 
@@ -44,6 +45,7 @@ class OrderCase:
     drops: bool = False
     shuffled: bool = True
     forward: bool = False
+    cycles: bool = True
     longer: BatchOrder | None = None
 
 
@@ -214,6 +216,19 @@ def progress_counts_up_within_its_epoch_and_survives_json(case: OrderCase) -> No
         assert consumed == sorted(set(consumed))
 
 
+def later_passes_of_an_epoch_are_whole_and_draw_anew(case: OrderCase) -> None:
+    """A short loader starts over beside a longer one; batches of all passes have numbers of their own."""
+    passes = [serve(case.order, 1, 2, Progress(epoch=1, cycle=cycle)) for cycle in range(3 if case.cycles else 0)]
+    numbers = [{number for step in served.steps for number, _ in step} for served in passes]
+
+    assert len(set().union(*numbers)) == sum(map(len, numbers))
+    assert len({str(served.batches) for served in passes}) == (len(passes) if case.shuffled else bool(passes))
+    for cycle, served in enumerate(passes):
+        assert {progress.cycle for progress in served.progress} == {cycle}
+        rest = serve(case.order, 1, 2, through_json(served.progress[2]))
+        assert (rest.steps, rest.progress) == (served.steps[2:], served.progress[2:])
+
+
 def another_epoch_begins_anew_unless_epochs_carry_over(case: OrderCase) -> None:
     """The progress of another epoch is looked at by orders that carry over, and by no others."""
     if case.order.carries_over:
@@ -272,6 +287,7 @@ LAWS: tuple[Callable[[OrderCase], None], ...] = (
     a_chain_of_resizings_serves_every_sample_once,
     a_number_tells_a_batch_from_all_others_of_its_epoch,
     progress_counts_up_within_its_epoch_and_survives_json,
+    later_passes_of_an_epoch_are_whole_and_draw_anew,
     another_epoch_begins_anew_unless_epochs_carry_over,
     epochs_seeds_and_paths_have_sequences_of_their_own,
     an_unshuffled_order_serves_the_same_in_every_epoch,
