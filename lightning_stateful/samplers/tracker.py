@@ -140,6 +140,8 @@ class Tracker:
                 # An epoch without a step, or one whose end was not known beforehand.
                 if self._latest is latest and not has_ended:
                     self._end(plan, self._handed)
+                    # Nobody stands in an epoch that has no step.
+                    self._plan = plan if self._handed else None
                 return
 
     def progress_after(self, steps: int) -> Progress:
@@ -199,8 +201,8 @@ class Tracker:
             StateMismatchError: The state counts other things than this order.
             DamagedStateError, PositionError: The progress is of no use.
         """
-        beginning = self.plan_of(0).progress_after(0).to_dict()
-        if state["kind"] != self.order.kind and state["progress"].keys() != beginning.keys():
+        other_kind = state["kind"] != self.order.kind
+        if other_kind and state["progress"].keys() != self.plan_of(0).progress_after(0).to_dict().keys():
             # Not to be accepted: a number of batches is no number of samples.
             remedy = "Use the order or sampler that the checkpoint was made with."
             changed = Difference(path="kind", saved=state["kind"], present=self.order.kind, remedy=remedy)
