@@ -12,7 +12,6 @@ from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import PositionError, StreamError
 from lightning_stateful.loaders.lanes import LaneTask
 from lightning_stateful.loaders.rank_reader import RankReader
-from lightning_stateful.loaders.stream_options import StreamTail
 from lightning_stateful.streams.exchange import Exchange
 from lightning_stateful.streams.place_text import PlaceTexts, Text, as_place, text_of_list
 from lightning_stateful.streams.stage import Place
@@ -37,7 +36,6 @@ class PassRun:
         topology: The ranks.
         connect: Makes that by which ranks tell each other where they stand, from what says in words what a rank reads;
             None if there is nobody to tell.
-        tail: Whether ranks that end early repeat batches until all have ended.
         seed: Seeds the workers.
         keep: How many steps back :meth:`standing_at` can look.
     """
@@ -49,24 +47,17 @@ class PassRun:
         topology: Topology,
         connect: Callable[[Callable[[int, str], str]], Exchange] | None,
         *,
-        tail: StreamTail = "next",
         seed: int = 0,
         keep: int = 64,
     ) -> None:
         self._begun, self._reader, self._topology = standing, reader, topology
-        self._tail, self._seed, self._keep = tail, seed, keep
+        self._seed, self._keep = seed, keep
         self._exchange = None if connect is None else connect(self._say_reading)
         self._buffer: deque[_Read] = deque()
         self._num_read = 0
-        # Batches of its own that this rank has in this pass, once that is known.
-        self._own: int | None = None
-        self._last: list[Place] = []
+        self._is_read = False
         # For the places of workers that have handed over nothing yet, or of none.
         self._texts = [PlaceTexts() for _ in range(standing.num_workers)]
-        own = range(topology.rank, standing.num_lanes, standing.num_replicas)
-        # Batches that this rank has repeated, which the first of its lanes that reads says.
-        self._says_repeated = next((at for at, lane in enumerate(own) if any(standing.portions[lane].values())), 0)
-        self._num_repeated: int = (standing.places[own[self._says_repeated]] or {}).get("repeated", 0)
         # Met where this rank reads ahead, and where it has to be raised.
         self._error: Exception | None = None
         self._broken: Exception | None = None
@@ -184,10 +175,13 @@ class PassRun:
         self._places[0] = self._reader.places
 
     def _read_until(self, number: int) -> None:
-        while self._num_read < number and self._error is None:
+        while self._num_read < number and self._error is None and not self._is_read:
             try:
-                batch = self._next_of_any()
+                batch = self._reader.next()
             except StopIteration:
+                self._is_read = True
+                if self._exchange is not None:
+                    self._exchange.announce_end(self._said(self._reader.places))
                 return
             except Exception as error:
                 # What was read before comes first.
@@ -196,52 +190,9 @@ class PassRun:
                     self._exchange.fail(f"{type(error).__name__}: {error}")
                 return
             self._num_read += 1
-            places = self._reader.places if self._own is None else self._repeated()
-            self._buffer.append(_Read(batch, places))
+            self._buffer.append(_Read(batch, self._reader.places))
             if self._exchange is not None:
-                self._exchange.announce(self._said(places))
-
-    def _next_of_any(self) -> Any:
-        """The next batch of this rank's own, or one that it repeats until the others have ended."""
-        try:
-            return self._reader.next()
-        except StopIteration:
-            pads = self._exchange is not None and self._tail == "pad"
-            if self._own is None:
-                self._own, self._last = self._num_read, [as_place(place) for place in self._reader.places]
-                if self._exchange is not None:
-                    self._exchange.announce_end(self._said(self._last))
-                # On a resume, some had been repeated before.
-                missed = self._num_repeated if pads else 0
-            else:
-                missed = 0
-            if not pads:
-                raise
-        self._start_over()
-        for _ in range(missed):
-            self._next_repeated()
-        return self._next_repeated()
-
-    def _next_repeated(self) -> Any:
-        for _ in range(2):
-            try:
-                return self._reader.next()
-            except StopIteration:
-                self._start_over()
-        raise StreamError(
-            f"Rank {self._topology.rank} was dealt no shard, so it has no batch to repeat until the others have ended. "
-            'Use fewer ranks or workers, make more shards, or pass tail="next".'
-        )
-
-    def _start_over(self) -> None:
-        self._start(self._begun.at((None,) * self._begun.num_lanes))
-
-    def _repeated(self) -> list[Place | Text]:
-        """Where this rank stands after one more repeated batch."""
-        self._num_repeated += 1
-        places: list[Place | Text] = [*self._last]
-        places[self._says_repeated] = {**self._last[self._says_repeated], "repeated": self._num_repeated}
-        return places
+                self._exchange.announce(self._said(self._reader.places))
 
     def _said(self, places: Sequence[Place | Text]) -> Text:
         texts = zip(places, self._texts, strict=True)

@@ -241,7 +241,6 @@ class StreamCourse:
             self._reader,
             setup.topology(),
             partial(self._connect, standing) if self._is_joined() else None,
-            tail=self._options.tail,
             seed=setup.seed,
             keep=self._keep,
         )
@@ -311,7 +310,6 @@ class StreamCourse:
             topology,
             label=self._label,
             first_step=0,
-            tail="pad" if self._options.tail == "pad" else "stop",
             keep=self._keep,
             timeout=self._options.timeout,
             describe=describe,

@@ -8,7 +8,6 @@ from typing import Literal
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
 
-StreamTail = Literal["next", "pad"]
 Replay = Literal["warn", "refuse"]
 
 
@@ -18,8 +17,6 @@ class StreamOptions:
 
     Attributes:
         steps_per_epoch: Steps of an epoch; the next goes on where it ends, and the stream begins again where it ends.
-        tail: What becomes of ranks that have batches left where others have none: they keep them for the next epoch
-            (``"next"``), or the others repeat some of theirs (``"pad"``).
         replay: Whether a stream that has to be read again up to its place is read, with a warning, or refused.
         exact: Whether each rank serves what it has, however many steps it takes: for evaluation.
         timeout: Seconds to wait for the other ranks' batches.
@@ -29,7 +26,6 @@ class StreamOptions:
     """
 
     steps_per_epoch: int | None = None
-    tail: StreamTail = "next"
     replay: Replay = "warn"
     exact: bool = False
     timeout: float = 1800.0
@@ -39,6 +35,5 @@ class StreamOptions:
             raise ConfigurationError(f"steps_per_epoch must be at least 1, got {self.steps_per_epoch}.")
         if not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
             raise ConfigurationError(f"timeout must be a number of seconds above 0, got {self.timeout!r}.")
-        for name, legal in (("tail", ("next", "pad")), ("replay", ("warn", "refuse"))):
-            if getattr(self, name) not in legal:
-                raise ConfigurationError(f"{name} must be one of {legal}, got {getattr(self, name)!r}.")
+        if self.replay not in ("warn", "refuse"):
+            raise ConfigurationError(f"replay must be one of ('warn', 'refuse'), got {self.replay!r}.")

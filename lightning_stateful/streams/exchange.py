@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.topology import Topology
@@ -28,7 +28,7 @@ _AHEAD = 8
 _NOTICE = 2**40
 _MOST_NAMED = 8  # In an error.
 # What is kept under a run's name.
-_NAMES = ("end", "ended", "failure", "gathered", *(f"told/{number}" for number in range(_COUNTERS)))
+_NAMES = ("end", "failure", "gathered", *(f"told/{number}" for number in range(_COUNTERS)))
 
 
 class Exchange:
@@ -49,8 +49,6 @@ class Exchange:
         topology: The ranks, and this one.
         label: Keeps apart exchanges that are used at the same time.
         first_step: Number of the pass's first step.
-        tail: ``"stop"`` before the first step for which a rank has no batch, or ``"pad"``: go on, with repeated batches
-            on ranks that have none, until none has any.
         keep: For how many steps back places can be had.
         timeout: Seconds to wait for others, at each step anew; on ranks other than 0 up to five more.
         group_size: Steps of a group; None for one up to 127 ranks, two up to 191, and so on.
@@ -74,22 +72,19 @@ class Exchange:
         *,
         label: str,
         first_step: int,
-        tail: Literal["stop", "pad"] = "stop",
         keep: int = 64,
         timeout: float = 1800.0,
         group_size: int | None = None,
         describe: Callable[[int, str], str] = lambda rank, place: f"stood at {place[:200]}",
         terms: Mapping[str, Any] | None = None,
     ) -> None:
-        if tail not in ("stop", "pad"):
-            raise ConfigurationError(f"tail must be 'stop' or 'pad', got {tail!r}.")
         usual = max(topology.num_replicas // _RANKS_A_STEP, 1)
         size = usual if group_size is None else as_int("group_size", group_size)
         first_step, keep = as_int("first_step", first_step), as_int("keep", keep)
         for name, value, least in (("first_step", first_step, 0), ("keep", keep, 1), ("group_size", size, 1)):
             if value < least:
                 raise ConfigurationError(f"{name} must be at least {least}, got {value}.")
-        self.topology, self.first_step, self.tail, self.timeout, self._size = topology, first_step, tail, timeout, size
+        self.topology, self.first_step, self.timeout, self._size = topology, first_step, timeout, size
         self.stop: int | None = None
         self._describe = describe
         self._places: list[str | Text] = []  # Not yet told of.
@@ -98,7 +93,7 @@ class Exchange:
         self._end: int | None = None
         self._failed = self._noticed = False
         ranks, terms = topology.num_replicas, dict(terms or {})
-        terms.update(num_replicas=ranks, first_step=first_step, tail=tail, keep=keep, group_size=size)
+        terms.update(num_replicas=ranks, first_step=first_step, keep=keep, group_size=size)
         self._store = GroupStore(store, label, ranks)
         self.run = meet(self._store, topology, terms, _NAMES, timeout)
         self._messages = Ring(self._store, self.run, ranks, -(-keep // size) + _AHEAD)
@@ -112,31 +107,27 @@ class Exchange:
         """Say that this rank has the next batch, and stands at ``place`` after it; its large parts are said once.
 
         Raises:
-            ConfigurationError: The rank has ended, and repeats nothing.
+            ConfigurationError: The rank has ended.
         """
-        if self._end is not None and self.tail == "stop":
+        if self._end is not None:
             raise ConfigurationError(f"Rank {self.topology.rank} has ended at step {self._end} and has no next batch.")
         self._places.append(place)
         self._announced += 1
         self._tell()
 
     def announce_end(self, place: str | Text | None = None) -> None:
-        """Say that this rank has no more batches of its own.
-
-        With ``tail="pad"`` it goes on announcing, for batches that it repeats.
+        """Say that this rank has no more batches.
 
         Args:
             place: Where it stands now that it knows; :meth:`gather_places` gives this if the pass stops here.
         """
         if self._end is not None:
             return
-        end, stops = self._announced, self.tail == "stop"
+        end = self._announced
         if place is not None:
             self._ends.say(self.topology.rank, end, [place])
-        self._store.settle(self._key("end"), end, lambda standing: end < standing if stops else end > standing)
-        self._store.add(self._key("ended"), 1)
-        # Of ranks that pad, those that have not ended know that not all have.
-        self._end, self._noticed = end, self._noticed or not stops
+        self._store.settle(self._key("end"), end, lambda standing: end < standing)
+        self._end = end
         self._tell()
 
     def happens(self, step: int) -> bool:
@@ -226,7 +217,7 @@ class Exchange:
             self._post_failure(
                 step, f"The stream of rank {self.topology.rank} broke off before step {step}: {error_text}"
             )
-            is_over = self.tail == "stop" and self._end is not None and self._group(self._end) < self._told
+            is_over = self._end is not None and self._group(self._end) < self._told
             if due and not is_over:
                 self._tell_of(self._told)
 
@@ -245,7 +236,7 @@ class Exchange:
     def _check(self, step: int) -> None:
         if step < self.first_step:
             raise ConfigurationError(f"The pass begins at step {self.first_step}; cannot ask about step {step}.")
-        ended = self._failed or (self._end is not None and self.tail == "stop")
+        ended = self._failed or self._end is not None
         if not self._is_known(step) and not ended and self._announced < self.horizon(step):
             raise ConfigurationError(
                 f"Rank {self.topology.rank} has to announce its batches below step {self.horizon(step)}, or its end, "
@@ -255,7 +246,7 @@ class Exchange:
     def _tell(self) -> None:
         """Tell the others of groups that are full, or at whose end this rank ends, unless that is too early."""
         while self._told <= self._group(self._next) + _LEAD and not self._failed:
-            ends = self.tail == "stop" and self._end is not None and self._group(self._end) == self._told
+            ends = self._end is not None and self._group(self._end) == self._told
             if len(self._places) < self._size and not ends:
                 break
             self._tell_of(self._told, _NOTICE if ends else 0)
@@ -301,9 +292,8 @@ class Exchange:
         failure = self._store.hear(self._key("failure"))
         if failure is not None and failure[0] <= step:
             raise StreamError(failure[1])
-        all_ended = self.tail == "pad" and self._store.number(self._key("ended")) == self.topology.num_replicas
         end = self._store.hear(self._key("end"))
-        if end is not None and (all_ended or (self.tail == "stop" and self._group(end) < self._complete)):
+        if end is not None and self._group(end) < self._complete:
             self.stop = end
 
     def _post_failure(self, step: int, text: str) -> None:

@@ -12,7 +12,7 @@ from lightning_stateful.bucketing.budget import Budget, QuadraticCost, TooLong
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.stream_loader import StreamLoader
-from lightning_stateful.loaders.stream_options import Replay, StreamOptions, StreamTail
+from lightning_stateful.loaders.stream_options import Replay, StreamOptions
 from lightning_stateful.streams.hugging_face import HuggingFaceShards
 from lightning_stateful.streams.lane import StreamConfig
 from lightning_stateful.streams.read_ahead import ReadAheadConfig
@@ -52,8 +52,6 @@ class StreamDataModule(StatefulDataModule):
             streams, in a :class:`MixedStream` too. A :class:`ChunkedDataset` says itself how it is shuffled.
         buffer_size: Samples of a block.
         steps_per_epoch: Steps of an epoch; the next goes on where it ends, and the stream begins again where it ends.
-        tail: What becomes of ranks that have batches left where others have none: they keep them for the next epoch
-            (``"next"``), or the others repeat some of theirs (``"pad"``).
         replay: Whether a stream that can only be read again up to its place is read again, with a warning
             (``"warn"``), or refused (``"refuse"``).
         on_error: ``"skip"`` to leave out the rest of a shard that cannot be read, and samples on which a function
@@ -89,7 +87,6 @@ class StreamDataModule(StatefulDataModule):
         shuffle: bool = True,
         buffer_size: int = 1000,
         steps_per_epoch: int | None = None,
-        tail: StreamTail = "next",
         replay: Replay = "warn",
         on_error: OnError = "raise",
         timeout: float = 1800.0,
@@ -117,7 +114,7 @@ class StreamDataModule(StatefulDataModule):
             if options.get("drop_last"):
                 raise ConfigurationError(
                     "drop_last leaves out batches that are not full, and windows are cut into batches of any size. "
-                    "Leave it out: what ranks have left is settled by tail."
+                    "Leave it out: what ranks have left comes first in the next epoch."
                 )
         elif given := [
             name
@@ -139,7 +136,7 @@ class StreamDataModule(StatefulDataModule):
         self._buffer_size, self._on_error = as_int("buffer_size", buffer_size), on_error
         if self._buffer_size < 0:
             raise ConfigurationError(f"buffer_size must not be negative, got {buffer_size}.")
-        self._serving = StreamOptions(steps_per_epoch=steps_per_epoch, tail=tail, replay=replay, timeout=timeout)
+        self._serving = StreamOptions(steps_per_epoch=steps_per_epoch, replay=replay, timeout=timeout)
         # Spelled out, because LightningCLI looks here for the options of the class above.
         super().__init__(train, val, test, predict, batch_size=batch_size, shuffle=shuffle, **options)  # type: ignore[arg-type]
 

@@ -94,8 +94,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "rows": lambda folder: stream_loader(rows_of(folder), collate_fn=numbers_of_rows),
     "no shards": lambda folder: stream_loader(Remembers(), batch_size=2),
     "no state": lambda folder: stream_loader(Divided(), batch_size=2, steps_per_epoch=4),
-    "padded": lambda folder: stream_loader(chunks(), tail="pad"),
-    "padded in steps": lambda folder: stream_loader(mixed(), tail="pad", steps_per_epoch=7, batch_size=3),
+    "mixed in steps": lambda folder: stream_loader(mixed(), steps_per_epoch=7, batch_size=3),
 }
 # Those of which a pass gives every sample once.
 ELASTIC = ("chunks", "one shard", "steps", "tokens", "mixed", "by sample", "rows", "drop_last", "first exhausted")
@@ -221,7 +220,7 @@ def mended(make: Any, found: dict[str, Any], items: list[Any], states: list[Any]
 def broken(folder: Path) -> Any:
     """The stream of rank 1 breaks off at some sample, and goes on when that is mended."""
     results = {}
-    for name, options in {"next": {}, "pad": {"tail": "pad"}, "steps": {"steps_per_epoch": 20}}.items():
+    for name, options in {"next": {}, "steps": {"steps_per_epoch": 20}}.items():
         trouble = Fails(folder / name, 29, 1, fail)
         make = partial(in_order, trouble, **options)
         items, states = observe(make, 24)
@@ -313,7 +312,6 @@ OTHERWISE: dict[str, Callable[[int], Any]] = {
     "chunks": lambda rank: stream_loader(chunks(SIZES[: 6 - rank]), timeout=PATIENCE),
     "batch_size": lambda rank: stream_loader(chunks(), batch_size=2 + rank, timeout=PATIENCE),
     "steps_per_epoch": lambda rank: stream_loader(chunks(), steps_per_epoch=2 + rank, timeout=PATIENCE),
-    "tail": lambda rank: stream_loader(chunks(), tail=("next", "pad")[rank], timeout=PATIENCE),
     "workers": lambda rank: stream_loader(chunks(), num_workers=2 * rank, kind=InThisProcess, timeout=PATIENCE),
 }
 
@@ -351,9 +349,9 @@ def with_workers(folder: Path) -> Any:
 
 @on(2)
 def large(folder: Path) -> Any:
-    """Datasets whose state is large, stopped and resumed; padded, so that ranks also repeat what they have told."""
+    """Datasets whose state is large, stopped and resumed."""
     found = {}
-    for name, options in {"next": {}, "pad": {"tail": "pad"}, "steps": {"steps_per_epoch": 7}}.items():
+    for name, options in {"next": {}, "steps": {"steps_per_epoch": 7}}.items():
         for num_workers in (0, 2):
             kind = {"num_workers": num_workers, "kind": InThisProcess} if num_workers else {}
             # Unequal shares: of 751 samples and of 750, or of 376 at most.
@@ -458,7 +456,7 @@ def test_ranks_take_equal_steps_and_have_equal_states_at_each(folder: Path, name
 
 
 @pytest.mark.parametrize(
-    "name", ["chunks", "one shard", "tokens", "mixed", "by sample", "rows", "drop_last", "no shards", "padded"]
+    "name", ["chunks", "one shard", "tokens", "mixed", "by sample", "rows", "drop_last", "no shards"]
 )
 def test_ranks_of_unequal_shares_lose_and_repeat_nothing(folder: Path, name: str) -> None:
     first, second = (found[name] for found in found_by(folder, "exact"))
@@ -469,9 +467,7 @@ def test_ranks_of_unequal_shares_lose_and_repeat_nothing(folder: Path, name: str
     every = numbers(list(range(23))) + (numbers(list(range(100, 118))) if name in ("mixed", "by sample") else Counter())
 
     assert set(served) <= set(every)
-    if name == "padded":
-        assert min(served[number] for number in every) == passes
-    elif name == "no shards":
+    if name == "no shards":
         assert max(served.values()) <= passes
     else:
         # What one rank has left comes first in the next pass.
@@ -498,7 +494,7 @@ def test_a_pass_is_complete_on_whatever_ranks_go_on_with_it(folder: Path) -> Non
         assert passes >= 2 or name == "first exhausted"
 
 
-@pytest.mark.parametrize("name", ["next", "pad", "steps"])
+@pytest.mark.parametrize("name", ["next", "steps"])
 def test_a_rank_whose_stream_breaks_off_ends_all_at_the_same_step_at_once(folder: Path, name: str) -> None:
     first, second = (found[name] for found in found_by(folder, "broken"))
 

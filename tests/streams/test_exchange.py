@@ -184,7 +184,7 @@ def walk(
             if announced >= end and not ended:
                 exchange.announce_end(say(rank, announced) if say is not place else None)
                 ended = True
-            if ended and (exchange.tail == "stop" or announced >= exchange.horizon(step)):
+            if ended:
                 break
             announced += 1
             exchange.announce(say(rank, announced))
@@ -203,7 +203,6 @@ def open_exchange(store: Any, num_replicas: int, rank: int, **options: Any) -> E
 def check_pass(
     lengths: list[int],
     *,
-    tail: str = "stop",
     first_step: int = 0,
     group_size: int | None = None,
     keep: int = 5,
@@ -223,7 +222,7 @@ def check_pass(
     store.most_requests = 100_000
 
     def body(rank: int) -> tuple[int, int | None, list[str | None]]:
-        exchange = open_exchange(store, ranks, rank, tail=tail, first_step=first_step, group_size=group_size, keep=keep)
+        exchange = open_exchange(store, ranks, rank, first_step=first_step, group_size=group_size, keep=keep)
 
         def each(step: int) -> None:
             if rank:
@@ -235,7 +234,7 @@ def check_pass(
         gathered = exchange.gather_places(stop)
         return stop, exchange.stop, gathered
 
-    stop = first_step + (min(lengths) if tail == "stop" else max(lengths))
+    stop = first_step + min(lengths)
     places: list[str | None] = [whole(rank, stop) if stop > first_step else None for rank in range(ranks)]
     if say is not place and stop == first_step:
         places = [whole(rank, stop) if length == 0 else None for rank, length in enumerate(lengths)]
@@ -249,7 +248,6 @@ class TestEveryInterleaving:
         ranks = data.draw(st.sampled_from([1, 2, 3]))
         check_pass(
             data.draw(st.lists(st.integers(0, 12), min_size=ranks, max_size=ranks)),
-            tail=data.draw(st.sampled_from(["stop", "pad"])),
             first_step=data.draw(st.sampled_from([0, 3])),
             group_size=data.draw(st.sampled_from([None, 2, 3])),
             keep=data.draw(st.sampled_from([1, 2, 5])),
@@ -259,15 +257,14 @@ class TestEveryInterleaving:
         )
 
     @pytest.mark.parametrize("slowest", [0, 3, 7])
-    @pytest.mark.parametrize(("tail", "group_size"), [("stop", 1), ("stop", 4), ("pad", 1), ("pad", 4)])
-    def test_eight_ranks_of_which_one_is_slow(self, tail: str, group_size: int, slowest: int) -> None:
+    @pytest.mark.parametrize("group_size", [1, 4])
+    def test_eight_ranks_of_which_one_is_slow(self, group_size: int, slowest: int) -> None:
         weights = [1 if rank == slowest else 6 for rank in range(8)]
         lengths = [9 + (rank * 5) % 8 for rank in range(8)]
-        check_pass(lengths, tail=tail, group_size=group_size, weights=weights, seed=slowest)
+        check_pass(lengths, group_size=group_size, weights=weights, seed=slowest)
 
     def test_ranks_of_one_length_stop_at_its_end(self) -> None:
-        for tail in ("stop", "pad"):
-            check_pass([6, 6, 6], tail=tail)
+        check_pass([6, 6, 6])
 
     def test_a_rank_that_reads_far_ahead_of_a_slow_rank_0_does_not_overwrite_what_it_needs(self) -> None:
         for group_size in (1, 3):
@@ -333,10 +330,9 @@ class TestMoreRanks:
         assert all(horizon % group_size == 0 for horizon in horizons)
         assert all(2 <= horizon - step <= group_size + 1 for step, horizon in enumerate(horizons))
 
-    @pytest.mark.parametrize("tail", ["stop", "pad"])
-    def test_130_ranks_in_groups_of_two(self, in_one_thread: None, tail: str) -> None:
+    def test_130_ranks_in_groups_of_two(self, in_one_thread: None) -> None:
         store, ranks = HashStore(), 130
-        exchanges = [open_exchange(store, ranks, rank, tail=tail) for rank in range(ranks)]
+        exchanges = [open_exchange(store, ranks, rank) for rank in range(ranks)]
         lengths = [21 + rank % 3 for rank in range(ranks)]
         announced, step = [0] * ranks, 0
         while True:
@@ -344,8 +340,7 @@ class TestMoreRanks:
                 while announced[rank] < exchange.horizon(step):
                     if announced[rank] == lengths[rank]:
                         exchange.announce_end()
-                        if tail == "stop":
-                            break
+                        break
                     announced[rank] += 1
                     exchange.announce(place(rank, announced[rank]))
             answers = {exchange.happens(step) for exchange in exchanges}
@@ -354,7 +349,7 @@ class TestMoreRanks:
                 break
             step += 1
             assert exchanges[0].places_at(step) == [place(rank, step) for rank in range(ranks)]
-        assert step == (21 if tail == "stop" else 23)
+        assert step == 21
 
     @pytest.mark.parametrize("group_size", [1, 4])
     def test_a_group_costs_each_rank_one_message_one_addition_and_at_most_one_look(
@@ -474,7 +469,6 @@ class TestLargeParts:
         for _ in range(2):
             store = check_pass(
                 data.draw(st.lists(st.integers(0, 30), min_size=ranks, max_size=ranks)),
-                tail=data.draw(st.sampled_from(["stop", "pad"])),
                 group_size=data.draw(st.sampled_from([None, 3])),
                 keep=data.draw(st.sampled_from([1, 5])),
                 ahead=data.draw(st.lists(st.sampled_from([0, 7, 100]), min_size=ranks, max_size=ranks)),
@@ -724,7 +718,7 @@ class TestTimeouts:
 class TestArguments:
     @pytest.mark.parametrize(
         "wrong",
-        [{"tail": "drop"}, {"first_step": -1}, {"keep": 0}, {"group_size": 0}, {"first_step": 1.5}],
+        [{"first_step": -1}, {"keep": 0}, {"group_size": 0}, {"first_step": 1.5}],
     )
     def test_wrong_ones_are_refused(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):

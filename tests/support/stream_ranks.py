@@ -39,7 +39,6 @@ from support.text_cases import Settle
 
 # Where runs are saved, one after the other: each but the first goes on from the one before.
 STOPS = [("on_before_backward", 0, 2), ("on_train_batch_end", 1, 0)]
-PADDED = ("chunks", "json", "mixed by sample", "tokens")
 # After so many steps each number of ranks, with so many workers, leaves the rest to the next.
 HANDED_OVER = {2: (2, 0), 1: (4, 2), 3: (5, 0)}
 HANDED = ("chunks", "json", "filter", "batched map", "tokens", "in turn", "mixed by sample")
@@ -96,10 +95,6 @@ def of_each(folder: Path, names: Any, callbacks: Any = list, **options: Any) -> 
 
 def every_kind(folder: Path) -> dict[str, Any]:
     return of_each(folder, MODULES)
-
-
-def padded(folder: Path) -> dict[str, Any]:
-    return of_each(folder, PADDED, tail="pad")
 
 
 def workers(folder: Path) -> dict[str, Any]:
@@ -264,14 +259,12 @@ def refused(folder: Path) -> dict[str, str]:
         "seeds": refusal(lambda: module(chunks(seed=rank))),
         "chunks": refusal(lambda: module(chunks(SIZES[: 8 + rank]))),
         "steps": refusal(lambda: module(chunks(), steps_per_epoch=3 + rank)),
-        "tail": refusal(lambda: module(chunks(), tail=["pad", "next"][rank])),
     }
 
 
 def nothing_on_a_rank(folder: Path) -> dict[str, Any]:
     """One of two shards is empty, so that a rank may have nothing at all."""
     return {
-        "pad": refusal(lambda: module(chunks((4, 0)), tail="pad", val=None)),
         "next": run(lambda: module(chunks((4, 0)), val=None), max_epochs=4).ledger,
         "steps": refusal(lambda: module(chunks((4, 0)), steps_per_epoch=3, val=None)),
     }
@@ -312,7 +305,6 @@ def handed_over(folder: Path) -> dict[str, Any]:
 ON_TWO = [
     workers,
     every_kind,
-    padded,
     schedules,
     states,
     evaluated,

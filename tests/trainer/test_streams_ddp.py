@@ -15,7 +15,7 @@ from support.killed_streams import KINDS, NUM_EPOCHS, NUM_STEPS
 from support.ranks import kill, kill_after, ledger_of, run_on_ranks, start_ranks
 from support.runs import assert_stitches, seeded, train
 from support.sources import SourcesModel, ids_of, samples, trained
-from support.stream_ranks import HANDED, PADDED, hand_over
+from support.stream_ranks import HANDED, hand_over
 from support.stream_runs import (
     EVERY_SAMPLE,
     MODULES,
@@ -159,17 +159,6 @@ def test_what_a_rank_has_left_comes_first_in_the_next_epoch(ranks: Ranks, kind: 
     assert set(begun) == left
 
 
-@pytest.mark.parametrize("kind", PADDED)
-def test_padding_gives_every_sample_in_every_epoch(ranks: Ranks, kind: str) -> None:
-    runs = [found[kind][0][0] for found in of(ranks, "padded")]
-    assert_in_step(runs)
-    for epoch in range(2):
-        assert set(over_all(runs, epoch)) == set(every_sample_of(kind))
-        # Only what one rank repeats while the other goes on comes more than once.
-        assert any(len(of_rank) == len(set(of_rank)) for of_rank in (samples(run["ledger"], epoch) for run in runs))
-    assert len(over_all(runs)) > 2 * len(every_sample_of(kind))
-
-
 def test_states_are_equal_on_all_ranks_at_every_moment_and_plain(ranks: Ranks) -> None:
     first, second = of(ranks, "states")
     assert first == second
@@ -187,12 +176,6 @@ def test_states_are_equal_on_all_ranks_at_every_moment_and_plain(ranks: Ranks) -
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_chain_of_stops_gives_the_uninterrupted_run_on_every_rank(ranks: Ranks, kind: str) -> None:
     for found in of(ranks, "every_kind"):
-        assert_chain(found[kind])
-
-
-@pytest.mark.parametrize("kind", PADDED)
-def test_a_padded_run_goes_on_exactly(ranks: Ranks, kind: str) -> None:
-    for found in of(ranks, "padded"):
         assert_chain(found[kind])
 
 
@@ -274,19 +257,12 @@ def test_a_rank_that_stands_still_is_named_on_both(ranks: Ranks) -> None:
         ("seeds", "seed: rank 0: 0, rank 1: 1"),
         ("chunks", "stream.chunks: rank 0: 8"),
         ("steps", "length: rank 0: 3, rank 1: 4"),
-        ("tail", "tail"),
     ],
 )
 def test_ranks_that_disagree_are_refused_on_both(ranks: Ranks, case: str, words: str) -> None:
     for found in of(ranks, "refused"):
         assert found[case].startswith("RankMismatchError: "), found[case]
         assert words in found[case]
-
-
-def test_a_rank_without_samples_has_nothing_to_pad_with(ranks: Ranks) -> None:
-    for found in of(ranks, "nothing_on_a_rank"):
-        assert found["pad"].startswith("StreamError: ")
-        assert "no batch to repeat" in found["pad"]
 
 
 def test_a_rank_without_samples_lets_no_epoch_be_empty(ranks: Ranks) -> None:
