@@ -34,6 +34,7 @@ from benchmarks.checkpoint import json_bytes, torch_bytes
 from benchmarks.measure import Row, interleave, median_ratio, report, seconds, target
 from benchmarks.samplers import cpu_seconds, epoch
 from lightning_stateful import ChunkedDataset, patch_dataloader
+from lightning_stateful.core import Progress
 from lightning_stateful.streams.lane import Lane
 from lightning_stateful.streams.standing import Standing
 from lightning_stateful.streams.stream import as_stream
@@ -673,8 +674,8 @@ def states(folder: Path) -> tuple[list[Row], list[Row]]:
     for name, dataset in subjects.items():
         for num_replicas, num_workers in ((1, 1), (1, 8), (8, 8)):
             loader: Any = patch_dataloader(DataLoader(dataset, batch_size=BATCH))
-            state = loader.state_dict()
-            state["progress"].update(standing_of(dataset, num_replicas, num_workers).to_dict())
+            details = standing_of(dataset, num_replicas, num_workers).to_dict()
+            state = loader.state_at(Progress(consumed=5 * num_workers, details=details))
             if (name, num_workers) not in peers:
                 peers[name, num_workers] = torch_bytes(torchdata_state(dataset, 0 if num_workers == 1 else num_workers))
             lanes = num_replicas * num_workers

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed
 
+from lightning_stateful.core.progress import Progress
 from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StatefulWarning, StateMismatchError
-from lightning_stateful.index.position import Position
 from lightning_stateful.loaders.pass_run import PassRun
 from lightning_stateful.loaders.rank_reader import RankReader
 from lightning_stateful.loaders.stream_setup import StreamSetup
@@ -68,6 +67,16 @@ class StreamCourse:
         """How the stream is read on the present ranks and workers."""
         return self._setup.config
 
+    @property
+    def name(self) -> str:
+        """What people know the stream by."""
+        return self._setup.name
+
+    @property
+    def num_replicas(self) -> int:
+        """The present number of ranks."""
+        return self._setup.topology().num_replicas
+
     def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
         """Serve a trainer, which never begins an epoch again of which it has trained on something.
 
@@ -98,15 +107,15 @@ class StreamCourse:
     def _keep(self) -> int:
         return _READ_AHEAD + self._lag
 
-    def read(self, position: Position) -> Iterator[tuple[Any, bool]]:
-        """The batches from ``position`` to the end of the epoch, and whether each is the last.
+    def read(self, epoch: int, step: int) -> Iterator[tuple[Any, bool]]:
+        """The batches from ``step`` to the end of the epoch, and whether each is the last.
 
         Raises:
             StreamError: A stream broke off, here or on another rank.
-            PositionError: Nobody knows where the stream stands at ``position``.
+            PositionError: Nobody knows where the stream stands before ``step``.
         """
-        epoch, step = position.epoch, position.consumed
-        run = self._run_at(position)
+        self._forget_end(epoch)
+        run = self._run_at(epoch, step)
         served = run.served
         endless, joined = self._options.steps_per_epoch is not None, self._is_joined()
         # A loader may use the memory of a batch again for the next, which is asked for ahead only if it has to be.
@@ -114,7 +123,7 @@ class StreamCourse:
         while self._limit is None or step < self._limit:
             if not run.goes_on(served):
                 # Another iteration has taken over what is read.
-                run = self._run_at(replace(position, consumed=step))
+                run = self._run_at(epoch, step)
             if not run.has_next():
                 # A limited epoch may begin where a pass ends; a whole pass in which a rank has nothing is no epoch.
                 begins = not step and (self._limit is not None or (joined and run.is_empty))
@@ -137,41 +146,39 @@ class StreamCourse:
         known = self._known[epoch, step] if at_limit else _Known(self._following(run))
         self._begin_next(epoch, step, known, is_over=not at_limit)
 
-    def standing_at(self, position: Position) -> Standing:
-        """Where all lanes stand at ``position``.
+    def knows(self, epoch: int, step: int) -> bool:
+        """Whether the stream was read up to this step, or brought there."""
+        return (epoch, step) in self._known or (epoch, step) in self._origin
+
+    def standing_at(self, epoch: int, step: int) -> Standing:
+        """Where all lanes stand before ``step`` of ``epoch``.
 
         Raises:
             PositionError, StreamError: Nobody knows, or not any more.
         """
-        key = position.epoch, position.consumed
+        key = epoch, step
         known = self._known.get(key, self._origin.get(key))
         if known is not None and known.run is not None:
             return known.run.standing_at(known.served)
         if known is not None and known.standing is not None:
             return known.standing
-        if position.consumed:
+        if step:
             raise PositionError(
-                f"Where {self._setup.name} stood before step {position.consumed} of epoch {position.epoch} is not "
-                "known: it was not read there, and no state of it was loaded. Resume from a checkpoint that holds the "
-                "data's state, as runs with this package's data module or callback write it, or begin with an epoch."
+                f"Where {self.name} stood before step {step} of epoch {epoch} is not known: it was not read there, and "
+                "no state of it was loaded. Resume from a checkpoint that holds the data's state, as runs with this "
+                "package's data module or callback write it, or begin with an epoch."
             )
-        return self._setup.beginning(position.epoch)
+        return self._setup.beginning(epoch)
 
-    def go_on(self, position: Position, data: Mapping[str, Any], num_replicas: int, *, where: str) -> None:
-        """Know from a state where all lanes stand at ``position``.
-
-        Args:
-            position: The position, on the present ranks.
-            data: What :meth:`Standing.to_dict` made.
-            num_replicas: The ranks of the run that made it.
-            where: How an error calls the state.
+    def go_on(self, progress: Progress) -> None:
+        """Know from the details of a progress where all lanes stand, on the present ranks.
 
         Raises:
-            StateError: It is damaged, or cannot be continued on these ranks and workers.
+            StateError: It cannot be continued on these ranks and workers, or with this configuration.
         """
-        workers = data.get("workers")
-        saved = self._setup.config_on(num_replicas, workers if isinstance(workers, int) and workers > 0 else 1)
-        standing = self._setup.here(Standing.from_dict(data, saved, num_replicas), where)
+        data, where = progress.details, f"The progress of {self.name}"
+        saved = self._setup.config_on(data["num_replicas"], data["workers"])
+        standing = self._setup.here(Standing.from_dict(data, saved), where)
         again = standing.read_again()
         if again and "replay" in self._setup.accept:
             # As without this package: what is left of the epoch is the beginning of the data.
@@ -182,17 +189,23 @@ class StreamCourse:
             raise StateMismatchError(
                 [Difference(path="replay", saved=saying, present="refuse", remedy=remedy)], where=where
             )
-        self._know(position.epoch, position.consumed, _Known(standing))
+        self._forget_end(progress.epoch)
+        self._know(progress.epoch, progress.consumed, _Known(standing))
 
-    def begin_at(self, position: Position) -> None:
-        """Let a pass begin at a position, within an epoch too."""
-        self._know(position.epoch, position.consumed, _Known(self._setup.beginning(position.epoch)))
+    def begin_at(self, progress: Progress) -> None:
+        """Let a pass begin at a progress of which no state says where the stream stood, within an epoch too."""
+        self._know(progress.epoch, progress.consumed, _Known(self._setup.beginning(progress.epoch)))
 
-    def end_at(self, position: Position) -> None:
-        """The epoch of a known position ends there: the next goes on from it."""
-        key = position.epoch, position.consumed
+    def end_at(self, progress: Progress) -> None:
+        """The epoch of a known progress ends there: the next goes on from it."""
+        key = progress.epoch, progress.consumed
         if key in self._known:
             self._begin_next(*key, self._known[key])
+
+    def _forget_end(self, epoch: int) -> None:
+        """An epoch that is read again, perhaps on other ranks, may have another end."""
+        if self.ended is not None and self.ended[0] >= epoch:
+            self.ended = None
 
     def end_workers(self) -> None:
         """End workers, persistent ones too."""
@@ -206,14 +219,14 @@ class StreamCourse:
         """Persistent workers."""
         return None if self._reader is None else self._reader.loader._iterator
 
-    def _run_at(self, position: Position) -> PassRun:
-        known = self._known.get((position.epoch, position.consumed))
+    def _run_at(self, epoch: int, step: int) -> PassRun:
+        known = self._known.get((epoch, step))
         if known is not None and known.run is not None and known.run is self._run and known.run.goes_on(known.served):
             # Its batches are read ahead already.
             if not self._is_prepared:
-                self._origin = {(position.epoch, position.consumed): _Known(known.run.standing_at(known.served))}
+                self._origin = {(epoch, step): _Known(known.run.standing_at(known.served))}
             return known.run
-        standing = self._setup.here(self.standing_at(position), "The stream")
+        standing = self._setup.here(self.standing_at(epoch, step), "The stream")
         again = standing.read_again(range(self._setup.topology().rank, standing.num_lanes, standing.num_replicas))
         started = time.perf_counter()
         run = self._begin(standing)
@@ -221,13 +234,13 @@ class StreamCourse:
             why = "; ".join(sorted({source.shards.reread for source in self.config.sources.values()}))
             warnings.warn(
                 f"{sum(again.values())} {'batches' if self._setup.is_loader else 'samples'} of {', '.join(again)} were "
-                f"read again, and left out, to go on in epoch {position.epoch}, which took "
+                f"read again, and left out, to go on in epoch {epoch}, which took "
                 f"{time.perf_counter() - started:.1f} s, because {why}.",
                 StatefulWarning,
                 stacklevel=3,
             )
-        self._know(position.epoch, position.consumed, _Known(standing))
-        self._origin = {(position.epoch, position.consumed): _Known(standing)}
+        self._know(epoch, step, _Known(standing))
+        self._origin = {(epoch, step): _Known(standing)}
         return run
 
     def _begin(self, standing: Standing) -> PassRun:
@@ -253,7 +266,7 @@ class StreamCourse:
             if run.has_next():
                 return run
         raise ConfigurationError(
-            f"{self._setup.name} has given no batch to all ranks in {_MOST_EMPTY} passes. Use fewer ranks and workers, "
+            f"{self.name} has given no batch to all ranks in {_MOST_EMPTY} passes. Use fewer ranks and workers, "
             "or more and fuller shards."
         )
 
@@ -290,12 +303,12 @@ class StreamCourse:
 
     def _is_joined(self) -> bool:
         """Whether there are other ranks to agree with."""
-        if self._setup.topology().num_replicas == 1 or self._options.exact:
+        if self.num_replicas == 1 or self._options.exact:
             return False
         return torch.distributed.is_available() and torch.distributed.is_initialized()
 
     def _connect(self, standing: Standing, describe: Callable[[int, str], str]) -> Exchange:
-        topology, name = self._setup.topology(), self._setup.name
+        topology, name = self._setup.topology(), self.name
         world = torch.distributed.get_world_size()
         if world != topology.num_replicas:
             raise ConfigurationError(

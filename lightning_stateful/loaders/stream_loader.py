@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.order import UNKNOWN
+from lightning_stateful.core.progress import Progress
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import DamagedStateError, PositionError, StateMismatchError
-from lightning_stateful.index.position import Position
-from lightning_stateful.index.step_plan import ENDLESS
 from lightning_stateful.loaders.kinds import Pickled, copied
+from lightning_stateful.loaders.pass_run import END
 from lightning_stateful.loaders.stream_course import StreamCourse
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
 from lightning_stateful.loaders.stream_setup import StreamSetup
-from lightning_stateful.samplers.cursor import Cursor
 from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
-from lightning_stateful.samplers.world import detect_topology
-from lightning_stateful.state import accepted_names, differences
+from lightning_stateful.samplers.tracker import Tracker
+from lightning_stateful.state import accepted_names, check, differences, refuse_differences
 from lightning_stateful.streams.lane import StreamConfig
 
 
@@ -48,8 +48,13 @@ class StreamLoader(Pickled, DataLoader[Any]):
         rank: This rank.
         accept: Names of differences between a state and this configuration to let pass.
 
+    Attributes:
+        order: The stream's batches as a :class:`~lightning_stateful.core.BatchOrder`.
+        tracker: Holds where the loader stands.
+        course: Reads the stream; trainers prepare it.
+
     State:
-        The position after the batches handed over, and where in its shards each lane stands; equal on all ranks.
+        The progress after the batches handed over, with where in its shards each lane stands; equal on all ranks.
     """
 
     def __init__(
@@ -70,7 +75,6 @@ class StreamLoader(Pickled, DataLoader[Any]):
         vars(self._original).update(_iterator=None)
         self.seed, self.path, self.seed_samples = seed_or_default(seed), path, seed_samples
         self.options = StreamOptions() if options is None else options
-        self.accept = accepted_names(accept)
         self._config, self._num_replicas, self._rank = config, num_replicas, rank
         setup = StreamSetup(
             self._original,
@@ -81,14 +85,12 @@ class StreamLoader(Pickled, DataLoader[Any]):
             seed_samples=seed_samples,
             num_replicas=num_replicas,
             rank=rank,
-            accept=self.accept,
+            accept=accepted_names(accept),
         )
         self.course = StreamCourse(setup)
-        self.order = StreamOrder(setup.name, self.course.config.describe(), len(self) if self.is_sized else ENDLESS)
-        self._cursor = Cursor(self.order, {})
-        self._began: Position | None = None
-        self._handed = 0
-        self._latest: object = None
+        self.order = StreamOrder(self.course, len(self) if self.is_sized else UNKNOWN)
+        self.tracker = Tracker(self.order, num_replicas=num_replicas, rank=rank, accept=accept)
+        self._plans: deque[tuple[int, int, Progress | None, StreamPlan]] = deque(maxlen=2)
 
     def again(
         self, *, path: str = "", num_replicas: int | None = None, rank: int | None = None, exact: bool = False
@@ -127,25 +129,19 @@ class StreamLoader(Pickled, DataLoader[Any]):
         return self.options.steps_per_epoch is not None
 
     @property
+    def accept(self) -> tuple[str, ...]:
+        """Names of differences between a state and this configuration that are let pass."""
+        return self.tracker.accept
+
+    @property
     def topology(self) -> Topology:
         """The ranks."""
-        return detect_topology(self._num_replicas, self._rank)
-
-    @property
-    def plan(self) -> StreamPlan:
-        """Counts steps."""
-        return StreamPlan(width=self.topology.num_replicas, num_steps=len(self.order))
-
-    @property
-    def position(self) -> Position:
-        """Where the model stands that was trained on all batches handed over."""
-        began = self._cursor.position if self._began is None else self._began
-        return replace(began, consumed=began.consumed + self._handed, width=self.topology.num_replicas)
+        return self.tracker.topology
 
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to."""
-        return self.position.epoch
+        return self.tracker.epoch
 
     def __len__(self) -> int:
         if self.options.steps_per_epoch is None:
@@ -153,58 +149,61 @@ class StreamLoader(Pickled, DataLoader[Any]):
         return self.options.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
-        latest = self._latest = object()
-        began = self._began = self._cursor.position
-        self._handed = 0
-        empty = True
-        for batch, is_last in self._read(began):
-            empty = False
-            if self._latest is latest:
-                self._handed += 1
-                if is_last:
-                    self._stand(self.plan.begin(began.epoch + 1))
-            yield batch
-        if empty and self._latest is latest:
-            self._stand(self.plan.begin(began.epoch + 1))
+        return self.tracker.iterate(self._read)
 
-    def batches(self, position: Position, *, isolated: bool = True) -> Iterator[Any]:
-        """The batches from ``position`` to the end of the epoch, without moving the loader.
+    def plan(self, epoch: int, progress: Progress | None = None) -> StreamPlan:
+        """The plan of an epoch, or of the rest of it, on the present ranks; the two latest are kept.
 
         Args:
-            position: Where to begin.
+            epoch: Which epoch.
+            progress: Where the run stands; None for the beginning of the epoch.
+
+        Raises:
+            StateError: The stream cannot go on from there.
+        """
+        ranks = self.topology.num_replicas
+        for of_epoch, of_ranks, of_progress, plan in self._plans:
+            if (of_epoch, of_ranks) == (epoch, ranks) and of_progress is progress:
+                return plan
+        plan = self.order.plan(epoch, ranks, progress)
+        self._plans.append((epoch, ranks, progress, plan))
+        return plan
+
+    def batches(self, plan: StreamPlan, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
+        """Read the batches of this rank from a step of a plan to the end of the epoch, without moving the loader.
+
+        Args:
+            plan: One of this loader's.
+            first_step: Where to begin.
             isolated: Whether the process's generators are put back after a batch that is read in this process; not
                 where they are seeded then anyway.
         """
-        return (batch for batch, _ in self._read(position, isolated=isolated))
+        return self._read(plan, first_step, isolated=isolated)
 
-    def _read(self, position: Position, *, isolated: bool = True) -> Iterator[tuple[Any, bool]]:
-        """The batches from ``position`` on, and whether each is the last."""
-        batches = self.course.read(position)
+    def _read(self, plan: Any, first_step: int, *, isolated: bool = True) -> Iterator[Any]:
+        batches = plan.read(first_step)
         if self.num_workers or not (self.seed_samples and isolated):
             yield from batches
             return
         while True:
             # Samples are seeded, and the process draws from the same generators.
             with keep_if_drawn():
-                found = next(batches, None)
-            if found is None:
+                batch = next(batches, END)
+            if batch is END:
                 return
-            yield found
+            yield batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Stand at the beginning of ``epoch``; a position within that same epoch is kept."""
-        epoch = as_int("epoch", epoch)
-        if epoch != self._cursor.position.epoch:
-            self.seek(self.plan.begin(epoch))
+        """Stand at the beginning of ``epoch``; progress within that same epoch is kept."""
+        self.tracker.set_epoch(epoch)
 
-    def seek(self, position: Position) -> None:
-        """Stand at ``position``, from the next pass on."""
-        self._stand(position)
-        self._latest = None
+    def seek(self, progress: Progress) -> None:
+        """Stand at ``progress``."""
+        self.tracker.seek(self.plan(progress.epoch, progress).progress_after(0))
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the batches handed over: fresh plain data, equal on all ranks."""
-        return self.state_at(self.position)
+        return self.tracker.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Stand where ``state_dict`` was taken.
@@ -213,45 +212,42 @@ class StreamLoader(Pickled, DataLoader[Any]):
             StateError: The state is damaged, of a future version, or of another configuration.
         """
         where = "The loader's state"
-        self._cursor.read(state_dict, accept=self.accept, where=where)
-        self.seek(self.locate(state_dict, cyclic=False, where=where))
+        check(state_dict, where=where)
+        refuse_differences(state_dict, self.tracker.state_dict(Progress()), accept=self.accept, where=where)
+        self.tracker.seek(self.locate(state_dict, where=where))
 
-    def state_at(self, position: Position) -> dict[str, Any]:
-        """The state at another position.
+    def state_at(self, progress: Progress) -> dict[str, Any]:
+        """The state at a progress: fresh plain data, equal on all ranks.
 
         Raises:
             StreamError: It is too long ago.
         """
-        state = self._cursor.state_dict(replace(position, width=self.topology.num_replicas))
-        state["progress"].update(self.course.standing_at(position).to_dict())
-        return state
-
-    def report_at(self, position: Position) -> dict[str, Any]:
-        """Epoch, steps, pass over the stream, and shards not read to their end or left out."""
-        return {"epoch": position.epoch, "batches": position.consumed, **self.course.standing_at(position).report()}
+        held = progress if progress.details else self.plan(progress.epoch, progress).progress_after(0)
+        return self.tracker.state_dict(held)
 
     def position_report(self) -> dict[str, Any]:
-        """:meth:`report_at` after what was handed over."""
-        return self.report_at(self.position)
+        """Epoch, steps, pass over the stream, and shards not read to their end or left out; equal on all ranks."""
+        return self.tracker.report()
 
-    def locate(self, state_dict: Mapping[str, Any], *, cyclic: bool, where: str) -> Position:
-        """The position in a state whose differences were looked at before.
+    def locate(self, state: Mapping[str, Any], *, where: str) -> Progress:
+        """The progress in a checked state whose differences were accepted; the stream can go on from there.
 
         Raises:
             StateError: It is damaged, or cannot be continued on these ranks and workers.
         """
-        position = self._cursor.locate(state_dict, cyclic=cyclic, where=where)
-        here = replace(position, width=self.topology.num_replicas)
         try:
-            self.course.go_on(here, state_dict["progress"], position.width, where=where)
+            located = self.tracker.locate(state, where=where)
+        except StateMismatchError as error:
+            raise StateMismatchError(error.differences, where=where) from None
         except (DamagedStateError, PositionError) as error:
             # Accepted, and yet it changes what the state's places say.
-            changed = differences(state_dict, self._cursor.state_dict(), fingerprints=False)
+            changed = differences(state, self.tracker.state_dict(Progress()), fingerprints=False)
             if not changed:
                 raise
             remedy = "Within a pass this cannot be let pass. Put it back, or resume where a pass begins."
             raise StateMismatchError([replace(one, remedy=remedy) for one in changed], where=where) from error
-        return here
+        # As the stream knows it from now on.
+        return self.plan(located.epoch, replace(located, details={})).progress_after(0)
 
     @property
     def _iterator(self) -> Any:  # torch's attribute, by which Lightning ends workers
@@ -261,10 +257,6 @@ class StreamLoader(Pickled, DataLoader[Any]):
     def _iterator(self, iterator: Any) -> None:
         if iterator is None:
             self.course.end_workers()
-
-    def _stand(self, position: Position) -> None:
-        self._cursor.position = position
-        self._began, self._handed = None, 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_original" not in vars(self):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.stream_options import StreamOptions
-from lightning_stateful.samplers.world import detect_topology
+from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.streams.lane import ALONE, StreamConfig
 from lightning_stateful.streams.own_loader import IterableBatches, OwnLoader
 from lightning_stateful.streams.own_stream import OwnStream, beginning_of

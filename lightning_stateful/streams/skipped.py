@@ -39,12 +39,6 @@ def skipped_at(place: Mapping[str, Any] | None) -> Skipped:
     return total
 
 
-def are_counts(value: Any) -> bool:
-    """Whether a value in a state is such counts."""
-    counts = value if isinstance(value, list) else ()
-    return len(counts) == len(Skipped._fields) and all(type(count) is int and count >= 0 for count in counts)
-
-
 def without_skipped(place: Place) -> Place:
     """A place that counts from here on: what was left out before is counted elsewhere."""
     cleared: Place = {**place, **{name: 0 for name in _NAMES if name in place}}

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from lightning_stateful.errors import DamagedStateError
+from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.lane import Lane, StreamConfig
-from lightning_stateful.streams.place_check import check_fields, check_lane_place, check_portion
+from lightning_stateful.streams.place_check import check_lane_place, check_portion
 from lightning_stateful.streams.portion import Deal, Portion, begun_anew, leaf_of, redealt
 from lightning_stateful.streams.share import Share
 from lightning_stateful.streams.skipped import Skipped, skipped_at
@@ -153,8 +153,7 @@ class Standing:
         return total
 
     def report(self) -> dict[str, int]:
-        """The pass, shards not read to their end or left out, and batches that ranks have repeated."""
-        places = [place for place in self.places if place is not None]
+        """The pass, and shards not read to their end or left out."""
         left_out = self.left_out
         return {
             "pass": self.epoch,
@@ -162,7 +161,6 @@ class Standing:
             "shards_skipped": left_out.shards,
             "samples_skipped": left_out.samples,
             "samples_too_long": left_out.too_long,
-            "batches_repeated": sum(place.get("repeated", 0) for place in places),
         }
 
     def shards_at(self, lane: int, place: Place | None) -> list[str]:
@@ -213,6 +211,7 @@ class Standing:
             if place is not None and lane in keys and self._has_read(lane, place)
         }
         return {
+            "num_replicas": self.num_replicas,
             "pass": self.epoch,
             "workers": self.num_workers,
             "steps": self.steps,
@@ -222,28 +221,32 @@ class Standing:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], config: StreamConfig, num_replicas: int) -> Standing:
+    def from_dict(cls, data: Mapping[str, Any], config: StreamConfig) -> Standing:
         """Read what :meth:`to_dict` wrote.
 
+        Args:
+            data: The plain data.
+            config: How the stream is read on the ranks and workers that wrote it.
+
         Raises:
-            DamagedStateError: A key is missing or of the wrong type, or a shard is unknown.
+            DamagedStateError, PositionError: It is that of a stream with other sources, shards or steps.
         """
-        check_fields(data, num_replicas)
         if set(data["sources"]) != set(config.sources):
             raise DamagedStateError(
-                f"a stream's position has the sources {list(data['sources'])}, and there are {list(config.sources)}"
+                f"a stream's progress has the sources {list(data['sources'])}, and there are {list(config.sources)}."
             )
-        deals = {}
-        for name in config.sources:
-            dealt = data["sources"][name]
-            order = partial(config.sources[name].order, num_lanes=num_replicas * data["workers"])
-            deals[name] = Deal.from_dict(dealt, order)
-            for portion in deals[name].opened:
+        order = {
+            name: partial(source.order, num_lanes=data["num_replicas"] * data["workers"])
+            for name, source in config.sources.items()
+        }
+        deals = {name: Deal.from_dict(data["sources"][name], order[name]) for name in config.sources}
+        for name, deal in deals.items():
+            for portion in deal.opened:
                 check_portion(portion, config.sources[name])
         standing = cls(
             config=config,
             epoch=data["pass"],
-            num_replicas=num_replicas,
+            num_replicas=data["num_replicas"],
             num_workers=data["workers"],
             deals=deals,
             places=(),
@@ -252,32 +255,12 @@ class Standing:
         lanes = {key: lane for lane, key in standing._keys().items()}
         unknown = sorted(set(data["shards"]) - set(lanes))
         if unknown:
-            raise DamagedStateError(f"a stream's position names shards that were not dealt out: {unknown}")
+            raise PositionError(f"a stream's progress names shards that were not dealt out: {unknown}.")
         places: list[Place | None] = [None] * standing.num_lanes
         for key, place in data["shards"].items():
             check_lane_place(place, config, standing.shares[lanes[key]])
             places[lanes[key]] = copy_plain(place)
-        moved = standing.at(tuple(places), data["steps"])
-        moved._refuse_missing()
-        return moved
-
-    def _refuse_missing(self) -> None:
-        """A rank says of all its lanes where they stand, and of other ranks nothing where it cannot ask them."""
-        keys = self._keys()
-        dealt = [any(portions.values()) for portions in self.portions]
-        for rank in range(self.num_replicas):
-            lanes = range(rank, self.num_lanes, self.num_replicas)
-            missing = [keys[lane] for lane in lanes if dealt[lane] and self.places[lane] is None]
-            if missing and any(self.places[lane] is not None for lane in lanes):
-                raise DamagedStateError(
-                    f"a stream's position says where some of rank {rank}'s lanes stand, but not where those of the "
-                    f"shards {missing} do. Resume from another checkpoint."
-                )
-        if self.steps and any(dealt) and all(place is None for place in self.places):
-            raise DamagedStateError(
-                f"a stream's position is one after {self.steps} steps, but says of no lane where it stands. Resume "
-                "from another checkpoint."
-            )
+        return standing.at(tuple(places), data["steps"])
 
     def _left(self, name: str) -> list[Portion]:
         left = []

@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.errors import ConfigurationError, DamagedStateError
-from lightning_stateful.samplers.world import detect_topology
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError
+from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
 from lightning_stateful.streams.lane import ALONE, Lane, StreamConfig
 from lightning_stateful.streams.mixing import Mixing
@@ -23,7 +23,6 @@ from lightning_stateful.streams.stage import Place
 from lightning_stateful.streams.standing import Standing
 from lightning_stateful.streams.steps import Filtered, Mapped, Recurrent, Windowed
 
-_MISSING = object()
 KIND = "stream"
 ORDER_VERSION = 1
 
@@ -134,9 +133,9 @@ class Stream(IterableDataset[Any]):
         format_.check(state_dict, where=where)
         format_.refuse_differences(state_dict, self.pack(0, None), where=where)
         position, seat = state_dict["progress"], self._seat()
-        epoch, place = position.get("epoch"), position.get("place", _MISSING)
-        if type(epoch) is not int or epoch < 0 or place is _MISSING:
-            raise DamagedStateError(f"{where} holds no epoch and place: {position!r}. Resume from another checkpoint.")
+        if "place" not in position:
+            raise DamagedStateError(f"{where} is that of a loader: {sorted(position)}. Load it into its loader.")
+        epoch, place = position["epoch"], position["place"]
         if any(position.get(name) != value for name, value in seat.items()):
             saved = {name: position.get(name) for name in seat}
             raise DamagedStateError(
@@ -145,7 +144,10 @@ class Stream(IterableDataset[Any]):
             )
         standing, lane = self.share(epoch)
         if place is not None:
-            check_lane_place(place, standing.config, standing.shares[lane])
+            try:
+                check_lane_place(place, standing.config, standing.shares[lane])
+            except (DamagedStateError, PositionError) as error:
+                raise type(error)(f"{where}: {error} Resume from another checkpoint.") from None
         return epoch, format_.copy_plain(place)
 
     def share(self, epoch: int) -> tuple[Standing, int]:

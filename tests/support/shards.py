@@ -181,7 +181,7 @@ class Crew:
 def round_trip(standing: Standing) -> Standing:
     """A standing written to JSON and read again."""
     data = json.loads(json.dumps(standing.to_dict()))
-    return Standing.from_dict(data, standing.config, standing.num_replicas)
+    return Standing.from_dict(data, standing.config)
 
 
 def torch_turns(order: Sequence[int], batches: dict[int, int], prefetch: int = 2) -> list[int]:
