@@ -321,7 +321,8 @@ class WrappedPlan:
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps, with what the latest walk has noted by then."""
         begun, remaining, kind = self._begun, self.remaining, self.order.kind
-        served = steps * self.rule.full if remaining is None else self.rule.served(remaining, steps)
+        # Not so after no step: on other ranks there may be steps in what these leave out.
+        served = steps * self.rule.full if remaining is None or not steps else self.rule.served(remaining, steps)
         known: Mapping[str, Any] = begun.details.get(kind, {})
         if served and self._latest is not None and self.order.as_one_rank:
             known = self._latest.known_at(begun.consumed + served) or known
