@@ -212,8 +212,10 @@ class Tracker:
             if format_.differences(state, self.state_dict(Progress()), fingerprints=False):
                 progress = self.order.convert(progress, state["config"])
             self.plan_of(progress.epoch, progress)
-        except (DamagedStateError, PositionError) as error:
-            raise type(error)(f"{where}: {error} Resume from another checkpoint.") from None
+        except DamagedStateError as error:
+            raise DamagedStateError(f"{where}: {error} Resume from another checkpoint.") from None
+        except PositionError as error:
+            raise PositionError(f"{where}: {error}") from None
         return progress
 
     def report(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.bucketing import BucketOrder, Buckets
 from lightning_stateful.core import SampleBatchOrder, ShuffledOrder
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StateMismatchError
+from lightning_stateful.mixture import Mixture, MixtureOrder, Sources
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 
 LENGTHS = [1 + 7 * number % 23 for number in range(60)]
@@ -22,6 +23,7 @@ DATASET = [100 * number for number in range(60)]
 ORDERS = {
     "samples": SampleBatchOrder(samples=ShuffledOrder(60, 3), batch_size=4),
     "buckets": BucketOrder(Buckets.of(LENGTHS, max_tokens=60, num_buckets=4), seed=3),
+    "sources": MixtureOrder(Mixture(sources=Sources(("a", "b"), (15, 45), (2, 3)), draws=(1, 2), seed=3)),
 }
 every_order = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 
@@ -162,7 +164,9 @@ def test_reports_are_equal_on_all_ranks_and_after_a_resume(order: Any) -> None:
     served = [len(batch) for sampler in ranks for batch in take(sampler, 2)]
     reports = [sampler.position_report() for sampler in ranks]
 
-    assert reports == [{"epoch": 0, "samples": sum(served)}] * 3
+    counted = [of["samples"] for of in reports[0].get("sources", {"all": reports[0]}).values()]
+    assert reports == [reports[0]] * 3
+    assert (reports[0]["epoch"], sum(counted)) == (0, sum(served))
     assert resumed(ranks[0].state_dict(), order).position_report() == reports[0]
 
 
