@@ -51,10 +51,12 @@ class FastForward:
             slots and the sampler's own state after them.
 
     Attributes:
+        drawn: Slots of the pass that the sampler has yielded.
         end: Slots of the pass once the sampler was seen to end; None before that.
     """
 
     def __init__(self, order: WrappedSampler, epoch: int, cycle: int, slot: int, known: Mapping[str, Any]) -> None:
+        self.drawn = 0
         self.end: int | None = None
         self._order, self._epoch, self._slot = order, epoch, slot
         self._pass = (0, 0) if order.repeats_first_epoch else (epoch, cycle)
@@ -63,7 +65,7 @@ class FastForward:
         self._iterator: Iterator[Any] = iter(())
         self._ready: list[Any] = []
         self._failure: Exception | None = None
-        self._drawn, self._size = 0, 1
+        self._size = 1
         self._uses_states = order.resume_mode == "own_state"
         self._digests: deque[tuple[int, str]] = deque(maxlen=_KEPT_NOTES)
         # Of a sampler with a state of its own: slots yielded and the state then; and the latest of what it yielded.
@@ -96,8 +98,8 @@ class FastForward:
         state = next(([at, held] for at, held in reversed(self._states) if at < slot), None)
         if state is not None:
             known["state"] = state
-        first = self._drawn - len(self._latest)
-        if self._uses_states and first < slot <= self._drawn:
+        first = self.drawn - len(self._latest)
+        if self._uses_states and first < slot <= self.drawn:
             known["digest"] = [slot - 1, digest(self._latest[slot - 1 - first])]
         found = next(([at, value] for at, value in reversed(self._digests) if at < slot), None)
         if found is not None:
@@ -119,8 +121,8 @@ class FastForward:
         with made.entered():
             state = self._states[0] if self._states else None
             self._iterator = made.begin(*self._pass, state and (state[0], from_plain(state[1])))
-            self._drawn = state[0] if state else 0
-            distance = self._slot - self._drawn
+            self.drawn = state[0] if state else 0
+            distance = self._slot - self.drawn
             self._skip(made)
         self._copy = made
         seconds = time.perf_counter() - started
@@ -134,22 +136,22 @@ class FastForward:
 
     def _skip(self, made: IsolatedCopy) -> None:
         """Let the sampler yield what comes before the first slot, and look at as little of it as will do."""
-        while self._drawn < self._slot and self.end is None:
+        while self.drawn < self._slot and self.end is None:
             if self._uses_states:
-                self._pull(made, self._slot - self._drawn)
+                self._pull(made, self._slot - self.drawn)
                 continue
-            noted = next_digest_slot(self._drawn)
+            noted = next_digest_slot(self.drawn)
             stop = min(noted + 1, self._slot)
             # At the speed of the sampler itself: nothing here runs between two digests.
-            item = next(islice(self._iterator, stop - self._drawn - 1, None), _END)
+            item = next(islice(self._iterator, stop - self.drawn - 1, None), _END)
             if item is _END:
-                self.end = self._drawn
+                self.end = self.drawn
                 break
-            self._drawn = stop
+            self.drawn = stop
             if stop == noted + 1:
                 self._note(noted, item)
         self._ready.clear()
-        if self._drawn < self._slot:
+        if self.drawn < self._slot:
             raise PositionError(
                 f"{self._slot} items of {self._order.name} were used in epoch {self._epoch}, but now it ends before "
                 "that. Build it as when the checkpoint was written, or resume from another checkpoint."
@@ -169,7 +171,7 @@ class FastForward:
 
     def _pull(self, made: IsolatedCopy, wanted: int) -> None:
         """Let the sampler yield many slots, or all up to where a state of its own is due."""
-        before, began = len(self._ready), self._drawn
+        before, began = len(self._ready), self.drawn
         if self._uses_states:
             if began % STATE_STRIDE == 0 and began and (not self._states or self._states[-1][0] < began):
                 self._states.append((began, state_of(self._order, made, *self._pass, began)))
@@ -180,15 +182,15 @@ class FastForward:
             self._ready.extend(map(_kept, slots) if self._order.whole_batches else slots)
         finally:
             found = self._ready[before:]
-            self._drawn += len(found)
-        self.end = None if len(found) == wanted else self._drawn
+            self.drawn += len(found)
+        self.end = None if len(found) == wanted else self.drawn
         if self._uses_states:
             self._latest.extend(found)
-            if began <= self._expected[0] < self._drawn:
+            if began <= self._expected[0] < self.drawn:
                 self._compare(self._expected[0], digest(found[self._expected[0] - began]))
             return
         noted = next_digest_slot(began)
-        while noted < self._drawn:
+        while noted < self.drawn:
             self._note(noted, found[noted - began])
             noted = next_digest_slot(noted + 1)
 

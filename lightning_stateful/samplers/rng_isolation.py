@@ -178,23 +178,21 @@ class DeepCopy:
         return value if in_data and not isinstance(value, (*GENERATORS, *_CONTAINERS)) else self._rebuilt(value, path)
 
     def _items(self, values: Sequence[Any], path: str, keys: Iterable[Any] | None = None) -> Sequence[Any]:
-        kinds = _kinds(values, self._VERY_LONG)
+        kinds = set(map(type, _some(values, self._VERY_LONG)))
         if kinds <= _PLAIN:
             return values
         is_long = len(values) > self._LONG
-        if is_long and kinds == {list} and _kinds(list(chain(*values[:: len(values) // 999])), 2**62) <= _PLAIN:
-            return self._rows_of(values, path)
+        if is_long and kinds == {list} and set(map(type, chain(*_some(values, 4 * self._LONG)))) <= _PLAIN:
+            return self._rows_of(values)
         keys = range(len(values)) if keys is None else keys
         return [self._copy(value, f"{path}.{key}", is_long) for key, value in zip(keys, values, strict=True)]
 
-    def _rows_of(self, values: Sequence[Any], path: str) -> Sequence[Any]:
+    def _rows_of(self, values: Sequence[Any]) -> Sequence[Any]:
         if self._shares_rows:
             return values
-        if not set(map(type, chain.from_iterable(values))) <= _PLAIN:
-            return [self._copy(row, path) for row in values]
         # In one go; a list may stand there twice, or elsewhere as well.
-        fresh = {id(row): row for row in values if id(row) not in self._memo}
-        self._memo.update(zip(fresh, map(list.copy, fresh.values()), strict=True))
+        made = dict(zip(map(id, values), map(list.copy, values), strict=True))
+        self._memo = made | self._memo
         copies = [self._memo[id(row)] for row in values]
         self.rows.append((list(values), copies))
         return copies
@@ -260,8 +258,9 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 _COUNTS = ("num_samples", "total_size", "num_selected_samples")
 
 
-def _kinds(values: Sequence[Any], very_long: int) -> set[type]:
-    return set(map(type, values if len(values) <= very_long else values[:: len(values) // 4096]))
+def _some(values: Sequence[Any], most: int) -> Sequence[Any]:
+    """All of them, or some thousand evenly apart where there are more than ``most``."""
+    return values if len(values) <= most else values[:: len(values) // 4096]
 
 
 def _is_shared(value: Any, path: str) -> bool:
@@ -277,7 +276,7 @@ def _is_shared(value: Any, path: str) -> bool:
         return True
     # Whatever else is indexed and has a length is a dataset of some library.
     is_data = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
-    return is_data and not type(value).__module__.startswith(("collections", "array"))
+    return is_data and not type(value).__module__.startswith(("builtins", "collections", "array"))
 
 
 def _is_mapped(array: Any) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, reduce
+from itertools import islice
 from operator import add
 from typing import Any, ClassVar, Literal
 
@@ -44,7 +45,7 @@ Tail = Literal["split", "pad", "drop"]
 TAILS = ("split", "pad", "drop")
 
 _log = logging.getLogger("lightning_stateful")
-# Slots between two passes over a sampler without len, in the numbers of batches.
+# What the numbers of batches are apart from one pass of an epoch to the next.
 _MANY_SLOTS = 2**40
 _TORCHS_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 # Options that change how slots are dealt out, and not what the sampler yields.
@@ -268,6 +269,7 @@ class WrappedPlan:
         self.order, self.rule, self._begun = order, rule, begun
         self._end = order.num_slots
         self._latest: FastForward | None = None
+        self._repeats = ""
 
     @property
     def epoch(self) -> int:
@@ -310,13 +312,21 @@ class WrappedPlan:
         return num_samples
 
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
-        """The batches of ``rank``; numbered by its first slot, counted on over the passes of an epoch."""
-        begun = self.progress_after(first_step)
-        order, known = self.order, begun.details.get(self.order.kind, {})
+        """The batches of ``rank``; numbered by its first slot, far apart for the passes of an epoch."""
+        order, begun = self.order, self.progress_after(first_step)
+        seen = 0 if self._latest is None else self._latest.drawn
+        if self.remaining is None and seen < begun.consumed + self.rule.full:
+            # It may end before that: only the steps themselves tell how large the last ones are.
+            begun = self._begun
+        else:
+            first_step = 0
+        known = begun.details.get(order.kind, {})
         walk = self._latest = FastForward(order, self.epoch, begun.cycle, begun.consumed, known)
-        before = begun.cycle * (_MANY_SLOTS if order.num_slots is None else order.num_slots)
-        for slot, own in self._steps(walk, begun.consumed, rank):
-            yield before + slot, own if not order.whole_batches else own[0] if len(own) == 1 else _joined(own)
+        for slot, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
+            yield (
+                begun.cycle * _MANY_SLOTS + slot,
+                own if not order.whole_batches else own[0] if len(own) == 1 else _joined(own),
+            )
 
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps, with what the latest walk has noted by then."""
@@ -336,10 +346,9 @@ class WrappedPlan:
 
     def repeats(self) -> str:
         """What is served twice, in words; empty if nothing is, or it is known only at the end of an epoch."""
-        order, rule = self.order, self.rule
-        if order.num_slots is None or (order.whole_batches and not rule.pad):
-            return ""
-        return say_repeats(rule.num_repeated(order.num_slots), order.num_slots, order.unit)
+        if self.remaining is None or (self.order.whole_batches and not self.rule.pad):
+            return self._repeats
+        return say_repeats(self.rule.num_repeated(self.remaining), self._end or 0, self.order.unit)
 
     def __getstate__(self) -> dict[str, Any]:
         # A walk cannot be copied; a copy begins one of its own.
@@ -418,16 +427,17 @@ class WrappedPlan:
         return slots[rank % len(slots)]
 
     def _shuffled(self, count: int, own: Indices, slot: int) -> Indices:
-        seed = derive_seed("ranks", loader_seed(self.order.seed, self.order.path), self.epoch, self._begun.cycle, slot)
+        order, at = self.order, (self.epoch, self._begun.cycle)
+        labels = (0, 0) if order.repeats_first_epoch else at
+        seed = derive_seed("ranks", loader_seed(order.seed, order.path), *labels, slot)
         return keyed_permutation(count, seed).take(own)
 
     def _log_repeats(self, what: str, count: int, rank: int) -> None:
         ranks = self.rule.num_replicas
+        left = f"{count} {what} were left for the last step of epoch {self.epoch} on {ranks} ranks"
+        self._repeats = f"{left}; {ranks - count} of them are served twice"
         if rank == ranks - 1:
-            _log.warning(
-                "%s: %d %s were left for the last step of epoch %d on %d ranks; %d of them are served twice.",
-                *(self.order.name, count, what, self.epoch, ranks, ranks - count),
-            )
+            _log.warning("%s: %s.", self.order.name, self._repeats)
 
     def _too_few(self, found: int) -> ConfigurationError:
         return wrong_length(self.order, f"only {found}", self.epoch)

@@ -1,0 +1,384 @@
+"""A sampler is brought to where it is to go on: digests, states of its own, and what is kept in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import samplers as theirs
+from torch.utils.data import Sampler
+
+from lightning_stateful.core import Progress
+from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
+from lightning_stateful.samplers import fast_forward
+from lightning_stateful.samplers.fast_forward import digest, next_digest_slot
+from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+
+
+class Listed(Sampler[Any]):
+    """Yields what it is given."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.items
+
+
+class Refills(Sampler[Any]):
+    """Yields one container again and again, filled anew: right for whoever reads a batch before the next."""
+
+    def __init__(self, kind: Callable[[list[int]], Any]) -> None:
+        self.batch = kind([0, 0, 0])
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, 24, 3):
+            for offset in range(3):
+                self.batch[offset] = start + offset
+            yield self.batch
+
+
+class ForgetsItsPlace(Sampler[int]):
+    """Has a state, and does not go on from it."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(50):
+            self.place = index + 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class KeepsItsGenerator(Sampler[int]):
+    """Its state is that of its generator at the epoch's start, and how many items it has served since."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.began, self.served, self.goes_on_at = self.generator.get_state(), 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.began = self.generator.get_state()
+        self.served, self.goes_on_at = self.goes_on_at, 0
+        for index in torch.randperm(50, generator=self.generator).tolist()[self.served :]:
+            self.served += 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"began": self.began, "served": self.served}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["began"])
+        self.goes_on_at = state["served"]
+
+
+class DrawsAsItGoes(Sampler[int]):
+    """Its state is its place; every item is drawn from the generator that it holds."""
+
+    def __init__(self) -> None:
+        self.rng, self.place = np.random.default_rng(3), 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < 50:
+            self.place += 1
+            yield int(self.rng.integers(1000))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class DrawsFrom(Sampler[int]):
+    """Draws every item from a generator that others may hold, too."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(200):
+            yield int(self.rng.integers(1000))
+
+
+class Range(Sampler[int]):
+    """Counts without end, and holds nothing."""
+
+    def __iter__(self) -> Iterator[int]:
+        index = 0
+        while True:
+            yield index
+            index += 1
+
+
+class Fails(Sampler[int]):
+    """Draws, and fails in the middle."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(70):
+            random.random(), torch.rand(()), np.random.rand()
+            yield number
+        raise KeyError("theirs")
+
+
+class FailsWithLen(Fails):
+    """The same, and says how many there would be."""
+
+    def __len__(self) -> int:
+        return 100
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More and more is drawn at a time, however long it takes."""
+    monkeypatch.setattr(fast_forward, "_LONG_DRAW", math.inf)
+
+
+def slots_of(order: WrappedSampler, progress: Progress | None = None) -> list[Any]:
+    """The rest of an epoch."""
+    return [batch if order.whole_batches else batch[0] for _, batch in order.plan(0, 1, progress).batches(0)]
+
+
+def stopped(sampler: Any, count: int, **options: Any) -> Progress:
+    """The progress after so many slots, as a checkpoint gives it back."""
+    plan = WrappedSampler(sampler, **options).plan(0, 1)
+    batches = plan.batches(0)
+    for _ in range(count):
+        next(batches)
+    return Progress.from_dict(json.loads(json.dumps(plan.progress_after(count).to_dict())))
+
+
+def resumed(sampler: Any, progress: Progress, **options: Any) -> list[Any]:
+    return slots_of(WrappedSampler(sampler, **options), progress)
+
+
+def changed(*slots: int) -> list[int]:
+    return [index + 1000 * (index in slots) for index in range(200)]
+
+
+class TestDigests:
+    @pytest.mark.parametrize(
+        ("slot", "count"), [(0, 1), (1, 65), (64, 65), (64, 70), (64, 128), (128, 129), (128, 199)]
+    )
+    def test_what_changed_before_the_last_digest_is_refused_at_the_first_slot(self, slot: int, count: int) -> None:
+        progress = stopped(Listed(changed()), count)
+        for _ in range(2):
+            with pytest.raises(StateMismatchError, match=r"sequence at slot \d+: .*Listed no longer yields"):
+                resumed(Listed(changed(slot)), progress)
+
+    @pytest.mark.parametrize("slot", [70, 71, 199])
+    def test_a_sequence_that_changes_only_behind_the_progress_goes_on(self, slot: int) -> None:
+        progress = stopped(Listed(changed()), 70)
+
+        assert resumed(Listed(changed(slot)), progress) == changed(slot)[70:]
+
+    def test_a_sampler_that_ends_before_the_progress_is_refused(self) -> None:
+        progress = stopped(Listed(changed()), 80)
+        with pytest.raises(PositionError, match="80 items of Listed were used in epoch 0, but now it ends before"):
+            resumed(Listed(changed()[:70]), progress)
+
+    def test_what_is_accepted_goes_on_with_a_warning_and_is_the_sequence_to_come(self) -> None:
+        order = WrappedSampler(Listed(changed(64, 80)), accept="sequence")
+        plan = order.plan(0, 1, stopped(Listed(changed()), 70))
+        batches = plan.batches(0)
+        with pytest.warns(StatefulWarning, match="Accepted: sequence at slot 64"):
+            next(batches)
+
+        assert resumed(Listed(changed(64, 80)), plan.progress_after(1)) == changed(64, 80)[71:]
+
+    def test_a_progress_before_a_step_is_what_it_was_made_from(self) -> None:
+        progress = stopped(theirs.OwnState(), 20)
+
+        assert WrappedSampler(theirs.OwnState()).plan(0, 1, progress).progress_after(0) == progress
+        assert set(progress.details["sampler"]) == {"digest", "state"}
+
+    def test_they_are_close_at_the_beginning_and_then_evenly_apart(self) -> None:
+        found, slot = [], 0
+        while slot <= 3 * 8192:
+            found.append(next_digest_slot(slot))
+            slot = found[-1] + 1
+
+        assert found == [0, *(2**power for power in range(13)), 8192, 2 * 8192, 3 * 8192]
+
+
+class TestStates:
+    @pytest.mark.parametrize("make", [theirs.OwnState, KeepsItsGenerator, DrawsAsItGoes, ForgetsItsPlace])
+    @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 21])
+    def test_a_sampler_with_a_state_goes_on_exactly(self, make: Callable[[], Any], count: int) -> None:
+        expected = slots_of(WrappedSampler(make()))
+
+        assert resumed(make(), stopped(make(), count)) == expected[count:]
+
+    @pytest.mark.parametrize("make", [theirs.OwnState, DrawsAsItGoes])
+    @pytest.mark.parametrize("num_trained", [0, 1, 15, 16, 17, 20])
+    def test_training_may_lie_behind_what_was_drawn(self, make: Any, num_trained: int) -> None:
+        plan = WrappedSampler(make()).plan(0, 1)
+        expected = [batch[0] for _, batch in plan.batches(0)]
+
+        assert resumed(make(), plan.progress_after(num_trained)) == expected[num_trained:]
+
+    def test_a_state_is_taken_up_and_not_reached_by_iterating(self) -> None:
+        class Noisy(DrawsAsItGoes):
+            def __init__(self, log: list[int]) -> None:
+                super().__init__()
+                self.note = log.append
+
+            def __iter__(self) -> Iterator[int]:
+                for index in super().__iter__():
+                    self.note(self.place)
+                    yield index
+
+        log: list[int] = []
+        order = WrappedSampler(Noisy(log))
+        progress = stopped(Noisy([]), 40)
+        order.check()
+        log.clear()
+        next(order.plan(0, 1, progress).batches(0))
+
+        assert log[0] == 33
+
+
+@pytest.mark.usefixtures("patient")
+class TestDrawnAhead:
+    @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+    def test_a_batch_that_is_filled_anew_is_served_as_it_was_yielded(self, kind: Any) -> None:
+        found = slots_of(WrappedSampler(Refills(kind), whole_batches=True))
+
+        assert [[int(index) for index in batch] for batch in found] == [
+            list(range(start, start + 3)) for start in range(0, 24, 3)
+        ]
+
+    def test_samplers_that_hold_the_same_generator_do_not_disturb_each_other(self) -> None:
+        expected = slots_of(WrappedSampler(DrawsFrom(np.random.default_rng(3))))
+        shared = np.random.default_rng(3)
+        plans = [WrappedSampler(DrawsFrom(shared)).plan(0, 1).batches(0) for _ in range(2)]
+
+        assert [batch[0] for (_, batch), _ in zip(*plans, strict=True)] == expected
+
+    @pytest.mark.parametrize(("make", "served"), [(Fails, 69), (FailsWithLen, 70)], ids=["unsized", "sized"])
+    def test_slots_before_an_exception_are_served_except_those_that_are_looked_at_for_the_end(
+        self, make: Callable[[], Any], served: int
+    ) -> None:
+        before, found = random.getstate(), []
+        batches = WrappedSampler(make()).plan(0, 1).batches(0)
+        with pytest.raises(KeyError, match="theirs"):
+            found.extend(batch[0] for _, batch in batches)
+
+        assert found == list(range(served))
+        assert random.getstate() == before
+
+
+class TestCost:
+    @pytest.mark.parametrize("options", [{}, {"length": 10**5}], ids=["unsized", "cut"])
+    def test_fast_forwarding_over_1e5_slots_keeps_little(self, options: dict[str, Any]) -> None:
+        order = WrappedSampler(Range(), **options)
+        order.check()
+        batches = order.plan(0, 1, Progress(consumed=10**5 - 10)).batches(0)
+        tracemalloc.start()
+        try:
+            first = next(batches)[1]
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+        assert first == [10**5 - 10]
+        assert peak < 500_000
+
+    @pytest.mark.usefixtures("patient")
+    def test_iterating_without_end_keeps_little(self) -> None:
+        order = WrappedSampler(Range())
+        order.check()
+        batches = order.plan(0, 1).batches(0)
+        tracemalloc.start()
+        try:
+            for _ in range(3 * 10**4):
+                next(batches)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+        assert peak < 1_500_000
+
+    def test_a_long_fast_forward_is_worth_a_word(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fast_forward, "_LONG_FAST_FORWARD", 0)
+        batches = WrappedSampler(Range()).plan(0, 1, Progress(consumed=100)).batches(0)
+        with pytest.warns(StatefulWarning, match=r"Range was fast-forwarded by 100 items to slot 100 of epoch 0"):
+            next(batches)
+
+
+@dataclass(frozen=True)
+class Named:
+    """Something with an id."""
+
+    id: str
+    text: str = ""
+
+
+class Cuts:
+    """A collection that is no list."""
+
+    def __init__(self, *names: str) -> None:
+        self.cuts = [Named(name) for name in names]
+
+    def __len__(self) -> int:
+        return len(self.cuts)
+
+    def __iter__(self) -> Any:
+        return iter(self.cuts)
+
+
+DIFFERENT: list[Any] = [
+    *(0, 1, -1, 2**70, 1.5, "1", b"1", None),
+    *([1], [1, 2], [2, 1], [12], [[1], 2], [[1, 2]], [[1], [2]], [], [[]]),
+    *(["a", "b"], ["ab"], ["a;strb"], (1, "a"), ("a", 1)),
+    *({"a": 1}, {"b": 1}, {"a": 2}),
+    *(np.array([1, 3]), np.array([[1, 3]]), torch.tensor([0.5])),
+    *(Named("x"), Named("y"), Cuts("x", "y"), Cuts("y", "x")),
+]
+
+
+class TestDigest:
+    def test_different_slots_have_different_digests(self) -> None:
+        assert len({digest(item) for item in DIFFERENT}) == len(DIFFERENT)
+
+    @pytest.mark.parametrize(
+        ("item", "same"),
+        [
+            ([1, 2], np.array([1, 2])),
+            ([1, 2], torch.tensor([1, 2])),
+            ([1, 2], [np.int64(1), np.int32(2)]),
+            ((1, 2), [1, 2]),
+            (3, np.int32(3)),
+            (3, torch.tensor(3)),
+            (["a", 1], ("a", 1)),
+            (Named("x", "one"), Named("x", "two")),
+        ],
+        ids=str,
+    )
+    def test_indices_are_alike_in_whatever_they_are_held(self, item: Any, same: Any) -> None:
+        assert digest(item) == digest(same)
+
+    def test_digests_are_the_same_on_every_platform(self) -> None:
+        assert (digest(3), digest([1, 2]), digest("a")) == ("50163cd4ae7e6fb1", "74f912167ab67550", "035081a1cd3e973d")
+
+    def test_a_chained_digest_knows_what_came_before(self) -> None:
+        assert digest(1, digest(2)) != digest(1, digest(3))
+
+    def test_a_container_in_itself_ends(self) -> None:
+        item: list[Any] = [1, "a"]
+        item.append(item)
+
+        assert digest(item)

@@ -1,0 +1,479 @@
+"""A sampler runs as a copy, apart from the process: containers, generators, other ranks, nothing seen outside."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import sys
+import threading
+from collections import Counter, OrderedDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.ledger import Numbers
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, WeightedRandomSampler
+
+from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.samplers.rng_isolation import DeepCopy, IsolatedCopy
+
+Point = namedtuple("Point", "x y")
+
+
+class Bag:
+    """Holds whatever it is given, and can be iterated."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Helper:
+    """An object that is no sampler."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def method(self) -> Any:
+        return self.held
+
+
+class InSlots:
+    """Holds what it has in slots."""
+
+    __slots__ = ("items", "rng")
+
+    def __init__(self) -> None:
+        self.items, self.rng = [1, 2], random.Random(3)
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Stubborn(Bag):
+    """Does not let its rank be set any more."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "rank":
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+class Keeps:
+    """Copies itself as it sees fit."""
+
+    def __deepcopy__(self, memo: Any) -> Keeps:
+        return self
+
+
+class Secret:
+    """Cannot be pickled."""
+
+    def __getstate__(self) -> Any:
+        raise TypeError("secret")
+
+
+class Indexed:
+    """A dataset of some library."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def copied(value: Any, **options: Any) -> Any:
+    """The copy of something that a sampler holds."""
+    return DeepCopy(**options)(Bag(held=value)).held
+
+
+def plain(value: Any) -> Any:
+    items = list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, UserList) else value
+    return [type(value).__name__, items]
+
+
+CHANGES: dict[str, tuple[Any, Callable[[Any], object]]] = {
+    "list": ([1, 2, 3], lambda held: held.reverse()),
+    "list in list": ([[1, 2], [3]], lambda held: (held[0].reverse(), held.pop())),
+    "lists in a tuple": (([1, 2], [3]), lambda held: held[0].reverse()),
+    "lists in a dict": ({"a": [1, 2]}, lambda held: (held["a"].clear(), held.update(b=1))),
+    "dict order": ({"a": 1, "b": 2}, lambda held: held.update(a=held.pop("a"))),
+    "set": ({1, 2}, lambda held: held.pop()),
+    "deque": (deque([1, 2], maxlen=2), lambda held: held.append(3)),
+    "bytearray": (bytearray(b"ab"), lambda held: held.reverse()),
+    "array": (np.arange(4), lambda held: held.__setitem__(slice(None), 9)),
+    "array in a list": ([np.arange(4)], lambda held: held[0].fill(1)),
+    "array of lists": (np.array([[1], [2, 3]], dtype=object), lambda held: held[1].reverse()),
+    "tensor": (torch.arange(4), lambda held: held.zero_()),
+    "tensor with a gradient": (torch.ones(2, requires_grad=True), lambda held: held.data.zero_()),
+    "expanded tensor": (torch.ones(1).expand(3), lambda held: held.zero_()),
+    "defaultdict": (defaultdict(list, a=[1]), lambda held: held["b"].append(1)),
+    "OrderedDict": (OrderedDict(a=1, b=2), lambda held: held.move_to_end("a")),
+    "Counter": (Counter(a=2), lambda held: held.update(a=1)),
+    "UserList": (UserList([1, 2]), lambda held: held.append(1)),
+    "named tuple": (Point([1], 2), lambda held: held.x.append(1)),
+    "many lists": ([[number, -number] for number in range(2000)], lambda held: (held[7].reverse(), held.pop())),
+    "many and a tuple": ([*([number] for number in range(2000)), (1, [2])], lambda held: held[-1][1].append(3)),
+    "many and a nested list": ([*([number] for number in range(2000)), [1, [2]]], lambda held: held[-1][1].append(3)),
+    "dict of many lists": ({number: [number] for number in range(2000)}, lambda held: held[7].clear()),
+    "nothing in it": ([], lambda held: held.append(1)),
+}
+NESTED = st.recursive(
+    st.integers() | st.text(max_size=3) | st.none(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.integers(), inner, max_size=4) | st.tuples(inner),
+    max_leaves=12,
+)
+
+
+def mutate(value: Any) -> None:
+    """Change every container as far down as it goes."""
+    for item in list(value.values()) if isinstance(value, dict) else list(value):
+        if isinstance(item, (list, dict, tuple)):
+            mutate(item)
+    if isinstance(value, dict):
+        value["new"] = 1
+    elif isinstance(value, list):
+        value.reverse()
+        value.append("new")
+
+
+class TestContainers:
+    @pytest.mark.parametrize(("held", "change"), CHANGES.values(), ids=CHANGES)
+    def test_what_is_done_to_a_copy_is_not_seen_in_the_original(self, held: Any, change: Any) -> None:
+        before = repr(plain(held))
+        first, second = copied(held), copied(held)
+        assert repr(plain(first)) == before
+        change(first)
+
+        assert repr(plain(first)) != before
+        assert repr(plain(held)) == repr(plain(second)) == before
+
+    @given(held=NESTED.filter(lambda value: isinstance(value, (list, dict))))
+    def test_any_nest_of_containers_is_copied_all_the_way_down(self, held: Any) -> None:
+        before, made = copy.deepcopy(held), copied(held)
+        assert made == held
+        mutate(made)
+
+        assert held == before != made
+
+    def test_a_container_under_two_names_is_one_in_the_copy(self) -> None:
+        shared = [1, 2]
+        made = DeepCopy()(Bag(a=shared, b=[shared, shared], many=[shared, *([number] for number in range(2000))]))
+
+        assert made.a is made.b[0] is made.b[1] is made.many[0] is not shared
+
+    def test_containers_and_samplers_that_hold_themselves_end(self) -> None:
+        items: list[Any] = [1]
+        items.append(items)
+        first, second = Bag(items=items), Bag(rng=random.Random(1))
+        first.me, first.other, second.other = first, second, first  # type: ignore[attr-defined]
+        copying = DeepCopy()
+        made = copying(first)
+
+        assert made.items[1] is made.items is not items
+        assert made.me is made.other.other is made
+        assert (list(copying.samplers), list(copying.generators)) == (["", "other"], ["other.rng"])
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: torch.eye(3).to_sparse(),
+            lambda: threading.Lock(),
+            lambda: Secret(),
+            lambda: Keeps(),
+            lambda: Numbers(3),
+            lambda: Indexed(),
+            lambda: torch.nn.Linear(2, 2),
+            lambda: DataLoader(Numbers(3)),
+            lambda: iter([1, 2]),
+            lambda: (number for number in range(3)),
+            lambda: itertools.count(),
+            lambda: random.SystemRandom(),
+            lambda: print,
+            lambda: sys,
+            lambda: RandomSampler,
+            lambda: [].append,
+            lambda: np.broadcast_to(np.ones(1), (4,)),
+        ],
+    )
+    def test_what_cannot_be_copied_or_holds_data_is_shared(self, make: Any) -> None:
+        held = make()
+
+        assert copied(held) is held
+        assert copied([held])[0] is held
+
+    def test_a_mapped_file_is_shared(self, tmp_path: Path) -> None:
+        mapped = np.lib.format.open_memmap(tmp_path / "scores.npy", "w+", "float64", (40,))
+
+        assert copied(mapped) is mapped
+        assert copied(mapped[3:]).base is mapped[3:].base
+
+    def test_a_tensor_made_in_inference_mode_is_put_up_with(self) -> None:
+        with torch.inference_mode():
+            weights = torch.ones(3)
+
+        assert copied(weights).tolist() == [1, 1, 1]
+
+    def test_the_dataset_of_the_loader_is_shared(self) -> None:
+        dataset = Helper([1, 2])
+
+        assert copied({"data": dataset}, dataset=dataset)["data"] is dataset
+
+    def test_objects_in_long_lists_are_data_but_generators_are_not(self) -> None:
+        held = [*map(Helper, range(2000)), random.Random(1)]
+        made = copied(held)
+
+        assert all(mine is yours for mine, yours in zip(made[:-1], held[:-1], strict=True))
+        assert made[-1] is not held[-1]
+
+    def test_helpers_bound_methods_and_partials_are_copied_together(self) -> None:
+        helper = Helper([1])
+        made = DeepCopy()(Bag(helper=helper, method=helper.method, call=partial(helper.method)))
+
+        assert made.helper.held is made.method() is made.call() is not helper.held
+
+    def test_slots_are_copied(self) -> None:
+        sampler, copying = InSlots(), DeepCopy()
+        made = copying(sampler)
+
+        assert made.items == sampler.items
+        assert made.items is not sampler.items
+        assert copying.generators == {"rng": made.rng}
+
+    def test_lists_in_a_long_list_are_shared_on_demand_and_their_order_is_not(self) -> None:
+        rows = [[number] for number in range(2000)]
+        made = copied(rows, shares_rows=True)
+        made.reverse()
+
+        assert rows == [[number] for number in range(2000)]
+        assert made[-1] is rows[0]
+
+    @pytest.mark.parametrize(("change", "keeps"), [(list.reverse, True), (lambda rows: rows[5].append(1), False)])
+    def test_it_is_seen_whether_a_copy_keeps_the_lists_in_a_long_list(self, change: Any, keeps: bool) -> None:
+        made = IsolatedCopy(Bag(rows=[[number] for number in range(2000)]), seed=0)
+        change(made.sampler.rows)
+
+        assert made.keeps_rows == keeps
+
+    def test_a_million_indices_are_copied_in_no_time(self) -> None:
+        sampler = Bag(indices=list(range(10**6)))
+        made = IsolatedCopy(sampler, seed=0).sampler
+        made.indices.reverse()
+
+        assert sampler.indices[0] == 0  # type: ignore[attr-defined]
+
+
+KINDS: dict[str, Any] = {
+    "torch": lambda: torch.Generator(),
+    "NumPy": lambda: np.random.default_rng(1),
+    "NumPy, old": lambda: np.random.RandomState(1),
+    "random": lambda: random.Random(1),
+}
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand(()).item(), float(np.random.rand()), random.random()
+
+
+def draw_from(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return torch.rand((), generator=generator).item()
+    return float(generator.rand() if isinstance(generator, np.random.RandomState) else generator.random())
+
+
+class TestGenerators:
+    @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+    def test_all_kinds_are_found_wherever_they_are_held(self, make: Any) -> None:
+        held = Bag(own=make(), some=[make(), {"deep": (make(),)}], inner=Bag(rng=make(), of=Helper(make())))
+        copying = DeepCopy()
+        copying(BatchSampler(held, 2, False))
+
+        assert set(copying.generators) == {
+            "sampler.own",
+            "sampler.some.0",
+            "sampler.some.1.deep.0",
+            "sampler.inner.rng",
+            "sampler.inner.of.held",
+        }
+
+    @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+    def test_a_copy_is_seeded_by_all_labels_and_the_original_is_not_touched(self, make: Any) -> None:
+        sampler, untouched = Bag(a=make(), b=make()), make()
+        found = []
+        for labels in ((0, 1), (1, 0), (0, 1)):
+            made = IsolatedCopy(sampler, seed=5)
+            with made.entered():
+                made.seed(*labels)
+            found.append((draw_from(made.sampler.a), draw_from(made.sampler.b)))
+
+        assert found[0] == found[2]
+        assert len({*found[0], *found[1]}) == 4
+        assert make is KINDS["torch"] or draw_from(sampler.a) == draw_from(untouched)  # type: ignore[attr-defined]
+
+    def test_generators_with_one_bit_generator_keep_sharing_it(self) -> None:
+        bits = np.random.PCG64(1)
+        made = DeepCopy()(Bag(a=np.random.Generator(bits), b=np.random.Generator(bits)))
+
+        assert made.a.bit_generator is made.b.bit_generator is not bits
+
+    def test_what_lightning_notes_of_a_sampler_is_no_part_of_it(self) -> None:
+        generator, sampler, copying = random.Random(1), Bag(), DeepCopy()
+        vars(sampler).update({"__pl_saved_args": (generator,), "rng": generator})
+        copying(sampler)
+
+        assert set(copying.generators) == {"rng"}
+
+    def test_a_property_is_not_asked(self) -> None:
+        class Raises(Bag):
+            @property
+            def late(self) -> Any:
+                raise RuntimeError("not yet")
+
+        copying = DeepCopy()
+        copying(Raises())
+
+        assert list(copying.samplers) == [""]
+
+    def test_samplers_in_lists_and_dicts_are_found(self) -> None:
+        copying = DeepCopy()
+        copying(Bag(parts=[RandomSampler(range(3)), {"a": Bag()}]))
+
+        assert set(copying.samplers) == {"", "parts.0", "parts.1.a"}
+
+
+class TestProcess:
+    def test_nothing_that_is_drawn_inside_is_seen_outside_even_after_an_exception(self) -> None:
+        made = IsolatedCopy(Bag(), seed=0)
+        state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+        with made.entered():
+            made.seed(1)
+            draw()
+        with pytest.raises(KeyError), made.entered():
+            raise KeyError(draw())
+
+        assert torch.equal(torch.get_rng_state(), state[0])
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == state[1:]  # type: ignore[index]
+
+    def test_nothing_that_is_drawn_outside_is_seen_inside(self) -> None:
+        found = []
+        for outside in (0, 3):
+            made = IsolatedCopy(Bag(), seed=0)
+            with made.entered():
+                made.seed(1)
+                drawn = [draw()]
+            for _ in range(outside):
+                draw()
+            with made.entered():
+                drawn.append(draw())
+            found.append(drawn)
+
+        assert found[0] == found[1]
+        assert found[0][0] != found[0][1]
+
+    def test_all_samplers_in_it_are_told_the_epoch_from_the_inside_out(self) -> None:
+        told: list[str] = []
+
+        class Told(Bag):
+            def set_epoch(self, epoch: int) -> None:
+                self.epoch = epoch
+                told.append(f"{self.name} {epoch}")  # type: ignore[attr-defined]
+
+        made = IsolatedCopy(Told(name="outer", inner=Told(name="inner")), seed=0)
+        with made.entered():
+            made.begin(3, 0)
+
+        assert told == ["inner 3", "outer 3"]
+
+
+def alone(sampler: Any) -> Any:
+    return IsolatedCopy(sampler, seed=0).sampler
+
+
+class TestRanks:
+    @pytest.mark.parametrize(
+        ("held", "expected"),
+        [
+            ({"num_replicas": 4, "rank": 3}, {"num_replicas": 1, "rank": 0}),
+            ({"world_size": 4, "rank": 3}, {"world_size": 1, "rank": 0}),
+            ({"_world_size": 2, "_rank": 1}, {"_world_size": 1, "_rank": 0}),
+            ({"num_replicas": None, "rank": None}, {"num_replicas": 1, "rank": 0}),
+            ({"num_replicas": 2, "rank": 1, "num_samples": 5}, {"num_replicas": 1, "rank": 0, "num_samples": 10}),
+            (
+                {"num_replicas": 4, "rank": 1, "num_samples": 30, "total_size": 120, "num_selected_samples": 10},
+                {"num_replicas": 1, "rank": 0, "num_samples": 120, "total_size": 120, "num_selected_samples": 40},
+            ),
+            ({"num_replicas": 1, "rank": 0, "num_samples": 3}, {"num_replicas": 1, "rank": 0, "num_samples": 3}),
+            ({"rank": 3}, {"rank": 3}),
+            ({"num_replicas": 3}, {"num_replicas": 3}),
+        ],
+    )
+    def test_a_copy_that_deals_out_by_itself_is_told_of_one_rank(self, held: Any, expected: Any) -> None:
+        inner = Bag(**held)
+
+        assert vars(alone(Bag(inner=inner)).inner) == expected
+        assert vars(IsolatedCopy(inner, seed=0, as_one_rank=False).sampler) == vars(inner) == held
+
+    def test_arguments_that_a_sampler_keeps_are_told_too_and_other_objects_are_not(self) -> None:
+        kept = {"world_size": 4, "rank": 3}
+        made = alone(Bag(kwargs=kept, config=SimpleNamespace(**kept)))
+
+        assert made.kwargs == {"world_size": 1, "rank": 0}
+        assert vars(made.config) == kept == {"world_size": 4, "rank": 3}
+
+    def test_torchs_distributed_sampler_yields_everything(self) -> None:
+        sampler = DistributedSampler(range(11), num_replicas=3, rank=2, shuffle=False)  # type: ignore[arg-type]
+        made = alone(sampler)
+
+        assert (list(made), len(made)) == (list(range(11)), 11)
+        assert (len(sampler), sampler.num_replicas, sampler.rank, sampler.total_size) == (4, 3, 2, 12)
+
+    def test_one_that_does_not_let_itself_be_told_is_refused_and_left_as_it_was(self) -> None:
+        stubborn = Stubborn(num_replicas=2, rank=1)
+        stubborn.__dict__["rank"] = 1
+        with pytest.raises(UnsupportedLoaderError, match=r"Stubborn .* its 'rank' cannot be set"):
+            alone(Bag(inner=stubborn))
+
+        assert vars(stubborn) == {"num_replicas": 2, "rank": 1}
+
+    def test_an_assertion_that_fails_alone_becomes_an_error_with_the_remedy(self) -> None:
+        made = IsolatedCopy(Bag(inner=Bag(num_replicas=4, rank=3)), seed=0)
+        with (
+            pytest.raises(
+                ConfigurationError, match=r"Bag .*\(AssertionError: own share\).* \(num_replicas=1, rank=0\)"
+            ),
+            made.entered(),
+        ):
+            raise AssertionError("own share\nand more")
+
+    @pytest.mark.parametrize("held", [{}, {"num_replicas": 1, "rank": 0}], ids=["no ranks", "one rank"])
+    def test_an_assertion_of_a_sampler_that_was_told_nothing_comes_out(self, held: dict[str, int]) -> None:
+        with pytest.raises(AssertionError, match=r"^theirs$"), IsolatedCopy(Bag(**held), seed=0).entered():
+            raise AssertionError("theirs")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: WeightedRandomSampler([1.0, 2.0], 9),
+        lambda: BatchSampler(RandomSampler(range(9), generator=torch.Generator()), 2, False),
+    ],
+)
+def test_torchs_samplers_are_copied(make: Callable[[], Sampler[Any]]) -> None:
+    found = []
+    for _ in range(2):
+        made = IsolatedCopy(make(), seed=3)
+        with made.entered():
+            found.append(list(made.begin(2, 0)))
+
+    assert found[0] == found[1]

@@ -1,0 +1,470 @@
+"""Any sampler is an order of batches: the laws, how slots are dealt out, lengths, and what users' samplers are like."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import samplers as theirs
+from support.orders import OrderCase, every_law, serve
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler, SequentialSampler
+
+from lightning_stateful.core import UNKNOWN, BatchOrder, Progress
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.core.topology import split_evenly
+from lightning_stateful.errors import ConfigurationError, PositionError
+from lightning_stateful.samplers.wrapped_sampler import RESUME_MODES, WrappedSampler
+
+
+class Items(Sampler[Any]):
+    """So many items in their order, with or without saying how many."""
+
+    def __init__(self, items: list[Any], sized: bool = True) -> None:
+        self.items, self.sized = items, sized
+
+    def __len__(self) -> int:
+        if not self.sized:
+            raise TypeError("no len")
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self.items))
+
+
+class Drawn(Items):
+    """The same in an order of Python's global generator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(random.sample(self.items, len(self.items)))
+
+
+class Cuts:
+    """A batch that is no list: it is added to others, and splits itself."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __add__(self, other: Cuts) -> Cuts:
+        return Cuts(*self.names, *other.names)
+
+    def split(self, count: int) -> list[Cuts]:
+        """So many parts, the sizes of which are as even as it goes."""
+        parts = [split_evenly(len(self), count, number) for number in range(count)]
+        return [Cuts(*self.names[part.start : part.stop]) for part in parts]
+
+
+class Grows(Sampler[int]):
+    """Has one item more in every epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 5 + self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5 + self.epoch))
+
+
+class WithState(Sampler[list[int]]):
+    """Its state is its place; every batch is drawn from a generator that it holds."""
+
+    def __init__(self) -> None:
+        self.rng, self.place = np.random.default_rng(3), 0
+
+    def __len__(self) -> int:
+        return 50
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.place < 50:
+            self.place += 1
+            yield self.rng.integers(1000, size=3).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Scheduled(Sampler[int]):
+    """Shuffles a list in place, and serves as much of it as it is told from outside."""
+
+    def __init__(self) -> None:
+        self.indices, self.count = list(range(20)), 5
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.indices)
+        return iter(self.indices[: self.count])
+
+
+class SharesWithData(Sampler[int]):
+    """Tells its dataset where it is, which others read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.order = dataset, list(range(len(dataset)))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        for index in self.order:
+            self.dataset.scale = index
+            yield index
+
+
+BATCHES = [[3 * number + offset for offset in range(1 + number % 3)] for number in range(11)]
+SAMPLES = [sample for batch in BATCHES for sample in batch]
+
+
+def law_case(sampler: Any, samples: Any = None, *, longer: Any = None, forward: bool = False, **options: Any) -> Any:
+    return OrderCase(
+        order=WrappedSampler(sampler, **options),
+        samples=samples,
+        longer=None if longer is None else WrappedSampler(longer, **options),
+        drops=options.get("tail") == "drop",
+        forward=forward,
+    )
+
+
+LAW_CASES: dict[str, OrderCase] = {
+    "samples": law_case(Drawn(list(range(31))), range(31), longer=Drawn(list(range(40))), batch_size=3),
+    "single samples, exact": law_case(Drawn(list(range(20))), range(20), exact=True),
+    "without len": law_case(theirs.WithoutLen(), range(22), forward=True, batch_size=2),
+    "with a state": law_case(WithState(), whole_batches=True),
+    "drop": law_case(Drawn(list(range(31))), range(31), tail="drop", batch_size=2),
+    "batches": law_case(Drawn(BATCHES), SAMPLES, whole_batches=True),
+    "batches without len": law_case(theirs.BatchesWithoutLen(), range(22), forward=True, whole_batches=True),
+    "shuffled in place": law_case(theirs.ShufflesInPlace(), range(22), whole_batches=True),
+    "between ranks": law_case(Drawn(list(range(31))), range(31), batch_size=3, shuffles=True),
+    "cut off": law_case(theirs.Endless(), length=25, batch_size=3),
+    "torch's": law_case(theirs.DRAWS["weighted"](), batch_size=4),
+}
+
+
+@every_law
+@pytest.mark.parametrize("case", LAW_CASES.values(), ids=LAW_CASES)
+def test_wrapped_samplers_keep_the_laws(law: Callable[[OrderCase], None], case: OrderCase) -> None:
+    law(case)
+
+
+def rest(sampler: Any, ranks: int, consumed: int = 0, **options: Any) -> list[list[Any]]:
+    """What every rank is given of epoch 0 from a slot on."""
+    plan = WrappedSampler(sampler, **options).plan(0, ranks, Progress(consumed=consumed))
+    return [[batch for _, batch in plan.batches(rank)] for rank in range(ranks)]
+
+
+def epochs(sampler: Any, count: int = 3, **options: Any) -> list[list[Any]]:
+    """The slots of some epochs."""
+    order = WrappedSampler(sampler, **options)
+    return [[slot for _, batch in order.plan(epoch, 1).batches(0) for slot in batch] for epoch in range(count)]
+
+
+class TestDealing:
+    @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+    @pytest.mark.parametrize("seed", range(8))
+    def test_steps_of_samples_are_those_of_the_rule_from_any_slot(self, seed: int, sized: bool) -> None:
+        drawn = random.Random(seed)
+        length, ranks, batch_size = drawn.randrange(1, 60), drawn.randrange(1, 6), drawn.randrange(1, 5)
+        consumed, tail, exact = drawn.randrange(length), drawn.choice(["split", "pad", "drop"]), drawn.random() < 0.3
+        rule = StepRule(
+            batch_size=batch_size, num_replicas=ranks, exact=exact, pad=tail == "pad", drop_last=tail == "drop"
+        )
+        expected: list[list[list[int]]] = [[] for _ in range(ranks)]
+        left = length - consumed
+        while rule.num_steps(left):
+            for rank, batches in enumerate(expected):
+                batches.append((length - left + rule.share(left, rank)).tolist())
+            left -= rule.step_size(left)
+        items = Items(list(range(length)), sized)
+
+        assert rest(items, ranks, consumed, batch_size=batch_size, tail=tail, exact=exact) == expected
+
+    @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+    @pytest.mark.parametrize("seed", range(8))
+    def test_whole_batches_give_every_sample_once_in_equal_numbers_of_steps(self, seed: int, sized: bool) -> None:
+        drawn = random.Random(seed)
+        samples, batches = iter(range(10**6)), []
+        for _ in range(drawn.randrange(1, 14)):
+            batches.append([next(samples) for _ in range(drawn.randrange(1, 5))])
+        ranks, exact, consumed = drawn.randrange(1, 6), drawn.random() < 0.5, drawn.randrange(len(batches))
+        found = rest(Items(batches, sized), ranks, consumed, whole_batches=True, exact=exact)
+        due = [sample for batch in batches[consumed:] for sample in batch]
+        served = Counter(sample for of_rank in found for batch in of_rank for sample in batch)
+
+        assert len({len(of_rank) for of_rank in found}) == 1
+        assert set(served) == set(due)
+        assert all(batch for of_rank in found for batch in of_rank)
+        # Only samples that are left for the last step, fewer than ranks, come twice.
+        tail = batches[consumed:][(len(batches) - consumed) // ranks * ranks :]
+        assert served.total() == len(due) or sum(map(len, tail)) < ranks
+
+    @pytest.mark.parametrize(
+        "batch",
+        [(7, 8, 9), np.array([7, 8, 9]), torch.tensor([7, 8, 9]), range(7, 10)],
+        ids=["tuple", "array", "tensor", "range"],
+    )
+    def test_batches_of_all_kinds_are_split_in_the_last_step(self, batch: Any) -> None:
+        assert rest(Items([batch]), 2, whole_batches=True, is_collated=True) == [[[7, 8]], [[9]]]
+
+    def test_the_parts_of_a_batch_that_is_split_have_numbers_of_their_own(self) -> None:
+        plan = WrappedSampler(Items([[7, 8, 9]]), whole_batches=True).plan(0, 2)
+
+        assert [list(plan.batches(rank)) for rank in (0, 1)] == [[(0, [7, 8])], [(1, [9])]]
+
+    @pytest.mark.parametrize(
+        "batch",
+        ["abc", {7, 8}, {"a": 1}, (7, 8), torch.tensor(3)],
+        ids=["text", "set", "dict", "a tuple that may name a sample", "a number in a tensor"],
+    )
+    def test_a_batch_that_cannot_be_split_is_served_twice(self, batch: Any) -> None:
+        assert rest(Items([batch]), 2, whole_batches=True) == [[batch], [batch]]
+
+    @pytest.mark.parametrize(
+        ("batches", "last"),
+        [
+            ([Cuts(*"abcde")], ["ab", "cd", "e"]),
+            ([Cuts(*"abc"), Cuts(*"d")], ["ab", "c", "d"]),
+            ([Cuts("a"), Cuts("b")], ["a", "b", "a"]),
+        ],
+        ids=["one", "two", "fewer samples than ranks"],
+    )
+    @pytest.mark.parametrize("before", [[], [Cuts(*"uv"), Cuts("w"), Cuts(*"xyz")]], ids=["", "after a full step"])
+    def test_batches_that_split_themselves_are_joined_and_split(
+        self, before: list[Any], batches: list[Any], last: list[str]
+    ) -> None:
+        found = rest(Items([*before, *batches]), 3, whole_batches=True)
+        full = [[batch.names] for batch in before] or [[], [], []]
+
+        assert [[batch.names for batch in of_rank] for of_rank in found] == [
+            [*own, tuple(part)] for own, part in zip(full, last, strict=True)
+        ]
+
+    def test_batches_are_padded_whole(self) -> None:
+        assert rest(Items([[1, 2, 3]]), 2, whole_batches=True, tail="pad") == [[[1, 2, 3]]] * 2
+
+    def test_whole_batches_of_any_kind_pass_as_they_are(self) -> None:
+        batches = [(3, 4), "text", {"a": 5}, 6, range(2), Cuts("a")]
+
+        assert [repr(batch) for batch in rest(Items(batches), 1, whole_batches=True)[0]][:5] == list(
+            map(repr, batches[:5])
+        )
+
+    @pytest.mark.parametrize("batch", [np.array([1, 2]), torch.tensor([1, 2]), [1, 2]], ids=["array", "tensor", "list"])
+    def test_batches_that_could_be_filled_anew_pass_as_copies_of_their_kind(self, batch: Any) -> None:
+        found = rest(Items([batch]), 1, whole_batches=True)[0][0]
+
+        assert found is not batch
+        assert type(found) is type(batch)
+        assert list(found) == list(batch)
+
+    def test_shuffling_between_ranks_moves_slots_within_their_step_only(self) -> None:
+        order = WrappedSampler(Items(list(range(20))), shuffles=True)
+        steps = [[batch[0] for _, batch in step] for step in serve(order, 0, 4).steps]
+
+        assert [sorted(step) for step in steps] == [list(range(start, start + 4)) for start in range(0, 20, 4)]
+        assert len({tuple(slot % 4 for slot in step) for step in steps}) > 1
+        assert steps != [[batch[0] for _, batch in step] for step in serve(order, 1, 4).steps]
+
+    def test_a_later_pass_of_the_epoch_is_another_one_with_numbers_of_its_own(self) -> None:
+        order = WrappedSampler(Drawn(list(range(20))), batch_size=4)
+        passes = [list(order.plan(0, 1, Progress(cycle=cycle)).batches(0)) for cycle in range(3)]
+
+        assert len({number for of_pass in passes for number, _ in of_pass}) == 15
+        assert len({str([batch for _, batch in of_pass]) for of_pass in passes}) == 3
+
+
+class TestPlans:
+    @pytest.mark.parametrize("first_step", [0, 3])
+    def test_a_plan_may_be_walked_several_times_at_once(self, first_step: int) -> None:
+        plan = WrappedSampler(theirs.ShufflesInPlace(), whole_batches=True).plan(0, 1)
+        expected = list(plan.batches(0, first_step))
+
+        assert list(zip(plan.batches(0, first_step), plan.batches(0, first_step), strict=True)) == [
+            (batch, batch) for batch in expected
+        ]
+
+    @pytest.mark.parametrize("make", [theirs.GlobalRandom, theirs.WithoutLen, theirs.OwnState])
+    @pytest.mark.parametrize("step", [1, 5, 21])
+    def test_a_step_that_no_walk_has_reached_has_a_progress_to_resume_from(self, make: Any, step: int) -> None:
+        order = WrappedSampler(make())
+        whole = list(order.plan(0, 1).batches(0))
+        progress = order.plan(0, 1).progress_after(step)
+
+        assert list(order.plan(0, 1, progress).batches(0)) == whole[step:]
+
+    def test_steps_are_known_once_the_end_was_met(self) -> None:
+        plan = WrappedSampler(Items(list(range(9)), sized=False)).plan(0, 2)
+        batches = plan.batches(0)
+        next(batches)
+        assert plan.num_steps in (5, UNKNOWN)
+        assert len(list(batches)) == 4
+        assert plan.num_steps == 5
+
+    @pytest.mark.parametrize(("length", "repeated"), [(8, 0), (7, 1), (2, 2)])
+    def test_what_is_served_twice_is_told_where_the_length_is_known(self, length: int, repeated: int) -> None:
+        items = list(range(length))
+
+        assert bool(WrappedSampler(Items(items)).plan(0, 4).repeats()) == bool(repeated)
+        assert WrappedSampler(Items(items, sized=False)).plan(0, 4).repeats() == ""
+
+    def test_samples_of_a_rank_are_counted_where_they_are_known(self) -> None:
+        plan = WrappedSampler(Items(list(range(23))), batch_size=3).plan(0, 4)
+        assert [plan.num_samples(rank) for rank in range(4)] == [
+            sum(len(batch) for _, batch in plan.batches(rank)) for rank in range(4)
+        ]
+        for options in ({"whole_batches": True}, {"length": "unknown"}):
+            with pytest.raises(TypeError, match="Items does not say how many samples"):
+                WrappedSampler(Items([[1]]), **options).plan(0, 1).num_samples(0)  # type: ignore[arg-type]
+
+    def test_an_exact_plan_of_single_samples_tells_that_it_ends_in_pairs(self) -> None:
+        order = WrappedSampler(Items(list(range(9))), exact=True)
+
+        assert (order.plan(0, 4).ends_in_pairs, order.plan(0, 3).ends_in_pairs) == (True, False)
+
+    def test_a_copied_plan_goes_on_by_itself(self) -> None:
+        plan = WrappedSampler(theirs.GlobalRandom()).plan(0, 1)
+        expected = list(plan.batches(0))
+
+        assert list(pickle.loads(pickle.dumps(plan)).batches(0)) == expected
+        assert list(copy.deepcopy(plan).batches(0)) == expected
+
+
+class TestOptions:
+    def test_it_says_what_it_is(self) -> None:
+        order = WrappedSampler(theirs.OwnState(), seed=4)
+
+        assert isinstance(order, BatchOrder)
+        assert order.config() == {
+            "seed": 4,
+            "sampler": {"class": "OwnState", "resume_mode": "own_state", "length": 22},
+            "sequence": order.check().begins,
+            "drop_last": False,
+        }
+        assert set(RESUME_MODES) == {"fast_forward", "own_state"}
+        assert order.plan(0, 1).report_after(3) == {
+            "samples": 3,
+            "sampler": {"class": "OwnState", "resume_mode": "own_state"},
+        }
+
+    @pytest.mark.parametrize("value", [3, None, object()], ids=lambda value: type(value).__name__)
+    def test_what_cannot_be_iterated_is_refused(self, value: Any) -> None:
+        with pytest.raises(ConfigurationError, match="cannot be iterated; a sampler has __iter__"):
+            WrappedSampler(value)
+
+    @pytest.mark.parametrize(("name", "value"), [("tail", "wrap"), ("length", 0), ("length", "all"), ("length", 1.5)])
+    def test_options_out_of_range_are_refused_by_name(self, name: str, value: Any) -> None:
+        with pytest.raises(ConfigurationError, match=f"{name} must be .* got {value!r}"):
+            WrappedSampler([1, 2], **{name: value})
+
+    def test_a_sampler_without_len_refuses_no_progress_but_a_sized_one_does(self) -> None:
+        WrappedSampler(theirs.WithoutLen()).plan(0, 1, Progress(consumed=10**6))
+        with pytest.raises(PositionError, match="23 samples of epoch 0 were consumed, but GlobalRandom yields only 22"):
+            WrappedSampler(theirs.GlobalRandom()).plan(0, 1, Progress(consumed=23))
+
+    def test_other_options_of_dealing_need_no_second_check(self) -> None:
+        order = WrappedSampler(theirs.GlobalRandom())
+        found = order.check()
+
+        assert order.replaced(tail="pad", exact=True).check() is found
+        assert order.adapted(path="1").check() is not found
+
+    def test_a_progress_of_ranks_with_sequences_of_their_own_is_a_count(self) -> None:
+        order = WrappedSampler(DistributedSampler(range(22), 4, 3), as_one_rank=False)  # type: ignore[arg-type]
+        plan = order.plan(0, 1)
+
+        assert len(list(plan.batches(0))) == 6
+        assert plan.progress_after(4) == Progress(consumed=4, details={"sampler": {}})
+
+
+class TestTheirs:
+    def test_the_users_object_is_neither_iterated_nor_changed_nor_told_anything(self) -> None:
+        sampler = BatchSampler(Grows(), 2, False)
+        inner: Any = sampler.sampler
+        shuffled = theirs.ShufflesInPlace()
+        serve(WrappedSampler(sampler, whole_batches=True, length="unknown"), 3, 2)
+        serve(WrappedSampler(shuffled, whole_batches=True), 1, 2)
+
+        assert inner.epoch == 0
+        assert shuffled.batches == theirs.BATCHES
+
+    def test_what_it_is_told_between_epochs_counts(self) -> None:
+        sampler = Scheduled()
+        order = WrappedSampler(sampler)
+        assert len(list(order.plan(0, 1).batches(0))) == 5
+        sampler.count = 9
+
+        assert len(list(order.plan(1, 1).batches(0))) == 9
+
+    @pytest.mark.parametrize("as_argument", [True, False], ids=["told", "a torch Dataset"])
+    def test_the_dataset_is_shared_with_the_sampler(self, as_argument: bool) -> None:
+        dataset = theirs.Numbers(9) if not as_argument else theirs.CountsEpochs()
+        serve(WrappedSampler(SharesWithData(dataset), dataset=dataset if as_argument else None), 0, 1)
+
+        assert 0 <= dataset.scale < 22  # type: ignore[union-attr]
+
+    def test_a_length_that_changes_with_the_epoch_is_found_with_both_numbers(self) -> None:
+        order = WrappedSampler(Grows())
+        with pytest.raises(ConfigurationError, match=r"Grows yields more than 5 items in epoch 1, .* length='unknown'"):
+            list(order.plan(1, 1).batches(0))
+
+    def test_a_length_that_changes_with_the_epoch_is_found_out_on_demand(self) -> None:
+        assert [len(epoch) for epoch in epochs(Grows(), length="unknown")] == [5, 6, 7]
+
+    @pytest.mark.parametrize("make", [list, lambda: SequentialSampler([]), lambda: theirs.ShuffledBatches([])])
+    def test_an_empty_sampler_yields_nothing(self, make: Callable[[], Any]) -> None:
+        plan = WrappedSampler(make()).plan(0, 2)
+
+        assert (list(plan.batches(1)), plan.num_steps) == ([], 0)
+
+    def test_an_endless_sampler_runs_on(self) -> None:
+        plan = WrappedSampler(theirs.Endless()).plan(0, 3)
+
+        assert len(list(islice(plan.batches(1), 500))) == 500
+        assert plan.num_steps == UNKNOWN
+
+    def test_a_torch_sampler_that_deals_out_by_itself_is_dealt_out_once(self) -> None:
+        sampler = DistributedSampler(range(11), 3, 2, shuffle=False)  # type: ignore[arg-type]
+
+        assert serve(WrappedSampler(sampler), 0, 2).samples == [*range(11), 10]
+        assert (sampler.num_replicas, sampler.rank, len(sampler)) == (3, 2, 4)
+
+
+SCRIPT = """
+import json, sys
+from torch.utils.data import Sampler
+from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+
+class OfASet(Sampler):
+    def __iter__(self):
+        return iter({f"sample {n}" for n in range(50)})
+
+print(WrappedSampler(OfASet()).check().begins)
+"""
+
+
+def test_a_sampler_in_the_order_of_a_set_of_strings_begins_otherwise_in_another_process() -> None:
+    found = []
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
+        )
+        found.append(done.stdout)
+
+    assert found[0] != found[1]
