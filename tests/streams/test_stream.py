@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import get_worker_info as get_worker_info_of_torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_stateful import patch_dataloader
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import (
     ConfigurationError,
@@ -30,6 +31,7 @@ from lightning_stateful.errors import (
     StateVersionError,
 )
 from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.state import sealed
 from lightning_stateful.streams import ChunkedDataset, MixedStream, Stream, as_stream, reading
 from lightning_stateful.streams import stream as module
 from lightning_stateful.testing import ResumeContract
@@ -575,6 +577,15 @@ class TestDamage:
         with pytest.raises(StateVersionError):
             self.load({**self.state(), "version": 99})
 
+    def test_states_of_a_stream_and_of_a_loader_over_it_are_not_mixed_up(self) -> None:
+        loader: Any = patch_dataloader(DataLoader(chunked(), batch_size=1))
+        with pytest.raises(DamagedStateError, match="The stream's state is that of a loader"):
+            chunked().load_state_dict(loader.state_dict())
+        with pytest.raises(
+            DamagedStateError, match=r"The loader's state: progress\.cycle must be an int, got None\. Res"
+        ):
+            loader.load_state_dict(chunked().state_dict())
+
     def test_a_state_that_was_refused_leaves_no_trace(self) -> None:
         stream = chunked().recurrent(add_up, 0)
         expected = list(chunked().recurrent(add_up, 0))
@@ -583,7 +594,7 @@ class TestDamage:
         before = json.dumps(stream.state_dict())
         bad = self.state()
         bad["progress"]["ranks"] = 3
-        for state in (bad, chunked().state_dict(), {}):
+        for state in (bad, sealed(bad), chunked().state_dict(), {}):
             with pytest.raises(StateError):
                 stream.load_state_dict(state)
         assert json.dumps(stream.state_dict()) == before
