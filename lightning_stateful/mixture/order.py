@@ -78,17 +78,18 @@ class MixtureOrder:
         """
         if self.carries_over:
             return self._going_on(epoch, num_replicas, progress)
-        num_sources = len(self.mixture.sources)
+        cycle = 0 if progress is None or progress.epoch != epoch else progress.cycle
         if progress is None or progress.epoch != epoch or not progress.consumed:
-            plan = MixtureEpochPlan(self.mixture, epoch, num_replicas, 0, (0,) * num_sources)
+            nothing = (0,) * len(self.mixture.sources)
+            plan = MixtureEpochPlan(self.mixture, epoch, num_replicas, 0, nothing, cycle=cycle)
             plan.refuse_empty()
             return plan
         planned = progress.details.get("planned", {"ranks": num_replicas, "steps": 0, "served": {}})
         if planned["ranks"] != num_replicas:
             origin = self._in_order(progress.details["served"])
-            return MixtureEpochPlan(self.mixture, epoch, num_replicas, progress.consumed, origin, begun=progress)
+            return MixtureEpochPlan(self.mixture, epoch, num_replicas, progress.consumed, origin, 0, progress, cycle)
         taken, origin = progress.consumed - planned["steps"], self._in_order(planned["served"])
-        plan = MixtureEpochPlan(self.mixture, epoch, num_replicas, planned["steps"], origin, taken, progress)
+        plan = MixtureEpochPlan(self.mixture, epoch, num_replicas, planned["steps"], origin, taken, progress, cycle)
         if not 0 <= taken <= plan.total_steps:
             raise PositionError(
                 f"{progress.consumed} steps of epoch {epoch} were taken, and on {num_replicas} ranks the rest of it "

@@ -22,6 +22,8 @@ from lightning_stateful.mixture.sources import Mixture, amounts_of, present
 
 # Samples that are looked up at a time, and steps.
 _MOST_SAMPLES, _MOST_STEPS = 2**17, 8192
+# More than a pass has, over all ranks: the numbers of the batches of the next pass begin here.
+_STEPS_A_CYCLE = 2**44
 
 
 class _Segment(NamedTuple):
@@ -51,6 +53,7 @@ class MixtureEpochPlan:
             began.
         taken: Steps taken since, by which this plan begins later.
         begun: The progress that the plan was made from, where there was one.
+        cycle: Which pass within the epoch.
     """
 
     mixture: Mixture
@@ -60,6 +63,7 @@ class MixtureEpochPlan:
     origin: tuple[int, ...]
     taken: int = 0
     begun: Progress | None = None
+    cycle: int = 0
 
     # The protocol
 
@@ -76,7 +80,7 @@ class MixtureEpochPlan:
         batches = read_in_chunks(
             lambda begin, end: self._read(begin, end, rank), first, self.total_steps, largest=largest
         )
-        number = self.batches_before + first_step * self.num_replicas + rank
+        number = self.cycle * _STEPS_A_CYCLE + self.batches_before + first_step * self.num_replicas + rank
         return zip(count(number, self.num_replicas), batches, strict=False)
 
     @property
@@ -96,7 +100,7 @@ class MixtureEpochPlan:
         if self.mixture.num_steps is None:
             origin = dict(zip(names, self.origin, strict=True)) if any(self.origin) else {}
             details["planned"] = {"ranks": self.num_replicas, "steps": self.planned_steps, "served": origin}
-        return Progress(epoch=self.epoch, consumed=self.planned_steps + done, details=details)
+        return Progress(epoch=self.epoch, cycle=self.cycle, consumed=self.planned_steps + done, details=details)
 
     def report_after(self, steps: int) -> dict[str, Any]:
         """Of each of the ``sources``: samples, passes ("epochs"), share of samples and, if known, tokens.
@@ -201,7 +205,9 @@ class MixtureEpochPlan:
     @cached_property
     def _labels(self) -> tuple[int, ...]:
         """What orders belong to: the seed, and the epoch unless sources go on from epoch to epoch."""
-        return (self.mixture.seed, self.epoch) if self.mixture.num_steps is None else (self.mixture.seed,)
+        if self.mixture.num_steps is not None:
+            return (self.mixture.seed,)
+        return (self.mixture.seed, self.epoch, self.cycle) if self.cycle else (self.mixture.seed, self.epoch)
 
     def _key(self, number: int) -> int | None:
         mixture = self.mixture

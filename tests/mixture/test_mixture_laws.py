@@ -28,7 +28,7 @@ def case(
         samples=range(sum(LENGTHS)) if whole else None,
         drops=options.get("drop_last", False),
         shuffled=options.get("shuffle", True),
-        cycles=False,
+        cycles=options.get("num_steps") is None,
     )
 
 
