@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from benchmarks.measure import Row, in_child, interleave, median_ratio, report, seconds, short, target, with_memory
-from lightning_stateful.index import ShuffledOrder
+from lightning_stateful.core import ShuffledOrder
 from lightning_stateful.samplers import StatefulDistributedSampler
 
 CLAIM = (
@@ -32,7 +32,7 @@ def take_blocks(length: int, sample: int) -> int:
     blocks = sample // BLOCK
     for number in range(blocks):
         start = number * (length - BLOCK) // max(blocks - 1, 1)
-        order.take(np.arange(start, start + BLOCK, dtype=np.int64), epoch=0)
+        order.take(np.arange(start, start + BLOCK, dtype=np.int64), epoch=0, cycle=0)
     return blocks * BLOCK
 
 

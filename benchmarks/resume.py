@@ -13,7 +13,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from benchmarks.measure import Row, in_child, interleave, report, seconds, target, with_memory
-from lightning_stateful.index import Position
+from lightning_stateful.core import Progress
 from lightning_stateful.loaders import StatefulLoader
 
 CLAIM = "A resume costs what a start costs, wherever the run was stopped."
@@ -38,7 +38,7 @@ def moved(kind: str, state: dict[str, Any], batches: int) -> dict[str, Any]:
     it would write the same itself is checked by :func:`check`.
     """
     if kind == "ours":
-        ours: dict[str, Any] = build("ours").state_at(Position(consumed=batches * BATCH))
+        ours: dict[str, Any] = build("ours").tracker.state_dict(Progress(consumed=batches * BATCH))
         return ours
     state = copy.deepcopy(state)
     state["_sampler_iter_yielded"] = state["_num_yielded"] = batches

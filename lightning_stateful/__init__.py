@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_stateful.audit import AuditResult, check_resume
     from lightning_stateful.bucketing import QuadraticCost
-    from lightning_stateful.index import WeightSchedule
     from lightning_stateful.loaders import StatefulLoader, is_patched, patch_dataloader
+    from lightning_stateful.mixture import WeightSchedule
     from lightning_stateful.samplers import (
         BucketBatchSampler,
         DDPSamplerWrapper,
@@ -53,7 +53,7 @@ _HOMES = {
     "StatefulDistributedSampler": "samplers",
     "StatefulLoader": "loaders",
     "StreamDataModule": "trainer",
-    "WeightSchedule": "index",
+    "WeightSchedule": "mixture",
     "check_resume": "audit",
     "is_patched": "loaders",
     "patch_dataloader": "loaders",

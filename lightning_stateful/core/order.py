@@ -83,7 +83,7 @@ class BatchOrder(Protocol):
 
     @property
     def carries_over(self) -> bool:
-        """Whether an epoch goes on where the one before has ended."""
+        """Whether an epoch goes on where the one before has ended; such an order cannot start over within one."""
         ...
 
     def config(self) -> dict[str, Any]:

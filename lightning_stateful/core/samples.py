@@ -16,7 +16,7 @@ from lightning_stateful.core.progress import Progress
 from lightning_stateful.core.ranges import Indices
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
-from lightning_stateful.errors import PositionError
+from lightning_stateful.errors import ConfigurationError, PositionError
 
 # Samples that are looked up at a time.
 _CHUNK = 8192
@@ -103,19 +103,88 @@ class ShuffledOrder:
         return {"shuffle": True, "seed": self.seed}
 
 
+@dataclass(frozen=True, slots=True)
+class BlockShuffledOrder:
+    """Blocks of neighbours in a shuffled order, and samples shuffled within a window of blocks.
+
+    While a window is served, only ``window`` blocks of the dataset are read. A sample can meet any sample of its own
+    block and of the ``window - 1`` blocks that the epoch puts beside it; another epoch puts others there.
+
+    Attributes:
+        length: Number of samples.
+        seed: Chooses the orders.
+        block_size: Consecutive samples in a block, at least 1; the dataset's last block may be shorter.
+        window: Blocks that are shuffled together, at least 1.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+    """
+
+    length: int
+    seed: int = 0
+    block_size: int = 1024
+    window: int = 16
+    kind: ClassVar[str] = "block_shuffled"
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_length(self.length)
+        if self.block_size < 1 or self.window < 1:
+            raise ConfigurationError(
+                f"block_size and window must be at least 1, got block_size={self.block_size}, window={self.window}."
+            )
+
+    def __len__(self) -> int:
+        return self.length
+
+    def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
+        """The samples at ``offsets``."""
+        key = derive_seed("block_shuffled", self.seed, epoch, cycle)
+        return self._take(key, offsets) if offsets.size else offsets
+
+    def _take(self, key: int, offsets: Indices) -> Indices:
+        num_blocks = -(-self.length // self.block_size)
+        window = min(self.window, num_blocks)
+        blocks = keyed_permutation(num_blocks, derive_seed("blocks", key))
+        # The one short block stands somewhere among the permuted blocks; everything after it comes `missing` earlier.
+        missing = num_blocks * self.block_size - self.length
+        short_at = int(blocks.positions_of(np.array([num_blocks - 1]))[0])
+        short_window = short_at // window
+        span = window * self.block_size
+
+        windows = np.where(offsets < (short_window + 1) * span - missing, offsets, offsets + missing) // span
+        starts = windows * span - missing * (windows > short_window)
+        result = np.empty_like(offsets)
+        for number in np.unique(windows):
+            chosen = windows == number
+            end = min((int(number) + 1) * span - missing * (number >= short_window), self.length)
+            start = int(starts[chosen][0])
+            within = keyed_permutation(end - start, derive_seed("window", key, int(number)))
+            unshuffled = start + within.take(offsets[chosen] - start)
+            # Now an unshuffled offset among the permuted blocks: skip the hole behind the short block.
+            unshuffled += missing * (unshuffled >= (short_at + 1) * self.block_size - missing)
+            result[chosen] = blocks.take(unshuffled // self.block_size) * self.block_size + unshuffled % self.block_size
+        return result
+
+    def config(self) -> dict[str, Any]:
+        """Plain data to be compared."""
+        return {"shuffle": "blocks", "seed": self.seed, "block_size": self.block_size, "window": self.window}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBatchOrder:
     """Samples of one dataset, cut into batches by the step rule.
 
     Attributes:
         samples: The sequence of samples.
-        batch_size: Samples in a full batch of one rank. It may change from one checkpoint to the next.
+        batch_size: Samples in a full batch of one rank, which may change from one checkpoint to the next; None for
+            single samples that are not collated.
         drop_last: Leave out the last step of an epoch if it is not full.
         exact: For evaluation: never serve a sample twice unless there are fewer samples than ranks.
     """
 
     samples: SampleOrder
-    batch_size: int = 1
+    batch_size: int | None = 1
     drop_last: bool = False
     exact: bool = False
     carries_over: ClassVar[bool] = False
@@ -147,7 +216,10 @@ class SampleBatchOrder:
                 "Train on the dataset that the checkpoint was made with, or resume from a checkpoint of this one."
             )
         rule = StepRule(
-            batch_size=self.batch_size, num_replicas=num_replicas, drop_last=self.drop_last, exact=self.exact
+            batch_size=1 if self.batch_size is None else self.batch_size,
+            num_replicas=num_replicas,
+            drop_last=self.drop_last,
+            exact=self.exact and self.batch_size is not None,
         )
         return SampleEpochPlan(self, rule, epoch, here.cycle, here.consumed)
 
@@ -159,6 +231,10 @@ class SampleBatchOrder:
         """The same batches for another use; see :class:`~lightning_stateful.core.order.BatchOrder`."""
         samples = seeded_at(self.samples, path) if shuffle else SequentialOrder(len(self.samples))
         return replace(self, samples=samples, exact=self.exact or exact)
+
+    def with_repeats(self) -> SampleBatchOrder:
+        """The same, with samples served twice in place of the two at once that ``exact`` makes of single ones."""
+        return replace(self, exact=False)
 
 
 @dataclass(frozen=True)
@@ -200,12 +276,12 @@ class SampleEpochPlan:
         tail = sum(share.size for share in self._last_shares(plain * self.rule.full, rank))
         return plain * self.rule.batch_size + tail
 
-    def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, list[int]]]:
-        """The batches of ``rank``; numbered by the offset of their first sample."""
+    def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
+        """The batches of ``rank``, or its samples if they are not collated; numbered by the offset of the first."""
         for offsets, indices in self._chunks(rank, first_step):
-            yield from zip(
-                (offsets[:, 0] + self.cycle * len(self.order.samples)).tolist(), indices.tolist(), strict=True
-            )
+            numbers = offsets[:, 0] + self.cycle * len(self.order.samples)
+            batches = indices[:, 0] if self.order.batch_size is None else indices
+            yield from zip(numbers.tolist(), batches.tolist(), strict=True)
 
     def samples(self, rank: int, first_step: int = 0) -> Iterator[int]:
         """The samples of ``rank``, batch after batch."""

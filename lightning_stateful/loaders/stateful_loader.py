@@ -1,33 +1,28 @@
-"""A DataLoader over an order, which can begin anywhere."""
+"""A DataLoader that can begin anywhere in an epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.order import UNKNOWN, EpochPlan
+from lightning_stateful.core.progress import Progress
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.topology import Topology
-from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
-from lightning_stateful.index.position import Position
-from lightning_stateful.index.slots import BatchOrder
-from lightning_stateful.loaders.batches import AnyPlan, PassBatches, PassIndices, PositionedBatches, SlotCut
-from lightning_stateful.loaders.cutting import cutting_of, length_of, refuse_other_length
-from lightning_stateful.loaders.engine import OPTIONS, Engine
-from lightning_stateful.loaders.kinds import Pickled, copied
-from lightning_stateful.loaders.origins import is_torchdatas
-from lightning_stateful.loaders.passes import Count, Pass
-from lightning_stateful.loaders.seeded import SeededDataset
-from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_or_default
-from lightning_stateful.samplers.sampler_plan import SamplerCut
-from lightning_stateful.samplers.user_sampler import UserSampler
+from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.loaders.arguments import OrderOfLoader, read_arguments
+from lightning_stateful.loaders.batch_reader import OPTIONS, BatchReader
+from lightning_stateful.loaders.user_class import Pickled, copied, is_torchdatas
+from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.samplers.tracker import Tracker
 from lightning_stateful.state import accepted_names
 
 
 class StatefulLoader(Pickled, DataLoader[Any]):
-    """A map-style DataLoader whose batches are a function of a position.
+    """A map-style DataLoader that resumes at the very next batch.
 
     A pass begins where the loader stands, which is looked up at the first ``next()``: any number of ``iter()`` calls,
     and a state loaded after them, cost nothing and change nothing. What counts is what has been handed over, not what
@@ -42,11 +37,11 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         batch_size: Samples in a batch of one rank; None to hand what the sampler yields to the dataset as it is.
         shuffle: Whether each epoch has an order of its own.
         sampler: In place of ``shuffle``: any sampler, perhaps in a
-            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper`, or an
-            :class:`~lightning_stateful.index.orders.Order`.
+            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper`, or a
+            :class:`~lightning_stateful.core.samples.SampleOrder`.
         batch_sampler: In place of ``batch_size``, ``sampler`` and ``drop_last``: any batch sampler, perhaps wrapped
-            likewise, or a :class:`~lightning_stateful.index.slots.BatchOrder`. Of one of this package's, batch sizes
-            are part of the configuration, and a position that it holds is left behind: load the state into the loader.
+            likewise, or a :class:`~lightning_stateful.core.order.BatchOrder`. Of one of this package's, batch sizes
+            are part of the configuration, and progress that it holds is left behind: load the state into the loader.
         drop_last: Leave out the last step of an epoch if it is not full.
         seed: Chooses the orders and the randomness of samples; by default the seed of Lightning's ``seed_everything``,
             or 0.
@@ -56,13 +51,12 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, path, epoch,
             batch).
         exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.
-        replace_samplers: Replace torch's own random samplers by orders of the same distribution, of which every place
-            is reached at once. A plain shuffle always is such an order.
         accept: Names of differences between a state and the present data to let pass on load: ``"dataset.length"``.
+        served: In place of all that says what is served: what another loader serves.
         **options: Any other option of :class:`torch.utils.data.DataLoader`.
 
     State:
-        The position after the batches handed over in the present pass: under 1 KB, equal on all ranks, good for any
+        The progress after the batches handed over in the present pass: under 1 KB, equal on all ranks, good for any
         ranks, workers and batch size.
 
     Raises:
@@ -87,11 +81,11 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         rank: int | None = None,
         seed_samples: bool = True,
         exact: bool = False,
-        replace_samplers: bool = False,
         accept: Collection[str] = (),
+        served: OrderOfLoader | None = None,
         **options: Any,
     ) -> None:
-        by_sampler = sampler is not None or batch_sampler is not None
+        by_sampler = sampler is not None or batch_sampler is not None or served is not None
         if isinstance(dataset, IterableDataset) or not (by_sampler or hasattr(dataset, "__len__")):
             raise UnsupportedLoaderError(
                 f"{type(dataset).__name__} has no random access by index; StatefulLoader needs a map-style dataset "
@@ -100,67 +94,81 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         if not options.pop("in_order", True):
             raise ConfigurationError("in_order=False hands batches over in no fixed order and cannot be resumed.")
         self._original: DataLoader[Any] | None = None
+        self._reader: BatchReader | None = None
         self.seed = seed = seed_or_default(seed)
         self.path, self._own_seed = path, loader_seed(seed, path)
         self.seed_samples = seed_samples
-        self.cut, self.order_alone, self._cursor, accepted = cutting_of(
-            dataset,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            drop_last=drop_last,
-            seed=seed,
-            path=path,
-            exact=exact,
-            replace_samplers=replace_samplers,
-            generator=options.get("generator"),
-            accept=accepted_names(accept),
+        asked = accepted_names(accept)
+        if served is None:
+            served = read_arguments(
+                dataset,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                sampler=sampler,
+                batch_sampler=batch_sampler,
+                drop_last=drop_last,
+                seed=seed,
+                exact=exact,
+                generator=options.get("generator"),
+                accept=asked,
+            )
+        if (num_replicas, rank) == (None, None):
+            num_replicas, rank = served.num_replicas, served.rank
+        # As it is for a loader that stands alone; from which one is built that knows its ranks and its path.
+        self.served = served
+        order = served.order.adapted(path=path)
+        self.tracker = Tracker(
+            order,
+            served.config(order, dataset),
             num_replicas=num_replicas,
             rank=rank,
+            accept=tuple(dict.fromkeys([*served.accept, *asked])),
         )
-        self.order = self.cut.order
-        self.accept = tuple(dict.fromkeys([*accepted, *accepted_names(accept)]))
-        self._length = length_of(dataset, self.cut)
-        self._generation = 0
-        self._running: Count | None = None
-        self._engine: Engine | None = None
-        self._isolate = IsolatedReads()
-        is_batched = batch_size is not None
-        indices = PassIndices(self.cut, self._cursor, is_batched=is_batched)
+        self._length = len(dataset) if served.counts_samples and hasattr(dataset, "__len__") else None
+        batch_size, drop_last = served.batch_size, served.drop_last
+        indices = _PassIndices(self.tracker, is_batched=served.has_whole_batches or batch_size is not None)
         # Not super(): between this class and torch's there may be a user's, which has been constructed already.
-        if isinstance(self.cut, SlotCut) or (
-            isinstance(self.cut, SamplerCut) and self.cut.order.whole_batches and is_batched
-        ):
-            DataLoader.__init__(self, dataset, batch_sampler=PassBatches(self.cut, self._cursor), **options)
+        if served.has_whole_batches:
+            DataLoader.__init__(self, dataset, batch_sampler=_PassBatches(self.tracker), **options)
             # torch puts a sampler of its own beside a batch sampler, in which Fabric would see something to replace.
             object.__setattr__(self, "sampler", indices)
         else:
-            how: dict[str, Any] = {"drop_last": self.cut.drop_last} if is_batched else {}
-            size = self.cut.batch_size if is_batched else None
-            DataLoader.__init__(self, dataset, batch_size=size, sampler=indices, **how, **options)
+            how: dict[str, Any] = {"drop_last": drop_last} if batch_size is not None else {}
+            DataLoader.__init__(self, dataset, batch_size=batch_size, sampler=indices, **how, **options)
+
+    @property
+    def order(self) -> Any:
+        """What is served."""
+        return self.tracker.order
+
+    @property
+    def accept(self) -> tuple[str, ...]:
+        """Names of differences to let pass on load."""
+        return self.tracker.accept
+
+    @property
+    def resume_note(self) -> str:
+        """How a resume brings a user's sampler to where it stood, in words; empty for others."""
+        return self.served.resume_note
+
+    def locate(self, state: Mapping[str, Any], *, where: str) -> Progress:
+        """The progress in a checked state of which every difference was accepted; see :class:`Tracker`."""
+        return self.tracker.locate(state, where=where)
 
     @property
     def topology(self) -> Topology:
         """The ranks that batches are dealt out to."""
-        return self.cut.topology()
+        return self.tracker.topology
 
     @property
-    def plan(self) -> AnyPlan:
-        """The batches of this rank, as a function of a position."""
-        return self.cut.plan()
-
-    @property
-    def position(self) -> Position:
+    def progress(self) -> Progress:
         """Where the model stands that was trained on all batches handed over."""
-        origin = self._cursor.position
-        handed = 0 if self._running is None else self._running.handed
-        return self._normal(self.plan.after(origin, handed) if handed else origin)
+        return self.tracker.progress
 
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to."""
-        return self.position.epoch
+        return self.tracker.epoch
 
     def __len__(self) -> int:
         """Batches of a whole epoch, wherever the loader stands.
@@ -168,148 +176,95 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         Raises:
             TypeError: The sampler does not know its length.
         """
-        if not self.is_sized:
-            raise TypeError(f"The sampler {self.order.name} has no len(), so this loader has none.")  # type: ignore[union-attr]
-        return self.plan.num_batches()
+        num_steps = self.plan(0).num_steps
+        if num_steps == UNKNOWN:
+            raise TypeError(f"The sampler {self.order.name} has no len(), so this loader has none.")
+        return num_steps
 
     @property
     def is_sized(self) -> bool:
         """Whether the number of batches of an epoch is known before its end."""
-        return not isinstance(self.order, UserSampler) or self.order.is_sized
+        return self.plan(0).num_steps != UNKNOWN
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
-        return Pass(self)
+        return _Pass(self)
 
-    @property
-    def _iterator(self) -> Any:
-        # Where torch keeps persistent workers, and Lightning looks to end them after training.
-        return None if self._engine is None else self._engine.loader._iterator
+    def plan(self, epoch: int, progress: Progress | None = None) -> EpochPlan:
+        """The plan of an epoch, or of the rest of it, for the present number of ranks."""
+        return self.tracker.plan_of(epoch, progress)
 
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        if self._engine is not None:
-            self._engine.loader._iterator = iterator
+    def batches(self, plan: EpochPlan, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
+        """The batches from a step of a plan to its end, without moving the loader.
+
+        Args:
+            plan: A plan of this loader.
+            first_step: Where to begin.
+            isolated: Whether the process's generators are put back after a batch that is read in this process; not
+                where they are seeded then anyway.
+        """
+        self._refuse_other_length()
+        if first_step >= plan.num_steps:
+            return iter(())
+        options = {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None)}
+        if self._reader is None or self._reader.options != options:
+            self._reader = self._build_reader(options)
+        rank = self.topology.rank
+        base_seed = derive_seed("workers", self._own_seed, rank, plan.epoch, plan.progress_after(first_step).consumed)
+        return self._reader.read(plan, rank, first_step, base_seed, isolated=isolated)
 
     def set_epoch(self, epoch: int) -> None:
-        """Stand at the beginning of ``epoch``; a position within that same epoch is kept."""
-        epoch = as_int("epoch", epoch)
-        if epoch != self._cursor.position.epoch:
-            self.seek(self.plan.begin(epoch, self._cursor.position))
-
-    def seek(self, position: Position) -> None:
-        """Stand at ``position``; a pass that is running goes on from there."""
-        self._cursor.position = position
-        self._running = None
-        self._generation += 1
+        """Stand at the beginning of ``epoch``; progress within that same epoch is kept."""
+        self.tracker.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the batches handed over: fresh plain data, equal on all ranks."""
-        return self._cursor.state_dict(self.position)
+        return self.tracker.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Stand where ``state_dict`` was taken.
+        """Stand where ``state_dict`` was taken; a pass that is running goes on from there.
 
         Raises:
             StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
         """
-        self.seek(self.read(state_dict))
+        self.tracker.load_state_dict(state_dict, where="The loader's state")
 
     def position_report(self) -> dict[str, Any]:
-        """Where the loader stands: epoch, and slots consumed or what has been served of every source."""
-        return self.report_at(self.position)
-
-    def report_at(self, position: Position) -> dict[str, Any]:
-        """:meth:`position_report` at another position."""
-        if isinstance(self.order, (BatchOrder, UserSampler)):
-            return {"epoch": position.epoch, **self.order.report(position)}
-        return {"epoch": position.epoch, "samples": position.consumed}
-
-    def state_at(self, position: Position) -> dict[str, Any]:
-        """The state of this loader at another position."""
-        return self._cursor.state_dict(position)
-
-    def read(self, state_dict: Mapping[str, Any], *, where: str = "The loader's state") -> Position:
-        """The position that a state names, without moving there; see :meth:`Cursor.read`."""
-        return self._cursor.read(state_dict, accept=self.accept, where=where)
-
-    def locate(self, state_dict: Mapping[str, Any], *, cyclic: bool, where: str) -> Position:
-        """The position in a state whose differences were looked at before; see :meth:`Cursor.locate`."""
-        return self._cursor.locate(state_dict, cyclic=cyclic, where=where)
-
-    def batches(self, position: Position, *, isolated: bool = True) -> Iterator[Any]:
-        """The batches from ``position`` to the end of its pass, without moving the loader.
-
-        Args:
-            position: Where to begin.
-            isolated: Whether the process's generators are put back after a batch that is read in this process; not
-                where they are seeded then anyway.
-        """
-        count, fetch = self._fetcher(position, isolated=isolated)
-        learns = isinstance(self.order, UserSampler) and self.order.way == "feedback"
-        for step in range(count):
-            try:
-                batch = fetch()
-            except StopIteration:
-                return
-            # Of an end that it cannot know, Lightning asks one batch ahead: the one before is trained on next.
-            next_step = step if self.is_sized else step - 1
-            if learns and next_step >= 0:
-                self.order.note_handed(self.plan.after(position, next_step))  # type: ignore[union-attr]  # by its way
-            yield batch
-
-    def _fetcher(self, position: Position, *, isolated: bool = True) -> tuple[int, Callable[[], Any]]:
-        """How many batches there are from ``position`` on, and what gets the next of them."""
-        plan = self.plan
-        count = plan.num_batches(position)
-        refuse_other_length(self.dataset, self._length)
-        if not count:
-            return 0, tuple
-        options = self._options()
-        if self._engine is None or self._engine.batches.plan != plan or self._engine.options != options:
-            self._engine = self._build_engine(plan, options)
-        engine = self._engine
-        engine.batches.start = position
-        if not self.num_workers and not self.pin_memory and engine.is_plain:
-            return count, engine.fetch_in_process(self.dataset, self._isolate if isolated else None)
-        # torch draws a base seed for its workers here; not from the generator that the model uses.
-        base = derive_seed("workers", self._own_seed, self.topology.rank, position.epoch, position.consumed)
-        engine.generator.manual_seed(base)
-        fetch = engine.fetch(count)
-        if self.num_workers or not (self.seed_samples and isolated):
-            return count, fetch
-
-        def fetch_aside() -> Any:
-            # Worker processes have generators of their own; here the model uses the same ones.
-            with keep_randomness():
-                return fetch()
-
-        return count, fetch_aside
+        """Where the loader stands: epoch, and samples consumed or what has been served of every source."""
+        return self.tracker.report()
 
     @property
-    def is_at_end(self) -> bool:
-        """Whether nothing is left of the epoch of which the latest batch was handed over."""
-        if isinstance(self.order, UserSampler) and (self.order.live is None or self.order.live.end is None):
-            return False
-        plan, handed = self.plan, 0 if self._running is None else self._running.handed
-        return plan.is_over(plan.after(self._cursor.position, handed))
+    def _iterator(self) -> Any:
+        # Where torch keeps persistent workers, and Lightning looks to end them after training.
+        return None if self._reader is None else self._reader.loader._iterator
 
-    def _normal(self, position: Position) -> Position:
-        """The beginning of the next epoch in place of the end of one."""
-        plan = self.plan
-        return plan.begin(position.epoch + 1, position) if position.consumed and plan.is_over(position) else position
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        if self._reader is not None:
+            self._reader.loader._iterator = iterator
 
-    def _options(self) -> dict[str, Any]:
-        """Options of torch's loader, which may be set anew between epochs."""
-        return {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None)}
-
-    def _build_engine(self, plan: AnyPlan, options: dict[str, Any]) -> Engine:
-        batches = PositionedBatches(
-            plan, self._own_seed if self.seed_samples else None, is_batched=self.batch_sampler is not None
+    def _build_reader(self, options: dict[str, Any]) -> BatchReader:
+        original = self._original
+        return BatchReader(
+            self.dataset,
+            self._own_seed if self.seed_samples else None,
+            options,
+            is_batched=self.batch_sampler is not None,
+            original=None if original is None or is_torchdatas(original) else original,
         )
-        dataset = SeededDataset(self.dataset) if self.seed_samples else self.dataset
-        if self._original is not None and not is_torchdatas(self._original):
-            return Engine.within(self._original, dataset, batches, options)
-        return Engine.of(dataset, batches, options)
+
+    def _refuse_other_length(self) -> None:
+        """Refuse a dataset that has shrunk since its batches were planned; warn of one that has grown."""
+        dataset: Any = self.dataset
+        if self._length is None or len(dataset) == self._length:
+            return
+        changed = (
+            f"The {type(dataset).__qualname__} had {self._length} samples when its loader was built, and has "
+            f"{len(dataset)} now"
+        )
+        remedy = "Build the loader anew when the data change: Trainer(reload_dataloaders_every_n_epochs=1)."
+        if len(dataset) < self._length:
+            raise ConfigurationError(f"{changed}: some that are still to be served are not there any more. {remedy}")
+        warnings.warn(f"{changed}. New ones are not served. {remedy}", StatefulWarning, stacklevel=3)
 
     def adopt(self, original: DataLoader[Any]) -> None:
         """Read through a copy of the loader that this one was made of, and have its attributes."""
@@ -328,3 +283,63 @@ class StatefulLoader(Pickled, DataLoader[Any]):
             setattr(original, name, value)
         else:
             super().__setattr__(name, value)
+
+
+class _Pass:
+    """One pass over a loader; a batch that could not be read is tried again at the next call."""
+
+    def __init__(self, loader: StatefulLoader) -> None:
+        self._tracker, self._read = loader.tracker, loader.batches
+        self._batches = self._tracker.iterate(self._read)
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise
+        except Exception:
+            self._batches = self._tracker.iterate(self._read, resumes=True)
+            raise
+
+
+class _PassIndices(DistributedSampler[Any]):
+    """The indices of a loader's pass from its beginning, for those who look at ``loader.sampler``.
+
+    It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of; the epoch
+    that they set here is a count of their ``iter()`` calls and says nothing about where the loader stands.
+    """
+
+    def __init__(self, tracker: Tracker, *, is_batched: bool) -> None:
+        self._tracker, self._is_batched = tracker, is_batched
+
+    def __iter__(self) -> Iterator[Any]:
+        for _, batch in self._tracker.plan().batches(self._tracker.topology.rank):
+            if self._is_batched:
+                yield from batch
+            else:
+                yield batch
+
+    def __len__(self) -> int:
+        plan: Any = self._tracker.plan_of(0)
+        if not hasattr(plan, "num_samples"):
+            raise TypeError("The samples of whole batches are counted only when they are served.")
+        return int(plan.num_samples(self._tracker.topology.rank))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: see :meth:`StatefulLoader.set_epoch`."""
+
+
+class _PassBatches(Sampler[Any]):
+    """The batches of a loader's pass from its beginning, for those who look at ``loader.batch_sampler``."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for _, batch in self._tracker.plan().batches(self._tracker.topology.rank))
+
+    def __len__(self) -> int:
+        return self._tracker.plan_of(0).num_steps

@@ -16,7 +16,7 @@ from lightning_stateful.errors import ConfigurationError, Difference, PositionEr
 from lightning_stateful.loaders.pass_run import PassRun
 from lightning_stateful.loaders.rank_reader import RankReader
 from lightning_stateful.loaders.stream_setup import StreamSetup
-from lightning_stateful.samplers.marks import digest
+from lightning_stateful.samplers.fast_forward import digest
 from lightning_stateful.streams.exchange import Exchange
 from lightning_stateful.streams.lane import StreamConfig
 from lightning_stateful.streams.standing import Standing

@@ -13,12 +13,12 @@ from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.core.progress import Progress
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import DamagedStateError, PositionError, StateMismatchError
-from lightning_stateful.loaders.kinds import Pickled, copied
 from lightning_stateful.loaders.pass_run import END
 from lightning_stateful.loaders.stream_course import StreamCourse
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
 from lightning_stateful.loaders.stream_setup import StreamSetup
+from lightning_stateful.loaders.user_class import Pickled, copied
 from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.tracker import Tracker
 from lightning_stateful.state import accepted_names, check, differences, refuse_differences
@@ -127,6 +127,11 @@ class StreamLoader(Pickled, DataLoader[Any]):
     def is_sized(self) -> bool:
         """Whether the number of steps of an epoch is known beforehand."""
         return self.options.steps_per_epoch is not None
+
+    @property
+    def resume_note(self) -> str:
+        """How a resume goes on, in words."""
+        return f"{self.order.name} {self.course.say()}"
 
     @property
     def accept(self) -> tuple[str, ...]:

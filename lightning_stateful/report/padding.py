@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from lightning_stateful.bucketing.padding import BudgetedOrder, StepPadding, measure
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.bucket_order import BucketOrder
-from lightning_stateful.index.padding import BudgetedOrder, StepPadding, measure
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.window_order import WindowOrder
 from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stateful.bucketing.lengths import histogram
+from lightning_stateful.bucketing.padding import StepPadding, measure
 from lightning_stateful.core.permutation import keyed_permutation
 from lightning_stateful.core.ranges import Indices
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.index.bucket_order import BucketOrder
-from lightning_stateful.index.lengths import histogram
-from lightning_stateful.index.padding import StepPadding, measure
 from lightning_stateful.index.slots import BatchOrder
 from lightning_stateful.index.window_order import WindowOrder
 from lightning_stateful.report.padding import order_of

@@ -1,22 +1,21 @@
-"""Floor 1: orders with a position, as torch samplers. torch only."""
+"""Samplers and batch samplers with a state, for torch's DataLoader and for this package's loaders."""
 
-from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
-from lightning_stateful.samplers.buckets import BucketBatchSampler
-from lightning_stateful.samplers.cursor import Cursor
+from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
+from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.fingerprint import describe_dataset
-from lightning_stateful.samplers.sources import MixtureBatchSampler, RoundRobinBatchSampler
-from lightning_stateful.samplers.world import detect_topology
+from lightning_stateful.samplers.mixture_samplers import MixtureBatchSampler, RoundRobinBatchSampler
+from lightning_stateful.samplers.tracker import Tracker, detect_topology
 
 __all__ = [
     "BucketBatchSampler",
-    "Cursor",
     "DDPSamplerWrapper",
     "MixtureBatchSampler",
     "RoundRobinBatchSampler",
     "StatefulBatchSampler",
     "StatefulDistributedSampler",
+    "Tracker",
     "describe_dataset",
     "detect_topology",
 ]

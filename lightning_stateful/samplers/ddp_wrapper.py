@@ -10,14 +10,10 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.position import Position
-from lightning_stateful.samplers.cursor import Cursor
-from lightning_stateful.samplers.items import knows_how_to_split
+from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.sampler_plan import SamplerCut, SamplerPlan, Tail
-from lightning_stateful.samplers.user_sampler import Length, UserSampler
-from lightning_stateful.samplers.world import detect_topology
+from lightning_stateful.samplers.tracker import Tracker
+from lightning_stateful.samplers.wrapped_sampler import Length, Tail, WrappedSampler, knows_how_to_split
 from lightning_stateful.state import accepted_names
 
 
@@ -70,8 +66,6 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
         seed: int | None = None,
         accept: Collection[str] = (),
     ) -> None:
-        if num_replicas is not None or rank is not None:
-            detect_topology(num_replicas, rank)
         # Wrapping twice is wrapping once; what is left at its default stays as the first wrapper has it.
         if isinstance(sampler, DDPSamplerWrapper):
             first: DDPSamplerWrapper = sampler
@@ -89,43 +83,27 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
         self.seed_given: int | None = None if seed is None else as_int("seed", seed)
         self.seed: int = seed_or_default(seed)
         self.accept: tuple[str, ...] = accepted_names(accept)
-        source = UserSampler(sampler, seed=self.seed, length=length, accept=self.accept)
-        source.whole_batches = _yields_batches(source)
-        self._cursor = Cursor(source, self._cut(source).describe())
-        # Where the pass began that was iterated latest, what it has yielded, and which iterator that was.
-        self._began: Position | None = None
-        self._yielded = 0
-        self._latest: object = None
-
-    def _cut(self, source: UserSampler) -> SamplerCut:
-        return SamplerCut(
-            order=source,
-            tail=self.tail,
-            shuffles=self.shuffle_samples_between_gpus,
-            num_replicas=self.num_replicas,
-            rank=self.rank,
+        order = WrappedSampler(
+            sampler,
+            seed=self.seed,
+            length=length,
+            tail=tail,
+            shuffles=shuffle_samples_between_gpus,
+            accept=self.accept,
         )
+        order = order.replaced(whole_batches=_yields_batches(order))
+        self.tracker = Tracker(order, num_replicas=num_replicas, rank=rank, accept=self.accept)
 
     @property
-    def source(self) -> UserSampler:
+    def order(self) -> WrappedSampler:
         """The wrapped sampler as one sequence for all ranks."""
-        source: Any = self._cursor.order
-        return source  # type: ignore[no-any-return]  # always that
-
-    @property
-    def plan(self) -> SamplerPlan:
-        """The share of this rank, as a function of a position."""
-        return self._cut(self.source).plan()
-
-    @property
-    def position(self) -> Position:
-        """Where the model stands that was trained on all items yielded."""
-        return self._after(self._yielded)
+        order: Any = self.tracker.order
+        return order  # type: ignore[no-any-return]  # always that
 
     @property
     def epoch(self) -> int:  # type: ignore[override]  # torch keeps it in an attribute
         """The epoch that the next item belongs to."""
-        return self.position.epoch
+        return self.tracker.epoch
 
     def __len__(self) -> int:
         """Items of this rank in a whole epoch.
@@ -133,47 +111,20 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
         Raises:
             TypeError: The sampler does not know its length.
         """
-        if not self.source.is_sized:
-            raise TypeError(f"{self.source.name} has no len().")
-        return self.plan.num_batches()
+        if not self.order.is_sized:
+            raise TypeError(f"{self.order.name} has no len().")
+        return self.tracker.plan_of(0).num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator: nothing here runs before the first next(), so a state may be loaded after iter().
-        latest = self._latest = object()
-        plan = self.plan
-        began = self._began = self._here(plan)
-        self._yielded = 0
-        source, total = self.source, plan.num_batches(began)
-        items = plan.indices(began) if source.whole_batches else _single(plan, began)
-        for done, item in enumerate(items, 1):
-            if self._latest is latest:
-                self._yielded = done
-                if done == total or (not source.is_sized and plan.is_over(plan.after(began, done))):
-                    self._cursor.position = plan.begin(began.epoch + 1)
-            yield item
-        if self._latest is latest and not self._yielded:
-            # An epoch without items is over as well.
-            self._cursor.position = plan.begin(began.epoch + 1)
+        return self.tracker.iterate(self._read)
 
-    def _here(self, plan: SamplerPlan) -> Position:
-        held = self._cursor.position
-        return plan.begin(held.epoch + 1) if held.consumed and plan.is_over(held) else held
-
-    def _after(self, num_items: int) -> Position:
-        plan = self.plan
-        began = self._here(plan) if self._began is None else self._began
-        if not 0 <= num_items <= plan.num_batches(began):
-            raise ConfigurationError(
-                f"num_items must be from 0 to {plan.num_batches(began)}, the length of this pass, got {num_items}."
-            )
-        after = plan.after(began, num_items)
-        return plan.begin(began.epoch + 1) if num_items and plan.is_over(after) else after
+    def _read(self, plan: EpochPlan, first_step: int) -> Iterator[Any]:
+        batches = plan.batches(self.tracker.topology.rank, first_step)
+        return (batch if self.order.whole_batches else batch[0] for _, batch in batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``; a position within that same epoch is kept."""
-        epoch = as_int("epoch", epoch)
-        if epoch != self._cursor.position.epoch:
-            self._move(self.plan.begin(epoch))
+        """Begin ``epoch``; progress within that same epoch is kept."""
+        self.tracker.set_epoch(epoch)
 
     def state_dict(self, *, num_items: int | None = None) -> dict[str, Any]:
         """The state after what the latest iterator has yielded.
@@ -184,7 +135,7 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
         Raises:
             ConfigurationError: ``num_items`` is more than the pass has.
         """
-        return self._cursor.state_dict(self._after(self._yielded if num_items is None else num_items))
+        return self.tracker.state_dict(None if num_items is None else self.tracker.progress_after(num_items))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, on any number of ranks.
@@ -193,27 +144,17 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
             StateError: The state is damaged, from a future version, or of another configuration. That the sampler
                 yields another sequence now is found, and refused, at the first item.
         """
-        self._move(self._cursor.read(state_dict, accept=self.accept, where="The sampler's state"))
+        self.tracker.load_state_dict(state_dict, where="The sampler's state")
 
     def position_report(self) -> dict[str, Any]:
-        """Epoch, what has been served of it, and how the sampler is brought to a place; equal on all ranks."""
-        position = self.position
-        return {"epoch": position.epoch, **self.source.report(position)}
-
-    def _move(self, position: Position) -> None:
-        self._cursor.position = position
-        self._began, self._yielded, self._latest = None, 0, None
-        self.source.live = None
+        """Epoch, what has been served of it, and how the sampler is brought there; equal on all ranks."""
+        return self.tracker.report()
 
 
-def _single(plan: SamplerPlan, began: Position) -> Iterator[Any]:
-    return (batch[0] for batch in plan.indices(began))
-
-
-def _yields_batches(source: UserSampler) -> bool:
-    if source.is_known:
-        return isinstance(source.sampler, BatchSampler)
-    first = source.examine().first
+def _yields_batches(order: WrappedSampler) -> bool:
+    if order.is_known:
+        return isinstance(order.sampler, BatchSampler)
+    first = order.check().first
     if isinstance(first, (np.ndarray, torch.Tensor)):
         return first.ndim > 0
     # A tuple names a sample, of a dataset of several, say.

@@ -243,6 +243,10 @@ class WrappedSampler:
         repeats = self.repeats_first_epoch or not shuffle
         return self.replaced(path=path or self.path, exact=self.exact or exact, repeats_first_epoch=repeats)
 
+    def with_repeats(self) -> WrappedSampler:
+        """The same, with samples served twice in place of the two at once that ``exact`` makes of single ones."""
+        return self.replaced(exact=False, tail="pad")
+
     def replaced(self, **options: Any) -> WrappedSampler:
         """The same sampler with other options; it is checked again only where these change what it yields."""
         changed = {name: value for name, value in options.items() if value != getattr(self, name)}

@@ -10,8 +10,8 @@ from torch.utils.data import IterableDataset
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.mixture import Stop
-from lightning_stateful.samplers.sources import refuse_splits
+from lightning_stateful.mixture.sources import Stop
+from lightning_stateful.samplers.mixture_samplers import refuse_splits
 from lightning_stateful.streams.hugging_face import is_hugging_face
 from lightning_stateful.streams.lane import ALONE
 from lightning_stateful.streams.mixing import By, Mixing

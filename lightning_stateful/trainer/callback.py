@@ -51,7 +51,6 @@ class StatefulDataCallback(pl.Callback):
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         accept: Names of differences between a checkpoint and the present data to let pass, for example
             ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
-        replace_samplers: Replace torch's own random samplers by orders, of which every place is reached at once.
         log_sources: Log what has been served of every source of a mixture whenever the trainer logs.
         log_padding: Log ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths in the same way.
         brought_along: Whether a data module made this callback, and may change its settings.
@@ -73,7 +72,6 @@ class StatefulDataCallback(pl.Callback):
         seed_samples: bool = True,
         seed_model: bool = True,
         accept: Collection[str] = (),
-        replace_samplers: bool = False,
         log_sources: bool = False,
         log_padding: bool = False,
         brought_along: bool = False,
@@ -84,7 +82,6 @@ class StatefulDataCallback(pl.Callback):
             seed_samples=seed_samples,
             seed_model=seed_model,
             accept=accept,
-            replace_samplers=replace_samplers,
             log_sources=log_sources,
             log_padding=log_padding,
         )

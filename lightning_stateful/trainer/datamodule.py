@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.samplers.sources import refuse_splits
+from lightning_stateful.samplers.mixture_samplers import refuse_splits
 from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.checkpoint import STATE_KEY
 from lightning_stateful.trainer.lightning import PACKAGE, _CallbackConnector, check_package, pl
@@ -64,7 +64,6 @@ class StatefulDataModule(pl.LightningDataModule):
             loader, epoch, batch).
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         accept: Names of differences between a checkpoint and the present data to let pass.
-        replace_samplers: Replace torch's own random samplers, in loaders that a subclass returns, by orders.
         log_sources: Log what has been served of every source of a mixture whenever the trainer logs.
         log_padding: Log the padding of batches of like lengths whenever the trainer logs.
         **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader.
@@ -96,7 +95,6 @@ class StatefulDataModule(pl.LightningDataModule):
         seed_samples: bool = True,
         seed_model: bool = True,
         accept: Collection[str] = (),
-        replace_samplers: bool = False,
         log_sources: bool = False,
         log_padding: bool = False,
         **loader_options: Any,
@@ -107,7 +105,6 @@ class StatefulDataModule(pl.LightningDataModule):
             seed_samples=seed_samples,
             seed_model=seed_model,
             accept=accept,
-            replace_samplers=replace_samplers,
             log_sources=log_sources,
             log_padding=log_padding,
         )

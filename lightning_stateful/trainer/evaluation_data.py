@@ -11,22 +11,16 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
+from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
-from lightning_stateful.index.orders import SequentialOrder
-from lightning_stateful.index.position import Position
-from lightning_stateful.index.slots import BatchOrder, SlotPlan
-from lightning_stateful.loaders.batches import PassBatches, PassIndices
-from lightning_stateful.loaders.patched import AnyLoader
+from lightning_stateful.loaders.patching import AnyLoader, take_over
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.loaders.takeover import take_over
 from lightning_stateful.samplers.rng import keep_randomness
-from lightning_stateful.samplers.sampler_plan import SamplerCut
-from lightning_stateful.samplers.user_sampler import UserSampler
 from lightning_stateful.trainer.lightning import TrainerFn, pl
 from lightning_stateful.trainer.ranks import build_alike, deals_out, own_rank, topology_of
 from lightning_stateful.trainer.structure import Structure
-from lightning_stateful.trainer.training_data import Settings, overfit_batches
+from lightning_stateful.trainer.training_data import Settings, length_of, overfit_batches
 from lightning_stateful.trainer.view import LoaderView
 
 
@@ -68,8 +62,8 @@ def _serves_pairs(loader: AnyLoader) -> TypeGuard[StatefulLoader]:
     """Whether single samples that are left at the end are served in batches of two."""
     if not isinstance(loader, StatefulLoader) or not loader.is_sized:
         return False
-    plan = loader.plan
-    return not isinstance(plan, SlotPlan) and plan.rule.merges(plan.num_slots())
+    # Whole batches of this package's never are.
+    return bool(getattr(loader.plan(0), "ends_in_pairs", False))
 
 
 def _can_serve_pairs(loader: StatefulLoader) -> bool:
@@ -77,12 +71,11 @@ def _can_serve_pairs(loader: StatefulLoader) -> bool:
 
     They are read where the loader reads: a file that is opened in this process must not be shared with its workers.
     """
-    plan: Any = loader.plan
-    begin = plan.begin(0)
-    last = next(plan.indices(plan.after(begin, plan.num_batches() - 1)))
-    if not isinstance(loader.order, SequentialOrder):
+    plan, rank = loader.plan(0), loader.topology.rank
+    _, last = next(plan.batches(rank, plan.num_steps - 1))
+    if loader.order != loader.order.adapted(shuffle=False):
         # Another epoch pairs others.
-        last = [*next(plan.indices(begin)), *last]
+        last = [*next(plan.batches(rank))[1], *last]
     how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
     if loader.num_workers:
         how |= {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context}
@@ -101,11 +94,8 @@ def _can_serve_pairs(loader: StatefulLoader) -> bool:
 
 def _repeat_instead(loader: Any, where: str) -> None:
     """Serve some samples twice in place of two of them in one batch."""
-    loader.cut = replace(loader.cut, exact=False, **({"tail": "pad"} if isinstance(loader.cut, SamplerCut) else {}))
-    for face in (loader.sampler, loader.batch_sampler):
-        if isinstance(face, (PassIndices, PassBatches)):
-            face._cut = loader.cut
-    repeats = "; ".join(loader.plan.repeats())
+    loader.tracker.order = loader.order.with_repeats()
+    repeats = loader.plan(0).repeats()
     rank_zero_warn(
         f"{where}: {repeats}, because ranks take equal steps and two samples of other shapes cannot be collated into a "
         "batch, as would be exact. For exact metrics pass a collate_fn that pads, or evaluate on one device.",
@@ -118,9 +108,9 @@ def _lengths(structure: Structure) -> dict[str, dict[str, Any]]:
     for path, view in structure.loaders.items():
         # As Lightning has it, ranks may take unequal steps through data of their own.
         if isinstance(view, LoaderView) and not _is_of_one_rank(view.loader):
-            described[path] = {"length": view.plan.num_slots()}
-            if isinstance(view.order, UserSampler):
-                described[path]["begins"] = view.order.examine().begins
+            described[path] = {"length": length_of(view.loader)}
+            if begins := view.loader.tracker.config.get("sequence"):
+                described[path]["begins"] = begins
     return described
 
 
@@ -142,7 +132,6 @@ def _view(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Set
             seed_samples=settings.seed_samples,
             shuffle=False if overfits else None,
             exact=True,
-            replace_samplers=settings.replace_samplers,
             accept=settings.accept,
             where=where,
         )
@@ -155,7 +144,7 @@ def _view(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Set
             rank_zero_info(f"{error} It is left to Lightning.")
         return loader
 
-    for repeats in taken.plan.repeats() if isinstance(taken.order, (BatchOrder, UserSampler)) else ():
+    if isinstance(taken, StatefulLoader) and not taken.served.is_plain and (repeats := taken.plan(0).repeats()):
         rank_zero_warn(f"{where}: {repeats}, because ranks take equal steps.", category=StatefulWarning)
 
     locate = partial(_locate, trainer, taken)
@@ -169,7 +158,7 @@ def _view(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Set
     )
 
 
-def _locate(trainer: pl.Trainer, loader: AnyLoader) -> Position | None:
+def _locate(trainer: pl.Trainer, loader: AnyLoader) -> tuple[EpochPlan, int] | None:
     # Randomness and, if the loader shuffles, its order follow the training epoch, as a plain loader's would.
-    begins = Position(epoch=trainer.current_epoch, width=loader.topology.num_replicas)
-    return begins if loader.plan.num_batches() else None
+    plan = loader.plan(trainer.current_epoch)
+    return (plan, 0) if plan.num_steps else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.loaders.patched import is_patched
+from lightning_stateful.loaders.patching import is_patched
 from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.checkpoint import warn_of_missing_state
 from lightning_stateful.trainer.lightning import pl

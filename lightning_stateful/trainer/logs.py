@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from lightning_stateful.index.budget import Budget
-from lightning_stateful.index.padding import StepPadding
+from lightning_stateful.bucketing.budget import Budget
+from lightning_stateful.bucketing.padding import StepPadding
 from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.training_data import Settings, TrainingData

@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import RankMismatchError, StatefulWarning
-from lightning_stateful.loaders.takeover import deals_itself
+from lightning_stateful.loaders.patching import deals_itself
 from lightning_stateful.state import fingerprint_warning, is_accepted, is_fingerprint
 from lightning_stateful.trainer.lightning import pl
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from lightning_stateful.loaders.takeover import is_iterable
+from lightning_stateful.loaders.patching import is_iterable
 from lightning_stateful.trainer.lightning import (
     CombinedLoader,
     TrainerFn,

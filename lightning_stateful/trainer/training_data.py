@@ -5,27 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import SequentialSampler
 
+from lightning_stateful.bucketing.budget import Budget
+from lightning_stateful.bucketing.order import BucketEpochPlan
+from lightning_stateful.bucketing.padding import StepPadding, measure
+from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
-from lightning_stateful.index.budget import Budget
-from lightning_stateful.index.orders import SequentialOrder
-from lightning_stateful.index.padding import BudgetedOrder, StepPadding, measure
-from lightning_stateful.index.places import read_lengths
-from lightning_stateful.index.position import Position
-from lightning_stateful.index.slots import BatchOrder
-from lightning_stateful.index.step_plan import ENDLESS
-from lightning_stateful.loaders.group import MODES, LoaderGroup
-from lightning_stateful.loaders.patched import AnyLoader
+from lightning_stateful.loaders.combined_loaders import MODES, CombinedLoaders
+from lightning_stateful.loaders.patching import AnyLoader, take_over
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.stream_loader import StreamLoader
-from lightning_stateful.loaders.takeover import take_over
-from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
-from lightning_stateful.samplers.user_sampler import WAYS, UserSampler
+from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.lightning import _DataLoaderIterDataFetcher, pl
@@ -35,8 +30,6 @@ from lightning_stateful.trainer.randomness import seed_model
 from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
 from lightning_stateful.trainer.structure import Structure
 from lightning_stateful.trainer.view import LoaderView
-
-_UNSHUFFLED = (SequentialOrder, SequentialSampler)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +41,6 @@ class Settings:
         seed_samples: Seed the samples' randomness.
         seed_model: Seed the model's randomness.
         accept: Names of differences to let pass on load.
-        replace_samplers: Replace torch's own random samplers by orders.
         log_sources: Log what has been served of every source.
         log_padding: Log the padding of batches of like lengths.
     """
@@ -57,7 +49,6 @@ class Settings:
     seed_samples: bool = True
     seed_model: bool = True
     accept: Collection[str] = ()
-    replace_samplers: bool = False
     log_sources: bool = False
     log_padding: bool = False
 
@@ -82,7 +73,7 @@ class TrainingData:
         structure.refuse_others(trainer)
         # Lightning itself refuses "sequential" as soon as training starts, with its own words.
         mode = "max_size_cycle" if structure.mode is None else structure.mode
-        self.group = LoaderGroup(
+        self.group = CombinedLoaders(
             {path: self._take_over(loader, path, topology) for path, loader in structure.loaders.items()},
             mode if mode in MODES else "max_size",
         )
@@ -122,17 +113,16 @@ class TrainingData:
         of_group: dict[str, Any] = {"mode": self.group.mode, "order of loaders": list(self.group.loaders)}
         described, of_this_rank = {"": of_group}, self.group.configs_of_this_rank()
         for path, loader in self.group.loaders.items():
-            state = loader.state_at(loader.position)
-            config, sources = dict(state["config"]), state["config"].get("sources")
+            config, sources = dict(loader.tracker.config), loader.tracker.config.get("sources")
             if isinstance(loader, StreamLoader):
                 # By another name, because a difference between ranks' shards is not to be accepted.
                 config["stream"] = config.pop("dataset", None) or config.pop("sources", None)
                 config["order of sources"] = list(sources or ())
             elif isinstance(sources, Mapping):
-                config["lengths of sources"] = list(read_lengths(config).items())
-            own = {"length": loader.plan.num_slots(), "batch_size": loader.batch_size, "kind": state["kind"]}
+                config["order of sources"] = list(sources)
+            own = {"length": length_of(loader), "batch_size": loader.batch_size, "kind": loader.order.kind}
             # Of loaders that are not dealt out, ranks only have to take the same steps.
-            may_differ = path in of_this_rank and not isinstance(loader.order, BatchOrder)
+            may_differ = path in of_this_rank and not loader.served.is_planned
             described.setdefault(path, {}).update(own if may_differ else {**own, **config})
         return described
 
@@ -145,13 +135,11 @@ class TrainingData:
         """What all ranks' batches hold at step ``batch`` of ``epoch``, and what they may, of loaders with a budget."""
         found = {}
         for path, loader in self.group.loaders.items():
-            if isinstance(loader.order, BudgetedOrder):
-                position, plan = self.group.position(path, epoch, batch), loader.plan
-                here = loader.order.reopen(position or plan.begin(epoch), plan.num_replicas)
-                step = here.consumed // here.width
+            if hasattr(loader.order, "budget"):
                 # Of an exhausted loader nothing: zeros, lest its last figures be logged again.
-                last = step if position is None else step + 1
-                found[path] = measure(loader.order, loader.order.lengths, here, step, last), loader.order.budget
+                plan, step = self.group.locate(path, epoch, batch) or (loader.plan(epoch), None)
+                first, last = (0, 0) if step is None else (step, step + 1)
+                found[path] = measure(cast(BucketEpochPlan, plan), first, last), loader.order.budget
         return found
 
     def num_batches(self) -> int:
@@ -230,7 +218,6 @@ class TrainingData:
             own_rank=own_rank(self._trainer, loader),
             seed_samples=settings.seed_samples,
             shuffle=False if overfits else None,
-            replace_samplers=settings.replace_samplers,
             accept=settings.accept,
             where=where,
         )
@@ -247,7 +234,7 @@ class TrainingData:
         for path, loader in streams.items():
             loader.course.prepare(
                 f"training data {path}",
-                limit=steps if steps < ENDLESS else None,
+                limit=steps if steps < UNKNOWN else None,
                 # A window of accumulated gradients that is open is served again from its first batch.
                 lag=longest_accumulation(self._trainer) - 1,
                 repeats=overfit_batches(self._trainer) > 0,
@@ -255,22 +242,19 @@ class TrainingData:
 
     def _report(self) -> None:
         for path, loader in self.group.loaders.items():
-            plan = loader.plan
             where = f"Training data {path!r}" if path else "Training data"
-            if isinstance(loader.order, UserSampler):
-                rank_zero_info(f"{where}: {loader.order.name} {WAYS[loader.order.way]}")
-            if isinstance(loader, StreamLoader):
-                rank_zero_info(f"{where}: {loader.order.name} {loader.course.say()}")
-            for repeats in plan.repeats():
+            if note := loader.resume_note:
+                rank_zero_info(f"{where}: {note}")
+            if repeats := loader.plan(0).repeats():
                 rank_zero_info(
-                    f"{where}: {repeats}, because {plan.num_replicas} ranks take equal steps. drop_last=True leaves "
-                    "incomplete steps out instead."
+                    f"{where}: {repeats}, because {loader.topology.num_replicas} ranks take equal steps. "
+                    "drop_last=True leaves incomplete steps out instead."
                 )
 
     def _warn_of_cut_epochs(self) -> None:
-        carried = [loader.order for loader in self.group.loaders.values() if isinstance(loader.order, BatchOrder)]
+        carried = [loader.order.carries_over and loader.is_sized for loader in self.group.loaders.values()]
         steps, limited = self.group.num_batches(), self.num_batches()
-        if any(order.carries_over for order in carried) and limited < steps:
+        if any(carried) and limited < steps:
             rank_zero_warn(
                 f"limit_train_batches cuts epochs of num_steps={steps} after {limited} steps, and the next epoch goes "
                 f"on as if all had been served. Pass num_steps={limited} to miss nothing.",
@@ -292,13 +276,13 @@ class TrainingData:
             is_dealt_out=deals_out(self._trainer),
         )
 
-    def _locate(self, path: str) -> Position | None:
+    def _locate(self, path: str) -> tuple[EpochPlan, int] | None:
         epoch, step = self.pending or counters.next_step(self._trainer)
         if path == self._first_path and epoch != self._counted_epoch:
             self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
         # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
         is_over = epoch == self._ended_epoch or counters.step_is_beyond_epoch(self._trainer, step)
-        return None if is_over else self.group.position(path, epoch, step)
+        return None if is_over else self.group.locate(path, epoch, step)
 
     def _before_batch(self, path: str, seed: int, rank: int) -> None:
         if path == self._first_path:
@@ -310,13 +294,19 @@ class TrainingData:
             seed_model(seed, rank, "batch", *(self.pending or counters.next_step(self._trainer)))
 
 
+def length_of(loader: AnyLoader) -> int:
+    """What an epoch holds over all ranks, in samples or, of whole batches, steps."""
+    plan = loader.plan(0)
+    return plan.num_steps if plan.num_steps == UNKNOWN else plan.progress_after(plan.num_steps).consumed
+
+
 def _is_shuffled(loader: Any) -> bool:
-    batches = loader.order if isinstance(loader, StatefulLoader) else loader.batch_sampler or loader.sampler
+    batches = loader.served.order if isinstance(loader, StatefulLoader) else loader.batch_sampler or loader.sampler
     if isinstance(batches, StatefulBatchSampler):
         batches = batches.order
     if isinstance(batches, BatchOrder):
-        return batches != batches.unshuffled()
-    return not isinstance(getattr(batches, "sampler", batches), _UNSHUFFLED)
+        return batches != batches.adapted(shuffle=False)
+    return not isinstance(getattr(batches, "sampler", batches), SequentialSampler)
 
 
 def overfit_batches(trainer: Any) -> float:

@@ -17,8 +17,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_stateful.index.position import Position
-from lightning_stateful.loaders.patched import AnyLoader
+from lightning_stateful.core.order import EpochPlan
+from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.trainer.lightning import _IndexBatchSamplerWrapper, pl
 
 # By what it recorded of the user's DataLoader(...), Lightning knows whether that shuffles.
@@ -57,7 +57,8 @@ class LoaderView:
 
     Args:
         loader: The loader.
-        locate: Where a pass that begins now should begin; None for nowhere, because the loader is exhausted.
+        locate: The plan, and the step of it, at which a pass that begins now should begin; None for nowhere, because
+            the loader is exhausted.
         before_batch: Called after a batch is read and before it is handed over.
         at_end: Called when there is no further batch, which Lightning asks for ahead where it cannot know.
         isolated: Whether the process's generators are put back after a batch that is read in this process.
@@ -72,7 +73,7 @@ class LoaderView:
     def __init__(
         self,
         loader: AnyLoader,
-        locate: Callable[[], Position | None],
+        locate: Callable[[], tuple[EpochPlan, int] | None],
         before_batch: Callable[[], None] | None = None,
         at_end: Callable[[], None] | None = None,
         *,
@@ -105,13 +106,15 @@ class LoaderView:
     def _batches(self) -> Iterator[Any]:
         # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.
         self._end_filter()
-        position = self._locate()
-        if position is None:
+        found = self._locate()
+        if found is None:
             return
+        plan: Any
+        plan, step = found
         if "batch_sampler" in vars(self):
-            plan: Any = self.loader.plan
-            self.batch_sampler.seen_batch_indices = list(plan.indices(position))
-        for batch in self.loader.batches(position, isolated=self._isolated):
+            batches = plan.batches(self.loader.topology.rank, step)
+            self.batch_sampler.seen_batch_indices = [indices for _, indices in batches]
+        for batch in self.loader.batches(plan, step, isolated=self._isolated):
             if self._before_batch is not None:
                 self._before_batch()
             yield batch

@@ -1,4 +1,4 @@
-"""Several datasets behind one loader: what a state says about each, and batches that know where they come from."""
+"""Several datasets behind one loader: batches tagged with their source, and what a state says about each dataset."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, default_collate
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.weights import by_name
+from lightning_stateful.mixture.weights import by_name
 from lightning_stateful.samplers.fingerprint import describe_dataset, without_fingerprint
 
 Collate = Callable[[list[Any]], Any]
@@ -111,24 +111,24 @@ class SourceCollate:
         return batch
 
 
-def describe_sources(dataset: Any, described: dict[str, Any]) -> dict[str, Any]:
-    """An order's description, with what can be read cheaply about each source's data.
+def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """An order's configuration, with what can be read cheaply about each source's data.
 
     Args:
         dataset: A ``ConcatDataset`` of the sources, or any dataset of as many samples.
-        described: What the order says about itself; its ``sources`` are lengths by name.
+        config: That of the order; its ``sources`` are lengths by name.
 
     Raises:
         ConfigurationError: The dataset's lengths are not those of the sources; with the source's name.
     """
-    lengths = described["sources"]
+    lengths = config["sources"]
     if len(dataset) != sum(lengths.values()):
         raise ConfigurationError(
             f"The sources have {sum(lengths.values())} samples together, {dict(lengths)}, and the dataset has "
             f"{len(dataset)}. Pass a ConcatDataset of the datasets that the batch sampler was made for, in that order."
         )
     if not isinstance(dataset, ConcatDataset) or len(dataset.datasets) != len(lengths):
-        return {**described, "dataset": describe_dataset(dataset)}
+        return {**config, "dataset": describe_dataset(dataset)}
     sources, fingerprints = {}, {}
     for (name, length), part in zip(lengths.items(), dataset.datasets, strict=True):
         if len(part) != length:  # type: ignore[arg-type]  # ConcatDataset has asked for their lengths
@@ -141,25 +141,7 @@ def describe_sources(dataset: Any, described: dict[str, Any]) -> dict[str, Any]:
         if fingerprint is not None:
             fingerprints[name] = fingerprint
     found = {"fingerprint": fingerprints} if fingerprints else {}
-    return {**described, "sources": sources, **found}
-
-
-def describe_lengths(dataset: Any, described: dict[str, Any]) -> dict[str, Any]:
-    """An order's description, with what can be read cheaply about its data.
-
-    Args:
-        dataset: The dataset that the lengths were taken from.
-        described: What the order says about itself; its ``lengths`` have a number of ``samples``.
-
-    Raises:
-        ConfigurationError: There is not one length a sample.
-    """
-    if len(dataset) != described["lengths"]["samples"]:
-        raise ConfigurationError(
-            f"There are {described['lengths']['samples']} lengths, and the dataset has {len(dataset)} samples. Pass "
-            "the lengths of this dataset, one a sample."
-        )
-    return {**described, "dataset": describe_dataset(dataset)}
+    return {**config, "sources": sources, **found}
 
 
 def _digest(described: dict[str, Any], length: int) -> int | str:

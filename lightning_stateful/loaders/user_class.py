@@ -1,4 +1,4 @@
-"""Loaders of this package that are instances of a user's class as well."""
+"""Loaders that are instances of a user's DataLoader class as well, and whose class a value has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 
 def class_of_patched(ours: Any, kind: Any) -> Any:
-    """A class of this package that is a subclass of ``kind`` too, and has its methods.
+    """Make a subclass of a class of this package and of a user's class, with the methods of both.
 
     Args:
         ours: A subclass of DataLoader which holds the user's loader as ``_original``.
@@ -20,17 +20,14 @@ def class_of_patched(ours: Any, kind: Any) -> Any:
 
 
 def copied(loader: Any) -> Any:
-    """A copy of a user's loader of which Lightning, while it records what is set on loaders, has a record of its own.
-
-    From the record of the user's loader Lightning may build it again, with whatever was set.
-    """
+    """Copy a user's loader, without Lightning's record of what was set on it, from which it builds loaders again."""
     made = copy.copy(loader)
     vars(made).pop("__pl_attrs_record", None)
     return made
 
 
 class Pickled:
-    """Lets a loader be pickled while it is read, and if its class was made of a user's: without what reads it.
+    """Pickles a loader without what reads it, also while it is read and if its class was made of a user's.
 
     A data module or trainer that holds loaders is pickled where a worker is spawned that needs one of its methods.
     """
@@ -38,8 +35,8 @@ class Pickled:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Lightning's record of what was set holds the same.
         state = {name: value for name, value in vars(self).items() if name != "__pl_attrs_record"}
-        if state.get("_engine") is not None:
-            state["_engine"] = None
+        if state.get("_reader") is not None:
+            state["_reader"] = None
             if state["_original"] is not None:
                 # It may be what reads. A generator is pickled by a tensor that is gone before a worker has opened it.
                 state["_original"] = copied(state["_original"])
@@ -69,3 +66,13 @@ def _of_original(name: str) -> Any:
     return property(
         lambda self: getattr(self._original, name), lambda self, value: setattr(self._original, name, value)
     )
+
+
+def is_lightnings(value: Any) -> bool:
+    """Whether the class of ``value`` is one of Lightning's, which this floor does not import."""
+    return type(value).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def is_torchdatas(value: Any) -> bool:
+    """Whether the class of ``value`` is one of torchdata's, which add a state and nothing else; it is kept here."""
+    return type(value).__module__.startswith("torchdata.")

@@ -1,40 +1,37 @@
-"""A StatefulLoader that does what a user's DataLoader does."""
+"""Patches a user's DataLoader: builds a stateful loader that does what it does."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
-from lightning_stateful.index.slots import BatchOrder
-from lightning_stateful.loaders.batches import SlotCut
-from lightning_stateful.loaders.engine import OPTIONS
+from lightning_stateful.loaders.arguments import OrderOfLoader, only_cuts, read_arguments, without_lightnings
+from lightning_stateful.loaders.batch_reader import OPTIONS
 from lightning_stateful.loaders.iterable_loader import IterableLoader, of_batches
-from lightning_stateful.loaders.kinds import class_of_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.loaders.stream_options import StreamOptions
-from lightning_stateful.loaders.torch_samplers import cuts_samples, has_order, without_lightnings
-from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
+from lightning_stateful.loaders.user_class import class_of_patched, is_lightnings
+from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
-from lightning_stateful.samplers.repeated import Repeated
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.sampler_plan import SamplerCut
-from lightning_stateful.samplers.user_sampler import UserSampler
+from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.streams.stream import as_stream
+
+# What the toolkit makes of a DataLoader.
+AnyLoader = StatefulLoader | StreamLoader
 
 # Samplers of torch's that draw, and know nothing of ranks.
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -51,7 +48,6 @@ def take_over(
     seed_samples: bool = True,
     shuffle: bool | None = None,
     exact: bool = False,
-    replace_samplers: bool = False,
     accept: Collection[str] = (),
     where: str = "the loader",
 ) -> StatefulLoader | StreamLoader:
@@ -69,7 +65,6 @@ def take_over(
         seed_samples: As in :class:`StatefulLoader`.
         shuffle: False to serve the samples in order, whatever the sampler.
         exact: As in :class:`StatefulLoader`.
-        replace_samplers: As in :class:`StatefulLoader`.
         accept: Names of differences to let pass.
         where: How an error calls the loader.
 
@@ -107,31 +102,28 @@ def take_over(
         return taken
     if isinstance(loader, StatefulLoader):
         seed, seed_samples, accept = loader.seed, loader.seed_samples, (*loader.accept, *accepted_names(accept))
-        if (loader.cut.num_replicas, loader.cut.rank) != (None, None):
-            num_replicas, rank = loader.cut.num_replicas, loader.cut.rank
+        if (loader.tracker.num_replicas, loader.tracker.rank) != (None, None):
+            num_replicas, rank = loader.tracker.num_replicas, loader.tracker.rank
     elif reason := _reason_against(loader):
         raise UnsupportedLoaderError(f"Cannot take over {where}: {reason}")
     original = loader._original if isinstance(loader, StatefulLoader) else loader
     try:
-        cutting, loader_path = _cutting(loader, shuffle, exact), path
-        if own_rank is not None:
-            cutting, loader_path = _of_one_rank(loader, cutting, own_rank, path=path, seed=seed, accept=accept)
-        kind: Any = type(loader if original is None else original)
-        made: StatefulLoader = class_of_patched(StatefulLoader, kind)(
-            loader.dataset,
-            **cutting,
-            seed=seed,
-            path=loader_path,
-            num_replicas=num_replicas,
-            rank=rank,
-            seed_samples=seed_samples,
-            replace_samplers=replace_samplers,
-            generator=loader.generator,
-            accept=accept,
-            **{name: getattr(loader, name) for name in OPTIONS if getattr(loader, name, None)},
-        )
+        served = _served(loader, seed, exact=exact, shuffle=shuffle, accept=accept, as_one_rank=own_rank is None)
     except UnsupportedLoaderError as error:
         raise UnsupportedLoaderError(f"Cannot take over {where}: {error}") from None
+    kind: Any = type(loader if original is None else original)
+    made: StatefulLoader = class_of_patched(StatefulLoader, kind)(
+        loader.dataset,
+        served=served,
+        seed=seed,
+        path=path if own_rank is None else _own_path(path, own_rank, served),
+        num_replicas=num_replicas,
+        rank=rank,
+        seed_samples=seed_samples,
+        generator=loader.generator,
+        accept=accept,
+        **{name: getattr(loader, name) for name in OPTIONS if getattr(loader, name, None)},
+    )
     if own_rank is not None:
         # Ranks draw apart at their samples.
         made.own_rank, made._own_seed = own_rank, loader_seed(made.seed, f"{path}@{own_rank}")
@@ -147,7 +139,6 @@ def patch_dataloader(
     num_replicas: int | None = None,
     rank: int | None = None,
     seed_samples: bool = True,
-    replace_samplers: bool = False,
     accept: Collection[str] = (),
 ) -> StatefulLoader | StreamLoader:
     """Make a DataLoader deal its batches out to the ranks and resume exactly, whatever its sampler.
@@ -165,8 +156,6 @@ def patch_dataloader(
         rank: This rank; by default that of the process group, or 0.
         seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, epoch,
             batch).
-        replace_samplers: Replace torch's own random samplers by orders of the same distribution, of which every place
-            is reached at once. A plain shuffle always is such an order.
         accept: Names of differences to let pass when a state is loaded; ``"nondeterministic"`` lets pass a sampler
             that yields something else every time.
 
@@ -187,7 +176,6 @@ def patch_dataloader(
         num_replicas=num_replicas,
         rank=rank,
         seed_samples=seed_samples,
-        replace_samplers=replace_samplers,
         accept=accept,
     )
 
@@ -195,49 +183,25 @@ def patch_dataloader(
 def deals_itself(loader: Any) -> bool:
     """Whether a loader asks to be dealt out to ranks, by a sampler of this package or by its arguments."""
     if isinstance(loader, StatefulLoader):
-        return loader.cut.num_replicas is not None
+        return loader.tracker.num_replicas is not None
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     batches = without_lightnings(loader.batch_sampler)
     if isinstance(batches, StatefulBatchSampler):
-        return batches.num_replicas is not None
-    sampler = batches.sampler if cuts_samples(batches) else loader.sampler if batches is None else batches
+        return batches.tracker.num_replicas is not None
+    sampler = batches.sampler if only_cuts(batches) else loader.sampler if batches is None else batches
     return isinstance(sampler, (DDPSamplerWrapper, StatefulDistributedSampler))
 
 
-def _of_one_rank(
-    loader: Any, cutting: dict[str, Any], rank: int, *, path: str, seed: int | None, accept: Collection[str]
-) -> tuple[dict[str, Any], str]:
-    """The arguments for a loader that is not dealt out, and the path that it draws at.
+def _own_path(path: str, rank: int, served: OrderOfLoader) -> str:
+    """The path that a loader draws at which is not dealt out to ranks.
 
     What can be computed, and what torch's random samplers draw, follows from (seed, path, rank). Another sampler is run
     under the same randomness on all ranks, as those that leave each rank its share of one sequence need it.
     """
-    name = "batch_sampler" if "batch_sampler" in cutting else "sampler"
-    sampler = cutting[name]
-    asked = sampler.order.sampler if isinstance(sampler, SamplerCut) else sampler
-    if getattr(asked, "depends_on_training", False):
-        raise UnsupportedLoaderError(
-            f"{type(asked).__qualname__} depends on training, and learns on each rank what a checkpoint, which rank 0 "
-            "writes, does not hold. Leave use_distributed_sampler=True."
-        )
-    if isinstance(sampler, (StatefulBatchSampler, BatchOrder)):
-        return cutting, path
-    own_path = f"{path}@{rank}" if type(asked) in _RANDOM else path
-    if isinstance(sampler, SamplerCut):
-        return {**cutting, name: replace(sampler, order=sampler.order.at(own_path, as_one_rank=False))}, own_path
-    if name == "sampler" and has_order(sampler, replace=False, generator=loader.generator):
-        return cutting, f"{path}@{rank}"
-    source = UserSampler(
-        sampler,
-        seed=seed_or_default(seed),
-        path=own_path,
-        whole_batches=name == "batch_sampler" or cutting["batch_size"] is None,
-        is_collated=name == "batch_sampler",
-        accept=accept,
-        as_one_rank=False,
-    )
-    return {**cutting, name: SamplerCut(order=source)}, own_path
+    order = served.order
+    alike = type(order.sampler) not in _RANDOM if isinstance(order, WrappedSampler) else served.has_whole_batches
+    return path if alike else f"{path}@{rank}"
 
 
 def _refuse_shards(loader: Any, where: str) -> None:
@@ -251,50 +215,41 @@ def _refuse_shards(loader: Any, where: str) -> None:
         )
 
 
-def _cutting(loader: Any, shuffle: bool | None, exact: bool) -> dict[str, Any]:
-    """The arguments that say how samples or batches are chosen."""
+def _served(
+    loader: Any,
+    seed: int | None,
+    *,
+    exact: bool,
+    shuffle: bool | None,
+    accept: Collection[str],
+    as_one_rank: bool,
+) -> OrderOfLoader:
+    """What a loader serves, adapted to its use."""
     if isinstance(loader, StatefulLoader):
-        return _cutting_again(loader, shuffle, exact)
-    batches = without_lightnings(loader.batch_sampler)
-    if isinstance(batches, DDPSamplerWrapper) and shuffle is False:
-        batches = batches.sampler
-    if isinstance(batches, StatefulBatchSampler):
-        return {"batch_sampler": batches.unshuffled() if shuffle is False else batches}
-    if batches is not None and not cuts_samples(batches):
-        return {"batch_sampler": Repeated(batches) if shuffle is False else batches, "exact": exact}
-    sampler = without_lightnings(loader.sampler if batches is None else batches.sampler)
-    if shuffle is False and batches is None and not has_order(sampler, replace=True):
-        # What it yields need not be numbers of samples.
-        sampler = Repeated(sampler)
-    elif shuffle is False:
-        sampler = SequentialSampler(loader.dataset)
-    return {
-        "sampler": sampler,
-        "batch_size": None if batches is None else batches.batch_size,
-        "drop_last": batches is not None and batches.drop_last,
-        "exact": exact,
-    }
-
-
-def _cutting_again(loader: StatefulLoader, shuffle: bool | None, exact: bool) -> dict[str, Any]:
-    cut: Any = loader.cut
-    dataset: Any = loader.dataset
-    order: Any = loader.order_alone
-    if isinstance(cut, SlotCut):
-        return {"batch_sampler": order.unshuffled() if shuffle is False else order}
-    exact, is_batched = exact or cut.exact, loader.batch_sampler is not None
-    if isinstance(cut, SamplerCut) and cut.order.whole_batches and is_batched:
-        return {"batch_sampler": Repeated(cut.order.sampler) if shuffle is False else cut, "exact": exact}
-    sampler: Any = cut if isinstance(cut, SamplerCut) else order
-    if shuffle is False:
-        whole = isinstance(cut, SamplerCut) and cut.order.whole_batches
-        sampler = Repeated(cut.order.sampler) if whole else SequentialSampler(dataset)
-    return {
-        "sampler": sampler,
-        "batch_size": cut.batch_size if is_batched else None,
-        "drop_last": cut.drop_last,
-        "exact": exact,
-    }
+        return loader.served.adapted(loader.dataset, exact=exact, shuffle=shuffle is not False, as_one_rank=as_one_rank)
+    batches, batch_size, drop_last = without_lightnings(loader.batch_sampler), None, False
+    sampler = None
+    if batches is None or only_cuts(batches):
+        sampler = without_lightnings(loader.sampler if batches is None else batches.sampler)
+        if batches is not None:
+            batch_size, drop_last, batches = batches.batch_size, batches.drop_last, None
+            # It will not be asked.
+            sampler = None if shuffle is False else sampler
+    found = read_arguments(
+        loader.dataset,
+        batch_size=1 if batches is not None else batch_size,
+        shuffle=False,
+        sampler=sampler,
+        batch_sampler=batches,
+        drop_last=drop_last,
+        seed=seed_or_default(seed),
+        # Whole batches of this package's cannot promise it; that is said elsewhere.
+        exact=exact and not isinstance(batches, StatefulBatchSampler),
+        generator=loader.generator,
+        accept=accepted_names(accept),
+        as_one_rank=as_one_rank,
+    )
+    return found if shuffle is not False else found.adapted(loader.dataset, shuffle=False, as_one_rank=as_one_rank)
 
 
 def is_iterable(loader: Any) -> bool:
@@ -318,3 +273,36 @@ def _reason_against(loader: Any) -> str:
     if isinstance(loader.dataset, IterableDataset):
         return f"{type(loader.dataset).__qualname__} is an IterableDataset, which has no random access."
     return ""
+
+
+def is_patched(loaders: Any) -> bool:
+    """Whether what would be iterated is a loader of this package, everywhere in a structure.
+
+    Args:
+        loaders: A loader, or lists, tuples, dicts and ``CombinedLoader`` of them, nested in any way; also what Fabric's
+            ``setup_dataloaders`` and the callback make of a StatefulLoader.
+
+    Returns:
+        True if there is at least one loader and all are. A DataLoader that only has a sampler of this package is none:
+        what its workers fetch ahead would count as trained on.
+    """
+    leaves = list(_leaves(loaders))
+    return bool(leaves) and all(isinstance(leaf, (StatefulLoader, StreamLoader)) for leaf in leaves)
+
+
+def _leaves(loaders: Any) -> Iterator[Any]:
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    elif _is_lightnings(loaders, "CombinedLoader"):
+        loaders = loaders.iterables
+    if isinstance(loaders, (Mapping, list, tuple)) or _is_lightnings(loaders, "CombinedLoader"):
+        for part in loaders.values() if isinstance(loaders, Mapping) else loaders:
+            yield from _leaves(part)
+    elif _is_lightnings(loaders, "_FabricDataLoader"):
+        yield from _leaves(loaders._dataloader)
+    else:
+        yield getattr(loaders, "loader", None) if getattr(type(loaders), "is_view", False) is True else loaders
+
+
+def _is_lightnings(value: Any, name: str) -> bool:
+    return is_lightnings(value) and type(value).__name__ == name

@@ -1,0 +1,252 @@
+"""Reads the batches of a plan: in this process, or with torch's DataLoader and its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_stateful.core.order import EpochPlan
+from lightning_stateful.core.seeding import derive_seed, mixed_seed
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
+
+# What is taken over from the loader in front, where this version of torch has it.
+OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
+# Passes whose end is not known are planned to have more batches than this.
+_NEVER = 2**40
+_END = object()
+
+
+class SeededIndex(NamedTuple):
+    """A single index (``batch_size=None``), told from a user's own tuple by its type, and the seed to read it under."""
+
+    seed: int
+    index: Any
+
+
+class SeededDataset(Dataset[Any]):
+    """A dataset that seeds torch, NumPy and ``random`` before it reads each batch.
+
+    It answers to ``(seed, indices)`` of a batch, and to a :class:`SeededIndex`. Whoever reads a batch, in whatever
+    process, finds the same random numbers, and so does the collate function after it. Generators that the dataset holds
+    itself are out of reach. A dataset with ``__getitems__`` is asked for whole batches, as torch does. Every other
+    attribute is the wrapped dataset's.
+
+    Args:
+        dataset: A map-style dataset.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.__dict__["dataset"] = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        # Unpickling asks for attributes before __dict__ is filled.
+        if name.startswith("__") or "dataset" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["dataset"], name, value)
+
+    def __len__(self) -> int:
+        return len(self.__dict__["dataset"])
+
+    def __getitem__(self, index: Any) -> Any:
+        """The sample at a :class:`SeededIndex`; at a bare one unseeded, for a ``worker_init_fn`` that looks in."""
+        if isinstance(index, SeededIndex):
+            seed_randomness(index.seed)
+            index = index.index
+        return self.__dict__["dataset"][index]
+
+    def __getitems__(self, batch: tuple[int, Any]) -> Any:
+        """The samples of a batch, ``(seed, indices)``."""
+        seed, indices = batch
+        seed_randomness(seed)
+        return read_batch(self.__dict__["dataset"], indices)
+
+
+def read_batch(dataset: Any, indices: Any) -> Any:
+    """The samples of a dataset at ``indices``, as torch reads them: all at once where it has ``__getitems__``."""
+    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
+
+
+class PlannedBatches:
+    """A batch sampler, or a sampler of single indices, that yields what a plan gives to one rank.
+
+    Args:
+        seed: Seeds each batch by (seed, epoch, number of the batch): the seed comes with the batch, as
+            :class:`SeededDataset` wants it. None for bare indices.
+        is_batched: Whether the loader collates batches.
+    """
+
+    def __init__(self, seed: int | None, *, is_batched: bool) -> None:
+        self.seed, self.is_batched = seed, is_batched
+        self.plan: EpochPlan | None = None
+        self.rank = self.first_step = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.plan is None:
+            return iter(())
+        batches = self.plan.batches(self.rank, self.first_step)
+        if self.seed is None:
+            return (batch for _, batch in batches)
+        seed = derive_seed("batch", self.seed, self.plan.epoch)
+        if self.is_batched:
+            # Plain tuples are sent to workers faster.
+            return ((mixed_seed(seed, number), batch) for number, batch in batches)
+        return (SeededIndex(mixed_seed(seed, number), index) for number, index in batches)
+
+    def __len__(self) -> int:
+        return 0 if self.plan is None else self.plan.num_steps - self.first_step
+
+
+class BatchReader:
+    """Reads batches with a DataLoader of torch's or of a user's class, which is kept for its persistent workers.
+
+    Args:
+        dataset: The user's dataset.
+        seed: Seeds the samples; None to leave them.
+        is_batched: Whether batches are collated.
+        options: Options of torch's DataLoader.
+        original: A user's own loader, with its class, its attributes and options that this version knows nothing of;
+            None for a plain DataLoader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int | None,
+        options: dict[str, Any],
+        *,
+        is_batched: bool,
+        original: DataLoader[Any] | None = None,
+    ) -> None:
+        self.options = options
+        self._dataset = dataset
+        self._batches = batches = PlannedBatches(seed, is_batched=is_batched)
+        self._generator = torch.Generator()
+        self._isolate = IsolatedReads()
+        read = dataset if seed is None else SeededDataset(dataset)
+        if original is None:
+            how: dict[str, Any] = {"batch_sampler": batches} if is_batched else {"batch_size": None, "sampler": batches}
+            self.loader: DataLoader[Any] = DataLoader(read, **how, generator=self._generator, **options)
+        else:
+            known = {name: value for name, value in options.items() if name in vars(original)}
+            known["batch_sampler" if is_batched else "sampler"] = batches
+            # Past torch's guard against changes: workers begin anew.
+            vars(original).update({**known, "dataset": read, "generator": self._generator, "_iterator": None})
+            self.loader = original
+
+    def read(self, plan: EpochPlan, rank: int, first_step: int, base_seed: int, *, isolated: bool) -> Iterator[Any]:
+        """The batches of ``rank`` from a step of a plan to its end.
+
+        Args:
+            plan: The plan.
+            rank: Whose batches.
+            first_step: The first step.
+            base_seed: Seeds torch's workers.
+            isolated: Whether the process's generators are put back after a batch that is read in this process; not
+                where they are seeded then anyway.
+        """
+        batches = self._batches
+        batches.plan, batches.rank, batches.first_step = plan, rank, first_step
+        count = plan.num_steps - first_step
+        loader = self.loader
+        in_process = not (loader.num_workers or loader.pin_memory) and self._is_plain
+        if in_process:
+            fetch = self._fetch_in_process(isolated)
+        else:
+            # torch draws a base seed for its workers here; not from the generator that the model uses.
+            self._generator.manual_seed(base_seed)
+            fetch = self._fetch(count)
+        keeps = not in_process and isolated and batches.seed is not None and not loader.num_workers
+        for _ in range(count):
+            try:
+                if keeps:
+                    # Worker processes have generators of their own; here the model uses the same ones.
+                    with keep_randomness():
+                        batch = fetch()
+                else:
+                    batch = fetch()
+            except StopIteration:
+                return
+            yield batch
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether nobody has changed how the loader is iterated."""
+        kind = type(self.loader)
+        return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
+    def _fetch_in_process(self, isolated: bool) -> Callable[[], Any]:
+        """What torch's iterator does without workers or pinned memory, without its bookkeeping for each batch."""
+        dataset, collate, batches = self._dataset, self.loader.collate_fn, iter(self._batches)
+        if self._batches.is_batched:
+
+            def read(index: Any) -> Any:
+                return collate(read_batch(dataset, index))
+
+        else:
+
+            def read(index: Any) -> Any:
+                return collate(dataset[index])
+
+        if self._batches.seed is None:
+            return lambda: read(next(batches))
+        isolate = self._isolate
+
+        def fetch() -> Any:
+            seed, index = next(batches)
+            if isolated:
+                return isolate(seed, lambda: read(index))
+            seed_randomness(seed)
+            return read(index)
+
+        return fetch
+
+    def _fetch(self, count: int) -> Callable[[], Any]:
+        """What the loader's own iterator does, for a pass of ``count`` batches."""
+        iterator = iter(self.loader)
+        return iterator.__next__ if self._is_plain else _counted(iterator, count, type(self.loader).__qualname__)
+
+
+def _counted(iterator: Any, count: int, name: str) -> Callable[[], Any]:
+    """Batches of a loader with an ``__iter__`` of its own, which has to give one for each that was planned."""
+    served = 0
+
+    def fetch() -> Any:
+        nonlocal served
+        batch = next(iterator, _END)
+        if batch is _END and served < count and count < _NEVER:
+            raise _other_count(name, f"only {served}", count)
+        if batch is _END:
+            raise StopIteration
+        served += 1
+        # What it does after its last batch is part of it.
+        if served == count and next(iterator, _END) is not _END:
+            raise _other_count(name, "more", count)
+        return batch
+
+    return fetch
+
+
+def _other_count(name: str, served: str, count: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name}.__iter__ gave {served} of {count} batches, so what was trained on cannot be told from their number. "
+        "Let it give one batch for each of DataLoader's, or do its work in the dataset or collate_fn."
+    )

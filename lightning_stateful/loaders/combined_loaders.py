@@ -1,0 +1,285 @@
+"""Several loaders that are served together: where each of them stands at any step of an epoch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from lightning_stateful import state as format_
+from lightning_stateful.core.order import UNKNOWN, EpochPlan
+from lightning_stateful.core.progress import Progress
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
+from lightning_stateful.loaders.iterable_loader import IterableLoader
+from lightning_stateful.loaders.patching import AnyLoader
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loaders.stream_loader import StreamLoader
+
+MODES = ("min_size", "max_size", "max_size_cycle")
+
+
+class CombinedLoaders:
+    """Loaders that give one batch each to every training step, as Lightning's ``CombinedLoader`` serves them.
+
+    Args:
+        loaders: The loaders by their path in the user's list or dict; a single loader has the path ``""``.
+        mode: When an epoch ends: with the shortest loader (``"min_size"``), with the longest, the others giving None
+            once they are done (``"max_size"``), or with the longest, the others starting over (``"max_size_cycle"``).
+
+    State:
+        One loader's envelope, or one envelope a loader. Where an epoch goes on is held as a plan of each loader from
+        one step on; every other step of that epoch, and all later epochs, are computed from it.
+
+    Raises:
+        ConfigurationError: The mode is none of the three, or has to know where a loader ends that does not say.
+    """
+
+    def __init__(self, loaders: Mapping[str, AnyLoader], mode: str = "max_size_cycle") -> None:
+        if mode not in MODES:
+            raise ConfigurationError(f"Training loaders can be combined in the modes {MODES}, got {mode!r}.")
+        self.loaders = dict(loaders)
+        unknown = [path for path, loader in self.loaders.items() if not loader.is_sized]
+        if unknown and len(self.loaders) > 1 and mode != "min_size":
+            raise ConfigurationError(
+                f"Loaders {unknown} do not say where they end, so in the mode {mode!r} nobody knows, on a resume, "
+                "which of them had ended before. Combine them in the mode 'min_size', or say how much an epoch is: "
+                "DDPSamplerWrapper(sampler, length=...), or for a stream StreamDataModule(..., steps_per_epoch=...)."
+            )
+        self.mode = mode
+        self._cycles = mode == "max_size_cycle" and len(self.loaders) > 1
+        self._lengths: dict[str, int] = {}
+        # The plan of the epoch that was asked for latest, and of a later pass within it.
+        self._plans: dict[str, EpochPlan] = {}
+        self._cycle_plans: dict[str, EpochPlan] = {}
+        # Plans that do not begin with their epoch, but at this step of it.
+        self._resumed: dict[str, EpochPlan] = {}
+        self._resumed_step = 0
+
+    def num_batches(self) -> int:
+        """Steps of a whole epoch."""
+        lengths = [self._length(path) for path in self.loaders]
+        return min(lengths) if self.mode == "min_size" else max(lengths)
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the number of steps of an epoch is known before its end."""
+        sized = [loader.is_sized for loader in self.loaders.values()]
+        return any(sized) if self.mode == "min_size" else all(sized)
+
+    def configs_of_this_rank(self) -> dict[str, dict[str, Any]]:
+        """Configurations, by path, of loaders that are not dealt out: they may differ between ranks."""
+        return {
+            path: loader.tracker.config
+            for path, loader in self.loaders.items()
+            if isinstance(loader, StatefulLoader) and loader.own_rank is not None
+        }
+
+    def note_ranks(self, configs: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+        """Let states hold, of loaders that are not dealt out, what determines them on every rank.
+
+        Args:
+            configs: By rank, and by the loader's path, what a state compares.
+        """
+        for path, config in self.configs_of_this_rank().items():
+            config.update(_by_rank([of_rank[path] for of_rank in configs]), ranks=len(configs))
+
+    def locate(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int] | None:
+        """Where the loader at ``path`` stands before a step of an epoch.
+
+        Returns:
+            A plan, and the step of it; None when the loader is exhausted.
+        """
+        if not step:
+            self._end_streams_together(epoch - 1)
+        plan, length = self._plan(path, epoch), self._length(path)
+        if self._resumed.get(path) is plan:
+            # An accumulation window may have begun, on other ranks, before the place of resuming: stay there.
+            step = max(step - self._resumed_step, 0)
+        if not length:
+            return None
+        cycle = plan.progress_after(0).cycle
+        left = plan.num_steps if self._cycles or not cycle else 0
+        if step < left:
+            return plan, step
+        if not self._cycles or self.loaders[path].order.carries_over:
+            return None
+        # On to the passes that follow within the epoch, all of them whole.
+        cycles, step = divmod(step - left, length)
+        return self._plan_of_cycle(path, epoch, cycle + 1 + cycles), step
+
+    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
+        """The state before a step of an epoch: fresh plain data, equal on all ranks."""
+        states = {}
+        for path, loader in self.loaders.items():
+            plan, steps = self._locate_or_end(path, epoch, step)
+            states[path] = loader.tracker.state_dict(plan.progress_after(steps))
+        return states[""] if list(states) == [""] else format_.pack_combined(self.mode, states)
+
+    def report_at(self, epoch: int, step: int) -> dict[str, dict[str, Any]]:
+        """What each loader has served before a step of an epoch, by path."""
+        reports = {}
+        for path in self.loaders:
+            plan, steps = self._locate_or_end(path, epoch, step)
+            reports[path] = {"epoch": epoch, **plan.report_after(steps)}
+        return reports
+
+    def refuse_short_sources(self, num_steps: int) -> None:
+        """Refuse loaders whose epochs follow each other, and which would have to start over within ``num_steps`` steps.
+
+        Raises:
+            ConfigurationError: With the remedy.
+        """
+        for path, loader in self.loaders.items() if self._cycles else ():
+            if not loader.order.carries_over or len(loader) >= num_steps:
+                continue
+            if isinstance(loader, IterableLoader):
+                raise ConfigurationError(
+                    f"Loader {path!r}, a {loader.order.name}, gives {len(loader)} batches an epoch, and the epoch has "
+                    f"{num_steps} steps; what is no DataLoader is begun once an epoch. Combine the loaders in the mode "
+                    "'min_size' or 'max_size', or let it give as many."
+                )
+            if isinstance(loader, StreamLoader):
+                raise ConfigurationError(
+                    f"Stream {path!r} has {len(loader)} steps an epoch, and the epoch has {num_steps}; it cannot start "
+                    f"over within an epoch. Pass steps_per_epoch={num_steps}, and it goes on through its passes, or "
+                    "combine the loaders in the mode 'min_size' or 'max_size'."
+                )
+            raise ConfigurationError(
+                f"Loader {path!r} has num_steps={len(loader)} an epoch, and the epoch has {num_steps}; its sources go "
+                f"on from one epoch to the next, so it cannot start over within one. Pass num_steps={num_steps}, or "
+                "combine the loaders in the mode 'min_size' or 'max_size'."
+            )
+
+    def continue_from(self, other: CombinedLoaders, epoch: int) -> None:
+        """At the beginning of ``epoch``, let loaders whose progress carries over go on where another group's stand."""
+        for path, loader in self.loaders.items():
+            before = other.loaders.get(path)
+            if before is None or not loader.order.carries_over or not before.order.carries_over:
+                continue
+            state = before.tracker.state_dict(other._plan(path, epoch).progress_after(0))
+            now = loader.tracker.state_dict(loader.plan(epoch).progress_after(0))
+            changed = format_.differences(state, now, accept=loader.accept, fingerprints=False)
+            if changed:
+                found = " ".join(map(str, changed))
+                warnings.warn(
+                    f"Loader {path!r} is another than before, so it begins anew with epoch {epoch}: {found}",
+                    StatefulWarning,
+                    stacklevel=2,
+                )
+                continue
+            progress = loader.tracker.locate(state, where=f"The state of loader {path!r}")
+            self._plans[path] = loader.plan(epoch, progress)
+
+    def begin_streams_at(self, epoch: int, step: int) -> list[str]:
+        """Begin streams at a step of an epoch, of which no state says where they stood; their names."""
+        streams = {path: loader for path, loader in self.loaders.items() if isinstance(loader, StreamLoader)}
+        for path, loader in streams.items():
+            progress = Progress(epoch=epoch, consumed=step)
+            loader.course.begin_at(progress)
+            self._plans[path] = self._resumed[path] = loader.plan(epoch, progress)
+        self._resumed_step = step
+        return [loader.order.name for loader in streams.values()]
+
+    def end_epoch(self, epoch: int) -> None:
+        """The epoch ends where a state was loaded: streams go on from there in the next."""
+        for path, loader in self.loaders.items():
+            held = self._resumed.get(path)
+            if isinstance(loader, StreamLoader) and held is not None and held.epoch == epoch:
+                loader.course.end_at(held.progress_after(0))
+
+    def load(self, state: Mapping[str, Any], *, accept: Collection[str] = (), where: str) -> tuple[int, int]:
+        """Go on where ``state`` was taken, perhaps on other ranks or with other batch sizes.
+
+        Returns:
+            The epoch, and the step of this group's whole epoch at which it goes on: what is left are
+            ``num_batches() - step`` steps.
+
+        Raises:
+            StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
+        """
+        format_.check(state, where=where)
+        accepted = (
+            *format_.accepted_names(accept),
+            *(name for loader in self.loaders.values() for name in loader.accept),
+        )
+        format_.refuse_differences(state, self._beginning(), accept=accepted, where=where)
+        saved = dict(format_.walk(state))
+        found = {
+            path: loader.locate(saved[path], where=where) for path, loader in self.loaders.items() if path in saved
+        }
+        # Where all loaders are new, and accepted as such, they begin with the epoch of the old ones.
+        known = found.values() or [Progress.from_dict(part["progress"]) for part in saved.values()]
+        epochs = {progress.epoch for progress in known}
+        if len(epochs) != 1:
+            raise DamagedStateError(f"{where} has loaders in the epochs {sorted(epochs)}; all must be in the same.")
+        epoch = epochs.pop()
+        # A loader that the state does not know (its absence was accepted) begins with the epoch.
+        plans = {path: loader.plan(epoch, found.get(path)) for path, loader in self.loaders.items()}
+        self._plans, self._resumed, self._cycle_plans = plans, dict(plans), {}
+        lefts = [self._left(path, plan) for path, plan in plans.items()]
+        left = min(lefts) if self.mode == "min_size" else max(lefts)
+        self._resumed_step = max(self.num_batches() - left, 0)
+        return epoch, self._resumed_step
+
+    def _beginning(self) -> dict[str, Any]:
+        """The state of a run that has not begun."""
+        states = {path: loader.tracker.state_dict(Progress()) for path, loader in self.loaders.items()}
+        return states[""] if list(states) == [""] else format_.pack_combined(self.mode, states)
+
+    def _length(self, path: str) -> int:
+        """Steps of a whole epoch of one loader."""
+        if path not in self._lengths:
+            self._lengths[path] = self.loaders[path].plan(0).num_steps
+        return self._lengths[path]
+
+    def _left(self, path: str, plan: EpochPlan) -> int:
+        """Steps that a loader holds the epoch up for, from the beginning of a plan on."""
+        progress = plan.progress_after(0)
+        if progress.cycle:
+            # In a later pass within the epoch it has already been seen once.
+            return 0
+        if plan.num_steps < UNKNOWN:
+            return plan.num_steps
+        return UNKNOWN - progress.consumed // self.loaders[path].plan(plan.epoch).progress_after(1).consumed
+
+    def _plan(self, path: str, epoch: int) -> EpochPlan:
+        """The plan of an epoch, from where it goes on if a state was loaded within it."""
+        plan = self._plans.get(path)
+        if plan is None or plan.epoch > epoch:
+            plan = self._resumed.get(path)
+        if plan is None or plan.epoch != epoch:
+            plan = self.loaders[path].plan(epoch, None if plan is None else plan.progress_after(0))
+        self._plans[path] = plan
+        return plan
+
+    def _plan_of_cycle(self, path: str, epoch: int, cycle: int) -> EpochPlan:
+        plan = self._cycle_plans.get(path)
+        if plan is None or (plan.epoch, plan.progress_after(0).cycle) != (epoch, cycle):
+            plan = self._cycle_plans[path] = self.loaders[path].plan(epoch, Progress(epoch=epoch, cycle=cycle))
+        return plan
+
+    def _locate_or_end(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int]:
+        found = self.locate(path, epoch, step)
+        if found is not None:
+            return found
+        plan = self._plan(path, epoch)
+        return plan, plan.num_steps
+
+    def _end_streams_together(self, epoch: int) -> None:
+        """Streams of unknown length end an epoch with the shortest, and keep what they have left for the next."""
+        if self.mode != "min_size" or epoch < 0:
+            return
+        courses = [loader.course for loader in self.loaders.values() if isinstance(loader, StreamLoader)]
+        ended = [course.ended[1] for course in courses if course.ended is not None and course.ended[0] == epoch]
+        for course in courses if ended else ():
+            if course.ended is None or course.ended[0] < epoch:
+                course.end_at(Progress(epoch=epoch, consumed=min(ended)))
+
+
+def _by_rank(values: Sequence[Any]) -> Any:
+    """One value where all ranks have the same, and a list of values by rank where they differ; dicts key by key."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    if all(isinstance(value, Mapping) and value.keys() == values[0].keys() for value in values):
+        return {name: _by_rank([value[name] for value in values]) for name in values[0]}
+    return list(values)
