@@ -252,9 +252,10 @@ class TrainingData:
                 )
 
     def _warn_of_cut_epochs(self) -> None:
-        carried = [loader.order.carries_over and loader.is_sized for loader in self.group.loaders.values()]
+        # A stream goes on where the limit has cut it.
+        loaders = [loader for loader in self.group.loaders.values() if isinstance(loader, StatefulLoader)]
         steps, limited = self.group.num_batches(), self.num_batches()
-        if any(carried) and limited < steps:
+        if any(loader.order.carries_over for loader in loaders) and limited < steps:
             rank_zero_warn(
                 f"limit_train_batches cuts epochs of num_steps={steps} after {limited} steps, and the next epoch goes "
                 f"on as if all had been served. Pass num_steps={limited} to miss nothing.",
