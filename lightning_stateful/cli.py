@@ -50,16 +50,13 @@ def _add_padding(commands: Any) -> None:
     add = parser.add_argument
     add("--lengths", required=True, help="a .npy file with one integer a sample")
     add("--max-tokens", type=int, help="what a batch may hold, padding included")
-    add(
-        "--batch-size", type=_numbers, help="in place of --max-tokens: samples in a batch, or in each bucket's: 64,32,8"
-    )
+    add("--batch-size", type=int, help="in place of --max-tokens: samples in a batch")
     add("--max-samples", type=int, help="samples that a batch never exceeds, beside --max-tokens")
     add("--multiple", type=int, default=1, help="batches have a multiple of so many samples")
     add("--quadratic-length", type=int, help="length at which attention costs as much as all the rest")
     add("--num-buckets", type=int, help="number of buckets; by default up to 128")
     add("--boundaries", type=_boundaries, default="least_padding", help=_BOUNDARIES)
-    add("--window", type=int, help="sort and cut windows of so many samples in place of buckets")
-    add("--too-long", choices=("error", "drop", "alone"), default="error", help="what to do about too long samples")
+    add("--too-long", choices=("error", "drop"), default="error", help="what to do about too long samples")
     add("--drop-last", action="store_true", help="leave out the last step if it is not full")
     add("--seed", type=int, default=0, help="chooses the orders")
     add("--ranks", type=int, nargs="+", default=[1], help="numbers of ranks, for example: 1 8 64")
@@ -72,13 +69,12 @@ def _padding(asked: argparse.Namespace) -> str:
     batches = BucketBatchSampler(
         asked.lengths,
         max_tokens=asked.max_tokens,
-        batch_size=asked.batch_size[0] if asked.batch_size and len(asked.batch_size) == 1 else asked.batch_size,
+        batch_size=asked.batch_size,
         max_samples=asked.max_samples,
         multiple=asked.multiple,
         cost=None if asked.quadratic_length is None else QuadraticCost(asked.quadratic_length),
         num_buckets=asked.num_buckets,
         boundaries=asked.boundaries,
-        window=asked.window,
         too_long=asked.too_long,
         drop_last=asked.drop_last,
         seed=asked.seed,
@@ -88,8 +84,10 @@ def _padding(asked: argparse.Namespace) -> str:
         plot_padding(batches, asked.picture, num_replicas=asked.ranks[0])
     if asked.json:
         return json.dumps([report.to_dict() for report in reports], indent=2)
-    tables = [str(report) for report in reports if report.buckets] if asked.buckets else []
-    return "\n\n".join([*tables, summary(reports), *_notes(reports)])
+    tables = [str(report) for report in reports] if asked.buckets else []
+    dropped = batches.num_dropped
+    notes = [f"{dropped} samples are longer than the budget: left out"] if dropped else []
+    return "\n\n".join([*tables, summary(reports), *notes])
 
 
 def _boundaries(text: str) -> list[int] | str:
@@ -101,12 +99,6 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number, and no numbers with commas between them") from None
-
-
-def _notes(reports: Sequence[Any]) -> list[str]:
-    first = reports[0]
-    said = {"left out": first.num_dropped, "in batches of their own": first.num_alone}
-    return [f"{count} samples are longer than the budget: {what}" for what, count in said.items() if count]
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_stateful.bucketing import QuadraticCost
 from lightning_stateful.cli import main
-from lightning_stateful.index.budget import QuadraticCost
 from lightning_stateful.report.padding import padding_report, summary
-from lightning_stateful.samplers.buckets import BucketBatchSampler
+from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
 
 LENGTHS = np.random.default_rng(1).integers(1, 60, 400).astype(np.uint16)
 BUDGET = ("--max-tokens", "200")
@@ -40,10 +40,6 @@ class Told:
 OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "tokens": (BUDGET, {"max_tokens": 200}),
     "batch size": (("--batch-size", "8"), {"batch_size": 8}),
-    "batch sizes": (
-        ("--batch-size", "9,4", "--boundaries", "30,60"),
-        {"batch_size": [9, 4], "boundaries": [30, 60]},
-    ),
     "samples": ((*BUDGET, "--max-samples", "4"), {"max_tokens": 200, "max_samples": 4}),
     "multiple": ((*BUDGET, "--multiple", "8"), {"max_tokens": 200, "multiple": 8}),
     "cost": ((*BUDGET, "--quadratic-length", "90"), {"max_tokens": 200, "cost": QuadraticCost(90)}),
@@ -54,9 +50,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         (*BUDGET, "--boundaries", "equal_counts", "--num-buckets", "5"),
         {"max_tokens": 200, "boundaries": "equal_counts", "num_buckets": 5},
     ),
-    "window": ((*BUDGET, "--window", "50"), {"max_tokens": 200, "window": 50}),
     "too long dropped": (("--max-tokens", "40", "--too-long", "drop"), {"max_tokens": 40, "too_long": "drop"}),
-    "too long alone": (("--max-tokens", "40", "--too-long", "alone"), {"max_tokens": 40, "too_long": "alone"}),
     "tail dropped": ((*BUDGET, "--drop-last"), {"max_tokens": 200, "drop_last": True}),
     "seed": ((*BUDGET, "--seed", "5"), {"max_tokens": 200, "seed": 5}),
 }
@@ -93,13 +87,10 @@ def test_with_buckets_each_number_of_ranks_has_a_table_of_its_own(
     assert told.out == "\n\n".join([*map(str, reports), summary(reports)]) + "\n"
 
 
-@pytest.mark.parametrize(("what", "said"), [("drop", "left out"), ("alone", "in batches of their own")])
-def test_samples_that_are_too_long_are_told(
-    path: str, capsys: pytest.CaptureFixture[str], what: str, said: str
-) -> None:
-    told = Told(capsys, ("--lengths", path, "--max-tokens", "40", "--too-long", what))
+def test_samples_that_are_too_long_are_told(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told(capsys, ("--lengths", path, "--max-tokens", "40", "--too-long", "drop"))
 
-    assert told.out.splitlines()[-1] == f"{(LENGTHS > 40).sum()} samples are longer than the budget: {said}"
+    assert told.out.splitlines()[-1] == f"{(LENGTHS > 40).sum()} samples are longer than the budget: left out"
 
 
 def test_a_picture_is_drawn_beside_the_table(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,8 +111,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "boundaries that fall": ((*BUDGET, "--boundaries", "30,20"), "positive and rising"),
     "boundaries by another name": ((*BUDGET, "--boundaries", "equal"), "got 'equal'"),
     "boundaries and a number": ((*BUDGET, "--boundaries", "30,60", "--num-buckets", "2"), "leave num_buckets out"),
-    "a window and buckets": ((*BUDGET, "--window", "9", "--num-buckets", "2"), "window takes the place"),
-    "batch sizes without boundaries": (("--batch-size", "9,4"), "pass these, too"),
     "no step": (("--max-tokens", "100000", "--drop-last", "--ranks", "64"), "no full step"),
     "a cost of nothing": ((*BUDGET, "--quadratic-length", "0"), "QuadraticCost.length must be at least 1"),
     "a picture of no format": ((*BUDGET, "--picture", "padding.what"), "cannot be drawn"),
@@ -156,9 +145,8 @@ def test_numbers_that_are_none_are_refused_in_a_line(
     [
         ("--max-tokens", "many"),
         ("--max-tokens", "1.5"),
-        ("--batch-size", "4,"),
-        ("--batch-size", ""),
-        ("--too-long", "skip"),
+        ("--batch-size", "4,2"),
+        ("--too-long", "alone"),
         ("--ranks",),
         ("--ranks", "two"),
         ("--nothing",),
@@ -176,8 +164,8 @@ def test_what_the_parser_refuses_comes_with_the_usage(
 
 
 FILES: dict[str, tuple[Any, str]] = {
-    "that is not there": (None, "could not be read from"),
-    "of text": (b"1\n2\n", "could not be read from"),
+    "that is not there": (None, "cannot be read from"),
+    "of text": (b"1\n2\n", "cannot be read from"),
     "of fractions": (np.array([0.5, 1.0]), "must be integers, got float64"),
     "of two rows": (np.ones((2, 3), dtype=int), "array of shape (2, 3)"),
     "without samples": (np.zeros(0, dtype=int), "lengths are empty"),

@@ -1,4 +1,4 @@
-"""How batches of like lengths turn out on some number of ranks: a table, or JSON."""
+"""Measures the padding of an epoch of batches of like lengths on some number of ranks: a table, or JSON."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stateful.bucketing.padding import BudgetedOrder, StepPadding, measure
+from lightning_stateful.bucketing.order import BucketOrder
+from lightning_stateful.bucketing.padding import StepPadding, measure
+from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.bucket_order import BucketOrder
-from lightning_stateful.index.slots import BatchOrder
-from lightning_stateful.index.window_order import WindowOrder
-from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
+from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +53,7 @@ class PaddingReport:
         num_replicas: Ranks.
         whole: Of all steps.
         buckets: Of the steps of each bucket, the shortest first: a step belongs to the bucket of its longest sample.
-            Empty for windows.
         num_dropped: Samples left out because they are too long.
-        num_alone: Samples in batches of their own because they are too long.
         num_repeated: Samples served twice because ranks take equal steps.
         num_left_out: Samples of a last step that ``drop_last`` leaves out.
     """
@@ -65,7 +62,6 @@ class PaddingReport:
     whole: PaddingFigures
     buckets: tuple[PaddingFigures, ...]
     num_dropped: int
-    num_alone: int
     num_repeated: int
     num_left_out: int
 
@@ -86,7 +82,6 @@ class PaddingReport:
         ]
         said = {
             "dropped": self.num_dropped,
-            "alone": self.num_alone,
             "repeated": self.num_repeated,
             "left out": self.num_left_out,
         }
@@ -103,13 +98,11 @@ def summary(reports: list[PaddingReport]) -> str:
     return "\n".join(_table([("ranks", "steps", *_HEADINGS), *rows]))
 
 
-def padding_report(
-    batches: StatefulBatchSampler | BatchOrder, *, num_replicas: int = 1, epoch: int = 0
-) -> PaddingReport:
+def padding_report(batches: BucketBatchSampler | BatchOrder, *, num_replicas: int = 1, epoch: int = 0) -> PaddingReport:
     """Measure an epoch of batches without training.
 
     Args:
-        batches: A :class:`BucketBatchSampler`, or an order of batches that knows lengths and a budget.
+        batches: A :class:`BucketBatchSampler`, or its order.
         num_replicas: Ranks to deal the batches out to.
         epoch: Which epoch; figures differ very little from one to another.
 
@@ -118,29 +111,26 @@ def padding_report(
     """
     order = order_of(batches)
     Topology(num_replicas=num_replicas)
-    found = measure(order, order.lengths, order.begin(epoch, num_replicas))
-    samples = order.buckets if isinstance(order, BucketOrder) else order.windows
-    served = int(found.counts.sum())
-    kept = len(samples.samples)
+    found = measure(order.plan(epoch, num_replicas))
+    served, kept = int(found.counts.sum()), len(order.buckets)
     return PaddingReport(
         num_replicas=num_replicas,
         whole=_figures(found, order, int(found.longest.max(initial=0))),
-        buckets=_by_bucket(found, order) if isinstance(order, BucketOrder) else (),
-        num_dropped=samples.num_dropped,
-        num_alone=samples.num_alone,
+        buckets=_by_bucket(found, order),
+        num_dropped=order.buckets.num_dropped,
         num_repeated=max(served - kept, 0),
         num_left_out=max(kept - served, 0),
     )
 
 
-def order_of(batches: StatefulBatchSampler | BatchOrder) -> BucketOrder | WindowOrder:
+def order_of(batches: BucketBatchSampler | BatchOrder) -> BucketOrder:
     """The order of a batch sampler.
 
     Raises:
         ConfigurationError: It knows no lengths.
     """
-    order = batches.order if isinstance(batches, StatefulBatchSampler) else batches
-    if not isinstance(order, (BucketOrder, WindowOrder)):
+    order = getattr(batches, "order", batches)
+    if not isinstance(order, BucketOrder):
         raise ConfigurationError(f"A {type(order).__name__} knows no lengths; pass a BucketBatchSampler.")
     return order
 
@@ -152,7 +142,7 @@ def _by_bucket(found: StepPadding, order: BucketOrder) -> tuple[PaddingFigures, 
     return tuple(_figures(found.where(of_step == number), order, int(ends[number])) for number in numbers)
 
 
-def _figures(found: StepPadding, order: BudgetedOrder, longest: int) -> PaddingFigures:
+def _figures(found: StepPadding, order: BucketOrder, longest: int) -> PaddingFigures:
     batches, samples = found.counts.size, int(found.counts.sum())
     return PaddingFigures(
         longest=longest,

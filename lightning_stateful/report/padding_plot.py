@@ -9,29 +9,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stateful.bucketing.lengths import histogram
+from lightning_stateful.bucketing.order import BucketOrder
 from lightning_stateful.bucketing.padding import StepPadding, measure
+from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.permutation import keyed_permutation
 from lightning_stateful.core.ranges import Indices
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.bucket_order import BucketOrder
-from lightning_stateful.index.slots import BatchOrder
-from lightning_stateful.index.window_order import WindowOrder
 from lightning_stateful.report.padding import order_of
-from lightning_stateful.samplers.batch_sampler import StatefulBatchSampler
+from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
 
 _TOKENS, _PADDING, _LINE = "#3b6ea5", "#d9a441", "#444444"
 _MOST_BATCHES = 300
 _MOST_BARS = 120
 
 
-def plot_padding(batches: StatefulBatchSampler | BatchOrder, path: str | Path, *, num_replicas: int = 1) -> None:
+def plot_padding(batches: BucketBatchSampler | BatchOrder, path: str | Path, *, num_replicas: int = 1) -> None:
     """Draw the lengths' distribution with the buckets' boundaries, and batches of it before and after.
 
     Before: as many samples a batch as there are on average after, as a plain shuffle gives them. After: the batches of
     the first epoch. Both as the tokens in a batch, padding on top, for up to 300 batches spread over the epoch.
 
     Args:
-        batches: A :class:`BucketBatchSampler`, or an order of batches that knows lengths and a budget.
+        batches: A :class:`BucketBatchSampler`, or its order.
         path: File to write; its ending chooses the format.
         num_replicas: Ranks to deal the batches out to.
 
@@ -41,13 +40,13 @@ def plot_padding(batches: StatefulBatchSampler | BatchOrder, path: str | Path, *
     """
     figure = _new_figure()
     order = order_of(batches)
-    after = measure(order, order.lengths, order.begin(0, num_replicas))
+    after = measure(order.plan(0, num_replicas))
     before = _shuffled(order.lengths, max(round(float(after.counts.mean())), 1))
     axes = figure.subplot_mosaic([["lengths", "lengths"], ["before", "after"]])
     _draw_lengths(axes["lengths"], order)
     axes["after"].sharey(axes["before"])
     _draw_batches(axes["before"], before, f"before: shuffled, {int(before.counts[0, 0])} samples a batch")
-    _draw_batches(axes["after"], after, f"after: {_describe(order)}")
+    _draw_batches(axes["after"], after, f"after: {len(order.buckets.ends)} buckets")
     if order.budget.max_tokens is not None and order.budget.cost is None:
         for name in ("before", "after"):
             axes[name].axhline(order.budget.max_tokens, color=_LINE, linewidth=0.8, linestyle="--", label="budget")
@@ -59,14 +58,12 @@ def plot_padding(batches: StatefulBatchSampler | BatchOrder, path: str | Path, *
         raise ConfigurationError(f"{str(path)!r} cannot be drawn: {error}") from None
 
 
-def _draw_lengths(axis: Any, order: BucketOrder | WindowOrder) -> None:
+def _draw_lengths(axis: Any, order: BucketOrder) -> None:
     lengths = histogram(order.lengths)
     bars = min(_MOST_BARS, int(lengths.values[-1] - lengths.values[0]) + 1)
     axis.hist(lengths.values, bins=bars, weights=lengths.counts, color=_TOKENS)
-    title = f"{int(lengths.counts.sum()):,} samples"
-    if isinstance(order, BucketOrder):
-        axis.vlines(order.buckets.ends, 0, 0.06, transform=axis.get_xaxis_transform(), color=_LINE, linewidth=0.8)
-        title += f", {len(order.buckets.ends)} buckets: each ends at a tick"
+    axis.vlines(order.buckets.ends, 0, 0.06, transform=axis.get_xaxis_transform(), color=_LINE, linewidth=0.8)
+    title = f"{len(order.lengths):,} samples, {len(order.buckets.ends)} buckets: each ends at a tick"
     axis.set(xlabel="length", ylabel="samples", title=title)
 
 
@@ -78,12 +75,6 @@ def _draw_batches(axis: Any, found: StepPadding, title: str) -> None:
     axis.stairs(tokens[chosen], places, fill=True, color=_TOKENS, label="tokens")
     axis.set(xlabel=f"{len(chosen)} of {len(padded):,} batches", title=f"{title}\n{found.padding():.1%} padding")
     axis.set_xlim(0, len(chosen))
-
-
-def _describe(order: BucketOrder | WindowOrder) -> str:
-    if isinstance(order, BucketOrder):
-        return f"{len(order.buckets.ends)} buckets"
-    return f"windows of {order.windows.window} samples"
 
 
 def _shuffled(lengths: NDArray[Any], size: int) -> StepPadding:

@@ -1,4 +1,4 @@
-"""Orders of batches of like lengths keep the laws of all orders."""
+"""Batches of like lengths keep the laws of all orders."""
 
 from __future__ import annotations
 
@@ -8,34 +8,37 @@ from typing import Any
 import pytest
 from support.orders import OrderCase, every_law
 
-from lightning_stateful.bucketing import BucketOrder, Buckets
+from lightning_stateful.bucketing import BucketOrder, Buckets, QuadraticCost
 
-LENGTHS = [1 + 7 * number % 23 for number in range(80)]
+LENGTHS = [1 + (index * index * 7 + index * 3) % 19 for index in range(61)]
 
 
-def case(options: dict[str, Any], **flags: bool) -> OrderCase:
-    order, longer = (
-        BucketOrder(Buckets.of(lengths, num_buckets=5, **options), seed=3, **flags)
-        for lengths in (LENGTHS, LENGTHS * 2)
-    )
-    return OrderCase(
-        order=order,
-        longer=longer,
-        samples=range(len(LENGTHS)),
-        drops=order.drop_last,
-        shuffled=order.shuffle,
-    )
+def case(lengths: list[int] = LENGTHS, *, shuffle: bool = True, drop_last: bool = False, **options: Any) -> OrderCase:
+    def order(of: list[int]) -> BucketOrder:
+        return BucketOrder(
+            Buckets.of(of, **{"num_buckets": 4, **options}), seed=3, shuffle=shuffle, drop_last=drop_last
+        )
+
+    short = order(lengths)
+    samples = [sample for sample, length in enumerate(lengths) if short.budget.num_samples(length)]
+    return OrderCase(order=short, samples=samples, drops=drop_last, shuffled=shuffle, longer=order(lengths * 3))
 
 
 CASES = {
-    "tokens": case({"max_tokens": 60}),
-    "batch size": case({"batch_size": 3}),
-    "drop_last": case({"batch_size": 4}, drop_last=True),
-    "in turn": case({"max_tokens": 60}, shuffle=False),
+    "tokens": case(max_tokens=40),
+    "samples": case(batch_size=4),
+    "batches of one": case(batch_size=1),
+    "limited and in multiples": case(max_tokens=40, max_samples=7, multiple=3),
+    "quadratic cost": case(max_tokens=60, cost=QuadraticCost(12)),
+    "given boundaries": case(max_tokens=40, boundaries=[3, 8, 20, 50], num_buckets=None),
+    "too long dropped": case(max_tokens=12, too_long="drop"),
+    "full steps": case(max_tokens=20, drop_last=True),
+    "unshuffled": case(max_tokens=40, shuffle=False),
+    "one bucket": case(max_tokens=40, num_buckets=1),
 }
 
 
 @every_law
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_orders_of_buckets_keep_the_laws(law: Callable[[OrderCase], None], case: OrderCase) -> None:
+def test_buckets_keep_the_laws(law: Callable[[OrderCase], None], case: OrderCase) -> None:
     law(case)

@@ -7,15 +7,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
+from lightning_stateful.bucketing import QuadraticCost
+from lightning_stateful.core import SampleBatchOrder, SequentialOrder
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index import SequentialOrder
-from lightning_stateful.index.budget import QuadraticCost
 from lightning_stateful.report.padding import PaddingFigures, padding_report, summary
-from lightning_stateful.samplers import RoundRobinBatchSampler
-from lightning_stateful.samplers.buckets import BucketBatchSampler
+from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
+from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
 
 LENGTHS = [1 + (index * index) % 37 for index in range(211)]
 
@@ -25,15 +24,10 @@ CASES: dict[str, dict[str, Any]] = {
     "tokens and samples": {"max_tokens": 90, "max_samples": 5, "num_buckets": 4},
     "quadratic cost": {"max_tokens": 120, "cost": QuadraticCost(20), "num_buckets": 3},
     "samples": {"batch_size": 7, "num_buckets": 4},
-    "samples, by bucket": {"batch_size": [9, 5, 2], "boundaries": [10, 20, 37]},
+    "given boundaries": {"batch_size": 9, "boundaries": [10, 20, 37]},
     "tail dropped": {"max_tokens": 90, "num_buckets": 4, "drop_last": True},
     "unshuffled": {"max_tokens": 90, "num_buckets": 4, "shuffle": False},
     "too long dropped": {"max_tokens": 30, "num_buckets": 4, "too_long": "drop"},
-    "too long alone": {"max_tokens": 30, "num_buckets": 4, "too_long": "alone"},
-    "windows": {"max_tokens": 90, "window": 50},
-    "windows, tail dropped": {"max_tokens": 90, "window": 50, "drop_last": True},
-    "windows, samples": {"batch_size": 7, "window": 50},
-    "windows, too long alone": {"max_tokens": 30, "window": 50, "too_long": "alone"},
 }
 every_case = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 
@@ -50,11 +44,9 @@ def steps_of(options: dict[str, Any], ranks: int, epoch: int = 0) -> list[list[l
     return [[[LENGTHS[index] for index in batch] for batch in step] for step in zip(*samplers, strict=True)]
 
 
-def use_of(batch: list[int], options: dict[str, Any]) -> float:
+def use_of(batch: list[int], options: dict[str, Any]) -> Any:
     """The share of its budget that a batch uses."""
     longest, size = max(batch), options.get("batch_size")
-    if isinstance(size, list):
-        return len(batch) / next(n for n, end in zip(size, options["boundaries"], strict=True) if longest <= end)
     if size is not None:
         return len(batch) / size
     cost = longest + longest**2 / options["cost"].length if "cost" in options else longest
@@ -104,16 +96,16 @@ def test_each_bucket_has_the_steps_whose_longest_sample_is_in_it(options: dict[s
         expect(figures, own, options)
         shortest = figures.longest
 
-    assert sum(figures.steps for figures in report.buckets) == ("window" not in options) * len(steps)
+    assert sum(figures.steps for figures in report.buckets) == len(steps)
 
 
 @every_case
-def test_samples_left_out_alone_and_repeated_are_counted(options: dict[str, Any]) -> None:
+def test_samples_left_out_and_repeated_are_counted(options: dict[str, Any]) -> None:
     for ranks in (1, 5):
         report = padding_report(sampler(**options), num_replicas=ranks)
         longer = sum(length > options.get("max_tokens", 99) for length in LENGTHS)
-        dropped, alone = (longer if options.get("too_long") == what else 0 for what in ("drop", "alone"))
-        assert (report.num_dropped, report.num_alone) == (dropped, alone)
+        dropped = longer if options.get("too_long") == "drop" else 0
+        assert report.num_dropped == dropped
         if not options.get("drop_last"):
             assert report.num_repeated == report.whole.samples - (len(LENGTHS) - dropped)
 
@@ -124,40 +116,38 @@ def test_fewer_samples_than_ranks_are_repeated_and_counted() -> None:
     assert (report.num_repeated, report.whole.samples, report.whole.steps) == (5, 8, 1)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 4}], ids=["buckets", "windows"])
-def test_samples_without_a_token_have_no_padding(options: dict[str, Any]) -> None:
-    whole = padding_report(sampler([0] * 9, max_tokens=3, **options)).whole
+def test_samples_without_a_token_have_no_padding() -> None:
+    whole = padding_report(sampler([0] * 9, max_tokens=3)).whole
 
     assert (whole.padding, whole.straggling, whole.tokens, whole.padded_tokens) == (0, 0, 0, 0)
     assert whole.budget_use == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 12}], ids=["buckets", "windows"])
-def test_one_length_fills_the_budget_without_padding(options: dict[str, Any]) -> None:
-    whole = padding_report(sampler([5] * 60, max_tokens=30, **options), num_replicas=2).whole
+def test_one_length_fills_the_budget_without_padding() -> None:
+    whole = padding_report(sampler([5] * 60, max_tokens=30), num_replicas=2).whole
 
     assert (whole.padding, whole.straggling, whole.budget_use) == (0, 0, 1)
 
 
 def test_measuring_does_not_move_the_sampler() -> None:
-    for options in ({}, {"window": 50}):
-        measured, untouched = (sampler(max_tokens=90, num_replicas=2, rank=1, **options) for _ in range(2))
-        padding_report(measured, num_replicas=3, epoch=2)
-        assert measured.state_dict() == untouched.state_dict()
-        assert list(measured) == list(untouched)
+    measured, untouched = (sampler(max_tokens=90, num_replicas=2, rank=1) for _ in range(2))
+    padding_report(measured, num_replicas=3, epoch=2)
+
+    assert measured.state_dict() == untouched.state_dict()
+    assert list(measured) == list(untouched)
 
 
 def test_a_bare_order_is_measured_alike() -> None:
-    for options in ({}, {"window": 50}):
-        batches = sampler(max_tokens=90, **options)
-        assert padding_report(batches.order, num_replicas=2) == padding_report(batches, num_replicas=2)
+    batches = sampler(max_tokens=90)
+
+    assert padding_report(batches.order, num_replicas=2) == padding_report(batches, num_replicas=2)
 
 
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: RoundRobinBatchSampler([5, 7], 2), "MixtureOrder"),
-        (lambda: SequentialOrder(5), "SequentialOrder"),
+        (lambda: StatefulBatchSampler(SampleBatchOrder(samples=SequentialOrder(5))), "SampleBatchOrder"),
+        (lambda: SampleBatchOrder(samples=SequentialOrder(5)), "SampleBatchOrder"),
         (lambda: LENGTHS, "list"),
     ],
 )
@@ -172,23 +162,8 @@ def test_no_ranks_are_refused(ranks: int) -> None:
         padding_report(sampler(max_tokens=90), num_replicas=ranks)
 
 
-def test_many_samples_are_measured_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = [padding_report(sampler(max_tokens=90, **options), num_replicas=2) for options in ({}, {"window": 50})]
-    monkeypatch.setattr("lightning_stateful.index.padding._CHUNK", 10)
-    parts = [padding_report(sampler(max_tokens=90, **options), num_replicas=2) for options in ({}, {"window": 50})]
-
-    assert parts == whole
-
-
-def test_a_file_of_lengths_of_few_bytes_does_not_overflow() -> None:
-    lengths = np.full(300, 250, dtype=np.uint8)
-    whole = padding_report(sampler(lengths, max_tokens=100_000)).whole
-
-    assert (whole.tokens, whole.padded_tokens) == (75_000, 75_000)
-
-
 class TestWords:
-    report = padding_report(sampler(**CASES["too long alone"]), num_replicas=2)
+    report = padding_report(sampler(**CASES["too long dropped"]), num_replicas=2)
 
     def test_json_is_the_plain_data(self) -> None:
         data = json.loads(self.report.to_json())
@@ -202,12 +177,12 @@ class TestWords:
         first, headings, *lines, last = str(self.report).splitlines()
         whole = self.report.whole
 
-        assert first == f"2 ranks: {whole.steps} steps, 211 samples, {sum(LENGTHS)} tokens"
+        assert first == f"2 ranks: {whole.steps} steps, {whole.samples} samples, {whole.tokens} tokens"
         assert headings.split()[:3] == ["up", "to", "batches"]
         assert [line.split()[:3] for line in lines] == [
             [str(each.longest), str(each.batches), str(each.samples)] for each in self.report.buckets
         ]
-        assert last == f"{self.report.num_alone} samples alone"
+        assert last == f"{self.report.num_dropped} samples dropped"
         assert len({len(line) for line in (headings, *lines)}) == 1
 
     def test_one_rank_is_not_several(self) -> None:
@@ -232,6 +207,6 @@ def test_random_lengths_agree_with_plain_python() -> None:
     rng = random.Random(3)
     for _ in range(15):
         budget = rng.randint(40, 200)
-        options: dict[str, Any] = {"max_tokens": budget, **rng.choice([{}, {"window": 30}, {"num_buckets": 5}])}
+        options: dict[str, Any] = {"max_tokens": budget, **rng.choice([{}, {"num_buckets": 5}])}
         ranks = rng.randint(1, 6)
         expect(padding_report(sampler(**options), num_replicas=ranks).whole, steps_of(options, ranks), options)

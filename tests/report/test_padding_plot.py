@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_stateful.bucketing import QuadraticCost
+from lightning_stateful.core import SampleBatchOrder, SequentialOrder
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.index.budget import QuadraticCost
 from lightning_stateful.report.padding_plot import plot_padding
-from lightning_stateful.samplers import RoundRobinBatchSampler
-from lightning_stateful.samplers.buckets import BucketBatchSampler
+from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
 
 LENGTHS = np.random.default_rng(1).integers(1, 200, 600)
 
@@ -28,10 +28,9 @@ def size_of(path: Path) -> tuple[int, int]:
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "buckets": (LENGTHS, {"max_tokens": 1000}),
-    "windows": (LENGTHS, {"max_tokens": 1000, "window": 100}),
-    "batch sizes of buckets": (LENGTHS, {"batch_size": [16, 8], "boundaries": [100, 200]}),
+    "given boundaries": (LENGTHS, {"batch_size": 16, "boundaries": [100, 200]}),
     "quadratic cost": (LENGTHS, {"max_tokens": 1000, "cost": QuadraticCost(100)}),
-    "too long alone": (LENGTHS, {"max_tokens": 100, "too_long": "alone"}),
+    "too long dropped": (LENGTHS, {"max_tokens": 100, "too_long": "drop"}),
     "one sample": ([7], {"max_tokens": 10}),
     "one length": ([7] * 50, {"max_tokens": 21}),
     "one batch": ([1, 2, 3], {"max_tokens": 10**6}),
@@ -110,18 +109,17 @@ def test_a_folder_that_is_not_there_is_an_error_of_the_system(tmp_path: Path) ->
 
 
 def test_batches_that_know_no_lengths_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="A MixtureOrder knows no lengths"):
-        plot_padding(RoundRobinBatchSampler([5, 7], 2), tmp_path / "padding.png")
+    with pytest.raises(ConfigurationError, match="A SampleBatchOrder knows no lengths"):
+        plot_padding(
+            SampleBatchOrder(samples=SequentialOrder(5)),
+            tmp_path / "padding.png",
+        )
 
 
 def test_an_epoch_without_a_step_is_refused(tmp_path: Path) -> None:
-    for options in ({}, {"window": 4}):
-        with pytest.raises(ConfigurationError, match="no full step"):
-            plot_padding(
-                BucketBatchSampler([3, 4, 5], max_tokens=99, drop_last=True, **options),
-                tmp_path / "padding.png",
-                num_replicas=8,
-            )
+    sampler = BucketBatchSampler([3, 4, 5], max_tokens=99, drop_last=True)
+    with pytest.raises(ConfigurationError, match="no full step"):
+        plot_padding(sampler, tmp_path / "padding.png", num_replicas=8)
 
 
 def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
