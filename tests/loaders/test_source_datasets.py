@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders import StatefulLoader, take_over
-from lightning_stateful.loaders.sources import Sample, SourceCollate, SourceDataset, describe_sources
+from lightning_stateful.loaders.source_datasets import Sample, SourceCollate, SourceDataset, describe_sources
 from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler
 
 LENGTHS = {"a": 5, "b": 8}
