@@ -109,7 +109,7 @@ class Draws:
         within = np.flatnonzero(self._spread(0) == source)[place]
         return periods * int(self._periods[0]) + int(within) + 1
 
-    def rank_of(self, source: int, count: int) -> tuple[int, float, int]:
+    def when(self, source: int, count: int) -> tuple[int, float, int]:
         """Sorts sources by when they have their ``count``-th draw, evenly spread and in the first stage."""
         each = int(self.counts[0, source])
         periods, place = divmod(count - 1, each)

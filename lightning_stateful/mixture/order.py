@@ -142,11 +142,14 @@ class MixtureOrder:
         consumed = progress.consumed if progress.epoch == epoch else 0
         known = progress if "served" in progress.details else Progress()
         origin = self._in_order(known.details.get("served", {}))
-        here = MixtureEpochPlan(self.mixture, known.epoch, num_replicas, known.consumed, origin, begun=known)
         if (known.epoch, known.consumed) == (epoch, consumed):
-            return here if known is progress else replace(here, begun=None)
-        ahead = (epoch - known.epoch) * steps - min(known.consumed, steps) + consumed
-        return MixtureEpochPlan(self.mixture, epoch, num_replicas, consumed, here.served_after(ahead))
+            begun = progress if known is progress else None
+            return MixtureEpochPlan(self.mixture, epoch, num_replicas, consumed, origin, begun=begun)
+        # Under fewer steps an epoch than were saved, it has ended.
+        done = min(known.consumed, steps)
+        here = MixtureEpochPlan(self.mixture, known.epoch, num_replicas, done, origin)
+        served = here.served_after((epoch - known.epoch) * steps - done + consumed)
+        return MixtureEpochPlan(self.mixture, epoch, num_replicas, consumed, served)
 
     def _refuse_other_counting(self, stop: str, carried: bool, progress: Progress) -> None:
         remedy = ""

@@ -240,7 +240,7 @@ class MixtureEpochPlan:
         # Round robin goes on where it was, as long as all sources still have draws.
         start = self.planned_steps % sum(each) if self.mixture.in_turn else 0
         last = [before + count for before, count in zip(spread.spread_before(start).tolist(), counts, strict=True)]
-        ends = sorted(spread.rank_of(source, last[source]) for source, count in enumerate(counts) if count)
+        ends = sorted(spread.when(source, last[source]) for source, count in enumerate(counts) if count)
         begin = 0
         for number, (*_, source) in enumerate(ends):
             stop = spread.draw_after(source, last[source])

@@ -131,7 +131,7 @@ def whole_draws(shares: Sequence[Fraction], period: int | None = None, *, exact:
     Args:
         shares: They add up to 1.
         period: Draws in a period; by default the fewest that are exact if that takes at most 256, else 512, 1,024 and
-            so on up to 65,536, until no share is more than 0.5 % off.
+            so on up to 65,536, until no share is more than 0.5 % off or fewer are exact.
         exact: Take an exact period up to this length too.
 
     Raises:
@@ -140,16 +140,15 @@ def whole_draws(shares: Sequence[Fraction], period: int | None = None, *, exact:
     if period is not None:
         return _rounded(shares, period)
     fewest = math.lcm(*(share.denominator for share in shares))
-    if fewest <= max(_LARGEST_EXACT, exact):
-        return tuple(int(share * fewest) for share in shares)
-    period = 2 * _LARGEST_EXACT
-    while period < MAX_PERIOD:
-        if period >= len(shares):
-            draws = _rounded(shares, period)
-            if max(relative_errors(shares, draws)) <= _SMALL_ERROR:
-                return draws
-        period *= 2
-    return _rounded(shares, MAX_PERIOD)
+    period = max(_LARGEST_EXACT, exact)
+    while fewest > period:
+        period = max(2 * period, len(shares))
+        if period >= MAX_PERIOD:
+            return _rounded(shares, min(fewest, MAX_PERIOD))
+        draws = _rounded(shares, period)
+        if fewest > period and max(relative_errors(shares, draws)) <= _SMALL_ERROR:
+            return draws
+    return tuple(int(share * fewest) for share in shares)
 
 
 def relative_errors(shares: Sequence[Fraction], draws: Sequence[int]) -> list[float]:

@@ -1,0 +1,145 @@
+"""Draws: exact periods, random access, closed forms, and schedules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.mixtures import endless_draws
+
+from lightning_stateful.mixture.draws import Draws
+from lightning_stateful.mixture.weights import Between, DrawSchedule
+
+KEYS = st.one_of(st.none(), st.integers(0, 2**64 - 1))
+POINTS = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any).map(tuple)
+
+
+@st.composite
+def any_draws(draw: st.DrawFn) -> Draws:
+    """One period, short or long, or a schedule."""
+    key = draw(KEYS)
+    if draw(st.booleans()):
+        return Draws.repeated(draw(st.lists(st.integers(1, 200), min_size=1, max_size=6)), key=key)
+    gaps = draw(st.lists(st.integers(1, 300), max_size=4))
+    points = tuple(draw(POINTS) for _ in range(len(gaps) + 1))
+    steps = tuple(np.cumsum([0, *gaps]).tolist())
+    between: Between = draw(st.sampled_from(["constant", "linear"]))
+    return Draws.scheduled(DrawSchedule(steps, points, between), draw(st.integers(1, 20)), key=key)
+
+
+@given(any_draws(), st.integers(0, 3000), st.integers(0, 900))
+def test_any_part_is_that_part_of_the_whole(draws: Draws, first: int, count: int) -> None:
+    assert np.array_equal(draws.sources(first, first + count), draws.sources(0, first + count)[first:])
+
+
+@given(any_draws(), st.integers(0, 3000))
+def test_counts_count_the_draws(draws: Draws, draw: int) -> None:
+    expected = np.bincount(draws.sources(0, draw), minlength=draws.counts.shape[1])
+    assert np.array_equal(draws.counts_before(draw), expected)
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6).filter(any))
+def test_without_a_key_draws_stand_evenly_spread(counts: list[int]) -> None:
+    assert Draws.repeated(counts).sources(0, 100).tolist() == list(islice(endless_draws(counts), 100))
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(0, 2**64 - 1), st.integers(0, 10**12))
+def test_a_key_shuffles_within_windows(counts: list[int], key: int, number: int) -> None:
+    window = sum(counts) if sum(counts) <= 256 else 64
+    part = number * window, (number + 1) * window
+    served, spread = Draws.repeated(counts, key=key).sources(*part), Draws.repeated(counts).sources(*part)
+    assert sorted(served) == sorted(spread)
+
+
+@given(st.lists(st.integers(1, 100), min_size=2, max_size=5), st.integers(0, 700), st.integers(1, 700), KEYS)
+def test_between_its_ends_a_keyed_sequence_has_the_draws_of_the_spread_one(
+    counts: list[int], start: int, count: int, key: int | None
+) -> None:
+    draws = Draws.repeated(counts, key=key, start=start, stop=start + count)
+    expected = Draws.repeated(counts).sources(start, start + count)
+    assert sorted(draws.sources(start, start + count)) == sorted(expected)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=5), st.integers(1, 10**12), st.data())
+def test_draw_after_finds_any_draw_of_a_source(counts: list[int], count: int, data: st.DataObject) -> None:
+    draws, source = Draws.repeated(counts), data.draw(st.integers(0, len(counts) - 1))
+    end = draws.draw_after(source, count)
+    assert draws.sources(end - 1, end).tolist() == [source]
+    assert draws.spread_before(end)[source] == count
+    last = [draws.when(other, count) for other in range(len(counts))]
+    ends = [draws.draw_after(other, count) for other in range(len(counts))]
+    assert sorted(range(len(counts)), key=last.__getitem__) == sorted(range(len(counts)), key=ends.__getitem__)
+
+
+def test_keys_and_windows_have_orders_of_their_own() -> None:
+    orders = {tuple(Draws.repeated([15, 15], key=key).sources(0, 60).tolist()) for key in (None, *range(20))}
+    windows = Draws.repeated([15, 15], key=5).sources(0, 1200).reshape(40, 30)
+    assert (len(orders), len({tuple(window) for window in windows.tolist()})) == (21, 40)
+
+
+def test_a_key_puts_every_source_everywhere_in_a_period() -> None:
+    places = [Draws.repeated([4, 1], key=key).sources(0, 5).tolist().index(1) for key in range(1000)]
+    assert all(140 <= Counter(places)[place] <= 260 for place in range(5))
+
+
+def test_golden_draws() -> None:
+    schedule = DrawSchedule((0, 8, 24), ((1, 0, 0), (2, 1, 1), (0, 1, 1)), "linear")
+    assert Draws.repeated([3, 2, 1]).sources(0, 6).tolist() == [0, 1, 0, 2, 1, 0]
+    assert Draws.repeated([3, 2, 1], key=1).sources(0, 12).tolist() == [2, 0, 0, 1, 1, 0, 1, 2, 0, 0, 0, 1]
+    expected = [0, 2, 0, 0, 0, 0, 1, 0, 0, 1, 1, 2, 1, 2, 0, 0, 1, 2, 1, 2, 2, 1, 2, 0, 2, 1, 2, 1, 2, 1]
+    assert Draws.scheduled(schedule, 1, key=2).sources(0, 30).tolist() == expected
+
+
+def furthest(draws: Draws, schedule: DrawSchedule, count: int, per_step: int = 1) -> float:
+    """How far the draws of the last source ever are from the sum of its shares, slowly."""
+    due, served, distance = Fraction(0), 0, Fraction(0)
+    for number, source in enumerate(draws.sources(0, count).tolist()):
+        step = (number + Fraction(1, 2)) / per_step
+        at = max(point for point, begin in enumerate(schedule.steps) if begin <= step)
+        share = Fraction(schedule.draws[at][-1], sum(schedule.draws[at]))
+        if schedule.between == "linear" and at + 1 < len(schedule.steps):
+            done = (step - schedule.steps[at]) / (schedule.steps[at + 1] - schedule.steps[at])
+            share += (Fraction(schedule.draws[at + 1][-1], sum(schedule.draws[at + 1])) - share) * done
+        due, served = due + share, served + (source == len(schedule.draws[0]) - 1)
+        distance = max(distance, abs(served - due))
+    return float(distance)
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 64])
+@pytest.mark.parametrize("key", [None, 7])
+@pytest.mark.parametrize("between", ["constant", "linear"])
+def test_scheduled_draws_stay_near_the_sum_of_their_shares(between: Between, key: int | None, per_step: int) -> None:
+    schedule = DrawSchedule((0, 120, 240), ((1, 0), (1, 1), (1, 3)), between)
+    draws = Draws.scheduled(schedule, per_step, key=key)
+    # Half a window, and what a linear way has in a stage of 64 draws less or more than its mean.
+    assert furthest(draws, schedule, 300 * per_step, per_step) <= 18
+
+
+def test_points_come_where_they_are() -> None:
+    schedule = DrawSchedule((0, 50, 100, 102), ((1, 0), (0, 1), (1, 0), (0, 1)), "constant")
+    expected = [0] * 100 + [1] * 100 + [0] * 4 + [1] * 16
+    assert Draws.scheduled(schedule, 2, key=3).sources(0, 220).tolist() == expected
+
+
+@pytest.mark.parametrize("between", ["constant", "linear"])
+def test_points_closer_than_a_period_leave_no_source_out(between: Between) -> None:
+    points = tuple((9, 1) if number % 2 else (18, 2) for number in range(100))
+    schedule = DrawSchedule(tuple(range(0, 300, 3)), points, between)
+    assert abs(int(Draws.scheduled(schedule, 1, key=3).sources(0, 300).sum()) - 30) <= 10
+
+
+def test_a_linear_way_of_many_draws_has_the_mean_of_its_ends() -> None:
+    schedule = DrawSchedule((0, 10**9), ((900, 99, 1), (100, 899, 1)), "linear")
+    counts = Draws.scheduled(schedule, 1000, key=3).counts_before(10**12)
+    assert counts.tolist() == pytest.approx([5e11, 4.99e11, 1e9], rel=2e-3)
+
+
+def test_draws_10_to_the_15_away_are_found_at_once() -> None:
+    counts = Draws.repeated([2, 1], key=4).counts_before(10**15)
+    assert counts.sum() == 10**15
+    assert abs(counts[1] - 10**15 / 3) < 3

@@ -1,0 +1,174 @@
+"""Configurations of mixtures, and progress that is carried into others."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.mixtures import by_source, mixture, random_cases, round_robin, samples_of, serve
+
+from lightning_stateful.core.order import BatchOrder
+from lightning_stateful.core.progress import Progress
+from lightning_stateful.errors import StateMismatchError
+from lightning_stateful.mixture import MixtureOrder, WeightSchedule
+
+
+def reloaded(progress: Progress) -> Progress:
+    """A progress as it comes out of a state."""
+    return Progress.from_dict(json.loads(json.dumps(progress.to_dict())))
+
+
+def moved(order: MixtureOrder, progress: Progress, other: MixtureOrder) -> Progress:
+    """The same progress, for another order."""
+    return other.convert(reloaded(progress), json.loads(json.dumps(order.config())))
+
+
+def served_by(order: MixtureOrder, steps: Any) -> Counter[int]:
+    return Counter(source for source, _ in samples_of(by_source(order, steps)))
+
+
+def test_it_is_a_batch_order() -> None:
+    assert isinstance(mixture([3, 4], 1), BatchOrder)
+    assert (mixture([3, 4], 1).kind, round_robin([3, 4], 1).kind) == ("mixture", "round_robin")
+
+
+def test_a_configuration_is_plain_data_with_the_rounded_weights() -> None:
+    config = mixture([9, 3], 2, [0.7, 0.3], num_steps=4).config()
+    assert json.loads(json.dumps(config)) == config
+    assert (config["sources"], config["weights"], config["stop"]) == ({"a": 9, "b": 3}, [7, 3], "4 steps")
+
+
+def test_a_configuration_of_many_sources_or_points_is_short() -> None:
+    many = mixture([9] * 8, 2, [1, 2, 3, 4, 5, 6, 7, 8])
+    schedule = WeightSchedule({step: [step + 1, 1] for step in range(100)})
+    assert many.config()["weights"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert len(str(mixture([9, 9], 2, schedule=schedule, num_steps=4).config()["weights"])) < 60
+
+
+def test_what_changes_the_sequence_changes_the_configuration() -> None:
+    plain = mixture([9, 3], 2, [2, 1])
+    others = [
+        mixture([9, 4], 2, [2, 1]),
+        mixture([9, 3], [2, 1], [2, 1]),
+        mixture([9, 3], 2, [3, 1]),
+        mixture([9, 3], 2, [2, 1], seed=1),
+        mixture([9, 3], 2, [2, 1], shuffle=False),
+        mixture([9, 3], 2, [2, 1], drop_last=True),
+        mixture([9, 3], 2, [2, 1], stop="cycle"),
+        mixture([9, 3], 2, [2, 1], num_steps=3),
+        mixture([9, 3], 2, [2, 1], by="sample"),
+        mixture([9, 3], 2, num_steps=3, schedule=WeightSchedule({0: [2, 1]})),
+        mixture([9, 3], 2, num_steps=3, schedule=WeightSchedule({0: [2, 1]}, "linear")),
+        mixture([9, 3], 2, num_steps=3, schedule=WeightSchedule({0: [2, 1], 4: [1, 2]})),
+        mixture([9, 3], 2, num_steps=3, schedule=WeightSchedule({0: [2, 1], 5: [1, 2]})),
+        round_robin([9, 3], 2),
+    ]
+    configs = [json.dumps(order.config()) for order in (plain, *others)]
+    assert len(set(configs)) == len(configs)
+
+
+def test_a_progress_goes_on_alike_after_a_state() -> None:
+    for order, ranks, rng in random_cases(30, seed=10, ranks=[1, 2, 3, 8]):
+        plan = order.plan(2, ranks)
+        step = rng.randint(0, plan.num_steps)
+        fresh, progress = MixtureOrder(order.mixture), reloaded(plan.progress_after(step))
+        assert serve(fresh, 2, ranks, progress) == serve(order, 2, ranks)[step:]
+        assert serve(fresh, 3, ranks, progress) == serve(order, 3, ranks)
+        assert fresh.plan(2, ranks, progress).progress_after(0) == progress
+
+
+def test_every_epoch_has_an_order_of_its_own_unless_it_is_unshuffled() -> None:
+    for order in (round_robin([30, 20], [2, 3], seed=4), mixture([30, 20], [2, 3], seed=4)):
+        for made, count in ((order, 10), (order.adapted(shuffle=False), 1)):
+            assert len({str(serve(made, epoch, 2)) for epoch in range(10)}) == count
+
+
+def test_unshuffled_epochs_do_not_go_on_where_the_one_before_ended() -> None:
+    order = mixture([30, 20], 2, num_steps=7, schedule=WeightSchedule({0: [1, 2]})).adapted(shuffle=False)
+    assert not order.carries_over
+    assert serve(order, 0, 2) == serve(order, 5, 2)
+    assert set(samples_of(serve(order, 0, 2))) == set(range(50))
+
+
+def test_loaders_at_two_paths_draw_apart() -> None:
+    order = mixture([30, 20], 2)
+    orders = [serve(order.adapted(path=path), 0, 1) for path in ("", "a", "b")]
+    assert orders[0] == serve(order, 0, 1)
+    assert len(set(map(str, orders))) == 3
+
+
+def test_sources_added_and_removed_leave_the_others_where_they_were() -> None:
+    before, after = round_robin([30, 20], 2), round_robin([30, 20, 10], 2)
+    progress = before.plan(1, 2).progress_after(5)
+    more = moved(before, progress, after)
+    assert more.details["served"] == {"a": 12, "b": 8, "c": 0}
+    assert served_by(after, serve(after, 1, 2, more)) == {0: 18, 1: 12, 2: 10}
+    assert moved(after, more, before).details["served"] == progress.details["served"]
+
+
+def test_a_source_of_another_length_keeps_its_passes() -> None:
+    before, after = mixture([10, 10], 2, num_steps=20), mixture([30, 6], 2, num_steps=20)
+    progress = before.plan(0, 2).progress_after(17)
+    assert progress.details["served"] == {"a": 36, "b": 32}
+    assert moved(before, progress, after).details["served"] == {"a": 96, "b": 20}
+
+
+def test_lengths_may_be_followed_by_a_digest() -> None:
+    before, after = round_robin([30, 20], 2), round_robin([30, 20, 10], 2)
+    config = {**before.config(), "sources": {"a": "30 a5f3c2", "b": 20}}
+    assert after.convert(before.plan(0, 1).progress_after(4), config).details["served"]["a"] == 4
+
+
+def test_other_weights_plan_the_rest_of_the_epoch_anew() -> None:
+    before, after = mixture([60, 60], 2, [1, 1]), mixture([60, 60], 2, [5, 1])
+    progress = moved(before, before.plan(0, 2).progress_after(10), after)
+    steps = by_source(after, serve(after, 0, 2, progress))
+    assert Counter(step[0][0][0] for step in steps[:6]) == {0: 5, 1: 1}
+    assert served_by(after, serve(after, 0, 2, progress)) == {0: 40, 1: 40}
+    again = after.plan(0, 2, after.plan(0, 2, progress).progress_after(3))
+    assert by_source(after, serve(after, 0, 2, again.progress_after(0))) == steps[3:]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [({"num_steps": 50}, {"stop": "cycle"}), ({"stop": "cycle"}, {"num_steps": 50})]
+)
+def test_passes_that_are_counted_otherwise_are_refused_within_an_epoch(before: Any, now: Any) -> None:
+    saved = round_robin([100, 100], 5, **before)
+    progress = saved.plan(0, 1).progress_after(20)
+    with pytest.raises(StateMismatchError, match="cannot be changed within an epoch"):
+        moved(saved, progress, round_robin([100, 100], 5, **now))
+
+
+def test_passes_that_are_counted_otherwise_begin_anew_with_an_epoch() -> None:
+    before, after = round_robin([20, 20], 5, stop="cycle"), round_robin([20, 20], 5, num_steps=6)
+    end = before.plan(1, 1, before.plan(0, 1).progress_after(8))
+    progress = moved(before, end.progress_after(0), after)
+    assert after.plan(1, 1, progress).num_steps == 6
+
+
+def test_other_steps_under_a_schedule_are_refused() -> None:
+    before, after = (
+        mixture([500, 500], 5, num_steps=steps, schedule=WeightSchedule({0: [1, 0], 50: [0, 1]})) for steps in (10, 40)
+    )
+    with pytest.raises(StateMismatchError, match="counts steps by num_steps"):
+        moved(before, before.plan(3, 1).progress_after(5), after)
+
+
+def test_fewer_steps_than_were_taken_end_the_epoch() -> None:
+    before, after = mixture([10, 20], 2, num_steps=50), mixture([10, 20], 2, num_steps=20)
+    progress = moved(before, before.plan(0, 1).progress_after(40), after)
+    assert after.plan(0, 1, progress).num_steps == 0
+    through = after.plan(1, 1, progress).progress_after(20)
+    assert serve(after, 2, 1, progress) == serve(after, 2, 1, through)
+
+
+def test_the_end_of_an_epoch_goes_on_with_other_sources() -> None:
+    before = mixture([9, 6], 2, num_steps=5)
+    sources = replace(before.mixture.sources, names=("c", "d"))
+    after = MixtureOrder(replace(before.mixture, sources=sources))
+    progress = moved(before, before.plan(0, 2).progress_after(5), after)
+    assert progress.details["served"] == {"c": 0, "d": 0}
+    assert (after.plan(0, 2, progress).num_steps, after.plan(1, 2, progress).num_steps) == (0, 5)

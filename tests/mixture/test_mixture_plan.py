@@ -1,0 +1,209 @@
+"""Plans of mixtures against a slow simulation, and what every plan serves."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from support.mixtures import (
+    by_source,
+    mixture,
+    num_repeated,
+    random_cases,
+    random_order,
+    round_robin,
+    samples_of,
+    serve,
+    simulate,
+    simulated_amounts,
+    whole_epoch,
+    without_repeats,
+)
+
+from lightning_stateful.errors import ConfigurationError, PositionError
+from lightning_stateful.mixture import MixtureOrder
+
+
+def passes_of(order: MixtureOrder, samples: list[tuple[int, int]]) -> list[list[list[int]]]:
+    """Of every source, what its passes served."""
+    found = []
+    for source, length in enumerate(order.mixture.sources.lengths):
+        own = [index for of, index in samples if of == source]
+        found.append([own[first : first + length] for first in range(0, len(own), length)])
+    return found
+
+
+def assert_whole_passes(order: MixtureOrder, samples: list[tuple[int, int]]) -> None:
+    """Each source serves every sample of a pass once before the next pass begins."""
+    for passes, length in zip(passes_of(order, samples), order.mixture.sources.lengths, strict=True):
+        assert all(sorted(each) == list(range(length)) for each in passes[:-1])
+        assert not passes or len(set(passes[-1])) == len(passes[-1])
+
+
+def counts_of(order: MixtureOrder, samples: list[tuple[int, int]]) -> list[int]:
+    counts = Counter(source for source, _ in samples)
+    return [counts[source] for source in range(len(order.mixture.sources))]
+
+
+def test_plans_are_those_of_a_slow_simulation() -> None:
+    rng, compared = random.Random(0), 0
+    while compared < 150:
+        order, ranks = random_order(rng, shuffle=False), rng.choice([1, 1, 2, 3, 5, 8])
+        if order.carries_over or order.mixture.by_sample or not whole_epoch(order, ranks):
+            continue
+        lengths = order.mixture.sources.lengths
+        expected, left = simulate(order, ranks)
+        found = by_source(order, serve(order, 0, ranks))
+        for (source, shares), step in zip(expected, found, strict=False):
+            assert step == [[(source, offset % lengths[source]) for offset in share] for share in shares]
+        rest = [sample for step in found[len(expected) :] for sample in samples_of([step])]
+        if not order.mixture.drop_last:
+            assert len(set(rest)) == len(rest) - num_repeated(order, ranks) or order.mixture.stop == "cycle"
+            assert len(rest) - num_repeated(order, ranks) == sum(left)
+        compared += 1
+
+
+@pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
+def test_an_epoch_serves_as_much_of_every_source_on_any_number_of_ranks(stop: str) -> None:
+    for order, ranks, _ in random_cases(40, seed=6, stop=stop, drop_last=False):
+        steps = by_source(order, without_repeats(serve(order, 3, ranks), num_repeated(order, ranks)))
+        assert counts_of(order, samples_of(steps)) == simulated_amounts(order)
+        assert_whole_passes(order, samples_of(steps))
+        assert num_repeated(order, ranks) < ranks
+
+
+def test_ranks_take_the_same_number_of_steps_in_every_epoch() -> None:
+    for order, ranks, rng in random_cases(100, seed=1, ranks=range(1, 65), longest=60):
+        for epoch in {0, rng.randint(1, 9)}:
+            assert len(serve(order, epoch, ranks)) == whole_epoch(order, ranks)
+
+
+def test_every_batch_has_a_sample_and_at_most_its_batch_size_of_one_source() -> None:
+    for order, ranks, _ in random_cases(40, seed=2):
+        sizes = order.mixture.sources.batch_sizes
+        for batch in (batch for step in by_source(order, serve(order, 0, ranks)) for batch in step):
+            assert 1 <= len(batch) <= sizes[batch[0][0]]
+            assert order.mixture.by_sample or len({source for source, _ in batch}) == 1
+
+
+def test_all_ranks_of_a_step_serve_one_source_until_the_last_steps() -> None:
+    for order, ranks, _ in random_cases(40, seed=3, drop_last=False):
+        if not order.mixture.by_sample:
+            steps = by_source(order, serve(order, 0, ranks))
+            mixed = [len({batch[0][0] for batch in step}) > 1 for step in steps]
+            assert mixed == sorted(mixed)
+            assert not (order.carries_over and any(mixed))
+
+
+def test_drop_last_serves_full_batches_in_as_many_full_steps_as_there_are() -> None:
+    for order, ranks, _ in random_cases(40, seed=5, stop="all_exhausted", drop_last=True):
+        steps, sources = by_source(order, serve(order, 0, ranks)), order.mixture.sources
+        assert max(Counter(samples_of(steps)).values()) == 1
+        assert all(len(batch) == sources.batch_sizes[batch[0][0]] for step in steps for batch in step)
+        batches = sum(length // size for length, size in zip(sources.lengths, sources.batch_sizes, strict=True))
+        if order.mixture.by_sample:
+            batches = sum(sources.lengths) // sources.batch_sizes[0]
+        assert len(steps) == batches // ranks
+
+
+def test_num_steps_serves_full_batches_pass_after_pass_over_epochs() -> None:
+    for order, ranks, rng in random_cases(25, seed=7, ranks=[1, 2, 3, 5], num_steps=6):
+        samples, progress = [], None
+        for epoch in range(rng.randint(1, 4)):
+            steps = by_source(order, serve(order, epoch, ranks, progress))
+            assert len(steps) == 6
+            assert all(len(b) == order.mixture.sources.batch_sizes[b[0][0]] for step in steps for b in step)
+            samples += samples_of(steps)
+            progress = order.plan(epoch, ranks, progress).progress_after(6)
+        assert progress is not None
+        assert list(progress.details["served"].values()) == counts_of(order, samples)
+        assert_whole_passes(order, samples)
+        following = progress.epoch + 1
+        assert serve(order, following, ranks, progress) == serve(order, following, ranks)
+
+
+def test_batches_from_any_step_are_the_end_of_the_whole_epoch() -> None:
+    for order, ranks, rng in random_cases(50, seed=8, ranks=[1, 2, 3, 8]):
+        epoch = rng.randint(0, 3)
+        plan = order.plan(epoch, ranks)
+        step, rank = rng.randint(0, plan.num_steps), rng.randrange(ranks)
+        whole = list(plan.batches(rank))
+        assert list(plan.batches(rank, step)) == whole[step:]
+        resumed = order.plan(epoch, ranks, plan.progress_after(step))
+        assert (list(resumed.batches(rank)), resumed.num_steps) == (whole[step:], plan.num_steps - step)
+        assert resumed.progress_after(0) == plan.progress_after(step)
+
+
+def test_progress_counts_what_has_been_served() -> None:
+    for order, ranks, rng in random_cases(40, seed=9, ranks=[1, 2, 3, 8]):
+        steps, plan = by_source(order, serve(order, 0, ranks)), order.plan(0, ranks)
+        step = rng.randint(0, len(steps) - 1)
+        progress = plan.progress_after(step)
+        assert (progress.epoch, progress.consumed) == (0, step)
+        assert list(progress.details["served"].values()) == counts_of(order, samples_of(steps[:step]))
+
+
+def test_batches_are_numbered_by_step_and_rank() -> None:
+    order = round_robin([40, 40], 2)
+    plan = order.plan(0, 4)
+    assert [number for number, _ in plan.batches(3)] == list(range(3, 40, 4))
+    resized = order.plan(0, 2, plan.progress_after(5))
+    assert [number for number, _ in resized.batches(1, 2)][:3] == [15, 17, 19]
+
+
+def test_by_sample_progress_does_not_count_what_drop_last_drops() -> None:
+    order = mixture([3, 2], 2, [1, 1], by="sample", drop_last=True)
+    end = order.plan(0, 1).progress_after(2)
+    assert sum(end.details["served"].values()) == len(samples_of(serve(order, 0, 1))) == 4
+
+
+def test_a_report_tells_samples_passes_shares_and_tokens_of_every_source() -> None:
+    plan = mixture([9, 6], 3, [2, 1], num_steps=6, tokens=(90, 7)).plan(1, 1)
+    assert plan.report_after(0)["sources"]["b"] == {"samples": 6, "epochs": 1.0, "share": 1 / 3, "tokens": 7}
+    assert plan.report_after(6)["sources"]["a"] == {"samples": 24, "epochs": 24 / 9, "share": 2 / 3, "tokens": 240}
+
+
+def test_sources_of_2_to_the_40_samples_are_planned_at_once() -> None:
+    order = mixture([2**40, 2**39 + 7, 5], [64, 32, 2], [1, 1.7, 0.001])
+    plan = order.plan(3, 64)
+    resumed = order.plan(3, 64, plan.progress_after(10**8))
+    assert resumed.num_steps == plan.num_steps - 10**8
+    assert next(resumed.batches(63)) == next(plan.batches(63, 10**8))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "weight"),
+    [([16381, 2], 9.33883067372767e-05), ([43382, 2], 3.276630499087196e-05), ([80098, 18], 2.1e-4)],
+)
+def test_a_rare_source_is_served_once_though_its_draws_come_early(lengths: list[int], weight: float) -> None:
+    assert mixture(lengths, 1, [1, weight]).plan(0, 1).num_steps == sum(lengths)
+
+
+def test_an_epoch_without_a_step_is_refused_with_its_sources_and_ranks() -> None:
+    with pytest.raises(ConfigurationError, match=r"16 ranks, an epoch of the sources \{'a': 7, 'b': 12\}"):
+        round_robin([7, 12], 2, drop_last=True).plan(0, 16)
+
+
+def test_more_steps_than_an_epoch_has_are_refused() -> None:
+    order, longer = round_robin([8, 8], 2), round_robin([80, 80], 2)
+    with pytest.raises(PositionError, match=r"40 steps of epoch 2 were taken.*from step 0 to 8"):
+        order.plan(2, 1, longer.plan(2, 1).progress_after(40))
+
+
+def test_golden_round_robin() -> None:
+    order = round_robin([7, 5], 2, seed=3)
+    expected = [[[2, 1], [4, 5]], [[8, 7], [11]], [[3, 6], [0]], [[10], [9]]]
+    assert (order.version, serve(order, 1, 2)) == (1, expected)
+
+
+def test_golden_mixture_by_batch() -> None:
+    order = mixture([9, 6], [2, 1], [2, 1], num_steps=5, seed=3)
+    expected = [[[4, 2], [8, 0]], [[12], [11]], [[5, 7], [2, 4]], [[0, 6], [8, 7]], [[14], [12]]]
+    assert (order.version, serve(order, 1, 2)) == (1, expected)
+
+
+def test_golden_mixture_by_sample() -> None:
+    order = mixture([9, 6], 3, [2, 1], by="sample", seed=3)
+    expected = [[[5, 12, 6], [1, 10, 2]], [[0, 13, 7], [4, 9, 8]], [[3, 14], [11]]]
+    assert (order.version, serve(order, 1, 2)) == (1, expected)
