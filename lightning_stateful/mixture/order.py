@@ -28,7 +28,7 @@ class MixtureOrder:
     - ``served``: samples of every source, in the epoch or, with ``num_steps``, since training began;
     - ``batches``: batches of the epoch over all ranks, by which batches are numbered;
     - ``planned``, unless ``num_steps``: number of ranks, steps of the epoch, and samples served, when the rest of the
-      epoch was planned.
+      epoch was planned; empty if all of it was planned at once.
 
     Attributes:
         mixture: How the sources are mixed.
@@ -84,7 +84,7 @@ class MixtureOrder:
             plan = MixtureEpochPlan(self.mixture, epoch, num_replicas, 0, nothing, cycle=cycle)
             plan.refuse_empty()
             return plan
-        planned = progress.details.get("planned", {"ranks": num_replicas, "steps": 0, "served": {}})
+        planned = self._planned(progress, num_replicas)
         if planned["ranks"] != num_replicas:
             origin = self._in_order(progress.details["served"])
             return MixtureEpochPlan(self.mixture, epoch, num_replicas, progress.consumed, origin, 0, progress, cycle)
@@ -115,8 +115,10 @@ class MixtureOrder:
         kept = self._in_present_lengths(served, saved["sources"])
         details: dict[str, Any] = {"served": kept, "batches": progress.details["batches"]}
         if not carried:
-            planned = {**progress.details["planned"], "steps": progress.consumed}
-            details["planned"] = {**planned, "served": kept if progress.consumed else {}}
+            ranks = self._planned(progress, 1)["ranks"]
+            details["planned"] = (
+                {"ranks": ranks, "steps": progress.consumed, "served": kept} if progress.consumed else {}
+            )
         return replace(progress, details=details)
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> MixtureOrder:
@@ -134,21 +136,30 @@ class MixtureOrder:
     def _in_order(self, served: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(served.get(name, 0) for name in self.mixture.sources.names)
 
+    def _planned(self, progress: Progress, num_replicas: int) -> dict[str, Any]:
+        """When and for how many ranks the rest of the epoch was planned; by default the whole of it, for these."""
+        details, steps = progress.details, progress.consumed
+        ranks = details["batches"] // steps if steps and "batches" in details else num_replicas
+        return details.get("planned") or {"ranks": ranks, "steps": 0, "served": {}}
+
     def _going_on(self, epoch: int, num_replicas: int, progress: Progress | None) -> MixtureEpochPlan:
         """The plan of an epoch that goes on where the one before ended, as progress in that or an earlier one says."""
         steps = self.mixture.num_steps or 0
         if progress is None or progress.epoch > epoch:
             progress = Progress()
+        if progress.consumed > steps:
+            raise PositionError(
+                f"{progress.consumed} steps of epoch {progress.epoch} were taken, but an epoch has only num_steps="
+                f"{steps}. Pass at least as many, or resume from the end of an epoch."
+            )
         consumed = progress.consumed if progress.epoch == epoch else 0
         known = progress if "served" in progress.details else Progress()
         origin = self._in_order(known.details.get("served", {}))
         if (known.epoch, known.consumed) == (epoch, consumed):
             begun = progress if known is progress else None
             return MixtureEpochPlan(self.mixture, epoch, num_replicas, consumed, origin, begun=begun)
-        # Under fewer steps an epoch than were saved, it has ended.
-        done = min(known.consumed, steps)
-        here = MixtureEpochPlan(self.mixture, known.epoch, num_replicas, done, origin)
-        served = here.served_after((epoch - known.epoch) * steps - done + consumed)
+        here = MixtureEpochPlan(self.mixture, known.epoch, num_replicas, known.consumed, origin)
+        served = here.served_after((epoch - known.epoch) * steps - known.consumed + consumed)
         return MixtureEpochPlan(self.mixture, epoch, num_replicas, consumed, served)
 
     def _refuse_other_counting(self, stop: str, carried: bool, progress: Progress) -> None:

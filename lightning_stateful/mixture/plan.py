@@ -98,8 +98,9 @@ class MixtureEpochPlan:
         details: dict[str, Any] = {"served": dict(zip(names, self.served_after(done), strict=True))}
         details["batches"] = self.batches_before + steps * self.num_replicas
         if self.mixture.num_steps is None:
-            origin = dict(zip(names, self.origin, strict=True)) if any(self.origin) else {}
-            details["planned"] = {"ranks": self.num_replicas, "steps": self.planned_steps, "served": origin}
+            origin = dict(zip(names, self.origin, strict=True))
+            planned = {"ranks": self.num_replicas, "steps": self.planned_steps, "served": origin}
+            details["planned"] = planned if self.planned_steps else {}
         return Progress(epoch=self.epoch, cycle=self.cycle, consumed=self.planned_steps + done, details=details)
 
     def report_after(self, steps: int) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.mixtures import by_source, mixture, random_cases, round_robin, samples_of, serve
+from support.mixture_orders import by_source, mixture, random_cases, round_robin, samples_of, serve
 
 from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.progress import Progress
-from lightning_stateful.errors import StateMismatchError
+from lightning_stateful.errors import PositionError, StateMismatchError
 from lightning_stateful.mixture import MixtureOrder, WeightSchedule
 
 
@@ -157,12 +157,11 @@ def test_other_steps_under_a_schedule_are_refused() -> None:
         moved(before, before.plan(3, 1).progress_after(5), after)
 
 
-def test_fewer_steps_than_were_taken_end_the_epoch() -> None:
+def test_fewer_steps_than_were_taken_are_refused() -> None:
     before, after = mixture([10, 20], 2, num_steps=50), mixture([10, 20], 2, num_steps=20)
     progress = moved(before, before.plan(0, 1).progress_after(40), after)
-    assert after.plan(0, 1, progress).num_steps == 0
-    through = after.plan(1, 1, progress).progress_after(20)
-    assert serve(after, 2, 1, progress) == serve(after, 2, 1, through)
+    with pytest.raises(PositionError, match="40 steps of epoch 0 were taken, but an epoch has only num_steps=20"):
+        after.plan(0, 1, progress)
 
 
 def test_the_end_of_an_epoch_goes_on_with_other_sources() -> None:

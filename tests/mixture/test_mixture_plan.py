@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import islice
+from typing import Any
 
 import pytest
-from support.mixtures import (
+from support.mixture_orders import (
     by_source,
     mixture,
     num_repeated,
@@ -21,8 +23,9 @@ from support.mixtures import (
     without_repeats,
 )
 
+from lightning_stateful.core.ranges import Indices
 from lightning_stateful.errors import ConfigurationError, PositionError
-from lightning_stateful.mixture import MixtureOrder
+from lightning_stateful.mixture import MixtureOrder, Sources
 
 
 def passes_of(order: MixtureOrder, samples: list[tuple[int, int]]) -> list[list[list[int]]]:
@@ -144,12 +147,28 @@ def test_progress_counts_what_has_been_served() -> None:
         assert list(progress.details["served"].values()) == counts_of(order, samples_of(steps[:step]))
 
 
-def test_batches_are_numbered_by_step_and_rank() -> None:
+def test_batches_are_numbered_over_all_ranks_since_the_epoch_began() -> None:
     order = round_robin([40, 40], 2)
     plan = order.plan(0, 4)
     assert [number for number, _ in plan.batches(3)] == list(range(3, 40, 4))
     resized = order.plan(0, 2, plan.progress_after(5))
-    assert [number for number, _ in resized.batches(1, 2)][:3] == [15, 17, 19]
+    assert [number for number, _ in resized.batches(1, 2)][:3] == [25, 27, 29]
+
+
+def test_samples_are_looked_up_a_bounded_number_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[int] = []
+    take = Sources.take
+
+    def counted(self: Sources, numbers: Indices, offsets: Indices, sizes: Indices, seed: Any) -> Indices:
+        looked_up.append(int(sizes.sum()))
+        return take(self, numbers, offsets, sizes, seed)
+
+    monkeypatch.setattr(Sources, "take", counted)
+    for size, ranks, by in ((4096, 1, "batch"), (512, 32, "sample"), (2**18, 1, "batch")):
+        looked_up.clear()
+        order = mixture([10**7, 10**7], size, [1, 2], num_steps=300, by=by)
+        assert sum(1 for _ in islice(order.plan(0, ranks).batches(0), 40)) == 40
+        assert all(count == size or count * (ranks if by == "sample" else 1) <= 2**17 for count in looked_up)
 
 
 def test_by_sample_progress_does_not_count_what_drop_last_drops() -> None:

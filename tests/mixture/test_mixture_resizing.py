@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.mixtures import (
+from support.mixture_orders import (
     by_source,
     mixture,
     num_repeated,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from lightning_stateful.errors import PositionError, StateMismatchError
-from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler
+from lightning_stateful.samplers.mixture_samplers import MixtureBatchSampler, RoundRobinBatchSampler
 
 Sample = tuple[str, int]
 LENGTHS = {"a": 23, "b": 40, "c": 11}
 # Every remedy that a change of sources may need.
-ALL = ("sources", "weights", "batch_size", "block")
+ALL = ("sources", "weights", "batch_size")
 
 
 class Ranks:
@@ -173,7 +173,7 @@ class TestAcceptedChanges:
         first = Ranks(RoundRobinBatchSampler, LENGTHS, num_steps=10)
         first.serve(8)
 
-        with pytest.raises(PositionError, match="has consumed 8 batches of epoch 0, but an epoch has only 5"):
+        with pytest.raises(PositionError, match="8 steps of epoch 0 were taken, but an epoch has only num_steps=5"):
             Ranks(RoundRobinBatchSampler, LENGTHS, num_steps=5, accept="stop").load(first.state())
 
     def test_as_many_steps_as_were_taken_end_the_epoch(self) -> None:
@@ -245,7 +245,7 @@ class TestRefusals:
             ({"weights": [3, 2, 1], "temperature": 2}, "weights"),
             ({"schedule": {0: [3, 2, 1]}}, "weights"),
             ({"by": "sample"}, "by"),
-            ({"block": 12}, "block"),
+            ({"block": 12}, "weights"),
             ({"batch_size": 3}, "batch_size"),
             ({"batch_size": [2, 2, 3]}, "batch_size"),
             ({"seed": 1}, "seed"),
@@ -270,7 +270,7 @@ class TestRefusals:
         first = {"schedule": {0: [1, 1, 1], 100: [1, 2, 3]}, "num_steps": 7}
         state = Ranks(MixtureBatchSampler, LENGTHS, **first).state()
         for points in ({0: [1, 1, 1], 101: [1, 2, 3]}, {0: [1, 1, 1], 100: [1, 2, 4]}):
-            with pytest.raises(StateMismatchError, match="weights: saved 'constant over steps, 2 points"):
+            with pytest.raises(StateMismatchError, match="weights: saved 'constant, 2 points"):
                 Ranks(MixtureBatchSampler, LENGTHS, schedule=points, num_steps=7).load(state)
 
     def test_a_mixture_refuses_the_state_of_a_round_robin_and_the_other_way_round(self) -> None:
@@ -315,14 +315,14 @@ class TestOrdersOfSources:
 class TestOtherSequences:
     """A state of another sequence is never taken for one of this."""
 
-    def test_weights_that_differ_in_the_fifth_digit_are_different(self) -> None:
-        options: dict[str, Any] = {"lengths": {"a": 400, "b": 400}, "num_steps": 60_000, "batch_size": 1}
+    def test_weights_that_round_to_the_same_draws_are_the_same_sequence(self) -> None:
+        options: dict[str, Any] = {"lengths": {"a": 40, "b": 40}, "num_steps": 600, "batch_size": 1}
         first = Ranks(MixtureBatchSampler, weights=[10_000, 10_001], **options)
         second = Ranks(MixtureBatchSampler, weights=[10_001, 10_000], **options)
-        assert first.serve() != second.serve()
+        served = first.serve()
+        second.load(first.state())
 
-        with pytest.raises(StateMismatchError):
-            second.load(first.state())
+        assert first.serve() == second.serve() != served
 
     @pytest.mark.parametrize("options", [{"num_steps": 30}, {}])
     def test_other_token_lengths_are_a_difference(self, options: dict[str, Any]) -> None:
