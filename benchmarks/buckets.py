@@ -35,10 +35,8 @@ from lhotse.dataset.sampling.dynamic_bucketing import DynamicBucketingSampler
 from numpy.typing import NDArray
 
 from benchmarks.measure import Row, in_child, interleave, median_ratio, report, seconds, short, target, with_memory
-from lightning_stateful.core.topology import Topology
-from lightning_stateful.index.padding import measure
-from lightning_stateful.index.position import Position
-from lightning_stateful.index.slots import SlotPlan
+from lightning_stateful.bucketing.padding import measure
+from lightning_stateful.core.progress import Progress
 from lightning_stateful.report.padding import order_of, padding_report
 from lightning_stateful.samplers import BucketBatchSampler, StatefulBatchSampler
 
@@ -132,10 +130,10 @@ class Figures:
 def ours(lengths: Any, num_replicas: int = 1, **options: Any) -> Figures:
     sampler = BucketBatchSampler(lengths, num_replicas=num_replicas, rank=0, **options)
     order = order_of(sampler)
+    uses = measure(order.plan(0, num_replicas)).uses(order.budget)
     found = padding_report(sampler, num_replicas=num_replicas).whole
-    over = measure(order, order.lengths, order.begin(0, num_replicas)).uses(order.budget) > 1
     shares = (100 * found.padding, 100 * found.budget_use)
-    return Figures(found.steps, *shares, int(over.sum()), 100 * found.straggling)
+    return Figures(found.steps, *shares, int((uses > 1).sum()), 100 * found.straggling)
 
 
 def of_peer(batches: Iterable[Sequence[int]], total: int, size: int | None = None) -> Figures:
@@ -168,10 +166,8 @@ def paddings(lengths: NDArray[np.uint16]) -> tuple[list[Row], list[Row]]:
     figures = {
         f"shuffled, {FIXED} samples": of_peer(looked_up(at_random), total, FIXED),
         f"infinibatch, read-ahead {NARROW}, {FIXED} samples": of_peer(looked_up(narrow), total, FIXED),
-        f"window={NARROW}, {FIXED} samples": ours(lengths, window=NARROW, **fixed),
         f"buckets, {FIXED} samples": ours(lengths, **fixed),
         f"infinibatch, read-ahead {WIDE:,}, tokens": of_peer(looked_up(wide), total),
-        f"window={WIDE:,}, tokens": ours(lengths, window=WIDE, **tokens),
     }
     for num_buckets in (30, 100):
         served = lhotse(examples, num_buckets)
@@ -189,14 +185,11 @@ def paddings(lengths: NDArray[np.uint16]) -> tuple[list[Row], list[Row]]:
             target(f"budget use on {on}, %", found.use, at_least=use),
             target(f"straggler share on {on}, %", found.straggling, at_most=straggling),
         ]
-    apart = figures[f"window={NARROW}, {FIXED} samples"].padding
-    apart -= figures[f"infinibatch, read-ahead {NARROW}, {FIXED} samples"].padding
     over = sum(found.over for found in of_ranks.values())
     return rows, [
         *targets,
         target("batches over budget on 1, 8 and 64 ranks", over, at_most=0),
         target(f"padding of buckets of {FIXED} samples, %", figures[f"buckets, {FIXED} samples"].padding, at_most=1),
-        target(f"window={NARROW} and infinibatch apart, points of padding", abs(apart), at_most=0.3),
     ]
 
 
@@ -247,7 +240,6 @@ def serve(batches: Iterable[Sequence[int]], samples: int) -> Served:
 ALONE = f"infinibatch, read-ahead {WIDE:,}, list shuffled before"
 SOURCE = f"infinibatch, read-ahead {WIDE:,}, InfinitePermutationSource"
 OURS = "BucketBatchSampler"
-WINDOW = f"BucketBatchSampler, window={WIDE:,}"
 
 
 def rates(lengths: NDArray[np.uint16]) -> tuple[dict[str, list[Row]], list[Row]]:
@@ -255,10 +247,7 @@ def rates(lengths: NDArray[np.uint16]) -> tuple[dict[str, list[Row]], list[Row]]
     everything = list(range(SAMPLES))
     numbers = itertools.count(1)  # of epochs and seeds: nothing of an earlier round is of use
     samplers = {
-        (name, num_replicas): BucketBatchSampler(
-            lengths, max_tokens=BUDGET, num_replicas=num_replicas, rank=0, **options
-        )
-        for name, options in ((OURS, {}), (WINDOW, {"window": WIDE}))
+        num_replicas: BucketBatchSampler(lengths, max_tokens=BUDGET, num_replicas=num_replicas, rank=0)
         for num_replicas in (1, 8)
     }
 
@@ -269,7 +258,7 @@ def rates(lengths: NDArray[np.uint16]) -> tuple[dict[str, list[Row]], list[Row]]
         if name == SOURCE:
             options = {"seed": number, "num_instances": num_replicas, "instance_rank": 0}
             return read_ahead(known, InfinitePermutationSourceIterator(everything, **options), WIDE)
-        sampler = samplers[name, num_replicas]
+        sampler = samplers[num_replicas]
         sampler.set_epoch(number)
         return sampler
 
@@ -281,7 +270,7 @@ def rates(lengths: NDArray[np.uint16]) -> tuple[dict[str, list[Row]], list[Row]]
     tables: dict[str, list[Row]] = {}
     targets: list[Row] = []
     for num_replicas in (1, 8):
-        tasks = {name: partial(timed, name, num_replicas) for name in (ALONE, SOURCE, OURS, WINDOW)}
+        tasks = {name: partial(timed, name, num_replicas) for name in (ALONE, SOURCE, OURS)}
         figures = interleave(tasks, ROUNDS)
         rank = f"rank 0 of {num_replicas}"
         tables[f"Samples handed out, {rank}"] = [
@@ -346,21 +335,18 @@ def costs(lengths: NDArray[np.uint16], many: NDArray[np.uint16]) -> tuple[list[R
 # Planning
 
 
-KINDS: dict[str, dict[str, Any]] = {"buckets": {}, f"window={WIDE:,}": {"window": WIDE}}
-
-
-def build(lengths: Any, kind: str) -> tuple[BucketBatchSampler, Iterator[list[int]]]:
+def build(lengths: Any) -> tuple[BucketBatchSampler, Iterator[list[int]]]:
     """A sampler at its first batch."""
-    sampler = BucketBatchSampler(lengths, max_tokens=BUDGET, num_replicas=1, rank=0, **KINDS[kind])
+    sampler = BucketBatchSampler(lengths, max_tokens=BUDGET, num_replicas=1, rank=0)
     batches = iter(sampler)
     assert next(batches)
     return sampler, batches
 
 
-def planning(path: str, kind: str) -> Row:
+def planning(path: str) -> Row:
     """Seconds and peak extra MB from lengths in memory to the first batch; for a child process."""
     lengths = np.load(path)
-    return with_memory(lambda: build(lengths, kind))
+    return with_memory(lambda: build(lengths))
 
 
 def hold(path: str, mapped: bool, together: Barrier, answer: Connection) -> None:
@@ -369,7 +355,7 @@ def hold(path: str, mapped: bool, together: Barrier, answer: Connection) -> None
     gc.collect()
     held = process.memory_full_info().uss
     lengths: Any = path if mapped else np.load(path)
-    kept = build(lengths, "buckets")
+    kept = build(lengths)
     gc.collect()
     # Pages that only one process maps would count as private.
     together.wait()
@@ -396,23 +382,14 @@ def plans(many: NDArray[np.uint16]) -> tuple[dict[str, list[Row]], list[Row]]:
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "lengths.npy")
         np.save(path, many)
-        found = {kind: [in_child(planning, path, kind) for _ in range(PLANS)] for kind in KINDS}
-        rows: list[Row] = [
-            {
-                "batches": kind,
-                "seconds, best": min(run["seconds"] for run in runs),
-                "seconds, median": statistics.median(run["seconds"] for run in runs),
-                "peak extra MB": statistics.median(run["MB"] for run in runs),
-                "bytes a sample": statistics.median(run["MB"] for run in runs) * 1e6 / MANY,
-            }
-            for kind, runs in found.items()
-        ]
-        targets = [
-            target(
-                f"planning {short(MANY)} lengths, {row['batches']}: bytes a sample", row["bytes a sample"], at_most=12
-            )
-            for row in rows
-        ]
+        runs = [in_child(planning, path) for _ in range(PLANS)]
+        row: Row = {
+            "seconds, best": min(run["seconds"] for run in runs),
+            "seconds, median": statistics.median(run["seconds"] for run in runs),
+            "peak extra MB": statistics.median(run["MB"] for run in runs),
+            "bytes a sample": statistics.median(run["MB"] for run in runs) * 1e6 / MANY,
+        }
+        targets = [target(f"planning {short(MANY)} lengths: bytes a sample", row["bytes a sample"], at_most=12)]
         held: list[Row] = []
         gained = {mapped: private_bytes(path, mapped=mapped) for mapped in (False, True)}
         for mapped, gains in gained.items():
@@ -427,8 +404,8 @@ def plans(many: NDArray[np.uint16]) -> tuple[dict[str, list[Row]], list[Row]]:
         saved = (statistics.mean(gained[False]) - statistics.mean(gained[True])) / MANY
         targets.append(target("private bytes a sample saved by a file of 2 bytes a length", saved, at_least=1.9))
     return {
-        f"From {short(MANY)} uint16 lengths to the first batch, in a fresh process; memory without the lengths": rows,
-        "What each of two processes holds of its own after that, lengths included, buckets": held,
+        f"From {short(MANY)} uint16 lengths to the first batch, in a fresh process; memory without the lengths": [row],
+        "What each of two processes holds of its own after that, lengths included": held,
     }, targets
 
 
@@ -447,54 +424,51 @@ def forget() -> None:
 FRESH, RESIZES = "fresh start", f"after {len(RESIZED)} resizings"
 
 
-def positions(sampler: BucketBatchSampler, epoch: int) -> dict[str, Position]:
+def places(sampler: BucketBatchSampler, epoch: int) -> dict[str, Progress]:
     """Where an epoch may be resumed."""
-    plan = sampler.plan
-    begin, steps = plan.begin(epoch), len(sampler)
-    resized = begin
-    for width in RESIZED:
-        resized = SlotPlan(sampler.order, Topology(num_replicas=width)).after(resized, steps // 160)
+    plan, steps = sampler.order.plan(epoch, 1), len(sampler)
+    resized = plan.progress_after(0)
+    for num_replicas in RESIZED:
+        resized = sampler.order.plan(epoch, num_replicas, resized).progress_after(steps // 160)
     return {
-        "slot 10": plan.after(begin, 10),
-        "the middle": plan.after(begin, steps // 2),
-        "10 before the end": plan.after(begin, steps - 10),
-        RESIZES: plan.here(resized),
+        "step 10": plan.progress_after(10),
+        "the middle": plan.progress_after(steps // 2),
+        "10 before the end": plan.progress_after(steps - 10),
+        RESIZES: resized,
     }
 
 
 def check(sampler: BucketBatchSampler) -> None:
-    """Check a state of :func:`positions` against one really iterated to, and the batch that follows."""
+    """Check a state of :func:`places` against one really iterated to, and the batch that follows."""
     sampler.set_epoch(0)
     batches = iter(sampler)
     for _ in range(10):
         next(batches)
     state = sampler.state_dict()
-    assert state == sampler._cursor.state_dict(positions(sampler, 0)["slot 10"])
+    assert state == sampler.tracker.state_dict(places(sampler, 0)["step 10"])
     following = next(batches)
-    again = BucketBatchSampler(sampler.order.lengths, max_tokens=BUDGET, num_replicas=1, rank=0)
+    again, _ = build(order_of(sampler).lengths)
     again.load_state_dict(state)
     assert next(iter(again)) == following
 
 
 def resumes(lengths: NDArray[np.uint16]) -> tuple[dict[str, list[Row]], list[Row]]:
     # Another epoch every round: some buckets take longer than others.
-    known = {kind: BucketBatchSampler(lengths, max_tokens=BUDGET, num_replicas=1, **KINDS[kind]) for kind in KINDS}
-    check(known["buckets"])
+    known, _ = build(lengths)
+    check(known)
     after_plan: dict[str, list[float]] = {}
     sizes: dict[str, int] = {}
-    tables: dict[str, list[Row]] = {}
-    targets: list[Row] = []
 
-    def timed(kind: str, place: str, epochs: Iterator[int]) -> float:
+    def timed(place: str, epochs: Iterator[int]) -> float:
         epoch = next(epochs)
         state = None
         if place != FRESH:
-            state = known[kind]._cursor.state_dict(positions(known[kind], epoch)[place])
+            state = known.tracker.state_dict(places(known, epoch)[place])
             sizes[place] = max(sizes.get(place, 0), len(json.dumps(state, separators=(",", ":"))))
         forget()
         gc.collect()
         began = time.process_time()
-        sampler = BucketBatchSampler(lengths, max_tokens=BUDGET, num_replicas=1, rank=0, **KINDS[kind])
+        sampler = BucketBatchSampler(lengths, max_tokens=BUDGET, num_replicas=1, rank=0)
         planned = time.process_time()
         if state is None:
             sampler.set_epoch(epoch)
@@ -505,29 +479,26 @@ def resumes(lengths: NDArray[np.uint16]) -> tuple[dict[str, list[Row]], list[Row
         after_plan.setdefault(place, []).append(ended - planned)
         return ended - began
 
-    for kind in KINDS:
-        places = [FRESH, *positions(known[kind], 0)]
-        after_plan.clear()
-        sizes.clear()
-        figures = interleave({place: partial(timed, kind, place, itertools.count()) for place in places}, RESUMES)
-        tables[f"load_state_dict to the first batch, {kind}, fresh samplers"] = [
-            {
-                "resumed at": place,
-                "ms from lengths, median": 1e3 * statistics.median(took),
-                "of a fresh start": median_ratio(took, figures[FRESH]),
-                "ms from a sampler, median": 1e3 * statistics.median(after_plan[place]),
-                "of a fresh start, too": median_ratio(after_plan[place], after_plan[FRESH]),
-                "bytes as JSON": sizes.get(place, "-"),
-            }
-            for place, took in figures.items()
-        ]
-        targets += [
-            target(f"resume over a fresh start, {kind}: {place}", median_ratio(took, figures[FRESH]), at_most=1.2)
-            for place, took in figures.items()
-            if place != FRESH
-        ]
-        targets.append(target(f"largest state as JSON, {kind}, bytes", max(sizes.values()), at_most=1023))
-    return tables, targets
+    tasks = {place: partial(timed, place, itertools.count()) for place in (FRESH, *places(known, 0))}
+    figures = interleave(tasks, RESUMES)
+    rows: list[Row] = [
+        {
+            "resumed at": place,
+            "ms from lengths, median": 1e3 * statistics.median(took),
+            "of a fresh start": median_ratio(took, figures[FRESH]),
+            "ms from a sampler, median": 1e3 * statistics.median(after_plan[place]),
+            "of a fresh start, too": median_ratio(after_plan[place], after_plan[FRESH]),
+            "bytes as JSON": sizes.get(place, "-"),
+        }
+        for place, took in figures.items()
+    ]
+    targets = [
+        target(f"resume over a fresh start: {place}", median_ratio(took, figures[FRESH]), at_most=1.2)
+        for place, took in figures.items()
+        if place != FRESH
+    ]
+    targets.append(target("largest state as JSON, bytes", max(sizes.values()), at_most=1023))
+    return {"load_state_dict to the first batch, fresh samplers": rows}, targets
 
 
 def main() -> None:
