@@ -25,11 +25,3 @@ def check_length(length: int) -> None:
     """Refuse a dataset length outside ``0..2**40``."""
     if not 0 <= length <= MAX_LENGTH:
         raise ConfigurationError(f"A dataset has 0 to 2**40 samples, got {length}.")
-
-
-def check_num_samples(length: int, num_samples: int) -> None:
-    """Refuse an epoch that draws from nothing or has a negative length."""
-    check_length(length)
-    check_length(num_samples)
-    if num_samples and not length:
-        raise ConfigurationError(f"Cannot draw num_samples={num_samples} from an empty dataset.")

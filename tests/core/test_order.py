@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.orders import OrderCase, every_law
 
-from lightning_stateful.core import SampleBatchOrder, SequentialOrder, ShuffledOrder
+from lightning_stateful.core import BlockShuffledOrder, SampleBatchOrder, SequentialOrder, ShuffledOrder
 from lightning_stateful.core.order import read_in_chunks, say_repeats, seeded_at
 from lightning_stateful.core.seeding import loader_seed
 
@@ -28,6 +28,9 @@ CASES = {
     "single samples": case(20),
     "exact": case(20, exact=True),
     "drop_last": case(47, batch_size=3, drop_last=True),
+    "blocks": OrderCase(
+        order=SampleBatchOrder(samples=BlockShuffledOrder(47, 3, 4, 3), batch_size=4), samples=range(47)
+    ),
     "in turn": OrderCase(
         order=SampleBatchOrder(samples=SequentialOrder(31), batch_size=2), samples=range(31), shuffled=False
     ),

@@ -285,6 +285,19 @@ class TestBatchOrders:
         assert not order.adapted().exact
         assert order.adapted(exact=True).adapted().exact
 
+    def test_samples_that_are_not_collated_come_one_by_one_and_never_in_pairs(self) -> None:
+        order = an_order(10, batch_size=None, exact=True)
+        plan = order.plan(0, 4)
+
+        assert list(plan.batches(1)) == [(1, 1), (5, 5), (9, 9)]
+        assert not plan.ends_in_pairs
+        assert plan.repeats() == "2 of 10 samples are served twice in every epoch"
+
+    def test_an_exact_order_can_be_told_to_repeat_instead(self) -> None:
+        order = an_order(10, exact=True).with_repeats()
+
+        assert batches_of(order.plan(0, 4), 1) == [[1], [5], [9]]
+
     def test_the_order_is_plain_to_json(self) -> None:
         config = an_order(9, seed=2).config()
 

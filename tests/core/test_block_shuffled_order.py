@@ -1,0 +1,118 @@
+"""Block-shuffled orders against lists that are cut into blocks and shuffled a window at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stateful.core import BlockShuffledOrder, KeyedPermutation, derive_seed
+from lightning_stateful.errors import ConfigurationError
+
+SHAPES = st.tuples(st.integers(0, 300), st.integers(1, 40), st.integers(1, 12))
+
+
+def shuffle_by_hand(items: list[Any], key: int) -> list[Any]:
+    return [items[offset] for offset in KeyedPermutation(len(items), key).take(np.arange(len(items))).tolist()]
+
+
+def by_hand(order: BlockShuffledOrder, epoch: int, cycle: int) -> list[int]:
+    """An epoch as a list: cut into blocks, shuffle them, join a window of them at a time and shuffle what it holds."""
+    key = derive_seed("block_shuffled", order.seed, epoch, cycle)
+    starts = range(0, order.length, order.block_size)
+    blocks = [list(range(start, min(start + order.block_size, order.length))) for start in starts]
+    blocks = shuffle_by_hand(blocks, derive_seed("blocks", key))
+    served = []
+    for number, start in enumerate(range(0, len(blocks), order.window)):
+        joined = [sample for block in blocks[start : start + order.window] for sample in block]
+        served += shuffle_by_hand(joined, derive_seed("window", key, number))
+    return served
+
+
+@given(SHAPES, st.integers(0, 2**63), st.integers(0, 100), st.integers(0, 3), st.data())
+def test_any_offsets_of_an_epoch_are_those_by_hand(
+    shape: tuple[int, int, int], seed: int, epoch: int, cycle: int, data: st.DataObject
+) -> None:
+    order = BlockShuffledOrder(shape[0], seed, *shape[1:])
+    offsets = data.draw(st.lists(st.integers(0, max(shape[0] - 1, 0)), max_size=30 if shape[0] else 0))
+    expected = by_hand(order, epoch, cycle)
+
+    assert order.take(np.arange(shape[0]), epoch, cycle).tolist() == expected
+    assert order.take(np.array(offsets, dtype=np.int64), epoch, cycle).tolist() == [expected[at] for at in offsets]
+
+
+def test_every_small_shape_agrees_with_the_one_by_hand() -> None:
+    for length, block_size, window in np.ndindex(14, 7, 5):
+        order = BlockShuffledOrder(length, 2, block_size + 1, window + 1)
+        taken = order.take(np.arange(length), 1, 0).tolist()
+        assert taken == by_hand(order, 1, 0), order
+        assert sorted(taken) == list(range(length)), order
+
+
+@pytest.mark.parametrize(("length", "block_size", "window"), [(1000, 10, 4), (1003, 10, 4), (61, 8, 1), (50, 100, 3)])
+def test_a_window_of_blocks_is_used_up_before_the_next_is_begun(length: int, block_size: int, window: int) -> None:
+    blocks = BlockShuffledOrder(length, 1, block_size, window).take(np.arange(length), 0, 0) // block_size
+    firsts = sorted(np.unique(blocks, return_index=True)[1].tolist())
+    lasts = sorted((length - 1 - np.unique(blocks[::-1], return_index=True)[1]).tolist())
+
+    assert all(last < first for last, first in zip(lasts, firsts[window:], strict=False))
+
+
+def test_samples_of_a_window_are_shuffled_across_its_blocks() -> None:
+    blocks = BlockShuffledOrder(4096, 1, block_size=64, window=8).take(np.arange(512), 0, 0) // 64
+
+    assert min(np.unique(blocks[start : start + 64]).size for start in range(0, 512, 64)) >= 6
+
+
+def test_another_epoch_puts_other_blocks_beside_a_block() -> None:
+    order = BlockShuffledOrder(6400, 1, block_size=64, window=4)
+    epochs = [(order.take(np.arange(6400), epoch, 0) // 64).reshape(-1, 256) for epoch in range(10)]
+
+    assert len({tuple(np.unique(row)) for blocks in epochs for row in blocks if 0 in row}) == 10
+
+
+def test_a_window_of_more_blocks_than_there_are_shuffles_everything() -> None:
+    taken = BlockShuffledOrder(100, 0, 10, window=2**62).take(np.arange(100), 0, 0)
+
+    assert sorted(taken.tolist()) == list(range(100))
+
+
+@pytest.mark.parametrize("length", [2**32 + 1, 2**40 - 1, 2**40])
+def test_both_ends_of_a_huge_dataset_are_served_by_windows(length: int) -> None:
+    order = BlockShuffledOrder(length, 1)
+    first, last = (order.take(np.arange(start, start + 2**14), 0, 0) for start in (0, length - 2**14))
+
+    assert np.unique(np.concatenate([first, last])).size == 2**15
+    assert np.unique(first // 1024).size == 16
+    assert 0 <= min(first.min(), last.min()) <= max(first.max(), last.max()) < length
+
+
+def test_it_describes_what_shapes_it() -> None:
+    order = BlockShuffledOrder(9, 2, block_size=4, window=3)
+
+    assert order.config() == {"shuffle": "blocks", "seed": 2, "block_size": 4, "window": 3}
+
+
+@pytest.mark.parametrize(("block_size", "window"), [(0, 1), (1, 0), (-1, 1), (1, -1)])
+def test_blocks_and_windows_below_one_are_refused_with_both_values(block_size: int, window: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"got block_size={block_size}, window={window}"):
+        BlockShuffledOrder(10, 0, block_size, window)
+
+
+@pytest.mark.parametrize(
+    ("shape", "epoch", "samples"),
+    [
+        ((10, 3, 2, 2), 0, [8, 6, 7, 9, 2, 3, 4, 5, 1, 0]),
+        ((11, 3, 3, 2), 1, [8, 7, 10, 9, 6, 2, 5, 3, 4, 1]),
+        ((10**6, 3), 0, [133276, 839232, 31506, 350874]),
+        ((10**6, 3), 1, [784854, 157105, 737958, 891185]),
+    ],
+)
+def test_version_1_never_changes(shape: tuple[int, ...], epoch: int, samples: list[int]) -> None:
+    order = BlockShuffledOrder(*shape)
+
+    assert order.version == 1
+    assert order.take(np.arange(len(samples)), epoch, 0).tolist() == samples
