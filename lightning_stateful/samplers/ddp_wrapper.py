@@ -1,4 +1,4 @@
-"""Any sampler or batch sampler, dealt out to ranks and with a state."""
+"""Deals any sampler or batch sampler out to ranks, and resumes it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from lightning_stateful.state import accepted_names
 
 
 class DDPSamplerWrapper(DistributedSampler[Any]):
-    """Deals what any sampler or batch sampler yields out to the ranks, in turn, from any position.
+    """Deals what any sampler or batch sampler yields out to the ranks, in turn, from any progress.
 
-    All ranks see one and the same sequence: the wrapped sampler runs under randomness seeded from (seed, epoch), is
-    told the epoch where it has ``set_epoch``, and believes that there is one rank. Every rank gets the same number
-    of items. Nothing but a few thousand items ahead is held in memory, so a sampler may be endless.
+    All ranks see one and the same sequence: in every epoch a deep copy of the sampler is iterated, under randomness
+    seeded from (seed, epoch); it is told the epoch where it has ``set_epoch``, and believes that there is one rank.
+    Every rank gets the same number of items. Nothing but a few thousand items ahead is held in memory, so a sampler may
+    be endless.
 
-    The end of a pass moves on to the next epoch; :meth:`set_epoch` chooses one, and keeps a loaded position within
-    the same epoch. A loader that is given the wrapper as ``sampler`` or ``batch_sampler`` can be handed to
+    The end of a pass moves on to the next epoch; :meth:`set_epoch` chooses one, and keeps loaded progress within the
+    same epoch. A loader that is given the wrapper as ``sampler`` or ``batch_sampler`` can be handed to
     ``patch_dataloader`` or to Lightning with the callback: its wrapped sampler is then dealt out batch by batch.
 
     Args:
@@ -45,8 +46,8 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
             ``"nondeterministic"`` lets pass a sampler that yields something else every time.
 
     State:
-        The position after the items that the latest iterator has yielded. A sampler with ``state_dict`` and
-        ``load_state_dict`` is brought there by its own words, another one is wound forward by its indices.
+        The progress after the items that the latest iterator has yielded. A sampler with ``state_dict`` and
+        ``load_state_dict`` is brought there by its own state, another one is fast-forwarded by its indices.
         DataLoader workers fetch ahead of training; give :meth:`state_dict` the number of items that this rank was
         trained on to leave those out, or let a ``StatefulLoader`` do it.
 

@@ -47,8 +47,8 @@ class FastForward:
         epoch: Which epoch.
         cycle: Which pass within the epoch.
         slot: The first slot that is wanted.
-        known: What a progress keeps: ``"digest"`` with a slot and the digest there, ``"state"`` with a number of
-            slots and the sampler's own state after them.
+        known: What a progress keeps: ``"digest"``, a slot and the digest there; and ``"state"``, a number of slots and
+            the sampler's own state after them. Both are empty where nothing is kept.
 
     Attributes:
         drawn: Slots of the pass that the sampler has yielded.
@@ -60,7 +60,7 @@ class FastForward:
         self.end: int | None = None
         self._order, self._epoch, self._slot = order, epoch, slot
         self._pass = (0, 0) if order.repeats_first_epoch else (epoch, cycle)
-        self._expected: tuple[int, str] = tuple(known.get("digest", (-1, "")))
+        self._expected: tuple[int, str] = tuple(known["digest"] or (-1, ""))
         self._copy: IsolatedCopy | None = None
         self._iterator: Iterator[Any] = iter(())
         self._ready: list[Any] = []
@@ -71,8 +71,8 @@ class FastForward:
         # Of a sampler with a state of its own: slots yielded and the state then; and the latest of what it yielded.
         self._states: deque[tuple[int, Any]] = deque(maxlen=_KEPT_NOTES)
         self._latest: deque[Any] = deque(maxlen=_KEPT_SLOTS)
-        if self._uses_states and "state" in known:
-            self._states.append((known["state"][0], known["state"][1]))
+        if self._uses_states and known["state"]:
+            self._states.append(tuple(known["state"]))
 
     def look_ahead(self, count: int) -> int:
         """Draw until ``count`` slots are ready, unless the sampler ends; how many are."""
@@ -92,19 +92,14 @@ class FastForward:
         return taken
 
     def known_at(self, slot: int) -> dict[str, Any]:
-        """What a progress at ``slot`` keeps, to go on from there; empty if nothing is known."""
-        known: dict[str, Any] = {}
+        """What a progress at ``slot`` keeps, to go on from there; what is not known is empty."""
         # Taken before that slot, so that there is something to compare.
-        state = next(([at, held] for at, held in reversed(self._states) if at < slot), None)
-        if state is not None:
-            known["state"] = state
+        state = next(([at, held] for at, held in reversed(self._states) if at < slot), [])
+        noted = next(([at, value] for at, value in reversed(self._digests) if at < slot), [])
         first = self.drawn - len(self._latest)
         if self._uses_states and first < slot <= self.drawn:
-            known["digest"] = [slot - 1, digest(self._latest[slot - 1 - first])]
-        found = next(([at, value] for at, value in reversed(self._digests) if at < slot), None)
-        if found is not None:
-            known["digest"] = found
-        return known
+            noted = [slot - 1, digest(self._latest[slot - 1 - first])]
+        return {"digest": noted, "state": state}
 
     # Drawing
 

@@ -321,10 +321,10 @@ class WrappedPlan:
         seen = 0 if self._latest is None else self._latest.drawn
         if self.remaining is None and seen < begun.consumed + self.rule.full:
             # It may end before that: only the steps themselves tell how large the last ones are.
-            begun = self._begun
+            begun = self.progress_after(0)
         else:
             first_step = 0
-        known = begun.details.get(order.kind, {})
+        known = begun.details[order.kind]
         walk = self._latest = FastForward(order, self.epoch, begun.cycle, begun.consumed, known)
         for slot, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
             yield (
@@ -337,9 +337,10 @@ class WrappedPlan:
         begun, remaining, kind = self._begun, self.remaining, self.order.kind
         # Not so after no step: on other ranks there may be steps in what these leave out.
         served = steps * self.rule.full if remaining is None or not steps else self.rule.served(remaining, steps)
-        known: Mapping[str, Any] = begun.details.get(kind, {})
+        known: Mapping[str, Any] = begun.details.get(kind, {"digest": [], "state": []})
         if served and self._latest is not None and self.order.as_one_rank:
-            known = self._latest.known_at(begun.consumed + served) or known
+            found = self._latest.known_at(begun.consumed + served)
+            known = found if any(found.values()) else known
         return replace(begun, consumed=begun.consumed + served, details={kind: known})
 
     def report_after(self, steps: int) -> dict[str, Any]:

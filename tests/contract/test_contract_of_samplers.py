@@ -98,7 +98,6 @@ WRAPPERS: dict[str, Make] = {
     "wrapper, batches cut": wrapped(ShuffledBatches, length=5),
     "wrapper, length not believed": wrapped(ShuffledBatches, length="unknown"),
     "wrapper, samples of a length not believed": wrapped(GlobalRandom, length="unknown"),
-    "wrapper, hard negatives": wrapped(HardNegatives),
     "wrapper, a list": wrapped(lambda: list(range(LENGTH))),
     "wrapper, a list of batches": wrapped(lambda: [[0, 1, 2], [3], [4, 5, 6, 7], [8, 9]]),
     "wrapper, names": wrapped(Names),
@@ -147,7 +146,6 @@ STOPPED_EVERYWHERE = ("wrapper, without len", "wrapper, own state", "patched, cl
 # Only these show what depends on the class of ours alone: how a state is loaded and what it looks like.
 OF_EACH_CLASS = (
     *STOPPED_EVERYWHERE,
-    "wrapper, hard negatives",
     "wrapper, names",
     "wrapper, batches without len",
     "patched, without len",
@@ -166,7 +164,7 @@ def another(name: str) -> Any:
 
 def settings_of(source: Any) -> dict[str, Any]:
     """Settings of objects with and without a length."""
-    sized = source.is_sized if isinstance(source, StatefulLoader) else source.source.is_sized
+    sized = source.is_sized if isinstance(source, StatefulLoader) else source.order.is_sized
     names = (
         "batch_size",
         "drop_last",
