@@ -9,7 +9,7 @@ import torch.distributed
 
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.order import BatchOrder, EpochPlan
+from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
 from lightning_stateful.core.progress import Progress
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import (
@@ -127,10 +127,13 @@ class Tracker:
                 self._plan, self._handed = self._next_plan(), 0
             resumes, has_ended = False, False
             plan, loads = self._plan, self._num_loads
+            end = plan.num_steps
             for done, item in enumerate(read(plan, self._handed), self._handed + 1):
+                if end == UNKNOWN:
+                    end = plan.num_steps
                 if self._latest is latest:
                     self._handed = done
-                    if done == plan.num_steps:
+                    if done == end:
                         has_ended = True
                         self._end(plan, done)
                 yield item
