@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.ledger import Numbers
 from support.samplers import (
     BATCHED,
     DRAWS,
@@ -18,7 +17,6 @@ from support.samplers import (
     BatchesWithoutLen,
     Endless,
     GlobalRandom,
-    HardNegatives,
     ShuffledBatches,
     WithoutLen,
 )
@@ -111,13 +109,6 @@ WRAPPERS: dict[str, Make] = {
 OVER_LOADERS: dict[str, Make] = {
     **{f"patched, {name}": patched(make) for name, make in LOADERS.items()},
     **{
-        f"patched, {name}, replaced": patched(
-            lambda make=make: DataLoader(Numbers(LENGTH), 3, sampler=make()), replace_samplers=True
-        )
-        for name, make in UNBATCHED.items()
-        if name in ("weighted", "without len", "own state")
-    },
-    **{
         f"loader, {name}, tail dropped": loader_of(make, drop_last=True)
         for name, make in UNBATCHED.items()
         if name in SOME
@@ -128,7 +119,6 @@ OVER_LOADERS: dict[str, Make] = {
     "loader, batches for evaluation": lambda num_replicas, rank: StatefulLoader(
         list(range(LENGTH)), batch_sampler=ShuffledBatches(), num_replicas=num_replicas, rank=rank, exact=True
     ),
-    "loader, hard negatives": loader_of_batches(HardNegatives),
     "loader, wrapper as sampler": loader_of(lambda: DDPSamplerWrapper(GlobalRandom(), seed=2)),
     "loader, wrapper as sampler, cut": loader_of(lambda: DDPSamplerWrapper(Longer(), length=17)),
     "loader, wrapper as sampler, without len": loader_of(lambda: DDPSamplerWrapper(WithoutLen())),
@@ -149,7 +139,6 @@ OF_EACH_CLASS = (
     "wrapper, names",
     "wrapper, batches without len",
     "patched, without len",
-    "loader, hard negatives",
     "loader, wrapper as sampler",
     "loader, wrapper as batch sampler",
 )

@@ -21,7 +21,7 @@ from lightning_stateful import DDPSamplerWrapper, StatefulDataCallback
 from lightning_stateful.errors import StatefulError
 from support import samplers
 from support.ledger import LedgerModel, Numbers
-from support.runs import Outcome, seeded, train
+from support.runs import Outcome, train
 from support.samplers import LENGTH, LOADERS
 from support.sources import SaveAt
 
@@ -64,36 +64,6 @@ class Hooks(LedgerModel):
 
     def val_dataloader(self) -> Any:
         return val_loader()
-
-
-class Mines(LedgerModel):
-    """Tells a sampler of hard negatives the loss of every batch, of all ranks where there are several."""
-
-    def __init__(self, num_workers: int = 0, *, anew: bool = False) -> None:
-        super().__init__()
-        self.num_workers, self.anew = num_workers, anew
-        self.negatives = samplers.HardNegatives()
-
-    def train_dataloader(self) -> Any:
-        if self.anew:
-            self.negatives = samplers.HardNegatives()
-        return samplers.loader(batch_sampler=self.negatives, num_workers=self.num_workers)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        teach(self.negatives, batch, loss)
-        return loss
-
-
-def teach(negatives: samplers.HardNegatives, batch: Any, loss: torch.Tensor) -> None:
-    """Tell a sampler the loss of the batch of every rank, alike on all."""
-    own = (batch["id"].tolist(), float(loss.detach()))
-    found: list[Any] = [own]
-    if torch.distributed.is_initialized():
-        found = [own] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, own)
-    for indices, value in found:
-        negatives.update(torch.tensor(indices), value)
 
 
 class ByRank(Sampler[int]):
@@ -161,11 +131,6 @@ def train_with(make: MakeLoaders | None, *, settings: dict[str, Any] | None = No
     return train((lambda: None) if make is None else (lambda: PlainData(make)), **options)
 
 
-def mine(*, num_workers: int = 0, anew: bool = False, seed: int = 1, **options: Any) -> Outcome:
-    """Train with hard negatives."""
-    return train_with(None, model=seeded(lambda: Mines(num_workers, anew=anew), seed), **options)
-
-
 def callback_of(run: Outcome) -> Any:
     """The toolkit's callback of a run."""
     trainer: Any = run.trainer
@@ -203,13 +168,6 @@ def hand_over(folder: Path, name: str, **options: Any) -> Outcome:
     """Train a few steps and leave a checkpoint for another number of ranks."""
     run = train_with(ON_RANKS[name], max_steps=HANDED_OVER, **options)
     run.trainer.save_checkpoint(folder / file_name(name, run.trainer.world_size))
-    return run
-
-
-def hand_over_mining(folder: Path, **options: Any) -> Outcome:
-    """The same of hard negatives."""
-    run = mine(max_steps=HANDED_OVER, **options)
-    run.trainer.save_checkpoint(folder / file_name("hard negatives", run.trainer.world_size))
     return run
 
 
@@ -253,19 +211,6 @@ def resumed_on_two_ranks(folder: Path) -> dict[str, Any]:
         name: plain(train_with(make, ckpt_path=folder.parent / file_name(name, 1), seed=9, **DDP))
         for name, make in ON_RANKS.items()
     }
-
-
-def mined(folder: Path) -> dict[str, Any]:
-    """Hard negatives: uninterrupted, stopped and resumed, and what one process left behind."""
-    saver = SaveAt(folder, MOMENTS[::2])
-    whole = mine(callbacks=[saver], **DDP)
-    torch.distributed.barrier()
-    stops = [
-        (ledger, plain(mine(ckpt_path=saver.path(number), seed=9, **DDP)))
-        for number, ledger in sorted(saver.ledgers.items())
-    ]
-    left = folder.parent / file_name("hard negatives", 1)
-    return {"whole": plain(whole), "stops": stops, "left": plain(mine(ckpt_path=left, seed=9, **DDP))}
 
 
 class Writes(pl.callbacks.BasePredictionWriter):
@@ -389,7 +334,6 @@ ALL = [
     every_moment,
     saved_on_two_ranks,
     resumed_on_two_ranks,
-    mined,
     evaluated,
     by_rank,
     by_hash,

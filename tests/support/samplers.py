@@ -141,40 +141,6 @@ class OwnState(Sampler[int]):
         self.goes_on_at = state["served"]
 
 
-class HardNegatives(Sampler[list[int]]):
-    """Batches of the samples with the largest losses so far, which training tells it."""
-
-    depends_on_training = True
-
-    def __init__(self, num_batches: int = 9, batch_size: int = 3) -> None:
-        self.losses = torch.ones(LENGTH)
-        self.num_batches, self.batch_size = num_batches, batch_size
-        self.epoch, self.served = 0, 0
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def set_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            self.epoch, self.served = epoch, 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        while self.served < self.num_batches:
-            self.served += 1
-            yield torch.multinomial(self.losses, self.batch_size).tolist()
-        self.served = 0
-
-    def update(self, indices: torch.Tensor, loss: float) -> None:
-        self.losses[indices] = 0.5 * self.losses[indices] + loss
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"losses": self.losses.clone(), "epoch": self.epoch, "served": self.served}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = state["losses"].clone()
-        self.epoch, self.served = state["epoch"], state["served"]
-
-
 class CountsEpochs(Sampler[int]):
     """Has another order whenever it is iterated, by a count of its own."""
 

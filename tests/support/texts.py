@@ -62,9 +62,7 @@ MODULES: dict[str, Callable[..., Any]] = {
     "batch size": lambda **options: bucketed(batch_size=4, **options),
     "limited and in multiples": lambda **options: bucketed(max_samples=7, multiple=3, **options),
     "quadratic cost": lambda **options: bucketed(max_tokens=60, cost=QuadraticCost(12), **options),
-    "too long dropped": lambda **options: bucketed(
-        max_tokens=15, too_long="drop", eval_batch_size=3, **options
-    ),
+    "too long dropped": lambda **options: bucketed(max_tokens=15, too_long="drop", eval_batch_size=3, **options),
     "full steps": lambda **options: bucketed(drop_last=True, **options),
     "in order": lambda **options: bucketed(shuffle=False, **options),
 }

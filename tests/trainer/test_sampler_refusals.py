@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support import samplers
 from support.ledger import LedgerModel, Numbers
 from support.runs import StopAt, train
-from support.sampler_cases import PlainData, cuts_loader, mine, train_with
+from support.sampler_cases import PlainData, cuts_loader, train_with
 from support.samplers import BATCHES, LENGTH, LOADERS, loader
 from support.sources import trained
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -49,10 +49,6 @@ class Once(Sampler[int]):
         return next(self.indices)
 
 
-class SaysItLearns(samplers.GlobalRandom):
-    depends_on_training = True
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], type[StatefulError], str]] = {
     "by the clock": (
         lambda: loader(sampler=samplers.ByTheClock()),
@@ -78,11 +74,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[StatefulError], str]] = {
         lambda: loader(sampler=Once()),
         UnsupportedLoaderError,
         "Once yields something else when the same epoch is begun a second time",
-    ),
-    "no state of its own": (
-        lambda: loader(sampler=SaysItLearns()),
-        ConfigurationError,
-        "SaysItLearns says depends_on_training = True.*set_epoch",
     ),
     "in no order": (
         lambda: loader(sampler=samplers.GlobalRandom(), in_order=False),
@@ -259,12 +250,6 @@ def test_another_seed_is_refused_by_name(tmp_path: Path) -> None:
         train_with(LOADERS["class balanced"], ckpt_path=path, settings={"seed": 6})
 
 
-def test_a_sampler_that_has_learnt_and_one_that_has_not_are_told_apart(tmp_path: Path) -> None:
-    path = stopped(tmp_path, None, run=lambda make, **options: mine(**options))
-    with pytest.raises(StateMismatchError, match=r"'feedback'.*'wound'|'HardNegatives'.*'ClassBalanced'"):
-        train_with(LOADERS["class balanced"], ckpt_path=path)
-
-
 # The loader in use
 
 
@@ -319,12 +304,7 @@ def test_a_loader_that_is_not_the_callbacks_own_is_found_before_it_is_trained_on
     tmp_path: Path, swap: Any, first: bool, resumed: bool
 ) -> None:
     path, model = stopped(tmp_path, LOADERS["class balanced"]) if resumed else None, LedgerModel()
-    error: type[StatefulError] = ConfigurationError
-    words = r"not the callback's.*Leave trainer.fit_loop's loaders alone"
-    if swap is swap_what_a_view_reads and resumed and not first:
-        # What is looked for first is whether its sampler yields what was trained on before.
-        error, words = StateMismatchError, "ClassBalanced no longer yields what it did"
-    with pytest.raises(error, match=words):
+    with pytest.raises(ConfigurationError, match=r"not the callback's.*Leave trainer.fit_loop's loaders alone"):
         swapped("on_train_start", swap, first=first, model=model, ckpt_path=path)
     assert trained(model.ledger) == []
 

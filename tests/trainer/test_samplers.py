@@ -22,12 +22,11 @@ from support.sampler_cases import (
     callback_of,
     cuts_loader,
     evaluate,
-    mine,
     train_with,
     val_loader,
 )
 from support.samplers import BATCHES, LENGTH, LOADERS, PERMUTATIONS, loader
-from support.sources import SaveAt, trained
+from support.sources import trained
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from lightning_stateful import DDPSamplerWrapper, StatefulDataModule, StatefulLoader, is_patched
@@ -462,48 +461,6 @@ def test_samples_go_on_in_batches_of_another_size(tmp_path: Path, make: Any) -> 
         assert sorted(served) == list(range(LENGTH))
 
 
-# Samplers that learn from training
-
-
-def test_hard_negatives_whose_loaders_are_built_again_go_on_exactly(tmp_path: Path) -> None:
-    moments = [("on_train_batch_end", 0, 4), ("on_train_epoch_end", 0, 0)]
-    run = lambda make, **options: mine(**options)  # noqa: E731
-    assert_goes_on_from_every_moment(tmp_path, None, moments, run, reload_dataloaders_every_n_epochs=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "anew"),
-    [
-        ({}, False),
-        ({}, True),
-        ({"limit_train_batches": 6}, True),
-        ({"accumulate_grad_batches": 3}, False),
-        ({"num_workers": 2, "accumulate_grad_batches": 2}, True),
-    ],
-)
-def test_hard_negatives_go_on_exactly(tmp_path: Path, options: dict[str, Any], anew: bool) -> None:
-    moments = [("on_before_backward", 1, 2), ("on_train_batch_end", 0, 4), ("on_train_epoch_end", 0, 0)]
-    run = lambda make, **rest: mine(anew=anew, **options, **rest)  # noqa: E731
-    options = {"limit_val_batches": 0, **options}
-    if not options.get("num_workers"):
-        assert_goes_on_from_every_moment(tmp_path, None, moments, run)
-        return
-    # How far workers have fetched ahead of what the losses say is theirs to choose: what they have fetched is kept.
-    saver = SaveAt(tmp_path, moments)
-    saving = run(None, callbacks=[saver], max_epochs=2)
-    for number in range(len(moments)):
-        resumed = run(None, ckpt_path=saver.path(number), seed=99, max_epochs=2)
-        assert_stitches([saver.ledgers[number], resumed.ledger], saving.ledger)
-        assert_same_end(resumed, saving)
-
-
-def test_hard_negatives_are_where_the_losses_are() -> None:
-    run = mine(max_epochs=2)
-    losses = run.trainer.lightning_module.negatives.losses
-    assert not torch.equal(losses, torch.ones(LENGTH))
-    assert [len(ids(run.ledger, epoch)) for epoch in range(2)] == [9, 9]
-
-
 # Overfitting, reloading, fitting again
 
 
@@ -662,17 +619,6 @@ def test_a_loader_whose_sampler_lightning_has_replaced_is_seen_through() -> None
     assert again.ledger == train_with(LOADERS["global random"], max_epochs=2).ledger
 
 
-def test_torchs_own_samplers_are_replaced_by_orders_only_when_asked(tmp_path: Path) -> None:
-    settings = {"replace_samplers": True}
-    for name in ("random with replacement", "subset"):
-        theirs = train_with(LOADERS[name], max_epochs=1)
-        ours = train_with(LOADERS[name], settings=settings, max_epochs=1)
-        assert ids(theirs.ledger) != ids(ours.ledger)
-        assert "sampler" not in callback_of(ours).position_report()
-    run = partial(train_with, settings=settings)
-    assert_goes_on_from_every_moment(tmp_path, LOADERS["weighted"], MOMENTS[:2], run)
-
-
 def test_attributes_of_a_loader_of_ones_own_kind_are_those_of_the_loader_in_use() -> None:
     class Named(torch.utils.data.DataLoader[Any]):
         name = "named"
@@ -684,46 +630,35 @@ def test_attributes_of_a_loader_of_ones_own_kind_are_those_of_the_loader_in_use(
     assert used.name == "named"
 
 
-# Where it can be seen which way was taken
+# Where the resume mode can be seen
 
 SAID = {
-    "class balanced": ("wound", "ClassBalanced is begun anew on a resume and wound forward, by indices alone."),
-    "without len": ("wound", "WithoutLen is begun anew on a resume and wound forward, by indices alone."),
+    "class balanced": ("fast_forward", "ClassBalanced is begun anew on a resume and fast-forwarded, by indices alone."),
+    "without len": ("fast_forward", "WithoutLen is begun anew on a resume and fast-forwarded, by indices alone."),
     "own state": ("own_state", "OwnState keeps its own state, which a resume goes on from."),
     "lhotse's": ("own_state", "SimpleCutSampler keeps its own state, which a resume goes on from."),
 }
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_the_way_taken_is_in_the_log_the_report_and_the_checkpoint(
+def test_the_resume_mode_is_in_the_log_the_report_and_the_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    way, said = SAID[name]
+    mode, said = SAID[name]
     with caplog.at_level("INFO", logger="lightning.pytorch"):
         run = train_with(ALL_LOADERS[name], max_steps=3, max_epochs=1)
     assert caplog.text.count(f"Training data: {said}") == 1
     kind = said.split()[0]
     report = callback_of(run).position_report()
-    assert report["sampler"] == {"class": kind, "way": way}
+    assert report["sampler"] == {"class": kind, "resume_mode": mode}
     assert report["epoch"] == 0
     # What lhotse's sampler yields is whole batches to the toolkit, whatever torch calls them.
     assert next(iter(set(report) - {"epoch", "sampler"})) in ("samples", "batches")
     run.trainer.save_checkpoint(tmp_path / "end.ckpt")
     saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"]["StatefulDataCallback"]["data"]
-    assert saved["config"]["sampler"]["way"] == way
+    assert saved["config"]["sampler"]["resume_mode"] == mode
     assert saved["config"]["sampler"]["class"] == kind
     assert saved["progress"]["consumed"] == {"without len": 6, "own state": 6}.get(name, 3)
-
-
-def test_the_way_of_samplers_that_depend_on_training_is_in_the_log_the_report_and_the_checkpoint(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        run = mine(max_steps=3)
-    assert "Training data: HardNegatives depends on training; its own state" in caplog.text
-    assert callback_of(run).position_report() == {
-        "epoch": 0, "batches": 3, "sampler": {"class": "HardNegatives", "way": "feedback"}
-    }  # fmt: skip
 
 
 def test_several_loaders_are_reported_by_path(caplog: pytest.LogCaptureFixture) -> None:
@@ -732,8 +667,8 @@ def test_several_loaders_are_reported_by_path(caplog: pytest.LogCaptureFixture) 
     assert "Training data 'a': WeightedRandomSampler is begun anew" in caplog.text
     assert "Training data 'b.0': OwnState keeps its own state" in caplog.text
     assert callback_of(run).position_report() == {
-        "a": {"epoch": 0, "samples": 4, "sampler": {"class": "WeightedRandomSampler", "way": "wound"}},
-        "b.0": {"epoch": 0, "samples": 4, "sampler": {"class": "OwnState", "way": "own_state"}},
+        "a": {"epoch": 0, "samples": 4, "sampler": {"class": "WeightedRandomSampler", "resume_mode": "fast_forward"}},
+        "b.0": {"epoch": 0, "samples": 4, "sampler": {"class": "OwnState", "resume_mode": "own_state"}},
     }
 
 

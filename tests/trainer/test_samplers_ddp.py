@@ -19,8 +19,6 @@ from support.sampler_cases import (
     TO_EVALUATE,
     file_name,
     hand_over,
-    hand_over_mining,
-    mine,
     plain,
     train_with,
 )
@@ -48,11 +46,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def of_one_rank(folder: Path) -> dict[str, Any]:
     """What one process does, and leaves behind for two."""
-    found = {
+    return {
         name: {"whole": train_with(ON_RANKS[name], max_epochs=2).ledger, "left": hand_over(folder, name).ledger}
         for name in ON_RANKS
     }
-    return {**found, "hard negatives": hand_over_mining(folder).ledger}
 
 
 @pytest.fixture(scope="module")
@@ -117,18 +114,6 @@ def test_a_run_stopped_at_any_moment_goes_on_exactly_on_every_rank(ranks: Ranks,
             assert resumed["end"] == whole[name]["end"], moment
 
 
-def test_hard_negatives_go_on_exactly_on_every_rank(ranks: Ranks) -> None:
-    first, second = of(ranks, "mined")
-    assert [event[:4] for event in trained(first["whole"]["ledger"])] == [
-        event[:4] for event in trained(second["whole"]["ledger"])
-    ]
-    for rank in (first, second):
-        for ledger, resumed in rank["stops"]:
-            assert_stitches([ledger, resumed["ledger"]], rank["whole"]["ledger"])
-            assert resumed["weights"] == rank["whole"]["weights"]
-            assert resumed["state"] == rank["whole"]["state"]
-
-
 # Another number of ranks
 
 
@@ -152,21 +137,6 @@ def test_two_ranks_hand_over_to_one(ranks: Ranks, of_one_rank: dict[str, Any], f
     for epoch in range(2):
         served = Counter(over_both(before, epoch) + samples(resumed["ledger"], epoch))
         assert served == Counter(samples(of_one_rank[name]["whole"], epoch))
-
-
-def test_hard_negatives_are_handed_over_with_what_was_learnt(ranks: Ranks, of_one_rank: dict[str, Any]) -> None:
-    runs = [found["left"] for found in of(ranks, "mined")]
-    one, other = (trained(run["ledger"]) for run in runs)
-    assert [event[:4] for event in one] == [event[:4] for event in other]
-    # Of nine batches of an epoch one rank has served two.
-    assert len(trained(of_one_rank["hard negatives"])) == 2
-    assert len([event for event in one if event[1] == 0]) == 4
-    assert len(over_both(runs, 0)) == 21
-    assert len(over_both(runs, 1)) == 27
-    assert runs[0]["state"] == runs[1]["state"]
-    alone = mine(max_epochs=1)
-    # The first batch after the stop was drawn by what the two before had taught.
-    assert samples(alone.ledger)[6:9] == list(trained(runs[0]["ledger"])[0][4])
 
 
 # Evaluation
