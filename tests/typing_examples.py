@@ -50,7 +50,7 @@ def buckets() -> int:
 def any_sampler() -> bool:
     tensors = TensorDataset(torch.arange(8))
     wrapped = DDPSamplerWrapper([[0, 1], [2, 3]], 2, 0, tail="pad", length=2, shuffle_samples_between_gpus=True)
-    loader = patch_dataloader(DataLoader(tensors, batch_sampler=wrapped), seed=1, replace_samplers=True)
+    loader = patch_dataloader(DataLoader(tensors, batch_sampler=wrapped), seed=1)
     loader.load_state_dict(loader.state_dict())
     return is_patched([loader, {"val": loader}]) and wrapped.epoch == loader.epoch
 

@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_stateful.audit import END, AuditResult, Divergence, check_resume
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.state import sealed
 from lightning_stateful.loaders import StatefulLoader
 from lightning_stateful.samplers import StatefulDistributedSampler
 
@@ -210,11 +211,11 @@ def test_a_sample_that_comes_twice_on_other_ranks_is_named() -> None:
         def state_dict(self, **options: Any) -> dict[str, Any]:
             state = super().state_dict(**options)
             state["progress"]["consumed"] //= self.num_replicas
-            return state
+            return sealed(state)
 
         def load_state_dict(self, state: Any) -> None:
             consumed = state["progress"]["consumed"] * self.num_replicas
-            super().load_state_dict({**state, "progress": {**state["progress"], "consumed": consumed}})
+            super().load_state_dict(sealed({**state, "progress": {**state["progress"], "consumed": consumed}}))
 
     def factory(num_replicas: int, rank: int) -> CountsSteps:
         return CountsSteps(8, num_replicas, rank, shuffle=False)
@@ -244,7 +245,7 @@ def test_a_dropped_tail_needs_to_be_allowed_on_another_number_of_ranks() -> None
 def test_allowing_a_dropped_tail_does_not_allow_a_repeated_sample() -> None:
     class StartsAnew(StatefulDistributedSampler):
         def load_state_dict(self, state: Any) -> None:
-            super().load_state_dict({**state, "progress": {**state["progress"], "consumed": 0}})
+            super().load_state_dict(sealed({**state, "progress": {**state["progress"], "consumed": 0}}))
 
     divergence = check_resume(
         lambda num_replicas, rank: StartsAnew(9, num_replicas, rank, drop_last=True),

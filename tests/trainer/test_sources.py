@@ -14,8 +14,8 @@ from support.runs import StopAt, assert_same_end, assert_stitches, numbers_modul
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
+from lightning_stateful.core import BlockShuffledOrder
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
-from lightning_stateful.index import BlockShuffledOrder
 
 
 def plain(length: int, first: int = 0, **options: Any) -> DataLoader[Any]:

@@ -17,21 +17,24 @@ from support.ledger import LedgerModel, Numbers
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_stateful import StatefulLoader
-from lightning_stateful.index import Position
+from lightning_stateful.core import EpochPlan, Progress
 from lightning_stateful.trainer.source import InterceptedSource, intercept, request_training_loaders
 from lightning_stateful.trainer.view import LoaderView
+
+Place = tuple[EpochPlan, int]
 
 
 class Guide:
     """Says where to begin, and how often it was asked."""
 
-    def __init__(self, *places: Position | None) -> None:
-        self.places = list(places) or [Position()]
+    def __init__(self, *places: Progress | None) -> None:
+        self.places = list(places) or [Progress()]
         self.num_asked = 0
 
-    def __call__(self) -> Position | None:
+    def __call__(self) -> Place | None:
         self.num_asked += 1
-        return self.places[min(self.num_asked, len(self.places)) - 1]
+        progress = self.places[min(self.num_asked, len(self.places)) - 1]
+        return None if progress is None else (plan_from(progress), 0)
 
 
 class Told(Dataset[int]):
@@ -48,8 +51,12 @@ class Told(Dataset[int]):
         return index
 
 
-def the_beginning() -> Position:
-    return Position()
+def plan_from(progress: Progress) -> EpochPlan:
+    return a_loader().plan(progress.epoch, progress)
+
+
+def the_beginning() -> Place:
+    return plan_from(Progress()), 0
 
 
 def worker_init(worker_id: int) -> None:
@@ -60,7 +67,7 @@ def a_loader(length: int = 12, **options: Any) -> StatefulLoader:
     return StatefulLoader(list(range(length)), **{"batch_size": 2, "shuffle": True, **options})
 
 
-def a_view(locate: Callable[[], Position | None] = the_beginning, **options: Any) -> LoaderView:
+def a_view(locate: Callable[[], Place | None] = the_beginning, **options: Any) -> LoaderView:
     return LoaderView(a_loader(), locate, **options)
 
 
@@ -68,8 +75,8 @@ def read(batches: Any) -> list[list[int]]:
     return [batch.tolist() for batch in batches]
 
 
-def batches_from(position: Position) -> list[list[int]]:
-    return list(a_loader().plan.indices(position))
+def batches_from(progress: Progress) -> list[list[int]]:
+    return [indices for _, indices in plan_from(progress).batches(rank=0)]
 
 
 class TestIterating:
@@ -89,17 +96,17 @@ class TestIterating:
         assert guide.num_asked == 1
 
     def test_the_place_that_holds_at_the_first_next_is_what_counts(self) -> None:
-        guide = Guide(Position())
+        guide = Guide(Progress())
         iterator = iter(a_view(guide))
-        guide.places = [Position(epoch=3, consumed=4)]
+        guide.places = [Progress(epoch=3, consumed=4)]
 
-        assert read(iterator) == batches_from(Position(epoch=3, consumed=4))
+        assert read(iterator) == batches_from(Progress(epoch=3, consumed=4))
 
     def test_every_pass_asks_anew(self) -> None:
-        guide = Guide(Position(), Position(epoch=1), Position(epoch=1, consumed=8))
+        guide = Guide(Progress(), Progress(epoch=1), Progress(epoch=1, consumed=8))
         view = a_view(guide)
 
-        assert [read(view) for _ in range(3)] == [batches_from(position) for position in guide.places]
+        assert [read(view) for _ in range(3)] == [batches_from(place) for place in guide.places]
         assert guide.num_asked == 3
 
     def test_any_number_of_unused_iterators_changes_nothing(self) -> None:
@@ -108,16 +115,16 @@ class TestIterating:
         first = read(view)
         unused += [iter(view) for _ in range(4)]
 
-        assert first == read(view) == batches_from(Position())
+        assert first == read(view) == batches_from(Progress())
         assert len(unused) == 8
 
     def test_a_pass_may_lie_beyond_the_first_within_an_epoch(self) -> None:
-        place = Position(epoch=1, consumed=12)
+        place = Progress(epoch=1, consumed=12)
 
         assert read(a_view(Guide(place))) == batches_from(place)
 
     def test_where_there_is_no_place_there_are_no_batches(self) -> None:
-        guide = Guide(None, Position())
+        guide = Guide(None, Progress())
         view = a_view(guide)
 
         assert read(view) == []
@@ -130,16 +137,15 @@ class TestIterating:
         assert list(iterator) == []
 
     def test_iterating_does_not_move_the_loader(self) -> None:
-        view = a_view(Guide(Position(epoch=2, consumed=6)))
+        view = a_view(Guide(Progress(epoch=2, consumed=6)))
         read(view)
 
-        assert view.loader.position == Position()
+        assert view.loader.progress == Progress()
 
     def test_the_hook_runs_after_a_batch_is_read_and_before_it_is_handed_over(self) -> None:
         events: list[str] = []
-        view = LoaderView(
-            StatefulLoader(Told(events), batch_size=2), the_beginning, lambda: events.append("before batch")
-        )
+        loader = StatefulLoader(Told(events), batch_size=2)
+        view = LoaderView(loader, lambda: (loader.plan(0), 0), lambda: events.append("before batch"))
         for batch in view:
             events.append(f"got {batch.tolist()}")
 
@@ -153,7 +159,8 @@ class TestIterating:
         assert calls == []
 
     def test_an_error_of_the_dataset_reaches_the_caller(self) -> None:
-        view = LoaderView(StatefulLoader(Numbers(4, fail_at=2), batch_size=1), the_beginning)
+        loader = StatefulLoader(Numbers(4, fail_at=2), batch_size=1)
+        view = LoaderView(loader, lambda: (loader.plan(0), 0))
         iterator = iter(view)
         next(iterator)
         next(iterator)
@@ -162,8 +169,8 @@ class TestIterating:
 
 
 class TestLookingLikeALoader:
-    @pytest.mark.parametrize("place", [Position(), Position(consumed=6), None])
-    def test_its_length_is_that_of_a_whole_epoch_wherever_it_begins(self, place: Position | None) -> None:
+    @pytest.mark.parametrize("place", [Progress(), Progress(consumed=6), None])
+    def test_its_length_is_that_of_a_whole_epoch_wherever_it_begins(self, place: Progress | None) -> None:
         view = a_view(Guide(place))
         read(view)
 
@@ -172,7 +179,7 @@ class TestLookingLikeALoader:
     def test_it_is_no_data_loader(self) -> None:
         assert not isinstance(a_view(), DataLoader)
 
-    @pytest.mark.parametrize("name", ["dataset", "batch_size", "num_workers", "collate_fn", "seed", "order", "plan"])
+    @pytest.mark.parametrize("name", ["dataset", "batch_size", "num_workers", "collate_fn", "seed", "order"])
     def test_its_attributes_are_those_of_the_loader(self, name: str) -> None:
         view = a_view()
 
@@ -210,9 +217,9 @@ class TestLookingLikeALoader:
 
     def test_loading_a_state_moves_nothing(self) -> None:
         view = a_view()
-        view.load_state_dict(a_loader().state_at(Position(epoch=1, consumed=4)))
+        view.load_state_dict(a_loader().tracker.state_dict(Progress(epoch=1, consumed=4)))
 
-        assert view.loader.position == Position()
+        assert view.loader.progress == Progress()
         assert view.state_dict() == {}
 
     def test_persistent_workers_are_found_and_ended_where_lightning_looks(self) -> None:
@@ -238,7 +245,7 @@ class TestCopying:
         twin = duplicate(a_view(keeps_indices=keeps_indices))
 
         assert type(twin) is LoaderView
-        assert read(twin) == batches_from(Position())
+        assert read(twin) == batches_from(Progress())
         assert isinstance(twin.batch_sampler, _IndexBatchSamplerWrapper) is keeps_indices
 
     def test_a_view_that_is_not_yet_filled_has_no_attributes(self) -> None:
@@ -255,7 +262,7 @@ class TestCopying:
 
 class TestKeepingIndices:
     def test_lightning_finds_the_indices_of_every_batch(self) -> None:
-        place = Position(epoch=1, consumed=4)
+        place = Progress(epoch=1, consumed=4)
         view = a_view(Guide(place), keeps_indices=True)
         batches = read(view)
 
@@ -269,11 +276,11 @@ class TestKeepingIndices:
         assert view.batch_sampler.seen_batch_indices[0] == first.tolist()
 
     def test_every_pass_has_its_own(self) -> None:
-        view = a_view(Guide(Position(), Position(epoch=1)), keeps_indices=True)
+        view = a_view(Guide(Progress(), Progress(epoch=1)), keeps_indices=True)
         read(view)
         read(view)
 
-        assert view.batch_sampler.seen_batch_indices == batches_from(Position(epoch=1))
+        assert view.batch_sampler.seen_batch_indices == batches_from(Progress(epoch=1))
 
     def test_its_length_is_that_of_the_epoch(self) -> None:
         view = a_view(keeps_indices=True)
