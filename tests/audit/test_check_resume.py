@@ -13,9 +13,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_stateful.audit import END, AuditResult, Divergence, check_resume
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.state import sealed
 from lightning_stateful.loaders import StatefulLoader
 from lightning_stateful.samplers import StatefulDistributedSampler
+from lightning_stateful.state import sealed
 
 
 class Counter:

@@ -71,12 +71,12 @@ MODULES: dict[str, Callable[[], Any]] = {
     "by sample": lambda: mixture(by="sample", tag="source"),
     "by sample, steps": lambda: mixture(by="sample", num_steps=8, weights={"news": 2, "code": 1, "web": 1}),
     "by token": lambda: mixture(by="token", lengths=TOKENS, weights=[1, 1, 1]),
-    "schedule over steps": lambda: mixture(num_steps=7, schedule={0: [1, 1, 0], 9: [1, 1, 2], 12: [0, 1, 1]}),
-    "schedule over samples": lambda: mixture(
-        num_steps=7, schedule=WeightSchedule({0: [1, 1, 1], 40: [1, 5, 1]}, unit="samples", between="linear")
+    "schedule": lambda: mixture(num_steps=7, schedule={0: [1, 1, 0], 9: [1, 1, 2], 12: [0, 1, 1]}),
+    "linear schedule": lambda: mixture(
+        num_steps=7, schedule=WeightSchedule({0: [1, 1, 1], 13: [1, 5, 1]}, between="linear")
     ),
-    "schedule over samples, by sample": lambda: mixture(
-        num_steps=7, by="sample", schedule=WeightSchedule({0: [1, 1, 1], 33: [1, 5, 0]}, unit="samples")
+    "schedule, by sample": lambda: mixture(
+        num_steps=7, by="sample", schedule=WeightSchedule({0: [1, 1, 1], 11: [1, 5, 0]})
     ),
 }
 

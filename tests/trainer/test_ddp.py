@@ -112,7 +112,7 @@ def test_fsdp2_with_another_batch_size_serves_every_sample_once(ranks: Ranks) ->
 
 def test_8_the_state_needs_no_other_rank(ranks: Ranks) -> None:
     for _, asked in of(ranks, "exception_on_one_rank"):
-        assert asked["state"]["progress"] == {"epoch": 1, "consumed": 8, "width": 2}
+        assert asked["state"]["progress"] == {"epoch": 1, "cycle": 0, "consumed": 8}
 
 
 def test_the_state_is_equal_on_all_ranks(ranks: Ranks) -> None:

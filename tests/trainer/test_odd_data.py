@@ -11,8 +11,8 @@ from support.ledger import LedgerModel, Numbers
 from support.runs import StopAt, numbers_module, seeded, train
 from torch.utils.data import DataLoader
 
-from lightning_stateful import MixtureBatchSampler, StatefulDataCallback, StatefulDataModule
-from lightning_stateful.errors import ConfigurationError, PositionError, StatefulWarning
+from lightning_stateful import StatefulDataCallback, StatefulDataModule
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.trainer.lightning import pl
 
 
@@ -105,20 +105,3 @@ def test_a_checkpoint_without_loops_begins_at_epoch_0_with_a_warning(tmp_path: P
         return [event[-1] for event in ledger if event[0] == "train"]
 
     assert samples(resumed.ledger) == samples(train(max_epochs=1).ledger)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_steps": 10**9}])
-@pytest.mark.parametrize("number", [2**31, 2**62, 10**30])
-def test_a_position_beyond_any_run_is_refused(options: dict[str, Any], number: int) -> None:
-    def sampler() -> MixtureBatchSampler:
-        return MixtureBatchSampler({"a": 10, "b": 20}, 2, **options)
-
-    for key in ("epoch", "width"):
-        state = sampler().state_dict()
-        state["progress"][key] = number
-        with pytest.raises(PositionError, match="no run reaches an epoch or a width of 2147483648"):
-            sampler().load_state_dict(state)
-    state = sampler().state_dict()
-    state["progress"]["epoch"] = 2**31 - 1
-    if options:
-        sampler().load_state_dict(state)

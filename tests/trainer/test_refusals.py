@@ -19,6 +19,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
     StateVersionError,
 )
+from lightning_stateful.state import sealed
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +103,10 @@ def test_a_dataset_described_otherwise_is_another_dataset(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("edit", "error", "words"),
     [
-        (lambda state: state.pop("progress"), DamagedStateError, "'position', got nothing"),
-        (lambda state: state.update(position={"epoch": 1}), DamagedStateError, "needs 'consumed'"),
-        (lambda state: state["progress"].update(consumed="8"), DamagedStateError, "must be an int"),
+        (lambda state: state.pop("progress"), DamagedStateError, "must hold a dict under 'progress', got nothing"),
+        (lambda state: state["progress"].update(consumed="8"), DamagedStateError, "consumed must be an int, got '8'"),
         (lambda state: state["progress"].update(consumed=-1), PositionError, "consumed=-1"),
-        (lambda state: state["progress"].update(consumed=23), PositionError, "consumed 23 samples"),
+        (lambda state: state["progress"].update(consumed=23), PositionError, "23 samples of epoch 1 were consumed"),
         (lambda state: state["progress"].update(epoch=4), DamagedStateError, "lies in epoch 4"),
         (lambda state: state.update(version=2), StateVersionError, "version 2"),
         (lambda state: state.update(order_version=2), StateMismatchError, "order_version: saved 2, now 1"),
@@ -116,9 +116,21 @@ def test_a_dataset_described_otherwise_is_another_dataset(tmp_path: Path) -> Non
 def test_a_damaged_or_foreign_state_is_refused(
     stopped: Path, tmp_path: Path, edit: Any, error: type[Exception], words: str
 ) -> None:
-    path = edited(stopped, tmp_path, lambda checkpoint: edit(checkpoint["StatefulDataModule"]["lightning_stateful"]))
+    def edit_sealed(checkpoint: Any) -> None:
+        state = checkpoint["StatefulDataModule"]["lightning_stateful"]
+        edit(state)
+        state.update(sealed(state))
+
     with pytest.raises(error, match=words):
-        train(ckpt_path=path)
+        train(ckpt_path=edited(stopped, tmp_path, edit_sealed))
+
+
+def test_a_state_that_was_changed_after_it_was_written_is_refused(stopped: Path, tmp_path: Path) -> None:
+    def edit(checkpoint: Any) -> None:
+        checkpoint["StatefulDataModule"]["lightning_stateful"]["progress"]["consumed"] += 2
+
+    with pytest.raises(DamagedStateError, match="does not have the checksum of its contents"):
+        train(ckpt_path=edited(stopped, tmp_path, edit))
 
 
 @pytest.mark.parametrize(

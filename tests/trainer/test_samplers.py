@@ -27,10 +27,10 @@ from support.sampler_cases import (
 )
 from support.samplers import BATCHES, LENGTH, LOADERS, PERMUTATIONS, loader
 from support.sources import trained
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful import DDPSamplerWrapper, StatefulDataModule, StatefulLoader, is_patched
-from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.errors import ConfigurationError
 
 # Said by torchdata's loader, whenever one is made, of what newer versions of torch deprecate.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -277,10 +277,8 @@ def test_workers_that_live_on_begin_every_epoch_of_a_sampler_without_len() -> No
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "accumulating": {"accumulate_grad_batches": 3},
-    "validating within epochs": {"val_check_interval": 3},
     "validating over epochs": {"val_check_interval": 5, "check_val_every_n_epoch": None},
     "limited": {"limit_train_batches": 6},
-    "reloading": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3},
     "reloading every epoch": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
     "counting steps": {"max_steps": 14, "max_epochs": -1},
 }
@@ -291,7 +289,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     [
         *(("without len", options) for options in OPTIONS),
         ("class balanced", "counting steps"),
-        *(("own state", options) for options in ("accumulating", "reloading")),
+        ("own state", "accumulating"),
         ("batches without len", "reloading every epoch"),
     ],
 )
@@ -330,7 +328,6 @@ def test_a_chain_of_stops_gives_the_uninterrupted_run(
 UNSIZED_OPTIONS: dict[str, dict[str, Any]] = {
     "plainly": {},
     "accumulating": {"accumulate_grad_batches": 4},
-    "validating within epochs": {"val_check_interval": 3},
     "validating over epochs": {"val_check_interval": 5, "check_val_every_n_epoch": None},
     "limited within": {"limit_train_batches": 6},
     "limited at the end": {"limit_train_batches": 11},
@@ -680,15 +677,6 @@ def test_the_state_stays_small_and_plain(tmp_path: Path) -> None:
         assert copy.deepcopy(state) == callback_of(run).data_state()
 
 
-def test_weights_and_replacement_are_drawn_as_the_samplers_themselves_would(tmp_path: Path) -> None:
-    weighted = loader(sampler=WeightedRandomSampler([0.0] * 21 + [1.0], LENGTH), batch_size=2)
-    assert set(flat(ids(train_with(lambda: weighted, max_epochs=1).ledger))) == {21}
-    replaced = loader(sampler=RandomSampler(range(LENGTH), replacement=True, num_samples=50), batch_size=5)
-    run = train_with(lambda: replaced, max_epochs=2)
-    assert [len(flat(ids(run.ledger, epoch))) for epoch in range(2)] == [50, 50]
-    assert len(set(flat(ids(run.ledger, 0)))) < LENGTH or len(set(flat(ids(run.ledger, 1)))) < LENGTH
-
-
 class Own(LedgerModel):
     """Draws from the generators that all code shares, in training itself."""
 
@@ -721,19 +709,3 @@ def test_a_model_validated_between_two_fits_goes_on_where_it_stood() -> None:
     run.trainer.fit(model, datamodule=run.trainer.datamodule)
     assert ids(model.ledger) == ids(whole.ledger)
     assert isinstance(run.trainer, pl.Trainer)
-
-
-def test_accepting_what_cannot_be_repeated_is_said_at_every_resume(tmp_path: Path) -> None:
-    run = partial(train_with, lambda: loader(sampler=samplers.ByTheClock(), batch_size=2))
-    settings = {"accept": ("nondeterministic",)}
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)
-    run(settings=settings, callbacks=[stop], max_epochs=2)
-    path = tmp_path / "stop.ckpt"
-    for number in range(2):
-        again = StopAt("on_train_batch_end", tmp_path / f"{number}.ckpt", epoch=1, batch=1)
-        with pytest.warns(StatefulWarning, match="ByTheClock differs from run to run"):
-            run(settings=settings, ckpt_path=path, callbacks=[again], max_epochs=2)
-        path = tmp_path / f"{number}.ckpt"
-    with pytest.warns(StatefulWarning, match="ByTheClock differs from run to run"):
-        last = run(settings=settings, ckpt_path=path, max_epochs=3)
-    assert [len(ids(last.ledger, epoch)) for epoch in (1, 2)] == [3, 11]

@@ -42,6 +42,7 @@ MOMENTS = [
     ("on_validation_end", 0, 0),
     ("on_train_epoch_end", 0, 0),
 ]
+HARDEST = [("on_before_backward", 1, 2), ("on_train_batch_end", 0, 4), ("on_validation_batch_end", 1, 1)]
 
 
 def assert_goes_on_from_every_moment(
@@ -52,7 +53,8 @@ def assert_goes_on_from_every_moment(
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_run_saved_in_any_hook_goes_on_exactly(tmp_path: Path, name: str) -> None:
-    assert_goes_on_from_every_moment(tmp_path, MODULES[name])
+    every = name in ("round robin", "by sample, steps")
+    assert_goes_on_from_every_moment(tmp_path, MODULES[name], MOMENTS if every else HARDEST)
 
 
 def test_a_run_saved_at_the_last_batch_of_an_epoch_begins_the_next_one(tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ CHAINS = [
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("name", ["round robin", "schedule over samples, by sample"])
+@pytest.mark.parametrize("name", ["round robin", "schedule, by sample"])
 def test_a_chain_of_stops_gives_the_uninterrupted_run(
     tmp_path: Path, name: str, chain: list[tuple[str, int, int]]
 ) -> None:
@@ -151,7 +153,7 @@ def test_round_robin_serves_whole_batches_in_turn_and_every_sample_once() -> Non
     assert samples(run.ledger, 0) != samples(run.ledger, 1)
 
 
-@pytest.mark.parametrize("name", ["round robin, steps", "mixture, steps", "by sample, steps", "schedule over steps"])
+@pytest.mark.parametrize("name", ["round robin, steps", "mixture, steps", "by sample, steps", "schedule"])
 def test_with_steps_every_source_goes_on_in_the_next_epoch_where_it_stands(name: str) -> None:
     ledger = train_on(MODULES[name], max_epochs=6).ledger
     for source, length in LENGTHS.items():

@@ -137,7 +137,7 @@ def test_7_the_state_is_small_plain_and_the_same_in_both_places(tmp_path: Path) 
     checkpoint = torch.load(tmp_path / "stop.ckpt", weights_only=True)
     state = checkpoint["StatefulDataModule"]["lightning_stateful"]
     assert state == json.loads(json.dumps(state))
-    assert state["progress"] == {"epoch": 1, "consumed": 4, "width": 1}
+    assert state["progress"] == {"epoch": 1, "cycle": 0, "consumed": 4}
     assert len(json.dumps(state)) + len(json.dumps(checkpoint["callbacks"]["StatefulDataCallback"])) < 1024
     assert checkpoint["callbacks"]["StatefulDataCallback"]["data"] is None
 
@@ -494,7 +494,7 @@ def test_weights_only_checkpoints_are_refused_by_lightning_and_still_evaluate(tm
     run = train(max_steps=13)
     run.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     checkpoint = torch.load(tmp_path / "weights.ckpt", weights_only=True)
-    assert checkpoint["StatefulDataModule"]["lightning_stateful"]["progress"] == {"epoch": 1, "consumed": 4, "width": 1}
+    assert checkpoint["StatefulDataModule"]["lightning_stateful"]["progress"] == {"epoch": 1, "cycle": 0, "consumed": 4}
     with pytest.raises(KeyError, match="contains only the model"):
         train(ckpt_path=tmp_path / "weights.ckpt")
     assert len(evaluate(tmp_path / "weights.ckpt", "validate").ledger) == 3
