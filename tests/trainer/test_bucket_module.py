@@ -505,11 +505,20 @@ def test_several_training_datasets_give_one_batch_each_to_every_step(tmp_path: P
             assert sorted(index for batch in found for index in batch) == list(range(20))
 
 
-def test_training_datasets_of_unequal_steps_are_refused_before_anything_is_trained() -> None:
-    model = LedgerModel()
-    with pytest.raises(ConfigurationError, match="cannot start over within an epoch"):
-        train(lambda: bucketed(train={"a": Texts(20), "b": Texts(40, first=100)}, val=None), model=model)
-    assert model.ledger == []
+def test_of_training_datasets_of_unequal_steps_the_shorter_starts_over(tmp_path: Path) -> None:
+    def run(**options: Any) -> Outcome:
+        sets = {"a": Texts(20), "b": Texts(40, first=100)}
+        return train(lambda: bucketed(train=sets, max_tokens=40, val=None), **{"max_epochs": 2, **options})
+
+    steps = [len(bucketed(train=Texts(length, first=first)).train_dataloader()) for length, first in TWO_SETS.values()]
+    moments = [("on_train_batch_end", 0, steps[0] - 1), ("on_train_batch_end", 1, steps[0] + 1)]
+    whole = assert_resumes_exactly(tmp_path, run, moments)
+    for epoch in range(2):
+        found = parts(whole.ledger, "a", epoch)
+        passes = [found[: steps[0]], found[steps[0] : 2 * steps[0]]]
+        assert len(found) == len(parts(whole.ledger, "b", epoch)) == steps[1] > steps[0]
+        assert sorted(index for batch in passes[0] for index in batch) == list(range(20))
+        assert passes[1] != passes[0][: len(passes[1])]
 
 
 def loader_by_hand(length: int = NUM_SAMPLES, first: int = 0, **options: Any) -> DataLoader[Any]:
@@ -550,15 +559,6 @@ def test_buckets_beside_another_loader_go_on_exactly(tmp_path: Path, batches_bes
     for epoch in range(2):
         found = parts(whole.ledger, "texts", epoch)
         assert sorted(index for batch in found for index in batch) == EVERY_SAMPLE
-
-
-def test_buckets_beside_a_longer_loader_are_refused_before_anything_is_trained() -> None:
-    class Beside(StatefulDataModule):
-        def train_dataloader(self) -> Any:
-            return [loader_by_hand(), DataLoader(Numbers(30, first=600))]
-
-    with pytest.raises(ConfigurationError, match="cannot start over within an epoch"):
-        train(Beside)
 
 
 class OwnLoader(StatefulDataModule):
