@@ -1,4 +1,4 @@
-"""Epochs of batches of like lengths: who gets what, in step, once, through any changes of ranks."""
+"""Epochs of batches of like lengths are served in step, once, through any changes of ranks."""
 
 import dataclasses
 import json
@@ -110,43 +110,6 @@ def test_what_is_left_never_takes_more_steps_than_a_whole_epoch_or_than_on_fewer
 # Resumes
 
 
-def test_a_plan_from_any_progress_serves_the_rest():
-    for order, usable, rng in random_cases(30, seed=8):
-        plan = order.plan(1, rng.choice(usable))
-        steps, done = serve(plan), rng.randint(0, plan.num_steps)
-        resumed = dataclasses.replace(order).plan(1, plan.num_replicas, plan.progress_after(done))
-        assert serve(resumed) == serve(plan, done) == steps[done:]
-        assert resumed.num_steps == plan.num_steps - done
-        assert resumed.progress_after(0) == plan.progress_after(done)
-
-
-def test_numbers_of_batches_go_on_after_a_resume_and_differ_from_rank_to_rank():
-    order = make(max_tokens=20, num_buckets=3)
-    whole = [number for rank in range(2) for number, _ in order.plan(0, 2).batches(rank)]
-    resumed = order.plan(0, 2, order.plan(0, 2).progress_after(1))
-    assert whole == [0, 2, 4, 1, 3, 5]
-    assert [number for number, _ in resumed.batches(1)] == [3, 5]
-    after_resize = order.plan(0, 3, resumed.progress_after(0))
-    assert [number for number, _ in after_resize.batches(2)][:1] == [1 * 2 + 2]
-
-
-def test_another_pass_of_an_epoch_is_shuffled_and_numbered_anew():
-    order = make(max_tokens=20, num_buckets=3)
-    first, second = (order.plan(0, 1, Progress(cycle=cycle)) for cycle in (0, 1))
-    assert serve(first) != serve(second)
-    assert sorted(samples_of(serve(first))) == sorted(samples_of(serve(second)))
-    numbers = [number for plan in (first, second) for number, _ in plan.batches(0)]
-    assert len(set(numbers)) == len(numbers)
-    assert second.progress_after(2).cycle == 1
-    assert second.report_after(0) == {"samples": 12}
-
-
-def test_progress_of_another_epoch_begins_the_epoch():
-    order = make(max_tokens=20)
-    end = order.plan(0, 2).progress_after(order.plan(0, 2).num_steps)
-    assert serve(order.plan(1, 2, end)) == serve(order.plan(1, 2))
-
-
 def test_progress_holds_the_ranks_and_steps_of_every_segment():
     order = make(range(1, 41), max_tokens=80)
     progress = order.plan(1, 3).progress_after(2)
@@ -194,29 +157,12 @@ def test_segments_that_contradict_the_steps_are_refused():
 # Shuffling
 
 
-def test_every_epoch_and_every_seed_has_its_own_batches():
-    lengths = list(range(1, 41))
-    found = {
-        json.dumps(serve(make(lengths, max_tokens=80, seed=seed).plan(epoch, 2)))
-        for seed in range(3)
-        for epoch in range(3)
-    }
-    assert len(found) == 9
-
-
 def test_unshuffled_every_epoch_is_alike_and_the_longest_come_first():
     order = make(max_tokens=20, num_buckets=3).adapted(shuffle=False)
     steps = serve(order.plan(0, 1))
     assert steps == serve(order.plan(5, 1))
     longest = [max(LENGTHS[sample] for sample in step[0]) for step in steps]
     assert longest == sorted(longest, reverse=True)
-
-
-def test_loaders_side_by_side_draw_from_their_own_paths():
-    order = make(range(1, 41), max_tokens=80, seed=5)
-    assert order.adapted() == order
-    found = [serve(order.adapted(path=path, exact=True).plan(0, 1)) for path in ("", "a", "b")]
-    assert found[0] != found[1] != found[2]
 
 
 def test_asking_for_epochs_in_turn_gives_the_same_answers():

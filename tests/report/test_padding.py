@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -80,13 +79,6 @@ def test_the_whole_is_what_is_served(options: dict[str, Any], ranks: int) -> Non
 
 
 @every_case
-def test_another_epoch_is_measured_as_it_is_served(options: dict[str, Any]) -> None:
-    report = padding_report(sampler(**options), num_replicas=2, epoch=3)
-
-    expect(report.whole, steps_of(options, 2, epoch=3), options)
-
-
-@every_case
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_each_bucket_has_the_steps_whose_longest_sample_is_in_it(options: dict[str, Any], ranks: int) -> None:
     report, steps = padding_report(sampler(**options), num_replicas=ranks), steps_of(options, ranks)
@@ -114,13 +106,6 @@ def test_fewer_samples_than_ranks_are_repeated_and_counted() -> None:
     report = padding_report(sampler([3, 5, 4], max_tokens=9), num_replicas=8)
 
     assert (report.num_repeated, report.whole.samples, report.whole.steps) == (5, 8, 1)
-
-
-def test_samples_without_a_token_have_no_padding() -> None:
-    whole = padding_report(sampler([0] * 9, max_tokens=3)).whole
-
-    assert (whole.padding, whole.straggling, whole.tokens, whole.padded_tokens) == (0, 0, 0, 0)
-    assert whole.budget_use == 0
 
 
 def test_one_length_fills_the_budget_without_padding() -> None:
@@ -201,12 +186,3 @@ class TestWords:
         assert [line.split()[:3] for line in lines] == [
             [str(each.num_replicas), str(each.whole.steps), str(each.whole.batches)] for each in reports
         ]
-
-
-def test_random_lengths_agree_with_plain_python() -> None:
-    rng = random.Random(3)
-    for _ in range(15):
-        budget = rng.randint(40, 200)
-        options: dict[str, Any] = {"max_tokens": budget, **rng.choice([{}, {"num_buckets": 5}])}
-        ranks = rng.randint(1, 6)
-        expect(padding_report(sampler(**options), num_replicas=ranks).whole, steps_of(options, ranks), options)

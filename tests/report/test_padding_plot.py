@@ -69,12 +69,6 @@ def test_it_says_how_much_padding_there_is_before_and_after(tmp_path: Path) -> N
         assert said in text
 
 
-def test_every_number_of_batches_up_to_many_is_drawn(tmp_path: Path) -> None:
-    for count in (300, 301):
-        plot_padding(BucketBatchSampler([5] * count, batch_size=1), tmp_path / "padding.png")
-        assert size_of(tmp_path / "padding.png")
-
-
 def test_no_figure_is_left_open(tmp_path: Path) -> None:
     from matplotlib import pyplot
 
@@ -103,11 +97,6 @@ def test_a_format_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
         plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.what")
 
 
-def test_a_folder_that_is_not_there_is_an_error_of_the_system(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "nothing" / "padding.png")
-
-
 def test_batches_that_know_no_lengths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="A SampleBatchOrder knows no lengths"):
         plot_padding(
@@ -129,11 +118,3 @@ def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path, monkeypat
 
     with pytest.raises(ConfigurationError, match=r"pip install 'lightning-stateful\[plots\]'"):
         plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.png")
-
-
-def test_the_sampler_is_not_moved(tmp_path: Path) -> None:
-    sampler = BucketBatchSampler(LENGTHS, max_tokens=1000)
-    before = sampler.state_dict()
-    plot_padding(sampler, tmp_path / "padding.png", num_replicas=2)
-
-    assert sampler.state_dict() == before
