@@ -1,4 +1,4 @@
-"""What resuming any user's sampler costs: winding it forward, batches a second, states, and the start."""
+"""What resuming any user's sampler costs: fast-forwarding it, batches a second, states, and the start."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from benchmarks.checkpoint import json_bytes, torch_bytes
 from benchmarks.measure import Row, in_child, interleave, median_ratio, report, seconds, short, target, with_memory
 from benchmarks.throughput import Images, Ints
 from lightning_stateful import DDPSamplerWrapper, patch_dataloader
-from lightning_stateful.samplers.user_sampler import UserSampler
+from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+from lightning_stateful.state import pack
 
 CLAIM = (
-    "Winding a sampler forward costs what iterating it costs, and a patched loader is as fast as the loader that it "
+    "Fast-forwarding a sampler costs what iterating it costs, and a patched loader is as fast as the loader that it "
     "was made of. Samplers are written as people write them; a loader over a plain shuffle is no such case, because an "
     "order takes the place of its sampler."
 )
@@ -112,49 +113,13 @@ class ShuffledInPlace(Ready):
         return iter(self.batches)
 
 
-class HardNegatives(Sampler[list[int]]):
-    """Batches that depend on a table of losses, which training keeps."""
-
-    depends_on_training = True
-
-    def __init__(self, num_batches: int, table: int, batch_size: int = 16) -> None:
-        self.num_batches, self.batch_size = num_batches, batch_size
-        self.losses = torch.rand(table)
-        self.epoch, self.served = 0, 0
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch."""
-        if epoch != self.epoch:
-            self.epoch, self.served = epoch, 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        while self.served < self.num_batches:
-            self.served += 1
-            # The hardest of a few candidates, so that a draw does not depend on the length of the table.
-            drawn = torch.randint(len(self.losses), (4 * self.batch_size,))
-            yield drawn[self.losses[drawn].topk(self.batch_size).indices].tolist()
-        self.served = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """All losses, and where it stands."""
-        return {"losses": self.losses.clone(), "epoch": self.epoch, "served": self.served}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        self.losses = state["losses"].clone()
-        self.epoch, self.served = state["epoch"], state["served"]
-
-
 def random_batches(num_batches: int) -> BatchSampler:
     """A BatchSampler with a generator of its own: that of a plain shuffle would be replaced by an order."""
     samples = RandomSampler(range(num_batches * BATCH), generator=torch.Generator())
     return BatchSampler(samples, BATCH, drop_last=False)
 
 
-# Winding forward
+# Fast-forwarding
 
 
 @dataclass(frozen=True)
@@ -183,7 +148,7 @@ class Stop:
         return 1 if self.option == "batch_sampler" else BATCH
 
     def subjects(self, items: int) -> tuple[Any, dict[str, tuple[Any, int, int]]]:
-        """The sampler, and those that wind it: of each, how many slots ``items`` are, and how many the last one."""
+        """The sampler, and those that fast-forward it: of each, how many slots ``items`` and the last are."""
         sampler = self.make(items + 2 * BATCH)
         how = {"batch_size": BATCH} if self.option == "sampler" else {}
         loader = patch_dataloader(DataLoader(Ints(10**9), **{self.option: sampler}, **how), seed_samples=False)
@@ -204,11 +169,11 @@ ITSELF = "for _ in islice(sampler, n)"
 
 
 def state_after(subject: Any, slots: int, last: int) -> dict[str, Any]:
-    """The state after so many slots: it is wound up to the last item, and only that is served."""
+    """The state after so many slots: it is fast-forwarded up to the last item, and only that is served."""
     subject.set_epoch(0)
     state: dict[str, Any] = subject.state_dict()
-    state["progress"]["consumed"] = slots - last
-    subject.load_state_dict(state)
+    progress = {**state["progress"], "consumed": slots - last}
+    subject.load_state_dict(pack(state["kind"], state["order_version"], state["config"], progress))
     next(iter(subject))
     state = subject.state_dict()
     assert state["progress"]["consumed"] == slots
@@ -247,7 +212,7 @@ def check(stop: Stop) -> None:
         assert str(resumed(subject, state)[0]) == str(following)
 
 
-def winding() -> tuple[list[Row], list[Row]]:
+def fast_forwarding() -> tuple[list[Row], list[Row]]:
     rows: list[Row] = []
     for stop in STOPS:
         check(stop)
@@ -266,7 +231,7 @@ def winding() -> tuple[list[Row], list[Row]]:
         rows += [
             {
                 "sampler": stop.title,
-                "wound by": name,
+                "by": name,
                 "ms, best": min(took) * 1e3,
                 "ms, median": statistics.median(took) * 1e3,
                 "over itself, best": min(took) / min(peer),
@@ -277,9 +242,9 @@ def winding() -> tuple[list[Row], list[Row]]:
         del sampler, subjects, tasks, timed
         gc.collect()
     targets = [
-        target(f"{row['wound by']} over the sampler itself: {row['sampler']}", row["over itself, best"], at_most=1.05)
+        target(f"{row['by']} over the sampler itself: {row['sampler']}", row["over itself, best"], at_most=1.05)
         for row in rows
-        if row["wound by"] in ("DDPSamplerWrapper", "patch_dataloader")
+        if row["by"] in ("DDPSamplerWrapper", "patch_dataloader")
     ]
     return rows, targets
 
@@ -435,12 +400,6 @@ def rare() -> list[Row]:
             many,
         ),
     }
-    for table, count in ((1000, many), (MILLION, 3)):
-        own, theirs = (DataLoader(Ints(table), batch_sampler=HardNegatives(many, table)) for _ in range(2))
-        cases[f"depends on training, {short(table)} losses, patched"] = (own, bare(theirs), count)
-        # Lightning's loops get these, which know how the sampler stood before each batch.
-        theirs = bare(DataLoader(Ints(table), batch_sampler=HardNegatives(many, table)))
-        cases[f"depends on training, {short(table)} losses, under a Trainer"] = (own, InATrainer(theirs), count)
     rows: list[Row] = []
     for name, (own, subject, count) in cases.items():
         timed = {
@@ -462,19 +421,6 @@ def rare() -> list[Row]:
     return rows
 
 
-class InATrainer:
-    """A patched loader as Lightning's loops iterate it."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self.epochs = itertools.count()
-
-    def __iter__(self) -> Iterator[Any]:
-        loader = self.loader
-        batches: Iterator[Any] = loader.batches(loader.plan.begin(next(self.epochs)))
-        return batches
-
-
 # States
 
 SERVED = 100_000
@@ -485,12 +431,11 @@ def state_subjects() -> dict[str, Any]:
     samples = Ints(many * size)
     torchdatas = StatefulDistributedSampler(samples, num_replicas=1, rank=0)
     loaders: dict[str, DataLoader[Any]] = {
-        "wound: class-balanced batches": DataLoader(samples, batch_sampler=ClassBalanced(many)),
-        "wound: indices": DataLoader(samples, sampler=Permuted(len(samples)), batch_size=size),
+        "fast-forward: class-balanced batches": DataLoader(samples, batch_sampler=ClassBalanced(many)),
+        "fast-forward: indices": DataLoader(samples, sampler=Permuted(len(samples)), batch_size=size),
         "own state: StatefulDistributedSampler": DataLoader(
             samples, sampler=DDPSamplerWrapper(torchdatas), batch_size=size
         ),
-        "depends on training: 1e6 losses": DataLoader(samples, batch_sampler=HardNegatives(many, MILLION)),
     }
     return {name: patch_dataloader(loader, seed_samples=False) for name, loader in loaders.items()}
 
@@ -501,13 +446,12 @@ def states() -> list[Row]:
     for name, loader in state_subjects().items():
         running.append((name, loader, iterated(loader, SERVED)))
     for name, loader, _ in running:
-        calls = 1 if "losses" in name else 200
 
-        def ask(loader: Any = loader, calls: int = calls) -> None:
-            for _ in range(calls):
+        def ask(loader: Any = loader) -> None:
+            for _ in range(200):
                 loader.state_dict()
 
-        took = [seconds(ask, time.process_time) / calls for _ in range(5)]
+        took = [seconds(ask, time.process_time) / 200 for _ in range(5)]
         state = loader.state_dict()
         json.dumps(state)
         rows.append(
@@ -534,21 +478,21 @@ STARTS: dict[str, tuple[Callable[[int], Any], int]] = {
 
 
 def start(name: str) -> Row:
-    """What it takes to wrap and to examine a sampler; for a child process."""
+    """What it takes to wrap and to check a sampler; for a child process."""
     make, items = STARTS[name]
     sampler = make(items)
     gc.freeze()
     begins = min(seconds(lambda: next(iter(sampler))) for _ in range(3))
-    made: list[UserSampler] = []
-    wrapping = with_memory(lambda: made.append(UserSampler(sampler)))
-    examining = with_memory(made[0].examine)
+    made: list[WrappedSampler] = []
+    wrapping = with_memory(lambda: made.append(WrappedSampler(sampler)))
+    checking = with_memory(made[0].check)
     return {
         "sampler": name,
         "ms to begin it once": begins * 1e3,
         "ms to wrap it": wrapping["seconds"] * 1e3,
-        "ms to examine it": examining["seconds"] * 1e3,
+        "ms to check it": checking["seconds"] * 1e3,
         "extra MB to wrap": wrapping["MB"],
-        "to examine": examining["MB"],
+        "to check": checking["MB"],
     }
 
 
@@ -557,11 +501,11 @@ def starts() -> list[Row]:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")  # a long winding says how long it took; torchdata calls what torch deprecates
+    warnings.simplefilter("ignore")  # a long fast-forward says how long it took; torchdata calls what torch deprecates
     torch.set_num_threads(1)
-    wound, targets = winding()
+    forwarded, targets = fast_forwarding()
     tables = {
-        f"load_state_dict to the first item, {short(MILLION)} batches of {BATCH} or as many indices as said": wound
+        f"load_state_dict to the first item, {short(MILLION)} batches of {BATCH} or as many indices as said": forwarded
     }
     rate_tables, rate_targets = throughput()
     tables |= rate_tables
