@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.mixture_orders import endless_draws
+from support.mixtures import endless_draws
 
 from lightning_stateful.mixture.draws import Draws
 from lightning_stateful.mixture.weights import Between, DrawSchedule

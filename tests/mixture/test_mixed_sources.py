@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.mixture_orders import make_sources, mixture
+from support.mixtures import make_sources, mixture
 
 from lightning_stateful.core import samples
 from lightning_stateful.errors import ConfigurationError

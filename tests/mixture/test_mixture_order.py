@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.mixture_orders import by_source, mixture, random_cases, round_robin, samples_of, serve
+from support.mixtures import by_source, mixture, random_cases, round_robin, samples_of, serve
 
 from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.progress import Progress

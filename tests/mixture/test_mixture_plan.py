@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from support.mixture_orders import (
+from support.mixtures import (
     by_source,
     mixture,
     num_repeated,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.mixture_orders import (
+from support.mixtures import (
     by_source,
     mixture,
     num_repeated,
