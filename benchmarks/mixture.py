@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 from torchdata.nodes import Batcher, MultiNodeWeightedSampler, SamplerWrapper, StopCriteria
 
 from benchmarks.measure import Row, interleave, median_ratio, report, seconds, short, target
-from lightning_stateful.index import WeightSchedule
+from lightning_stateful.mixture import WeightSchedule
 from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler, StatefulBatchSampler
 
 CLAIM = (
@@ -195,9 +195,9 @@ KINDS = ("round robin", "by batch", "by sample", "num_steps, schedule", "num_ste
 
 def state_at(sampler: StatefulBatchSampler, slot: int) -> dict[str, Any]:
     """The state after ``slot`` batches of training, which are not iterated."""
-    plan = sampler.plan
+    tracker = sampler.tracker
     epoch, step = divmod(slot, len(sampler))
-    return sampler._cursor.state_dict(plan.after(plan.begin(epoch), step))
+    return tracker.state_dict(tracker.plan_of(epoch).progress_after(step))
 
 
 def forget() -> None:

@@ -105,15 +105,15 @@ class Draws:
 
     def draw_after(self, source: int, count: int) -> int:
         """The draw after the one that is the ``count``-th of ``source``, evenly spread and in the first stage."""
-        periods, place = divmod(count - 1, int(self.counts[0, source]))
-        within = np.flatnonzero(self._spread(0) == source)[place]
+        periods, number = divmod(count - 1, int(self.counts[0, source]))
+        within = np.flatnonzero(self._spread(0) == source)[number]
         return periods * int(self._periods[0]) + int(within) + 1
 
     def when(self, source: int, count: int) -> tuple[int, float, int]:
         """Sorts sources by when they have their ``count``-th draw, evenly spread and in the first stage."""
         each = int(self.counts[0, source])
-        periods, place = divmod(count - 1, each)
-        return periods, (2 * place + 1) / each, source
+        periods, number = divmod(count - 1, each)
+        return periods, (2 * number + 1) / each, source
 
     def _stage(self, draw: int) -> int:
         return int(np.searchsorted(self._starts, draw, side="right")) - 1

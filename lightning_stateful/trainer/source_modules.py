@@ -111,7 +111,7 @@ class RoundRobinDataModule(SourcesDataModule):
     """Trains on whole batches from one dataset in turn; ``Trainer.fit(ckpt_path=...)`` goes on at the very next one.
 
     All ranks of a step serve the same dataset (save in an epoch's last steps, which gather what is left of several) and
-    take the same number of steps. Every dataset keeps its place.
+    take the same number of steps.
 
     Args:
         train: Map-style datasets by name, or a list of them (their names are then ``"0"``, ``"1"`` ...).
@@ -122,7 +122,7 @@ class RoundRobinDataModule(SourcesDataModule):
         batch_size: Samples in a batch of one rank: one for all, or one for each dataset by name or in order.
         stop: When an epoch ends: ``"all_exhausted"``, ``"first_exhausted"`` or ``"cycle"``; see
             :class:`RoundRobinBatchSampler`.
-        num_steps: In place of ``stop``: steps of an epoch. Every dataset goes on in the next where it stands.
+        num_steps: In place of ``stop``: steps of an epoch. Every dataset goes on in the next where it was.
         collate_fn: Makes a batch of samples: one function for all, or one for each dataset by name.
         tag: Key under which a batch that is a dict gets the name of its dataset.
         log_sources: Log samples, passes and share of every dataset whenever the trainer logs, as
@@ -130,7 +130,7 @@ class RoundRobinDataModule(SourcesDataModule):
         **options: Any other argument of :class:`StatefulDataModule`.
 
     State:
-        As :class:`StatefulDataModule`, with the place of every dataset.
+        As :class:`StatefulDataModule`, with the samples served of every dataset.
 
     Raises:
         ConfigurationError: When loaders are asked for: a dataset is empty, or has no batch size or collate function;
@@ -169,7 +169,7 @@ class RoundRobinDataModule(SourcesDataModule):
 class MixtureDataModule(SourcesDataModule):
     """Trains on several datasets in exact proportion; ``Trainer.fit(ckpt_path=...)`` goes on at the very next batch.
 
-    Proportions hold in every block of turns, and not only on average. Every dataset keeps its place.
+    Weights are rounded once, to whole draws of a period, and every period has exactly these.
 
     Args:
         train: As in :class:`RoundRobinDataModule`.
@@ -180,9 +180,9 @@ class MixtureDataModule(SourcesDataModule):
         weights: A positive number for every dataset, by name or in order; by default its size.
         by: What the weights are shares of: ``"batch"``, ``"sample"`` or ``"token"``; see :class:`MixtureBatchSampler`.
         temperature: Raise the weights to the power ``1 / temperature``: above 1, small datasets are served more often.
-        schedule: Weights that change as training goes on, in place of ``weights``; needs ``num_steps``.
+        schedule: Weights by step of training, in place of ``weights``; needs ``num_steps``.
         lengths: Tokens of every sample, an array for each dataset by name or in order.
-        block: Turns in which the proportions are exact.
+        block: Draws in a period; see :class:`MixtureBatchSampler`.
         stop: As in :class:`RoundRobinDataModule`.
         num_steps: As in :class:`RoundRobinDataModule`.
         collate_fn: As in :class:`RoundRobinDataModule`; with ``by="sample"`` one for all.
@@ -192,7 +192,7 @@ class MixtureDataModule(SourcesDataModule):
         **options: Any other argument of :class:`StatefulDataModule`.
 
     State:
-        As :class:`StatefulDataModule`, with the place of every dataset.
+        As :class:`StatefulDataModule`, with the samples served of every dataset.
 
     Raises:
         ConfigurationError: When loaders are asked for: a weight is not positive, a dataset is empty, or has no batch
