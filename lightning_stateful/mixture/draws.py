@@ -20,7 +20,7 @@ from lightning_stateful.mixture.weights import DrawSchedule
 _LARGEST_WINDOW, _WINDOW = 256, 64
 
 # A linear schedule goes from point to point in at most so many stages, with periods of at most so many draws.
-_MOST_STAGES, _RAMP_PERIOD = 1024, 1024
+_MOST_STAGES, _RAMP_PERIOD = 1024, 512
 # Successive multiples of the golden ratio's fraction fall evenly into any interval.
 _GOLDEN = 0.6180339887498949
 
