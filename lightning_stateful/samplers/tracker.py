@@ -80,6 +80,7 @@ class Tracker:
         self._handed = 0
         self._latest: object = None
         self._num_loads = 0
+        self._planned: tuple[Progress, int, int, EpochPlan] | None = None
         # A pass that workers have fetched to its end, while training may still be in it.
         self._fetched: EpochPlan | None = None
 
@@ -105,7 +106,14 @@ class Tracker:
 
     def plan_of(self, epoch: int, progress: Progress | None = None) -> EpochPlan:
         """The plan of an epoch, or of the rest of it, for the present number of ranks."""
-        return self.order.plan(epoch, self.topology.num_replicas, progress)
+        ranks = self.topology.num_replicas
+        if progress is None:
+            return self.order.plan(epoch, ranks, None)
+        # To plan the rest of an epoch may take long, and a state that is loaded is planned when it is checked, too.
+        known = self._planned
+        if known is None or known[0] is not progress or known[1:3] != (epoch, ranks):
+            known = self._planned = (progress, epoch, ranks, self.order.plan(epoch, ranks, progress))
+        return known[3]
 
     def plan(self) -> EpochPlan:
         """The plan of the latest pass or, where none has begun since the tracker was moved, of the next one."""
