@@ -1,4 +1,4 @@
-"""The own ``state_dict`` of a sampler or a dataset as plain data, and back."""
+"""Turns the ``state_dict`` of a wrapped sampler or dataset into plain JSON data, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from lightning_stateful.errors import DamagedStateError, StateError
 
-# A value that JSON has no word for stands as {_TAG: [kind, ...]}.
+# A value that JSON has no type for stands as {_TAG: [kind, ...]}.
 _TAG = "__of__"
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 

@@ -250,6 +250,8 @@ class WrappedSampler:
     def replaced(self, **options: Any) -> WrappedSampler:
         """The same sampler with other options; it is checked again only where these change what it yields."""
         changed = {name: value for name, value in options.items() if value != getattr(self, name)}
+        if not changed:
+            return self
         made = replace(self, **changed)
         if "_checked" in vars(self) and _OF_DEALING.issuperset(changed):
             vars(made)["_checked"] = self._checked

@@ -1,4 +1,4 @@
-"""A sampler's own state survives a checkpoint: to plain data, through JSON, and back."""
+"""A state that is not the toolkit's survives a checkpoint: to plain data, through JSON, and back."""
 
 from __future__ import annotations
 
@@ -53,6 +53,12 @@ PLAIN: dict[str, Any] = {
     "a counter": Counter({"a": 3, 2: 1}),
     "a state of random": random.Random(3).getstate(),
     "a state of a NumPy generator": np.random.default_rng(3).bit_generator.state,
+    "an ordered dict": OrderedDict(b=1, a=2),
+    "an ordered dict of numbers": OrderedDict({2: 1, 1: 2}),
+    "a bytearray": bytearray(b"ab"),
+    "infinite numbers": [math.inf, -math.inf],
+    "NumPy scalars": [np.float32(0.5), np.int64(3), np.bool_(True), np.float64("inf")],
+    "NumPy scalars in sets and keys": [{np.int64(1), np.int64(2)}, {np.int64(1): 2}, Counter([np.int64(1)])],
 }
 
 
@@ -62,11 +68,7 @@ class TestRoundTrips:
         found = round_trip(value)
 
         assert found == value
-        assert type(found) is type(value)
-
-    @pytest.mark.parametrize("value", [math.inf, -math.inf])
-    def test_infinite_numbers_come_back(self, value: float) -> None:
-        assert round_trip([value]) == [value]
+        assert repr(found) == repr(value)
 
     def test_nan_comes_back(self) -> None:
         assert math.isnan(round_trip({"loss": math.nan})["loss"])
@@ -74,11 +76,8 @@ class TestRoundTrips:
     def test_the_order_of_keys_is_kept(self) -> None:
         assert list(round_trip({3: 0, 1: 0, 2: 0})) == [3, 1, 2]
 
-    @pytest.mark.parametrize(
-        "dtype",
-        ["?", "i1", "u1", "i8", "u8", "f2", "f4", "f8", "c16", ">i4", "U3", "S2", "M8[s]", "m8[D]"],
-    )
-    @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (3,), (2, 2)])
+    @pytest.mark.parametrize("dtype", ["?", "u1", "i8", "f2", "f8", "c16", ">i4", "U3", "M8[s]"])
+    @pytest.mark.parametrize("shape", [(), (0,), (2, 2)])
     def test_arrays_come_back_with_dtype_and_shape(self, dtype: str, shape: tuple[int, ...]) -> None:
         array = np.ones(shape, dtype="i8").astype(dtype)
         found = round_trip(array)
@@ -86,22 +85,18 @@ class TestRoundTrips:
         assert (found.dtype, found.shape) == (array.dtype, array.shape)
         np.testing.assert_array_equal(found, array)
 
-    def test_an_array_that_is_not_contiguous_comes_back(self) -> None:
-        array = np.arange(24).reshape(4, 6)[::2, ::-3].T
-
+    @pytest.mark.parametrize(
+        "array",
+        [
+            np.arange(24).reshape(4, 6)[::2, ::-3].T,
+            np.array([(1, 2.0)], dtype=[("index", "i8"), ("loss", "f8")]),
+        ],
+        ids=["not contiguous", "structured"],
+    )
+    def test_other_arrays_come_back(self, array: Any) -> None:
         np.testing.assert_array_equal(round_trip(array), array)
 
-    def test_arrays_come_back_writable_and_apart(self) -> None:
-        array = np.zeros(3)
-        found = round_trip(array)
-        found[0] = 1
-
-        assert array[0] == 0
-
-    @pytest.mark.parametrize(
-        "dtype",
-        [torch.bool, torch.uint8, torch.int64, torch.uint16, torch.float16, torch.float32, torch.complex64],
-    )
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.complex64])
     @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
     def test_tensors_come_back_with_dtype_and_shape(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = torch.ones(shape).to(dtype)
@@ -110,75 +105,33 @@ class TestRoundTrips:
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(found, tensor)
 
-    def test_a_tensor_with_a_gradient_comes_back_without(self) -> None:
-        found = round_trip(torch.ones(2, requires_grad=True))
+    def test_sparse_tensors_come_back_and_gradients_do_not(self) -> None:
+        assert torch.equal(round_trip(torch.eye(2).to_sparse()).to_dense(), torch.eye(2))
+        assert not round_trip(torch.ones(2, requires_grad=True)).requires_grad
 
-        assert torch.equal(found, torch.ones(2))
-        assert not found.requires_grad
+    def test_states_of_generators_come_back(self) -> None:
+        generator, old = torch.Generator().manual_seed(3), np.random.RandomState(3)
+        states = round_trip([generator.get_state(), old.get_state()])
+        expected = torch.rand(2, generator=generator), old.rand()
+        old.set_state(states[1])
 
-    def test_the_state_of_a_torch_generator_comes_back(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        state = round_trip(generator.get_state())
-        expected = torch.rand(2, generator=generator)
-
-        assert torch.equal(torch.rand(2, generator=generator.set_state(state)), expected)
-
-    def test_the_state_of_numpys_old_generator_comes_back(self) -> None:
-        generator = np.random.RandomState(3)
-        state = round_trip(generator.get_state())
-        expected = generator.rand()
-        generator.set_state(state)
-
-        assert generator.rand() == expected
-
-    @pytest.mark.parametrize("value", [np.float32(0.5), np.int64(3), np.bool_(True)], ids=repr)
-    def test_numpy_scalars_come_back_with_their_value_and_dtype(self, value: Any) -> None:
-        found = round_trip(value)
-
-        assert found == value
-        assert found.dtype == value.dtype
-
-    @pytest.mark.parametrize("value", [np.float64(0.5), np.float64("inf")], ids=repr)
-    def test_numpy_floats_come_back(self, value: Any) -> None:
-        assert round_trip(value) == value
-
-    @pytest.mark.parametrize("value", [{np.int64(1), np.int64(2)}, {np.int64(1): 2}, Counter([np.int64(1)])], ids=repr)
-    def test_numpy_scalars_in_sets_and_keys_come_back(self, value: Any) -> None:
-        assert round_trip(value) == value
-
-    def test_structured_arrays_come_back(self) -> None:
-        array = np.array([(1, 2.0)], dtype=[("index", "i8"), ("loss", "f8")])
-
-        assert round_trip(array)["loss"].tolist() == [2.0]
+        assert torch.equal(torch.rand(2, generator=generator.set_state(states[0])), expected[0])
+        assert old.rand() == expected[1]
 
     def test_a_deque_keeps_its_maxlen(self) -> None:
         assert round_trip(deque([1, 2], maxlen=2)).maxlen == 2
 
-    @pytest.mark.parametrize("value", [OrderedDict(b=1, a=2), OrderedDict({1: 2}), bytearray(b"ab")], ids=repr)
-    def test_other_containers_keep_their_kind(self, value: Any) -> None:
-        found = round_trip(value)
+    def test_equal_sets_give_equal_data(self) -> None:
+        assert to_plain({9, 1}) == to_plain({1, 9})
 
-        assert found == value
-        assert type(found) is type(value)
-
-
-class TestCopies:
-    def test_what_is_plain_already_is_copied(self) -> None:
-        state: dict[str, Any] = {"a": [1], "b": {"c": [2]}}
+    def test_neither_way_hands_out_what_it_was_given(self) -> None:
+        state: dict[str, Any] = {"a": [1], "b": {"c": [2]}, "d": np.zeros(1)}
         plain = to_plain(state)
-        state["b"]["c"].append(3)
+        from_plain(plain)["b"]["c"].append(3)
+        from_plain(plain)["d"][0] = 1
         state["a"].append(3)
 
-        assert plain == {"a": [1], "b": {"c": [2]}}
-
-    def test_reading_does_not_hand_out_the_state_itself(self) -> None:
-        plain = {"a": [1]}
-        from_plain(plain)["a"].append(2)
-
-        assert plain == {"a": [1]}
-
-    def test_equal_sets_give_equal_words(self) -> None:
-        assert to_plain({9, 1}) == to_plain({1, 9})
+        assert from_plain(plain) == {"a": [1], "b": {"c": [2]}, "d": 0}
 
 
 class TestRefusals:
@@ -216,34 +169,20 @@ class TestRefusals:
             to_plain({"seen": value})
 
     @pytest.mark.parametrize(
-        "value",
-        [torch.zeros(2, dtype=torch.bfloat16), torch.eye(2).to_sparse(), torch.tensor([1j]).conj()],
-        ids=["bfloat16", "sparse", "conjugated"],
-    )
-    def test_tensors_that_numpy_has_no_word_for_come_back(self, value: torch.Tensor) -> None:
-        assert torch.equal(round_trip({"t": value})["t"].to_dense(), value.to_dense())
-
-    @pytest.mark.parametrize(
         "plain",
         [
             {"__of__": []},
-            {"__of__": 1},
             {"__of__": ["unheard of", 1]},
             {"__of__": ["tuple"]},
-            {"__of__": ["tuple", 3]},
             {"__of__": ["float", "x"]},
             {"__of__": ["bytes", '"']},
             {"__of__": ["array", "<i8", [3], ""]},
-            {"__of__": ["array", "nonsense", [0], ""]},
-            {"__of__": ["array", "<i8"]},
             {"__of__": ["dict", [[1]]]},
-            {"__of__": ["dict", [[[1], 1]]]},
             {"__of__": ["set", [[1]]]},
             {"__of__": ["tensor", 3]},
-            {"__of__": ["tensor", {"__of__": ["array", "<U1", [0], ""]}]},
         ],
         ids=str,
     )
-    def test_damaged_words_are_refused(self, plain: Any) -> None:
+    def test_damaged_data_are_refused(self, plain: Any) -> None:
         with pytest.raises(DamagedStateError, match="which nothing can be made of"):
             from_plain({"a": [plain]})

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -443,28 +440,3 @@ class TestTheirs:
 
         assert serve(WrappedSampler(sampler), 0, 2).samples == [*range(11), 10]
         assert (sampler.num_replicas, sampler.rank, len(sampler)) == (3, 2, 4)
-
-
-SCRIPT = """
-import json, sys
-from torch.utils.data import Sampler
-from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
-
-class OfASet(Sampler):
-    def __iter__(self):
-        return iter({f"sample {n}" for n in range(50)})
-
-print(WrappedSampler(OfASet()).check().begins)
-"""
-
-
-def test_a_sampler_in_the_order_of_a_set_of_strings_begins_otherwise_in_another_process() -> None:
-    found = []
-    for hash_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
-        )
-        found.append(done.stdout)
-
-    assert found[0] != found[1]
