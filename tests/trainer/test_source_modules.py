@@ -238,10 +238,10 @@ def test_sources_beside_another_loader_go_on_exactly(tmp_path: Path, length: int
         assert_same_end(resumed, whole)
 
 
-def test_sources_beside_a_longer_loader_are_refused_before_anything_is_trained() -> None:
+def test_sources_with_num_steps_beside_a_longer_loader_are_refused_before_anything_is_trained() -> None:
     model = LedgerModel()
-    with pytest.raises(ConfigurationError, match="cannot start over within an epoch"):
-        train(lambda: Beside(20), model=model)
+    with pytest.raises(ConfigurationError, match="cannot start over within one"):
+        train(lambda: Beside(20, num_steps=7), model=model)
     assert model.ledger == []
 
 
