@@ -90,23 +90,6 @@ def seed_generator(generator: Any, seed: int) -> None:
         generator.seed(seed)
 
 
-def read_generator(generator: Any) -> Any:
-    """Where one of :data:`GENERATORS` stands."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def write_generator(generator: Any, state: Any) -> None:
-    """Put one of :data:`GENERATORS` where :func:`read_generator` found it."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
 @contextmanager
 def keep_if_drawn() -> Iterator[None]:
     """Put the CPU generators back at the end, at little cost where nothing was drawn or seeded in between."""
