@@ -67,9 +67,14 @@ class OrderOfLoader(NamedTuple):
         """
         order = self.order
         if not shuffle and self.batch_size is not None and not self.has_whole_batches:
-            samples = SequentialOrder(len(dataset))
-            order = SampleBatchOrder(samples=samples, batch_size=self.batch_size, drop_last=self.drop_last, exact=exact)
-        elif isinstance(order, WrappedSampler) and not as_one_rank:
+            in_order = SampleBatchOrder(
+                samples=SequentialOrder(len(dataset)),
+                batch_size=self.batch_size,
+                drop_last=self.drop_last,
+                exact=exact or getattr(order, "exact", False),
+            )
+            return self._replace(order=in_order, resume_note="", counts_samples=True)
+        if isinstance(order, WrappedSampler) and not as_one_rank:
             order = order.replaced(as_one_rank=False)
         return self._replace(order=order.adapted(exact=exact, shuffle=shuffle))
 
@@ -179,14 +184,14 @@ def without_lightnings(sampler: Any) -> Any:
 
 
 def _of_batches(batches: StatefulBatchSampler | BatchOrder, exact: bool) -> OrderOfLoader:
-    if isinstance(batches, BatchOrder):
-        counts = not isinstance(batches, WrappedSampler)
-        return OrderOfLoader(batches, has_whole_batches=True, counts_samples=counts)
     if exact:
         raise ConfigurationError(
             "exact=True never repeats a sample, which whole batches cannot promise; leave it out, or evaluate with "
             "batch_size in place of batch_sampler."
         )
+    if isinstance(batches, BatchOrder):
+        counts = not isinstance(batches, WrappedSampler)
+        return OrderOfLoader(batches, has_whole_batches=True, counts_samples=counts)
     tracker = batches.tracker
     return OrderOfLoader(tracker.order, True, tracker.num_replicas, tracker.rank, tracker.accept)
 

@@ -175,7 +175,7 @@ class BatchReader:
             self._generator.manual_seed(base_seed)
             fetch = self._fetch(count)
         keeps = not in_process and isolated and batches.seed is not None and not loader.num_workers
-        for _ in range(count):
+        for served in range(count):
             try:
                 if keeps:
                     # Worker processes have generators of their own; here the model uses the same ones.
@@ -184,6 +184,11 @@ class BatchReader:
                 else:
                     batch = fetch()
             except StopIteration:
+                if count < _NEVER:
+                    raise ConfigurationError(
+                        f"{type(self._dataset).__qualname__} or its collate_fn raised StopIteration at batch {served} "
+                        f"of {count}, as if the epoch were over. Let it raise another error, or give the batch."
+                    ) from None
                 return
             yield batch
 

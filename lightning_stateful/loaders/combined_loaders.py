@@ -168,7 +168,7 @@ class CombinedLoaders:
                 )
                 continue
             progress = loader.tracker.locate(state, where=f"The state of loader {path!r}")
-            self._plans[path] = loader.plan(epoch, progress)
+            self._plans[path] = self._resumed[path] = loader.plan(epoch, progress)
 
     def begin_streams_at(self, epoch: int, step: int) -> list[str]:
         """Begin streams at a step of an epoch, of which no state says where they stood; their names."""

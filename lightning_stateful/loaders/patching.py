@@ -112,7 +112,11 @@ def take_over(
     except UnsupportedLoaderError as error:
         raise UnsupportedLoaderError(f"Cannot take over {where}: {error}") from None
     kind: Any = type(loader if original is None else original)
-    made: StatefulLoader = class_of_patched(StatefulLoader, kind)(
+    kind = class_of_patched(StatefulLoader, kind)
+    made: StatefulLoader = kind.__new__(kind)
+    # Not the constructor of a user's class, which may ask for anything.
+    StatefulLoader.__init__(
+        made,
         loader.dataset,
         served=served,
         seed=seed,
@@ -129,6 +133,9 @@ def take_over(
         made.own_rank, made._own_seed = own_rank, loader_seed(made.seed, f"{path}@{own_rank}")
     if original is not None:
         made.adopt(original)
+    elif isinstance(loader, StatefulLoader):
+        # What a subclass of StatefulLoader has beside.
+        vars(made).update({name: value for name, value in vars(loader).items() if name not in vars(made)})
     return made
 
 

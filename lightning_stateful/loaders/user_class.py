@@ -16,6 +16,8 @@ def class_of_patched(ours: Any, kind: Any) -> Any:
         ours: A subclass of DataLoader which holds the user's loader as ``_original``.
         kind: The class of the user's loader.
     """
+    if issubclass(kind, ours):
+        return kind
     return ours if issubclass(ours, kind) else _made_of(ours, kind)
 
 
@@ -56,16 +58,27 @@ def _made_of(ours: Any, kind: Any) -> Any:
         name: _of_original(name)
         for base in reversed(theirs)
         for name, value in vars(base).items()
-        if not name.startswith("__") and not hasattr(DataLoader, name) and not hasattr(type(value), "__get__")
+        if not name.startswith("__") and not hasattr(ours, name) and not hasattr(type(value), "__get__")
     }
     return type(f"Stateful{kind.__name__}", (ours, kind), {**values, "__doc__": kind.__doc__, "_made_of": (ours, kind)})
 
 
 def _of_original(name: str) -> Any:
     """What stands as a plain value in the user's class may stand in the loader as well, and is read and set there."""
-    return property(
-        lambda self: getattr(self._original, name), lambda self, value: setattr(self._original, name, value)
-    )
+
+    def read(self: Any) -> Any:
+        own = vars(self)
+        return own[name] if name in own else getattr(own["_original"], name)
+
+    def write(self: Any, value: Any) -> None:
+        # Names that ours sets while it is built, such as seed and path, are its own.
+        own = vars(self)
+        if name in own or own.get("_original") is None:
+            own[name] = value
+        else:
+            setattr(own["_original"], name, value)
+
+    return property(read, write)
 
 
 def is_lightnings(value: Any) -> bool:

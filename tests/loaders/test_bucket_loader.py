@@ -1,4 +1,4 @@
-"""A loader over batches of like lengths: its dataset, workers, plain DataLoaders, groups and take-overs."""
+"""A loader over batches of like lengths: its dataset, workers, plain DataLoaders and patched ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful.errors import ConfigurationError, StateMismatchError
 from lightning_stateful.loaders import StatefulLoader, take_over
-from lightning_stateful.loaders.group import LoaderGroup
 from lightning_stateful.samplers import StatefulBatchSampler
-from lightning_stateful.samplers.buckets import BucketBatchSampler
+from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
 
 LENGTHS = [random.Random(seed).randint(1, 12) for seed in range(60)]
-WHERE = "The state of this test"
 Draws = list[list[tuple[int, float]]]
 
 
@@ -46,15 +44,12 @@ def pad(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-1)
 
 
-SAMPLERS: dict[str, Any] = {
-    "buckets": lambda **options: BucketBatchSampler(LENGTHS, **{"max_tokens": 30, "num_buckets": 3, **options}),
-    "windows": lambda **options: BucketBatchSampler(LENGTHS, **{"max_tokens": 30, "window": 16, **options}),
-}
-every_sampler = pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+def make(**options: Any) -> BucketBatchSampler:
+    return BucketBatchSampler(LENGTHS, **{"max_tokens": 30, "num_buckets": 3, **options})
 
 
 def a_loader(sampler: Any = None, **options: Any) -> StatefulLoader:
-    return StatefulLoader(Noisy(), batch_sampler=SAMPLERS["buckets"]() if sampler is None else sampler, **options)
+    return StatefulLoader(Noisy(), batch_sampler=make() if sampler is None else sampler, **options)
 
 
 def draws(batches: Any) -> Draws:
@@ -66,9 +61,8 @@ def indices(batches: Any) -> list[list[int]]:
 
 
 class TestBatches:
-    @every_sampler
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_a_loader_serves_the_batches_of_its_sampler_epoch_by_epoch(self, make: Any, rank: int) -> None:
+    def test_a_loader_serves_the_batches_of_its_sampler_epoch_by_epoch(self, rank: int) -> None:
         sampler, loader = (make(num_replicas=2, rank=rank) for _ in range(2))
         loader = a_loader(loader)
 
@@ -76,20 +70,18 @@ class TestBatches:
             assert indices(loader) == list(sampler)
             assert len(loader) == len(sampler)
 
-    @every_sampler
-    def test_ranks_given_to_the_loader_count_before_the_samplers(self, make: Any) -> None:
+    def test_ranks_given_to_the_loader_count_before_the_samplers(self) -> None:
         loader = a_loader(make(num_replicas=2, rank=0), num_replicas=3, rank=2)
 
         assert indices(loader) == list(make(num_replicas=3, rank=2))
 
     def test_a_bare_order_will_do(self) -> None:
-        sampler = SAMPLERS["buckets"]()
+        sampler = make()
 
-        assert draws(a_loader(sampler.order)) == draws(a_loader(sampler))
+        assert draws(a_loader(sampler.tracker.order)) == draws(a_loader(sampler))
 
-    @every_sampler
     @pytest.mark.parametrize("num_workers", [0, 2])
-    def test_no_batch_is_longer_than_its_budget_when_it_is_padded(self, make: Any, num_workers: int) -> None:
+    def test_no_batch_is_longer_than_its_budget_when_it_is_padded(self, num_workers: int) -> None:
         loader = StatefulLoader(Tokens(), batch_sampler=make(), collate_fn=pad, num_workers=num_workers)
         batches = list(loader)
 
@@ -98,30 +90,19 @@ class TestBatches:
 
     @pytest.mark.parametrize("length", [59, 61])
     def test_a_dataset_of_another_length_is_refused_with_both_numbers(self, length: int) -> None:
-        for batches in (SAMPLERS["buckets"](), SAMPLERS["windows"](), SAMPLERS["buckets"]().order):
+        for batches in (make(), make().tracker.order):
             with pytest.raises(ConfigurationError, match=f"There are 60 lengths, and the dataset has {length} samples"):
                 StatefulLoader(range(length), batch_sampler=batches)
 
-    def test_for_evaluation_that_never_repeats_it_is_refused(self) -> None:
-        with pytest.raises(ConfigurationError, match="exact=True never repeats a sample"):
-            a_loader(exact=True)
-
-    @pytest.mark.parametrize("options", [{"batch_size": 2}, {"shuffle": True}, {"drop_last": True}])
-    def test_what_the_batch_sampler_decides_is_not_given_twice(self, options: dict[str, Any]) -> None:
-        with pytest.raises(ConfigurationError, match="batch_sampler takes the place of"):
-            a_loader(**options)
-
 
 class TestAugmentation:
-    @every_sampler
-    def test_what_a_sample_draws_does_not_depend_on_workers(self, make: Any) -> None:
+    def test_what_a_sample_draws_does_not_depend_on_workers(self) -> None:
         alone, helped = a_loader(make()), a_loader(make(), num_workers=2)
 
         assert [draws(alone), draws(alone)] == [draws(helped), draws(helped)]
 
-    @every_sampler
     @pytest.mark.parametrize("num_workers", [0, 2])
-    def test_what_a_sample_draws_is_the_same_after_a_resume(self, make: Any, num_workers: int) -> None:
+    def test_what_a_sample_draws_is_the_same_after_a_resume(self, num_workers: int) -> None:
         expected = draws(a_loader(make()))
         first, second = (a_loader(make(), num_workers=num_workers) for _ in range(2))
         batches = iter(first)
@@ -129,12 +110,6 @@ class TestAugmentation:
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
 
         assert begun + draws(second) == expected
-
-    def test_the_same_sample_draws_anew_in_every_epoch(self) -> None:
-        loader = a_loader()
-        first, second = (dict(sample for batch in draws(loader) for sample in batch) for _ in range(2))
-
-        assert all(first[index] != second[index] for index in range(60))
 
 
 class TestStates:
@@ -145,19 +120,17 @@ class TestStates:
         assert loader.state_dict() == before
         return {difference.path for difference in caught.value.differences}
 
-    @pytest.mark.parametrize("kind", SAMPLERS)
-    def test_the_lengths_of_another_dataset_are_refused(self, kind: str) -> None:
-        options: dict[str, Any] = {"num_buckets": 3} if kind == "buckets" else {"window": 16}
-        other = BucketBatchSampler([*LENGTHS[1:], LENGTHS[0]], max_tokens=30, **options)
+    def test_the_lengths_of_another_dataset_are_refused(self) -> None:
+        other = BucketBatchSampler([*LENGTHS[1:], LENGTHS[0]], max_tokens=30, num_buckets=3)
 
-        assert self.refusal(a_loader(SAMPLERS[kind]()).state_dict(), a_loader(other)) == {"lengths.digest"}
+        assert self.refusal(a_loader().state_dict(), a_loader(other)) == {"lengths.digest"}
 
     def test_another_dataset_of_the_same_lengths_is_refused(self) -> None:
         class Other(Noisy):
             def describe(self) -> dict[str, Any]:
                 return {"version": 2}
 
-        other = StatefulLoader(Other(), batch_sampler=SAMPLERS["buckets"]())
+        other = StatefulLoader(Other(), batch_sampler=make())
 
         assert self.refusal(a_loader().state_dict(), other) == {"dataset.version"}
 
@@ -167,24 +140,21 @@ class TestStates:
         assert state["config"]["dataset"] == {"length": 60}
         assert len(json.dumps(state)) < 1024
 
-    @every_sampler
-    def test_a_state_of_the_sampler_alone_is_refused_only_for_what_it_does_not_say(self, make: Any) -> None:
+    def test_a_state_of_the_sampler_alone_is_refused_only_for_what_it_does_not_say(self) -> None:
         assert self.refusal(make().state_dict(), a_loader(make())) == {"dataset"}
         loader = a_loader(make(), accept="dataset")
         loader.load_state_dict(make().state_dict(num_batches=4))
 
         assert indices(loader) == list(make())[4:]
 
-    @every_sampler
-    def test_what_the_sampler_accepts_the_loader_accepts(self, make: Any) -> None:
+    def test_what_the_sampler_accepts_the_loader_accepts(self) -> None:
         state = a_loader(make()).state_dict()
         loader = a_loader(make(max_tokens=40, accept="max_tokens"))
         loader.load_state_dict(state)
 
         assert indices(loader) == list(make(max_tokens=40))
 
-    @every_sampler
-    def test_reports_of_loader_and_sampler_agree_at_every_step(self, make: Any) -> None:
+    def test_reports_of_loader_and_sampler_agree_at_every_step(self) -> None:
         sampler, loader = make(num_replicas=2, rank=0), a_loader(make(num_replicas=2, rank=1))
         for _ in zip(sampler, loader, strict=True):
             assert loader.position_report() == sampler.position_report()
@@ -196,8 +166,7 @@ class TestStates:
 
         assert loader.position_report() == {"epoch": 0, "samples": handed}
 
-    @every_sampler
-    def test_set_epoch_moves_forward_and_backward(self, make: Any) -> None:
+    def test_set_epoch_moves_forward_and_backward(self) -> None:
         loader, reference = a_loader(make()), a_loader(make())
         epochs = [draws(reference) for _ in range(3)]
         for epoch in (2, 0, 1):
@@ -206,30 +175,27 @@ class TestStates:
 
 
 class TestInAPlainDataLoader:
-    @every_sampler
     @pytest.mark.parametrize("num_workers", [0, 2])
-    def test_it_serves_the_batches_epoch_by_epoch(self, make: Any, num_workers: int) -> None:
+    def test_it_serves_the_batches_epoch_by_epoch(self, num_workers: int) -> None:
         sampler, fresh = (make(num_replicas=2, rank=1) for _ in range(2))
         loader = DataLoader(Noisy(), batch_sampler=sampler, num_workers=num_workers)
         for _ in range(2):
             assert indices(loader) == list(fresh)
             assert len(loader) == len(fresh)
 
-    @every_sampler
-    def test_with_workers_the_state_of_what_was_trained_on_resumes_exactly(self, make: Any) -> None:
+    def test_with_workers_the_state_of_what_was_trained_on_resumes_exactly(self) -> None:
         sampler, fresh = make(), make()
         batches = iter(DataLoader(Noisy(), batch_sampler=sampler, num_workers=2))
         begun = indices(next(batches) for _ in range(3))
-        assert sampler.position.consumed > 3
+        assert sampler.tracker.handed > 3
         fresh.load_state_dict(sampler.state_dict(num_batches=3))
 
         assert begun + indices(DataLoader(Noisy(), batch_sampler=fresh, num_workers=2)) == list(make())
 
 
 class TestTakenOver:
-    @every_sampler
     @pytest.mark.parametrize("num_workers", [0, 2])
-    def test_a_loader_taken_over_serves_what_it_would_and_resumes(self, make: Any, num_workers: int) -> None:
+    def test_a_loader_taken_over_serves_what_it_would_and_resumes(self, num_workers: int) -> None:
         loader, fresh = (
             take_over(DataLoader(Noisy(), batch_sampler=make(), num_workers=num_workers), seed=4) for _ in range(2)
         )
@@ -241,8 +207,7 @@ class TestTakenOver:
         assert [[index for index, _ in batch] for batch in begun + rest] == list(make())
         assert draws(batches) == rest
 
-    @every_sampler
-    def test_ranks_given_are_those_of_a_sampler_that_has_none(self, make: Any) -> None:
+    def test_ranks_given_are_those_of_a_sampler_that_has_none(self) -> None:
         loaders = [take_over(DataLoader(Noisy(), batch_sampler=make()), num_replicas=2, rank=rank) for rank in range(2)]
 
         served = [index for loader in loaders for batch in indices(loader) for index in batch]
@@ -251,116 +216,30 @@ class TestTakenOver:
         assert set(served) == set(range(60))
         assert len(served) <= 61
 
-    @every_sampler
-    def test_for_evaluation_it_is_served_in_the_same_order_every_time(self, make: Any) -> None:
+    def test_for_evaluation_it_is_served_in_the_same_order_every_time(self) -> None:
         loader = take_over(DataLoader(Noisy(), batch_sampler=make()), shuffle=False)
 
         assert indices(loader) == indices(loader) == list(make(shuffle=False))
 
     def test_taken_over_again_it_stays_the_same(self) -> None:
-        sampler = SAMPLERS["buckets"](seed=3, accept="max_tokens")
+        sampler = make(seed=3, accept="max_tokens")
         loader = take_over(take_over(DataLoader(Noisy(), batch_sampler=sampler), seed=4), seed=9)
 
         assert (loader.seed, loader.accept) == (4, ("max_tokens",))
-        assert indices(loader) == list(SAMPLERS["buckets"](seed=3))
+        assert indices(loader) == list(make(seed=3))
 
     def test_the_sampler_that_is_taken_over_is_not_moved(self) -> None:
-        sampler = SAMPLERS["buckets"]()
+        sampler = make()
         before = sampler.state_dict()
         list(take_over(DataLoader(Noisy(), batch_sampler=sampler)))
 
         assert sampler.state_dict() == before
 
     def test_any_batch_sampler_over_the_order_is_taken_over(self) -> None:
-        sampler = StatefulBatchSampler(SAMPLERS["windows"]().order)
+        sampler = StatefulBatchSampler(make().tracker.order)
 
-        assert indices(take_over(DataLoader(Noisy(), batch_sampler=sampler))) == list(SAMPLERS["windows"]())
+        assert indices(take_over(DataLoader(Noisy(), batch_sampler=sampler))) == list(make())
 
     def test_of_a_dataset_of_another_length_it_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="There are 60 lengths, and the dataset has 61 samples"):
-            take_over(DataLoader(range(61), batch_sampler=SAMPLERS["buckets"]()))
-
-
-def a_group(make: Any, mode: str, *, ranks: int = 1, rank: int = 0, length: int = 9, **options: Any) -> LoaderGroup:
-    bucketed = a_loader(make(**options), num_replicas=ranks, rank=rank)
-    single = StatefulLoader(range(length), batch_size=2, shuffle=True, num_replicas=ranks, rank=rank)
-    return LoaderGroup({"bucketed": bucketed, "single": single}, mode)
-
-
-every_mode = pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-
-
-class TestGroups:
-    @every_sampler
-    @every_mode
-    def test_every_step_resumes_in_a_fresh_group(self, make: Any, mode: str) -> None:
-        group = a_group(make, mode)
-        for batch in range(group.num_batches()):
-            fresh = a_group(make, mode)
-            state = json.loads(json.dumps(group.state_at(1, batch)))
-            assert fresh.load(state, where=WHERE) == (1, batch)
-            assert fresh.state_at(1, batch) == state
-            for later in range(batch, group.num_batches()):
-                assert fresh.position("bucketed", 1, later) == group.position("bucketed", 1, later)
-
-    @every_sampler
-    @every_mode
-    @pytest.mark.parametrize("ranks", [1, 3])
-    def test_on_other_ranks_what_is_left_is_served_once(self, make: Any, mode: str, ranks: int) -> None:
-        # In the mode that starts over, whole batches must be at least as long as the others.
-        length = 9 if mode == "max_size_cycle" else 200
-        before = a_group(make, mode, ranks=2, length=length)
-        served = before.report_at(0, 3)["bucketed"]["samples"]
-        rest = []
-        for rank in range(ranks):
-            group = a_group(make, mode, ranks=ranks, rank=rank, length=length)
-            _, batch = group.load(before.state_at(0, 3), where=WHERE)
-            position = group.position("bucketed", 0, batch)
-            assert position is not None
-            rest += [index for found in group.loaders["bucketed"].plan.indices(position) for index in found]
-
-        assert len(set(rest)) == 60 - served
-        # Where fewer samples than ranks are left, some are served twice.
-        assert len(rest) - len(set(rest)) < ranks
-
-    @every_sampler
-    @every_mode
-    def test_an_epoch_is_as_long_as_its_mode_says(self, make: Any, mode: str) -> None:
-        expected = {"min_size": 5, "max_size": len(make()), "max_size_cycle": len(make())}
-
-        assert a_group(make, mode).num_batches() == expected[mode]
-
-    @every_sampler
-    def test_batches_that_are_done_before_the_other_loader_stay_done(self, make: Any) -> None:
-        count = len(make())
-        group, fresh = a_group(make, "max_size", length=200), a_group(make, "max_size", length=200)
-        assert group.num_batches() == 100
-        fresh.load(group.state_at(0, count + 3), where=WHERE)
-
-        for each in (group, fresh):
-            assert each.position("bucketed", 0, count + 3) is None
-            assert each.report_at(0, count + 3)["bucketed"] == {"epoch": 0, "samples": 60}
-            assert each.report_at(1, 0)["bucketed"] == {"epoch": 1, "samples": 0}
-
-    @every_sampler
-    def test_whole_batches_that_would_have_to_start_over_are_refused(self, make: Any) -> None:
-        group = a_group(make, "max_size_cycle", length=200)
-
-        with pytest.raises(ConfigurationError, match=r"'bucketed' has \d+ whole batches .*'min_size' or 'max_size'"):
-            group.refuse_short_sources(group.num_batches())
-
-    @every_sampler
-    def test_a_change_is_named_with_the_path_of_the_loader(self, make: Any) -> None:
-        state = a_group(make, "min_size").state_at(0, 2)
-        with pytest.raises(StateMismatchError) as caught:
-            a_group(make, "min_size", max_tokens=31).load(state, where=WHERE)
-
-        assert [difference.path for difference in caught.value.differences] == ["bucketed.max_tokens"]
-
-    @every_sampler
-    def test_within_an_epoch_no_change_is_accepted(self, make: Any) -> None:
-        old, new = a_group(make, "min_size"), a_group(make, "min_size", max_tokens=31)
-        with pytest.raises(StateMismatchError, match="cannot change within an epoch"):
-            new.load(old.state_at(0, 2), accept=("bucketed",), where=WHERE)
-
-        assert new.load(old.state_at(1, 0), accept=("bucketed",), where=WHERE) == (1, 0)
+            take_over(DataLoader(range(61), batch_sampler=make()))

