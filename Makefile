@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # What depends most on the versions of Lightning, Hugging Face's datasets and NumPy, in a virtual environment of its own.
 OLDEST := .venv-oldest/.installed
 OLDEST_TESTS := tests/test_dependencies.py tests/test_state.py tests/streams tests/core tests/mixture \
-	tests/loaders/test_group.py tests/loaders/test_source_datasets.py tests/loaders/test_length_cache.py \
+	tests/loaders/test_combined_loaders.py tests/loaders/test_source_datasets.py tests/loaders/test_length_cache.py \
 	tests/trainer/test_both_packages.py tests/trainer/test_traps.py tests/trainer/test_moments.py \
 	tests/trainer/test_edges.py tests/trainer/test_counters.py tests/trainer/test_view.py tests/trainer/test_sources.py \
 	tests/trainer/test_streams.py tests/trainer/test_samplers.py tests/trainer/test_ddp.py
