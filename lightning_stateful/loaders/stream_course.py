@@ -62,6 +62,12 @@ class StreamCourse:
             if source.shards.warning:
                 warnings.warn(source.shards.warning, StatefulWarning, stacklevel=3)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What reads stays here: a copy in another process begins anew, or where a state is loaded.
+        known = OrderedDict((at, known) for at, known in self._known.items() if known.run is None)
+        origin = {at: known for at, known in self._origin.items() if known.run is None}
+        return {**vars(self), "_known": known, "_origin": origin, "_run": None, "_reader": None}
+
     @property
     def config(self) -> StreamConfig:
         """How the stream is read on the present ranks and workers."""

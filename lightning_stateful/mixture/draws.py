@@ -19,8 +19,9 @@ from lightning_stateful.mixture.weights import DrawSchedule
 # Draws that are shuffled together: a period, or so many of a longer one, so that shares hold over short stretches too.
 _LARGEST_WINDOW, _WINDOW = 256, 64
 
-# A linear schedule goes from point to point in at most so many stages, with periods of at most so many draws.
-_MOST_STAGES, _RAMP_PERIOD = 1024, 512
+# A linear schedule goes from point to point in stages of at least so many draws, in at most so many stages, with periods
+# of at most so many draws.
+_SHORTEST_STAGE, _MOST_STAGES, _RAMP_PERIOD = 16, 1024, 512
 # Successive multiples of the golden ratio's fraction fall evenly into any interval.
 _GOLDEN = 0.6180339887498949
 
@@ -163,7 +164,7 @@ def _steady(first: Indices, final: Indices, length: int, number: int) -> tuple[I
 
 def _ramp(first: Indices, final: Indices, length: int, number: int) -> tuple[Indices, Indices]:
     """Periods that change from one point to the next: counts of each stage, and its number of draws."""
-    num_stages = min(max(length // _WINDOW, 1), _MOST_STAGES)
+    num_stages = min(max(length // _SHORTEST_STAGE, 1), _MOST_STAGES)
     borders = length * np.arange(num_stages + 1, dtype=np.int64) // num_stages
     draws = np.diff(borders)
     # Periods of a fixed length and, if that leaves any draws, a shorter one.
