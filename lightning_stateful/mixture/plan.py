@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
@@ -109,7 +109,10 @@ class MixtureEpochPlan:
         Counted in the epoch or, with ``num_steps``, since training began. Tokens of a pass that is not complete are
         its samples times their mean length.
         """
-        served = self.served_after(self.taken + steps)
+        served = [
+            samples + self.cycle * of_pass
+            for samples, of_pass in zip(self.served_after(self.taken + steps), self._served_in_a_pass, strict=True)
+        ]
         total, sources, tokens = sum(served), self.mixture.sources, self.mixture.tokens
         result: dict[str, dict[str, float]] = {}
         for source, (name, length, samples) in enumerate(zip(sources.names, sources.lengths, served, strict=True)):
@@ -118,6 +121,15 @@ class MixtureEpochPlan:
             if tokens is not None:
                 result[name]["tokens"] = (2 * samples * tokens[source] + length) // (2 * length)
         return {"sources": result}
+
+    @cached_property
+    def _served_in_a_pass(self) -> tuple[int, ...]:
+        """Samples that a whole pass before this one has served of every source; of no use where there was none."""
+        nothing = (0,) * len(self.mixture.sources)
+        if not self.cycle:
+            return nothing
+        whole = replace(self, planned_steps=0, origin=nothing, taken=0, begun=None, cycle=0)
+        return whole.served_after(whole.total_steps)
 
     def repeats(self) -> str:
         """What is served twice, in words."""
