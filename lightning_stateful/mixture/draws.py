@@ -19,8 +19,8 @@ from lightning_stateful.mixture.weights import DrawSchedule
 # Draws that are shuffled together: a period, or so many of a longer one, so that shares hold over short stretches too.
 _LARGEST_WINDOW, _WINDOW = 256, 64
 
-# A linear schedule goes from point to point in stages of at least so many draws, in at most so many stages, with periods
-# of at most so many draws.
+# A linear schedule goes from point to point in stages of at least so many draws, in at most so many stages, with
+# periods of at most so many draws.
 _SHORTEST_STAGE, _MOST_STAGES, _RAMP_PERIOD = 16, 1024, 512
 # Successive multiples of the golden ratio's fraction fall evenly into any interval.
 _GOLDEN = 0.6180339887498949
