@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_stateful.core.order import EpochPlan
+from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
@@ -85,6 +85,17 @@ def read_batch(dataset: Any, indices: Any) -> Any:
     return [dataset[index] for index in indices]
 
 
+def known_steps(plan: EpochPlan) -> int:
+    """The steps of a plan.
+
+    Raises:
+        TypeError: Its end is known only when it is there.
+    """
+    if plan.num_steps >= UNKNOWN:
+        raise TypeError("The sampler has no len(), so its loader has none.")
+    return plan.num_steps
+
+
 class PlannedBatches:
     """A batch sampler, or a sampler of single indices, that yields what a plan gives to one rank.
 
@@ -112,7 +123,7 @@ class PlannedBatches:
         return (SeededIndex(mixed_seed(seed, number), index) for number, index in batches)
 
     def __len__(self) -> int:
-        return 0 if self.plan is None else self.plan.num_steps - self.first_step
+        return 0 if self.plan is None else known_steps(self.plan) - self.first_step
 
 
 class BatchReader:

@@ -14,7 +14,7 @@ from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.arguments import OrderOfLoader, read_arguments
-from lightning_stateful.loaders.batch_reader import OPTIONS, BatchReader
+from lightning_stateful.loaders.batch_reader import OPTIONS, BatchReader, known_steps
 from lightning_stateful.loaders.user_class import Pickled, copied, is_torchdatas
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracker
@@ -176,10 +176,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         Raises:
             TypeError: The sampler does not know its length.
         """
-        num_steps = self.plan(0).num_steps
-        if num_steps == UNKNOWN:
-            raise TypeError(f"The sampler {self.order.name} has no len(), so this loader has none.")
-        return num_steps
+        return known_steps(self.plan(0))
 
     @property
     def is_sized(self) -> bool:
@@ -342,4 +339,4 @@ class _PassBatches(Sampler[Any]):
         return (batch for _, batch in self._tracker.plan().batches(self._tracker.topology.rank))
 
     def __len__(self) -> int:
-        return self._tracker.plan_of(0).num_steps
+        return known_steps(self._tracker.plan_of(0))
