@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful.errors import ConfigurationError, StateMismatchError
 from lightning_stateful.loaders import StatefulLoader, take_over
-from lightning_stateful.samplers import StatefulBatchSampler
 from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
 
 LENGTHS = [random.Random(seed).randint(1, 12) for seed in range(60)]
@@ -70,16 +69,6 @@ class TestBatches:
             assert indices(loader) == list(sampler)
             assert len(loader) == len(sampler)
 
-    def test_ranks_given_to_the_loader_count_before_the_samplers(self) -> None:
-        loader = a_loader(make(num_replicas=2, rank=0), num_replicas=3, rank=2)
-
-        assert indices(loader) == list(make(num_replicas=3, rank=2))
-
-    def test_a_bare_order_will_do(self) -> None:
-        sampler = make()
-
-        assert draws(a_loader(sampler.tracker.order)) == draws(a_loader(sampler))
-
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_no_batch_is_longer_than_its_budget_when_it_is_padded(self, num_workers: int) -> None:
         loader = StatefulLoader(Tokens(), batch_sampler=make(), collate_fn=pad, num_workers=num_workers)
@@ -96,11 +85,6 @@ class TestBatches:
 
 
 class TestAugmentation:
-    def test_what_a_sample_draws_does_not_depend_on_workers(self) -> None:
-        alone, helped = a_loader(make()), a_loader(make(), num_workers=2)
-
-        assert [draws(alone), draws(alone)] == [draws(helped), draws(helped)]
-
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_what_a_sample_draws_is_the_same_after_a_resume(self, num_workers: int) -> None:
         expected = draws(a_loader(make()))
@@ -154,24 +138,12 @@ class TestStates:
 
         assert indices(loader) == list(make(max_tokens=40))
 
-    def test_reports_of_loader_and_sampler_agree_at_every_step(self) -> None:
-        sampler, loader = make(num_replicas=2, rank=0), a_loader(make(num_replicas=2, rank=1))
-        for _ in zip(sampler, loader, strict=True):
-            assert loader.position_report() == sampler.position_report()
-
     def test_with_workers_only_what_was_handed_over_is_reported(self) -> None:
         loader = a_loader(num_workers=2)
         batches = iter(loader)
         handed = len(indices([next(batches)])[0])
 
         assert loader.position_report() == {"epoch": 0, "samples": handed}
-
-    def test_set_epoch_moves_forward_and_backward(self) -> None:
-        loader, reference = a_loader(make()), a_loader(make())
-        epochs = [draws(reference) for _ in range(3)]
-        for epoch in (2, 0, 1):
-            loader.set_epoch(epoch)
-            assert draws(loader) == epochs[epoch]
 
 
 class TestInAPlainDataLoader:
@@ -207,15 +179,6 @@ class TestTakenOver:
         assert [[index for index, _ in batch] for batch in begun + rest] == list(make())
         assert draws(batches) == rest
 
-    def test_ranks_given_are_those_of_a_sampler_that_has_none(self) -> None:
-        loaders = [take_over(DataLoader(Noisy(), batch_sampler=make()), num_replicas=2, rank=rank) for rank in range(2)]
-
-        served = [index for loader in loaders for batch in indices(loader) for index in batch]
-
-        assert [len(loader) for loader in loaders] == [len(make(num_replicas=2, rank=0))] * 2
-        assert set(served) == set(range(60))
-        assert len(served) <= 61
-
     def test_for_evaluation_it_is_served_in_the_same_order_every_time(self) -> None:
         loader = take_over(DataLoader(Noisy(), batch_sampler=make()), shuffle=False)
 
@@ -227,19 +190,3 @@ class TestTakenOver:
 
         assert (loader.seed, loader.accept) == (4, ("max_tokens",))
         assert indices(loader) == list(make(seed=3))
-
-    def test_the_sampler_that_is_taken_over_is_not_moved(self) -> None:
-        sampler = make()
-        before = sampler.state_dict()
-        list(take_over(DataLoader(Noisy(), batch_sampler=sampler)))
-
-        assert sampler.state_dict() == before
-
-    def test_any_batch_sampler_over_the_order_is_taken_over(self) -> None:
-        sampler = StatefulBatchSampler(make().tracker.order)
-
-        assert indices(take_over(DataLoader(Noisy(), batch_sampler=sampler))) == list(make())
-
-    def test_of_a_dataset_of_another_length_it_is_refused(self) -> None:
-        with pytest.raises(ConfigurationError, match="There are 60 lengths, and the dataset has 61 samples"):
-            take_over(DataLoader(range(61), batch_sampler=make()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 from collections import Counter, OrderedDict
@@ -145,18 +144,6 @@ class Stream(IterableDataset[int]):
         return iter(DATA)
 
 
-class Opened:
-    """A dataset that has to be opened in each worker."""
-
-    opened_by: int | None = None
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> tuple[int, int | None]:
-        return index, self.opened_by
-
-
 def opens(worker_id: int) -> None:
     info: Any = get_worker_info()
     info.dataset.opened_by = worker_id
@@ -164,10 +151,6 @@ def opens(worker_id: int) -> None:
 
 def to_tuple(samples: list[Any]) -> tuple[Any, ...]:
     return tuple(samples)
-
-
-def to_list(samples: list[Any]) -> list[Any]:
-    return list(samples)
 
 
 def batches_of(loader: Any) -> list[Any]:
@@ -279,12 +262,6 @@ class TestIterationOfItsOwn:
 
         assert (patched.num_batches, patched.num_passes) == (12, 2)
 
-    def test_the_loader_that_was_patched_counts_by_itself(self) -> None:
-        plain = Counts(DATA, batch_size=4)
-        list(patch_dataloader(plain))
-
-        assert (plain.num_batches, plain.num_passes) == (0, 0)
-
     @pytest.mark.parametrize("num_replicas", [1, 2])
     @pytest.mark.parametrize("num_workers", [0, 1])
     def test_one_that_drops_batches_is_found(self, num_workers: int, num_replicas: int) -> None:
@@ -301,15 +278,6 @@ class TestIterationOfItsOwn:
     def test_one_that_adds_batches_is_found(self) -> None:
         with pytest.raises(ConfigurationError, match=r"Adds\.__iter__ gave more of 6 batches"):
             list(patch_dataloader(Adds(DATA, batch_size=4)))
-
-    def test_what_is_left_of_an_epoch_is_counted_from_where_it_stands(self) -> None:
-        plain = Counts(DATA, batch_size=4)
-        state = advanced(patch_dataloader(plain), 4).state_dict()
-        patched = patch_dataloader(plain)
-        patched.load_state_dict(state)
-
-        assert len(batches_of(patched)) == 2
-        assert patched.epoch == 1
 
     def test_a_length_of_its_own_gives_way_to_the_number_of_batches(self) -> None:
         patched = patch_dataloader(SaysTen(DATA, batch_size=4))
@@ -343,24 +311,6 @@ class TestOptions:
 
         assert found.pop("multiprocessing_context").get_start_method() == "fork"
         assert found == {name: value for name, value in self.OPTIONS.items() if name != "multiprocessing_context"}
-
-    @pytest.mark.filterwarnings("ignore:pin_memory_device is deprecated")
-    def test_the_device_of_pinned_memory_is_kept(self) -> None:
-        assert patch_dataloader(loader(pin_memory_device="cuda")).pin_memory_device == "cuda"
-
-    def test_a_worker_init_fn_finds_the_dataset(self) -> None:
-        patched = patch_dataloader(
-            DataLoader(Opened(), batch_size=1, num_workers=2, worker_init_fn=opens, collate_fn=to_list)
-        )
-
-        assert list(patched) == [[(index, index % 2)] for index in range(6)]
-
-    def test_persistent_workers_are_kept_between_epochs(self) -> None:
-        patched = patch_dataloader(
-            DataLoader(Process(), batch_size=3, num_workers=1, persistent_workers=True, collate_fn=to_list)
-        )
-
-        assert len({pid for _ in range(2) for batch in patched for pid in batch}) == 1
 
     def test_workers_may_be_spawned(self) -> None:
         patched = patch_dataloader(
@@ -489,11 +439,6 @@ class TestPatchingTwice:
         assert isinstance(taken, Named)
         assert (taken.name, taken.scale, taken.later) == ("b", 2, 1)
 
-    def test_one_that_is_taken_over_serves_what_it_would_have_served(self) -> None:
-        plain = WithSlots(DATA, batch_size=4, sampler=GlobalRandom())
-
-        assert batches_of(take_over(patch_dataloader(plain, seed=3))) == batches_of(patch_dataloader(plain, seed=3))
-
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 class TestTorchdatasLoader:
@@ -522,22 +467,12 @@ class TestTorchdatasLoader:
         with pytest.raises(DamagedStateError, match="The loader's state has no version"):
             patch_dataloader(theirs).load_state_dict(theirs.state_dict())
 
-    @pytest.mark.parametrize("num_replicas", [2, 3])
-    def test_every_sample_comes_once_over_ranks(self, num_replicas: int) -> None:
-        assert served(over_ranks(lambda: StatefulDataLoader(DATA, batch_size=4, shuffle=True), num_replicas)) == DATA
-
 
 class TestTakingOver:
     def test_the_seed_chooses_the_order(self) -> None:
         first, second = (batches_of(take_over(loader_of_numbers(batch_size=5, shuffle=True), seed=n)) for n in (1, 2))
 
         assert first == batches_of(StatefulLoader(DATA, batch_size=5, shuffle=True, seed=1)) != second
-
-    def test_samples_are_seeded_unless_told_otherwise(self) -> None:
-        plain = loader(batch_size=12)
-
-        assert torch.equal(*[next(iter(take_over(plain)))["x"] for _ in range(2)])
-        assert not torch.equal(*[next(iter(take_over(plain, seed_samples=False)))["x"] for _ in range(2)])
 
     @pytest.mark.parametrize(
         "make",
@@ -647,16 +582,6 @@ class TestRefusals:
         patched = patch_dataloader(DataLoader([], batch_size=4, sampler=SequentialSampler([])))
 
         assert (len(patched), list(patched)) == (0, [])
-
-
-class Process:
-    """A dataset of the ids of the processes that read it."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> int:
-        return os.getpid()
 
 
 def made_of(options: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import gc
 import json
 import multiprocessing
 import random
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -101,19 +98,11 @@ EPOCHS = [read(batches) for loader in [a_loader()] for batches in (list(loader),
 
 
 class TestPasses:
-    def test_every_epoch_has_an_order_of_its_own(self) -> None:
-        assert EPOCHS[0] != EPOCHS[1]
-
     def test_without_shuffling_it_serves_what_a_data_loader_serves(self) -> None:
         for options in ({"batch_size": 5}, {"batch_size": 5, "drop_last": True}, {"batch_size": 4}):
             ours, theirs = a_loader(shuffle=False, **options), DataLoader(Numbers(), **options)
             assert read(ours) == read(theirs)
             assert len(ours) == len(theirs)
-
-    def test_an_epoch_of_many_blocks_serves_every_sample_once(self) -> None:
-        loader = a_loader(20_000, batch_size=3, seed_samples=False)
-
-        assert sorted(index for _, batch in loader.plan(0).batches(0) for index in batch) == list(range(20_000))
 
     def test_an_epoch_of_2_to_the_40_samples_begins_and_resumes_anywhere(self) -> None:
         loader = a_loader(2**40)
@@ -454,36 +443,6 @@ class TestOtherTopologies:
             loader.load_state_dict(state)
         return loaders
 
-    def replay(self, length: int, history: list[tuple[int, int, int]], last: tuple[int, int]) -> list[list[list[int]]]:
-        """Steps over a history of (ranks, batch size, steps), and the rest on ``last``."""
-        state = None
-        steps: list[list[list[int]]] = []
-        for num_replicas, batch_size, count in [*history, (*last, length + 1)]:
-            loaders = self.ranks(num_replicas, state, length=length, batch_size=batch_size)
-            passes = zip(*loaders, strict=True)
-            steps += [read(batches) for _, batches in zip(range(count), passes, strict=False)]
-            states = [loader.state_dict() for loader in loaders]
-            assert states == [states[0]] * num_replicas
-            state = states[0]
-            if state["progress"]["epoch"]:
-                break
-        return steps
-
-    @given(
-        length=st.integers(1, 50),
-        history=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7), st.integers(0, 4)), max_size=5),
-        last=st.tuples(st.integers(1, 5), st.integers(1, 7)),
-    )
-    def test_every_sample_comes_once_over_any_history(
-        self, length: int, history: list[tuple[int, int, int]], last: tuple[int, int]
-    ) -> None:
-        *steps, tail = self.replay(length, history, last)
-
-        before = [index for step in steps for batch in step for index in batch]
-        at_last = [index for batch in tail for index in batch]
-        assert sorted(before + list(set(at_last))) == list(range(length))
-        assert len(at_last) == len(set(at_last)) or len(set(at_last)) < len(tail)
-
     def test_more_ranks_and_another_batch_size_go_on_in_the_same_sequence(self) -> None:
         loader = a_loader()
         take(loader, 2)
@@ -493,12 +452,6 @@ class TestOtherTopologies:
             EPOCHS[0][2] + EPOCHS[0][3],
             EPOCHS[0][4] + EPOCHS[0][5],
         ]
-
-    def test_evaluation_on_several_ranks_repeats_no_sample(self) -> None:
-        for length in range(3, 20):
-            loaders = self.ranks(3, None, length=length, batch_size=1, shuffle=False, exact=True)
-            served = Counter(index for loader in loaders for batch in read(loader) for index in batch)
-            assert served == Counter(range(length))
 
 
 class TestWithoutLightning:
