@@ -161,10 +161,6 @@ def served(loaders: list[Any]) -> list[int]:
     return sorted(index for loader in loaders for batch in batches_of(loader) for index in batch)
 
 
-def over_ranks(make: Any, num_replicas: int) -> list[StatefulLoader]:
-    return [patch_dataloader(make(), num_replicas=num_replicas, rank=rank) for rank in range(num_replicas)]
-
-
 class TestClassArgumentsAndAttributes:
     @pytest.mark.parametrize(
         "make", [lambda: loader(), lambda: Named("a"), lambda: Scaled(DATA), lambda: SaysTen(DATA), Named.usual]

@@ -170,14 +170,19 @@ class TestPasses:
 
         assert {*lengths, len(loader)} == {6}
 
-    def test_an_error_in_the_dataset_leaves_the_progress_at_what_was_handed_over(self) -> None:
-        loader = StatefulLoader(Numbers(12, fails_at=5), batch_size=2)
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    def test_a_batch_that_cannot_be_read_is_tried_again(self, num_workers: int) -> None:
+        dataset = Numbers(12, fails_at=5)
+        loader = StatefulLoader(dataset, batch_size=2, num_workers=num_workers)
         iterator = iter(loader)
         read([next(iterator), next(iterator)])
 
-        with pytest.raises(OSError, match="sample 5 cannot be read"):
-            next(iterator)
-        assert loader.state_dict()["progress"]["consumed"] == 4
+        for _ in range(2):
+            with pytest.raises(OSError, match="sample 5 cannot be read"):
+                next(iterator)
+            assert loader.state_dict()["progress"]["consumed"] == 4
+        dataset.fails_at = None
+        assert read(iterator) == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 
 class TestLoadingLate:
