@@ -83,7 +83,7 @@ class CombinedLoaders:
         for path, config in self.configs_of_this_rank().items():
             config.update(_by_rank([of_rank[path] for of_rank in configs]), ranks=len(configs))
 
-    def locate(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int] | None:
+    def plan_at(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int] | None:
         """Where the loader at ``path`` stands before a step of an epoch.
 
         Returns:
@@ -167,7 +167,7 @@ class CombinedLoaders:
                     stacklevel=2,
                 )
                 continue
-            progress = loader.tracker.locate(state, where=f"The state of loader {path!r}")
+            progress = loader.progress_in(state, where=f"The state of loader {path!r}")
             self._plans[path] = self._resumed[path] = loader.plan(epoch, progress)
 
     def begin_streams_at(self, epoch: int, step: int) -> list[str]:
@@ -205,7 +205,7 @@ class CombinedLoaders:
         format_.refuse_differences(state, self._beginning(), accept=accepted, where=where)
         saved = dict(format_.walk(state))
         found = {
-            path: loader.locate(saved[path], where=where) for path, loader in self.loaders.items() if path in saved
+            path: loader.progress_in(saved[path], where=where) for path, loader in self.loaders.items() if path in saved
         }
         # Where all loaders are new, and accepted as such, they begin with the epoch of the old ones.
         known = found.values() or [Progress.from_dict(part["progress"]) for part in saved.values()]
@@ -259,7 +259,7 @@ class CombinedLoaders:
         return plan
 
     def _locate_or_end(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int]:
-        found = self.locate(path, epoch, step)
+        found = self.plan_at(path, epoch, step)
         if found is not None:
             return found
         plan = self._plan(path, epoch)

@@ -15,8 +15,8 @@ from torch.utils.data import (
 
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
-from lightning_stateful.loaders.arguments import OrderOfLoader, only_cuts, read_arguments, without_lightnings
 from lightning_stateful.loaders.batch_reader import OPTIONS
+from lightning_stateful.loaders.description import LoaderDescription, only_cuts, read_arguments, without_lightnings
 from lightning_stateful.loaders.iterable_loader import IterableLoader, of_batches
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.stream_loader import StreamLoader
@@ -108,7 +108,7 @@ def take_over(
         raise UnsupportedLoaderError(f"Cannot take over {where}: {reason}")
     original = loader._original if isinstance(loader, StatefulLoader) else loader
     try:
-        served = _served(loader, seed, exact=exact, shuffle=shuffle, accept=accept, as_one_rank=own_rank is None)
+        description = _describe(loader, seed, exact=exact, shuffle=shuffle, accept=accept, as_one_rank=own_rank is None)
     except UnsupportedLoaderError as error:
         raise UnsupportedLoaderError(f"Cannot take over {where}: {error}") from None
     kind: Any = type(loader if original is None else original)
@@ -118,9 +118,9 @@ def take_over(
     StatefulLoader.__init__(
         made,
         loader.dataset,
-        served=served,
+        description=description,
         seed=seed,
-        path=path if own_rank is None else _own_path(path, own_rank, served),
+        path=path if own_rank is None else _own_path(path, own_rank, description),
         num_replicas=num_replicas,
         rank=rank,
         seed_samples=seed_samples,
@@ -200,14 +200,14 @@ def deals_itself(loader: Any) -> bool:
     return isinstance(sampler, (DDPSamplerWrapper, StatefulDistributedSampler))
 
 
-def _own_path(path: str, rank: int, served: OrderOfLoader) -> str:
+def _own_path(path: str, rank: int, description: LoaderDescription) -> str:
     """The path that a loader draws at which is not dealt out to ranks.
 
     What can be computed, and what torch's random samplers draw, follows from (seed, path, rank). Another sampler is run
     under the same randomness on all ranks, as those that leave each rank its share of one sequence need it.
     """
-    order = served.order
-    alike = type(order.sampler) not in _RANDOM if isinstance(order, WrappedSampler) else served.has_whole_batches
+    order = description.order
+    alike = type(order.sampler) not in _RANDOM if isinstance(order, WrappedSampler) else description.has_whole_batches
     return path if alike else f"{path}@{rank}"
 
 
@@ -222,7 +222,7 @@ def _refuse_shards(loader: Any, where: str) -> None:
         )
 
 
-def _served(
+def _describe(
     loader: Any,
     seed: int | None,
     *,
@@ -230,10 +230,12 @@ def _served(
     shuffle: bool | None,
     accept: Collection[str],
     as_one_rank: bool,
-) -> OrderOfLoader:
+) -> LoaderDescription:
     """What a loader serves, adapted to its use."""
     if isinstance(loader, StatefulLoader):
-        return loader.served.adapted(loader.dataset, exact=exact, shuffle=shuffle is not False, as_one_rank=as_one_rank)
+        return loader.description.adapted(
+            loader.dataset, exact=exact, shuffle=shuffle is not False, as_one_rank=as_one_rank
+        )
     batches, batch_size, drop_last = without_lightnings(loader.batch_sampler), None, False
     sampler = None
     if batches is None or only_cuts(batches):

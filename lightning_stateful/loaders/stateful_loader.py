@@ -13,8 +13,8 @@ from lightning_stateful.core.progress import Progress
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
-from lightning_stateful.loaders.arguments import OrderOfLoader, read_arguments
 from lightning_stateful.loaders.batch_reader import OPTIONS, BatchReader, known_steps
+from lightning_stateful.loaders.description import LoaderDescription, read_arguments
 from lightning_stateful.loaders.user_class import Pickled, copied, is_torchdatas
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracker
@@ -52,7 +52,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
             batch).
         exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.
         accept: Names of differences between a state and the present data to let pass on load: ``"dataset.length"``.
-        served: In place of all that says what is served: what another loader serves.
+        description: In place of all that says what is served: that of another loader.
         **options: Any other option of :class:`torch.utils.data.DataLoader`.
 
     State:
@@ -82,10 +82,10 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         seed_samples: bool = True,
         exact: bool = False,
         accept: Collection[str] = (),
-        served: OrderOfLoader | None = None,
+        description: LoaderDescription | None = None,
         **options: Any,
     ) -> None:
-        by_sampler = sampler is not None or batch_sampler is not None or served is not None
+        by_sampler = sampler is not None or batch_sampler is not None or description is not None
         if isinstance(dataset, IterableDataset) or not (by_sampler or hasattr(dataset, "__len__")):
             raise UnsupportedLoaderError(
                 f"{type(dataset).__name__} has no random access by index; StatefulLoader needs a map-style dataset "
@@ -99,8 +99,8 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         self.path, self._own_seed = path, loader_seed(seed, path)
         self.seed_samples = seed_samples
         asked = accepted_names(accept)
-        if served is None:
-            served = read_arguments(
+        if description is None:
+            description = read_arguments(
                 dataset,
                 batch_size=batch_size,
                 shuffle=shuffle,
@@ -113,22 +113,22 @@ class StatefulLoader(Pickled, DataLoader[Any]):
                 accept=asked,
             )
         if (num_replicas, rank) == (None, None):
-            num_replicas, rank = served.num_replicas, served.rank
+            num_replicas, rank = description.num_replicas, description.rank
         # As it is for a loader that stands alone; from which one is built that knows its ranks and its path.
-        self.served = served
-        order = served.order.adapted(path=path)
+        self.description = description
+        order = description.order.adapted(path=path)
         self.tracker = Tracker(
             order,
-            served.config(order, dataset),
+            description.config(order, dataset),
             num_replicas=num_replicas,
             rank=rank,
-            accept=tuple(dict.fromkeys([*served.accept, *asked])),
+            accept=tuple(dict.fromkeys([*description.accept, *asked])),
         )
-        self._length = len(dataset) if served.counts_samples and hasattr(dataset, "__len__") else None
-        batch_size, drop_last = served.batch_size, served.drop_last
-        indices = _PassIndices(self.tracker, is_batched=served.has_whole_batches or batch_size is not None)
+        self._length = len(dataset) if description.counts_samples and hasattr(dataset, "__len__") else None
+        batch_size, drop_last = description.batch_size, description.drop_last
+        indices = _PassIndices(self.tracker, is_batched=description.has_whole_batches or batch_size is not None)
         # Not super(): between this class and torch's there may be a user's, which has been constructed already.
-        if served.has_whole_batches:
+        if description.has_whole_batches:
             DataLoader.__init__(self, dataset, batch_sampler=_PassBatches(self.tracker), **options)
             # torch puts a sampler of its own beside a batch sampler, in which Fabric would see something to replace.
             object.__setattr__(self, "sampler", indices)
@@ -149,11 +149,11 @@ class StatefulLoader(Pickled, DataLoader[Any]):
     @property
     def resume_note(self) -> str:
         """How a resume brings a user's sampler to where it stood, in words; empty for others."""
-        return self.served.resume_note
+        return self.description.resume_note
 
-    def locate(self, state: Mapping[str, Any], *, where: str) -> Progress:
+    def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:
         """The progress in a checked state of which every difference was accepted; see :class:`Tracker`."""
-        return self.tracker.locate(state, where=where)
+        return self.tracker.progress_in(state, where=where)
 
     @property
     def topology(self) -> Topology:

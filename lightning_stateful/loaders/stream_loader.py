@@ -16,7 +16,7 @@ from lightning_stateful.errors import DamagedStateError, PositionError, StateMis
 from lightning_stateful.loaders.pass_run import END
 from lightning_stateful.loaders.stream_course import StreamCourse
 from lightning_stateful.loaders.stream_options import StreamOptions
-from lightning_stateful.loaders.stream_order import StreamOrder, StreamPlan
+from lightning_stateful.loaders.stream_order import StreamEpochPlan, StreamOrder
 from lightning_stateful.loaders.stream_setup import StreamSetup
 from lightning_stateful.loaders.user_class import Pickled, copied
 from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
@@ -90,7 +90,7 @@ class StreamLoader(Pickled, DataLoader[Any]):
         self.course = StreamCourse(setup)
         self.order = StreamOrder(self.course, len(self) if self.is_sized else UNKNOWN)
         self.tracker = Tracker(self.order, num_replicas=num_replicas, rank=rank, accept=accept)
-        self._plans: deque[tuple[int, int, Progress | None, StreamPlan]] = deque(maxlen=2)
+        self._plans: deque[tuple[int, int, Progress | None, StreamEpochPlan]] = deque(maxlen=2)
 
     def again(
         self, *, path: str = "", num_replicas: int | None = None, rank: int | None = None, exact: bool = False
@@ -156,7 +156,7 @@ class StreamLoader(Pickled, DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
         return self.tracker.iterate(self._read)
 
-    def plan(self, epoch: int, progress: Progress | None = None) -> StreamPlan:
+    def plan(self, epoch: int, progress: Progress | None = None) -> StreamEpochPlan:
         """The plan of an epoch, or of the rest of it, on the present ranks; the two latest are kept.
 
         Args:
@@ -174,7 +174,7 @@ class StreamLoader(Pickled, DataLoader[Any]):
         self._plans.append((epoch, ranks, progress, plan))
         return plan
 
-    def batches(self, plan: StreamPlan, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
+    def batches(self, plan: StreamEpochPlan, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
         """Read the batches of this rank from a step of a plan to the end of the epoch, without moving the loader.
 
         Args:
@@ -219,7 +219,7 @@ class StreamLoader(Pickled, DataLoader[Any]):
         where = "The loader's state"
         check(state_dict, where=where)
         refuse_differences(state_dict, self.tracker.state_dict(Progress()), accept=self.accept, where=where)
-        self.tracker.seek(self.locate(state_dict, where=where))
+        self.tracker.seek(self.progress_in(state_dict, where=where))
 
     def state_at(self, progress: Progress) -> dict[str, Any]:
         """The state at a progress: fresh plain data, equal on all ranks.
@@ -234,14 +234,14 @@ class StreamLoader(Pickled, DataLoader[Any]):
         """Epoch, steps, pass over the stream, and shards not read to their end or left out; equal on all ranks."""
         return self.tracker.report()
 
-    def locate(self, state: Mapping[str, Any], *, where: str) -> Progress:
+    def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:
         """The progress in a checked state whose differences were accepted; the stream can go on from there.
 
         Raises:
             StateError: It is damaged, or cannot be continued on these ranks and workers.
         """
         try:
-            located = self.tracker.locate(state, where=where)
+            located = self.tracker.progress_in(state, where=where)
         except StateMismatchError as error:
             raise StateMismatchError(error.differences, where=where) from None
         except (DamagedStateError, PositionError) as error:

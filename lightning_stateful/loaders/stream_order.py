@@ -40,7 +40,7 @@ class StreamOrder:
         """What determines the batches, as plain data to be compared."""
         return self.course.config.describe()
 
-    def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> StreamPlan:
+    def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> StreamEpochPlan:
         """Plan ``epoch``, or the rest of it.
 
         A progress with details brings the stream there; one without is looked up among the steps that were read here.
@@ -56,7 +56,9 @@ class StreamOrder:
             )
         if progress is not None:
             self._go_on(progress)
-        return StreamPlan(self, epoch, progress.consumed if progress is not None and progress.epoch == epoch else 0)
+        return StreamEpochPlan(
+            self, epoch, progress.consumed if progress is not None and progress.epoch == epoch else 0
+        )
 
     def _go_on(self, progress: Progress) -> None:
         details = progress.details
@@ -76,7 +78,7 @@ class StreamOrder:
         return self
 
 
-class StreamPlan:
+class StreamEpochPlan:
     """The rest of an epoch of a stream on the present ranks.
 
     Args:

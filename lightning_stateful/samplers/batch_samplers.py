@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch.utils.data import Sampler
 
 from lightning_stateful.core.order import BatchOrder, EpochPlan
-from lightning_stateful.samplers.tracker import Tracker
+from lightning_stateful.samplers.tracker import TrackedSampler, Tracker
 
 
-class StatefulBatchSampler(Sampler[list[int]]):
+class StatefulBatchSampler(TrackedSampler, Sampler[list[int]]):
     """Deals the batches of an order out over the ranks, from any progress.
 
     Every rank gets the same number of batches. The end of a pass moves on to the next epoch; :meth:`set_epoch` chooses
@@ -45,11 +45,6 @@ class StatefulBatchSampler(Sampler[list[int]]):
         """What is served."""
         return self.tracker.order
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next batch belongs to."""
-        return self.tracker.epoch
-
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
         return self.tracker.plan_of(0).num_steps
@@ -60,10 +55,6 @@ class StatefulBatchSampler(Sampler[list[int]]):
     def _read(self, plan: EpochPlan, first_step: int) -> Iterator[list[int]]:
         return (batch for _, batch in plan.batches(self.tracker.topology.rank, first_step))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``; progress within that same epoch is kept."""
-        self.tracker.set_epoch(epoch)
-
     def state_dict(self, *, num_batches: int | None = None) -> dict[str, Any]:
         """The state after what the latest iterator has yielded.
 
@@ -73,17 +64,4 @@ class StatefulBatchSampler(Sampler[list[int]]):
         Raises:
             ConfigurationError: ``num_batches`` is more than the pass has.
         """
-        tracker = self.tracker
-        return tracker.state_dict(None if num_batches is None else tracker.progress_after(num_batches))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, on any number of ranks.
-
-        Raises:
-            StateError: The state is damaged, from a future version, or of another configuration.
-        """
-        self.tracker.load_state_dict(state_dict, where="The sampler's state")
-
-    def position_report(self) -> dict[str, Any]:
-        """Epoch, and what has been served of it or, in mixtures, of every source; equal on all ranks."""
-        return self.tracker.report()
+        return self._state_dict(num_batches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,12 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import Tracker
+from lightning_stateful.samplers.tracker import TrackedSampler, Tracker
 from lightning_stateful.samplers.wrapped_sampler import Length, Tail, WrappedSampler, knows_how_to_split
 from lightning_stateful.state import accepted_names
 
 
-class DDPSamplerWrapper(DistributedSampler[Any]):
+class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
     """Deals what any sampler or batch sampler yields out to the ranks, in turn, from any progress.
 
     All ranks see one and the same sequence: in every epoch a deep copy of the sampler is iterated, under randomness
@@ -101,11 +101,6 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
         order: Any = self.tracker.order
         return order  # type: ignore[no-any-return]  # always that
 
-    @property
-    def epoch(self) -> int:  # type: ignore[override]  # torch keeps it in an attribute
-        """The epoch that the next item belongs to."""
-        return self.tracker.epoch
-
     def __len__(self) -> int:
         """Items of this rank in a whole epoch.
 
@@ -123,10 +118,6 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
         batches = plan.batches(self.tracker.topology.rank, first_step)
         return (batch if self.order.whole_batches else batch[0] for _, batch in batches)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``; progress within that same epoch is kept."""
-        self.tracker.set_epoch(epoch)
-
     def state_dict(self, *, num_items: int | None = None) -> dict[str, Any]:
         """The state after what the latest iterator has yielded.
 
@@ -136,20 +127,7 @@ class DDPSamplerWrapper(DistributedSampler[Any]):
         Raises:
             ConfigurationError: ``num_items`` is more than the pass has.
         """
-        return self.tracker.state_dict(None if num_items is None else self.tracker.progress_after(num_items))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, on any number of ranks.
-
-        Raises:
-            StateError: The state is damaged, from a future version, or of another configuration. That the sampler
-                yields another sequence now is found, and refused, at the first item.
-        """
-        self.tracker.load_state_dict(state_dict, where="The sampler's state")
-
-    def position_report(self) -> dict[str, Any]:
-        """Epoch, what has been served of it, and how the sampler is brought there; equal on all ranks."""
-        return self.tracker.report()
+        return self._state_dict(num_items)
 
 
 def _yields_batches(order: WrappedSampler) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Sized
 from typing import Any
 
 from torch.utils.data import DistributedSampler
@@ -11,10 +11,10 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.samples import SampleBatchOrder, SampleEpochPlan, SequentialOrder, ShuffledOrder
 from lightning_stateful.samplers.fingerprint import describe_dataset
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import Tracker
+from lightning_stateful.samplers.tracker import TrackedSampler, Tracker
 
 
-class StatefulDistributedSampler(DistributedSampler[Any]):
+class StatefulDistributedSampler(TrackedSampler, DistributedSampler[Any]):
     """Deals an epoch out over the ranks, one sample a rank in turn, from any progress.
 
     Every rank gets the same number of samples. If the last round has fewer samples than ranks, some of them are given
@@ -72,11 +72,6 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         self.num_samples = self.tracker.plan_of(0).num_steps
         self.total_size = self.num_samples * self.num_replicas
 
-    @property
-    def epoch(self) -> int:  # type: ignore[override]  # torch keeps it in an attribute
-        """The epoch that the next pass belongs to."""
-        return self.tracker.epoch
-
     def __len__(self) -> int:
         """Samples of this rank in a whole epoch."""
         return self.num_samples
@@ -88,10 +83,6 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         epoch_plan: SampleEpochPlan = plan
         return epoch_plan.samples(self.rank, first_step)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``; progress within that same epoch is kept."""
-        self.tracker.set_epoch(epoch)
-
     def state_dict(self, *, num_samples: int | None = None) -> dict[str, Any]:
         """The state after what the latest iterator has yielded.
 
@@ -101,13 +92,4 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         Raises:
             ConfigurationError: ``num_samples`` is more than the pass has.
         """
-        tracker = self.tracker
-        return tracker.state_dict(None if num_samples is None else tracker.progress_after(num_samples))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, on any number of ranks.
-
-        Raises:
-            StateError: The state is damaged, from a future version, or of another configuration.
-        """
-        self.tracker.load_state_dict(state_dict, where="The sampler's state")
+        return self._state_dict(num_samples)

@@ -203,9 +203,9 @@ class Tracker:
         """
         format_.check(state_dict, where=where)
         format_.refuse_differences(state_dict, self.state_dict(Progress()), accept=self.accept, where=where)
-        self.seek(self.locate(state_dict, where=where))
+        self.seek(self.progress_in(state_dict, where=where))
 
-    def locate(self, state: Mapping[str, Any], *, where: str) -> Progress:
+    def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:
         """The progress in a checked state of which every difference has been accepted.
 
         Raises:
@@ -247,3 +247,39 @@ class Tracker:
     def _end(self, plan: EpochPlan, steps: int) -> None:
         """The next pass begins with the next epoch."""
         self._held = self.plan_of(plan.epoch + 1, plan.progress_after(steps)).progress_after(0)
+
+
+class TrackedSampler:
+    """The methods that all samplers over a tracker share."""
+
+    tracker: Tracker
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next item belongs to; to set it is to call :meth:`set_epoch`."""
+        return self.tracker.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.tracker.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch``; progress within that same epoch is kept."""
+        self.tracker.set_epoch(epoch)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, on any number of ranks.
+
+        Raises:
+            StateError: The state is damaged, from a future version, or of another configuration. That a user's sampler
+                yields another sequence now is found, and refused, at the first item.
+        """
+        self.tracker.load_state_dict(state_dict, where="The sampler's state")
+
+    def position_report(self) -> dict[str, Any]:
+        """Epoch, and what has been served of it or, in mixtures, of every source; equal on all ranks."""
+        return self.tracker.report()
+
+    def _state_dict(self, steps: int | None) -> dict[str, Any]:
+        """The state after what was yielded, or after so many steps of the present pass."""
+        return self.tracker.state_dict(None if steps is None else self.tracker.progress_after(steps))

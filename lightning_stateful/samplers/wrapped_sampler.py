@@ -202,7 +202,7 @@ class WrappedSampler:
             "drop_last": self.tail == "drop",
         }
 
-    def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> WrappedPlan:
+    def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> WrappedEpochPlan:
         """Plan ``epoch``, or the rest of it.
 
         Raises:
@@ -221,7 +221,7 @@ class WrappedSampler:
             exact=self.exact,
             pad=self.tail == "pad",
         )
-        return WrappedPlan(order=self, rule=rule, begun=here)
+        return WrappedEpochPlan(order=self, rule=rule, begun=here)
 
     @property
     def unit(self) -> str:
@@ -258,7 +258,7 @@ class WrappedSampler:
         return made
 
 
-class WrappedPlan:
+class WrappedEpochPlan:
     """The rest of an epoch of a wrapped sampler, which can only be walked forward.
 
     Each call of :meth:`batches` walks a fresh copy of the sampler. What the latest walk has noted on its way goes into

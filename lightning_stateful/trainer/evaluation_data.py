@@ -144,7 +144,7 @@ def _view(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Set
             rank_zero_info(f"{error} It is left to Lightning.")
         return loader
 
-    if isinstance(taken, StatefulLoader) and not taken.served.is_plain and (repeats := taken.plan(0).repeats()):
+    if isinstance(taken, StatefulLoader) and not taken.description.is_plain and (repeats := taken.plan(0).repeats()):
         rank_zero_warn(f"{where}: {repeats}, because ranks take equal steps.", category=StatefulWarning)
 
     locate = partial(_locate, trainer, taken)

@@ -122,7 +122,7 @@ class TrainingData:
                 config["order of sources"] = list(sources)
             own = {"length": length_of(loader), "batch_size": loader.batch_size, "kind": loader.order.kind}
             # Of loaders that are not dealt out, ranks only have to take the same steps.
-            may_differ = path in of_this_rank and not loader.served.is_planned
+            may_differ = path in of_this_rank and not loader.description.is_planned
             described.setdefault(path, {}).update(own if may_differ else {**own, **config})
         return described
 
@@ -137,7 +137,7 @@ class TrainingData:
         for path, loader in self.group.loaders.items():
             if hasattr(loader.order, "budget"):
                 # Of an exhausted loader nothing: zeros, lest its last figures be logged again.
-                plan, step = self.group.locate(path, epoch, batch) or (loader.plan(epoch), None)
+                plan, step = self.group.plan_at(path, epoch, batch) or (loader.plan(epoch), None)
                 first, last = (0, 0) if step is None else (step, step + 1)
                 found[path] = measure(cast(BucketEpochPlan, plan), first, last), loader.order.budget
         return found
@@ -283,7 +283,7 @@ class TrainingData:
             self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
         # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
         is_over = epoch == self._ended_epoch or counters.step_is_beyond_epoch(self._trainer, step)
-        return None if is_over else self.group.locate(path, epoch, step)
+        return None if is_over else self.group.plan_at(path, epoch, step)
 
     def _before_batch(self, path: str, seed: int, rank: int) -> None:
         if path == self._first_path:
@@ -302,7 +302,7 @@ def length_of(loader: AnyLoader) -> int:
 
 
 def _is_shuffled(loader: Any) -> bool:
-    batches = loader.served.order if isinstance(loader, StatefulLoader) else loader.batch_sampler or loader.sampler
+    batches = loader.description.order if isinstance(loader, StatefulLoader) else loader.batch_sampler or loader.sampler
     if isinstance(batches, StatefulBatchSampler):
         batches = batches.order
     if isinstance(batches, BatchOrder):

@@ -19,7 +19,7 @@ from lightning_stateful.samplers.fingerprint import describe_dataset
 from lightning_stateful.samplers.wrapped_sampler import RESUME_MODES, WrappedSampler
 
 
-class OrderOfLoader(NamedTuple):
+class LoaderDescription(NamedTuple):
     """What a loader serves.
 
     Attributes:
@@ -56,7 +56,7 @@ class OrderOfLoader(NamedTuple):
 
     def adapted(
         self, dataset: Any, *, exact: bool = False, shuffle: bool = True, as_one_rank: bool = True
-    ) -> OrderOfLoader:
+    ) -> LoaderDescription:
         """The same for another use; see :class:`~lightning_stateful.core.order.BatchOrder`.
 
         Args:
@@ -85,10 +85,13 @@ class OrderOfLoader(NamedTuple):
             ConfigurationError: The dataset has another number of samples than the order.
         """
         config = order.config()
-        if "sources" in config:
+        if "seed" in config:
+            # As the user gave it, and not as it is derived for a loader's path.
+            config["seed"] = self.order.config()["seed"]
+        if isinstance(config.get("sources"), dict):
             described: dict[str, Any] = describe_sources(dataset, config)
             return described
-        if "lengths" in config and len(dataset) != config["lengths"]["samples"]:
+        if isinstance(config.get("lengths"), dict) and len(dataset) != config["lengths"]["samples"]:
             raise ConfigurationError(
                 f"There are {config['lengths']['samples']} lengths, and the dataset has {len(dataset)} samples. Pass "
                 "the lengths of this dataset, one a sample."
@@ -109,7 +112,7 @@ def read_arguments(
     generator: Any,
     accept: tuple[str, ...],
     as_one_rank: bool = True,
-) -> OrderOfLoader:
+) -> LoaderDescription:
     """Read the arguments of a ``StatefulLoader``, which documents them.
 
     Raises:
@@ -138,7 +141,8 @@ def read_arguments(
     if is_plain(sampler, generator):
         samples = _samples_of(dataset, sampler, shuffle=shuffle, seed=seed)
         order = SampleBatchOrder(samples=samples, batch_size=batch_size, drop_last=drop_last, exact=exact)
-        return OrderOfLoader(order, batch_size=batch_size, drop_last=drop_last)
+        accepted = sampler.tracker.accept if isinstance(sampler, StatefulDistributedSampler) else ()
+        return LoaderDescription(order, batch_size=batch_size, drop_last=drop_last, accept=accepted)
     found = _wrapped(
         dataset,
         sampler,
@@ -183,7 +187,7 @@ def without_lightnings(sampler: Any) -> Any:
     return sampler
 
 
-def _of_batches(batches: StatefulBatchSampler | BatchOrder, exact: bool) -> OrderOfLoader:
+def _of_batches(batches: StatefulBatchSampler | BatchOrder, exact: bool) -> LoaderDescription:
     if exact:
         raise ConfigurationError(
             "exact=True never repeats a sample, which whole batches cannot promise; leave it out, or evaluate with "
@@ -191,14 +195,20 @@ def _of_batches(batches: StatefulBatchSampler | BatchOrder, exact: bool) -> Orde
         )
     if isinstance(batches, BatchOrder):
         counts = not isinstance(batches, WrappedSampler)
-        return OrderOfLoader(batches, has_whole_batches=True, counts_samples=counts)
+        return LoaderDescription(batches, has_whole_batches=True, counts_samples=counts)
     tracker = batches.tracker
-    return OrderOfLoader(tracker.order, True, tracker.num_replicas, tracker.rank, tracker.accept)
+    return LoaderDescription(
+        tracker.order,
+        has_whole_batches=True,
+        num_replicas=tracker.num_replicas,
+        rank=tracker.rank,
+        accept=tracker.accept,
+    )
 
 
 def _wrapped(
     dataset: Any, sampler: Any, seed: int, accept: tuple[str, ...], *, batch_size: int | None = None, **how: Any
-) -> OrderOfLoader:
+) -> LoaderDescription:
     """A sampler of the user's, which may be in a wrapper that says how it is dealt out."""
     how |= {"dataset": dataset, "whole_batches": batch_size is None, "batch_size": batch_size or 1}
     num_replicas = rank = None
@@ -211,7 +221,9 @@ def _wrapped(
     order = WrappedSampler(sampler, seed=seed, accept=accept, **how)
     order.check()
     note = f"{order.name} {RESUME_MODES[order.resume_mode]}"
-    return OrderOfLoader(order, False, num_replicas, rank, tuple(order.accept), resume_note=note, counts_samples=False)
+    return LoaderDescription(
+        order, False, num_replicas, rank, tuple(order.accept), resume_note=note, counts_samples=False
+    )
 
 
 def _samples_of(dataset: Any, sampler: Any, *, shuffle: bool, seed: int) -> SampleOrder:
