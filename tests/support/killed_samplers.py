@@ -37,7 +37,7 @@ class Writes(LedgerModel):
             "replaced": loader(sampler=RandomSampler(range(LENGTH), replacement=True)),
             "subset": loader(sampler=SubsetRandomSampler(range(LENGTH))),
             "weighted": loader(sampler=WeightedRandomSampler(samplers.WEIGHTS, LENGTH)),
-            "balanced": loader(batch_sampler=samplers.ClassBalanced(num_batches=21)),
+            "balanced": loader(batch_sampler=samplers.ClassBalanced(num_batches=2 * NUM_STEPS)),
             "shuffled": loader(batch_sampler=samplers.ShuffledBatches(3 * BATCHES)),
             "global": loader(sampler=samplers.GlobalRandom()),
             "unsized": loader(sampler=samplers.WithoutLen()),
