@@ -230,12 +230,6 @@ def test_the_trainers_options_change_nothing_about_it(tmp_path: Path, options: s
     assert_goes_on_from_every_moment(tmp_path, bucketed, FEWER_MOMENTS, **OPTIONS[options])
 
 
-def test_a_limited_epoch_begins_anew_with_other_batches() -> None:
-    ledger = train(bucketed, limit_train_batches=5, max_epochs=2).ledger
-    assert [event[2] for event in trained(ledger)] == [0, 1, 2, 3, 4] * 2
-    assert batches(ledger, 0) != batches(ledger, 1)
-
-
 CHAIN = [("on_train_batch_end", 0, 3), ("on_before_backward", 0, 2), ("on_train_batch_end", 1, 0)]
 
 
@@ -253,19 +247,6 @@ def test_a_chain_of_stops_gives_the_uninterrupted_run(tmp_path: Path) -> None:
     assert_same_end(last, whole)
 
 
-def test_workers_that_have_fetched_ahead_change_nothing(tmp_path: Path) -> None:
-    def make(workers: int) -> Any:
-        return lambda: bucketed(num_workers=workers)
-
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)
-    train(make(2), callbacks=[stop], max_epochs=2)
-    resumed = train(make(2), ckpt_path=tmp_path / "stop.ckpt", seed=99, max_epochs=2)
-    whole = train(make(0), max_epochs=2)
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
-
-
 def test_the_state_is_plain_and_under_a_kilobyte(tmp_path: Path) -> None:
     stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)
     train(bucketed, callbacks=[stop])
@@ -275,28 +256,6 @@ def test_the_state_is_plain_and_under_a_kilobyte(tmp_path: Path) -> None:
 
 
 # Objects used again
-
-
-def test_a_module_that_is_fitted_again_begins_anew() -> None:
-    data = bucketed()
-    first = train(lambda: data)
-    second = train(lambda: data)
-    assert second.ledger == first.ledger
-    assert_same_end(second, first)
-
-
-def test_a_trainer_that_is_fitted_again_goes_on_within_the_epoch() -> None:
-    whole = train(bucketed)
-    model, data = None, bucketed()
-    for max_steps in (5, 15, -1):
-        if model is None:
-            run = train(lambda: data, max_steps=max_steps)
-            model = run.trainer.lightning_module
-            continue
-        run.trainer.fit_loop.epoch_loop.max_steps = max_steps
-        run.trainer.fit(model, datamodule=data)
-    # Lightning makes a new optimizer for each fit, so weights differ.
-    assert batches(model.ledger) == batches(whole.ledger)
 
 
 def test_the_batch_sampler_shows_what_a_run_will_train_on() -> None:
@@ -309,11 +268,6 @@ def test_overfitting_trains_on_the_same_batches_in_every_epoch() -> None:
     ledger = train(bucketed, overfit_batches=3, max_epochs=2).ledger
     assert len(batches(ledger, 0)) == 3
     assert batches(ledger, 0) == batches(ledger, 1)
-
-
-def test_overfitting_says_that_batches_are_not_shuffled() -> None:
-    with pytest.warns(StatefulWarning, match="overfit_batches trains on the same batches"):
-        train(bucketed, overfit_batches=3, max_epochs=1)
 
 
 # Evaluation and prediction

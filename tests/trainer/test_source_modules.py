@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,6 @@ def test_a_run_saved_at_the_last_batch_of_an_epoch_begins_the_next_one(tmp_path:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "accumulating": {"accumulate_grad_batches": 3},
-    "validating within epochs": {"val_check_interval": 3},
     "validating over epochs": {"val_check_interval": 5, "check_val_every_n_epoch": None},
     "limited": {"limit_train_batches": 6},
     "reloading": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3},
@@ -86,13 +84,10 @@ FEWER_MOMENTS = [
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("round robin", "accumulating"),
         ("by sample, steps", "accumulating"),
-        ("round robin", "validating within epochs"),
         ("by sample, steps", "validating over epochs"),
         ("round robin", "limited"),
         ("by sample, steps", "limited"),
-        ("round robin", "reloading"),
         ("by sample, steps", "reloading"),
         ("round robin", "counting steps"),
     ],
@@ -101,20 +96,13 @@ def test_the_trainers_options_change_nothing_about_it(tmp_path: Path, name: str,
     assert_goes_on_from_every_moment(tmp_path, MODULES[name], FEWER_MOMENTS, **OPTIONS[options])
 
 
-CHAINS = [
-    [("on_train_batch_end", 0, 3), ("on_train_batch_end", 0, 1), ("on_train_batch_end", 1, 0)],
-    [("on_before_backward", 0, 4), ("on_before_backward", 0, 2), ("on_train_epoch_start", 1, 0)],
-    [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 1), ("on_validation_end", 1, 0)],
-]
+CHAIN = [("on_train_batch_end", 0, 3), ("on_before_backward", 0, 2), ("on_train_epoch_end", 1, 0)]
 
 
-@pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("name", ["round robin", "schedule, by sample"])
-def test_a_chain_of_stops_gives_the_uninterrupted_run(
-    tmp_path: Path, name: str, chain: list[tuple[str, int, int]]
-) -> None:
+def test_a_chain_of_stops_gives_the_uninterrupted_run(tmp_path: Path, name: str) -> None:
     ledgers, path = [], None
-    for number, (hook, epoch, batch) in enumerate(chain):
+    for number, (hook, epoch, batch) in enumerate(CHAIN):
         stop = StopAt(hook, tmp_path / f"{number}.ckpt", epoch=epoch, batch=batch)
         train_on(MODULES[name], callbacks=[stop], ckpt_path=path, seed=1 if path is None else 50 + number)
         assert stop.ledger is not None
@@ -199,16 +187,6 @@ def test_a_trainer_that_is_fitted_again_goes_on_within_the_epoch(name: str) -> N
         run.trainer.fit(model, datamodule=data)
     # Lightning makes a new optimizer for each fit, so weights differ.
     assert [event[4] for event in trained(model.ledger)] == [event[4] for event in trained(whole.ledger)]
-
-
-def test_a_run_ended_by_max_steps_goes_on_from_a_checkpoint_saved_after_it(tmp_path: Path) -> None:
-    for name, steps in itertools.product(["round robin", "mixture, steps"], [5, 8]):
-        first = train_on(MODULES[name], max_steps=steps)
-        first.trainer.save_checkpoint(tmp_path / "end.ckpt")
-        resumed = train_on(MODULES[name], ckpt_path=tmp_path / "end.ckpt", seed=99)
-        whole = train_on(MODULES[name])
-        assert trained(first.ledger) + trained(resumed.ledger) == trained(whole.ledger)
-        assert_same_end(resumed, whole)
 
 
 @pytest.mark.filterwarnings("ignore:.*overfit_batches trains on the same batches.*")
