@@ -296,9 +296,9 @@ class WrappedEpochPlan:
 
     @property
     def ends_in_pairs(self) -> bool:
-        """Whether single samples that are left at the end are served in batches of two."""
-        whole_batches = self.order.whole_batches
-        return self.order.is_sized and not whole_batches and self.rule.merges(self.remaining or 0)
+        """Whether what is left at the end is served in one batch with what comes before."""
+        order = self.order
+        return order.is_sized and (not order.whole_batches or order.is_collated) and self.rule.merges(self.remaining or 0)
 
     def num_samples(self, rank: int) -> int:
         """Samples of ``rank`` in this plan.
