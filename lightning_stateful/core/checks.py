@@ -1,4 +1,4 @@
-"""Legal ranges of what orders and samplers are made from."""
+"""Checks of arguments: integers, and lengths of datasets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from lightning_stateful.errors import ConfigurationError
 
 
 def as_int(name: str, value: Any) -> int:
-    """A Python int from any integer (NumPy's among them): states hold no other kind.
+    """Convert any integer, NumPy's among them, to a Python int; a state can hold no other kind.
+
+    Args:
+        name: The argument's name, for the error.
+        value: Its value.
 
     Raises:
         ConfigurationError: ``value`` is no integer.

@@ -20,7 +20,8 @@ from lightning_stateful.core.progress import Progress
 from lightning_stateful.core.ranges import Indices
 from lightning_stateful.core.seeding import loader_seed
 
-# Steps of an epoch whose end is known only when it is there. More than any epoch has, so that min() and max() hold.
+# ``num_steps`` of an epoch whose end is not known beforehand. It is larger than any number of steps, so that min(),
+# max() and comparisons with it need no special case.
 UNKNOWN = 2**62
 
 # The first batch should not wait for many; later ones are computed many at a time.
@@ -32,7 +33,7 @@ class EpochPlan(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Which epoch."""
+        """The epoch that is planned."""
         ...
 
     @property
@@ -56,29 +57,47 @@ class EpochPlan(Protocol):
         ...
 
     def report_after(self, steps: int) -> dict[str, Any]:
-        """What has been served of the epoch after ``steps`` steps of this plan, as plain data for people."""
+        """Counts of what the epoch has served after ``steps`` steps of this plan, as plain data for people to read."""
         ...
 
     def repeats(self) -> str:
-        """What is served twice because ranks take equal steps, in words; empty if nothing is."""
+        """A sentence on what is served twice to keep ranks in step; empty if nothing is."""
+        ...
+
+
+@runtime_checkable
+class SampleCountingPlan(EpochPlan, Protocol):
+    """A plan that cuts single samples into batches, and so can count them beforehand."""
+
+    @property
+    def ends_in_pairs(self) -> bool:
+        """Whether single samples that are left at the end are served in batches of two."""
+        ...
+
+    def num_samples(self, rank: int) -> int:
+        """Samples of ``rank`` in this plan.
+
+        Raises:
+            TypeError: The number is not known before the end.
+        """
         ...
 
 
 @runtime_checkable
 class BatchOrder(Protocol):
-    """What comes where: batches of an epoch, as a pure function of configuration, epoch and number of ranks.
+    """The batches of every epoch, as a pure function of configuration, epoch and number of ranks.
 
     Implementations are frozen values.
     """
 
     @property
     def kind(self) -> str:
-        """The name under which a state knows this order."""
+        """The name of this kind of order in a state."""
         ...
 
     @property
     def version(self) -> int:
-        """Raised whenever the same configuration gives another sequence."""
+        """A number that is raised whenever the same configuration gives another sequence than before."""
         ...
 
     @property
@@ -87,17 +106,18 @@ class BatchOrder(Protocol):
         ...
 
     def config(self) -> dict[str, Any]:
-        """What determines the sequence, as plain data; compared when a state is loaded, never applied."""
+        """The settings that determine the sequence, as plain data: compared when a state is loaded, never applied."""
         ...
 
     def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> EpochPlan:
         """Plan ``epoch``, or the rest of it, for ``num_replicas`` ranks.
 
         Args:
-            epoch: Which epoch.
+            epoch: The epoch to plan.
             num_replicas: Number of ranks.
-            progress: Where the run stands: within this epoch, which is planned from there, whatever ranks it was on;
-                or in another one, of which only orders that carry over take notice. None for the beginning.
+            progress: The progress of the run. One within this epoch: the rest is planned from there, on however many
+                ranks it was made. One of another epoch: only orders that carry over look at it. None: plan the whole
+                epoch.
 
         Raises:
             PositionError: The progress lies beyond the end of the epoch.
@@ -105,22 +125,25 @@ class BatchOrder(Protocol):
         ...
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
-        """A progress that was saved under another configuration, once the differences have been accepted.
+        """Translate a progress that was saved under another configuration, whose differences have been accepted.
 
         Args:
-            progress: As it was saved.
+            progress: The progress as it was saved.
             saved: The configuration that it was saved under.
 
+        Returns:
+            A progress of this order.
+
         Raises:
-            StateMismatchError: It cannot be continued, whatever is accepted.
+            StateMismatchError: The run cannot go on from there, whatever is accepted.
         """
         ...
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> BatchOrder:
-        """The same batches for another use.
+        """A copy of this order for one of several loaders, or for evaluation.
 
         Args:
-            path: The place of the loader among several that are served side by side; each draws from (seed, path).
+            path: The loader's place in the user's list or dict of loaders, with dots; each draws from (seed, path).
             exact: For evaluation: no sample is served twice unless there are fewer samples than ranks. Orders of whole
                 batches cannot promise it and stay as they are.
             shuffle: False for the same batches in the same order in every epoch.
@@ -132,7 +155,7 @@ AnOrder = TypeVar("AnOrder")
 
 
 def seeded_at(order: AnOrder, path: str) -> AnOrder:
-    """The same dataclass with a seed drawn from (seed, path); itself for an empty path, or where it has no seed."""
+    """A copy of a dataclass with a seed derived from (seed, path); itself for an empty path, or if it has no seed."""
     seed = getattr(order, "seed", None)
     if not path or seed is None or not is_dataclass(order):
         return order
@@ -142,14 +165,17 @@ def seeded_at(order: AnOrder, path: str) -> AnOrder:
 def read_in_chunks(
     read: Callable[[int, int], tuple[Indices, Indices]], first: int, last: int, *, largest: int = _LARGEST_CHUNK
 ) -> Iterator[list[int]]:
-    """The batches of some steps as lists, computed in chunks that grow.
+    """Iterate over one rank's batches of the steps ``first <= step < last``, computed in chunks that grow.
 
     Args:
-        read: From a first step and the step behind the last one to the indices of their batches one after the other,
-            int64 of shape ``(n,)``, and the size of each batch, of shape ``(steps,)``.
+        read: Called with the first step of a chunk and the step behind its last one. Returns the indices of their
+            batches one after the other, int64 of shape ``(n,)``, and the size of each batch, of shape ``(steps,)``.
         first: The first step.
-        last: The step behind the last.
-        largest: Steps in a chunk, at most.
+        last: The step behind the last one.
+        largest: The most steps in a chunk.
+
+    Yields:
+        The indices of a batch, as a list.
     """
     size = _FIRST_CHUNK
     while first < last:
@@ -164,5 +190,5 @@ def read_in_chunks(
 
 
 def say_repeats(repeated: int, total: int, unit: str = "samples") -> str:
-    """What is served twice, in words; empty if nothing is."""
+    """A sentence on how much is served twice; empty if nothing is."""
     return f"{repeated} of {total} {unit} are served twice in every epoch" if repeated else ""

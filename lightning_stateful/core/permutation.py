@@ -181,13 +181,13 @@ class ClassShuffle:
 
     Args:
         starts: The first element of each class and, last, the end of the last; int64 of shape ``(classes + 1,)``.
-        labels: What the keys are derived from.
+        *labels: Strings and integers that the keys are derived from, as in :func:`derive_seed`.
 
     Source:
         See :class:`KeyedPermutation`.
     """
 
-    def __init__(self, starts: Indices, *labels: Any) -> None:
+    def __init__(self, starts: Indices, *labels: Label) -> None:
         self._starts = starts
         sizes = np.diff(starts)
         self._sorted = sizes <= _SORTED
@@ -242,8 +242,12 @@ class ClassShuffle:
             words ^= words >> shifts
 
 
-def _shuffled_table(starts: Indices, chosen: NDArray[np.bool_], labels: tuple[Any, ...]) -> tuple[Indices, Indices]:
-    """Where each of the chosen classes begins in a table of their elements, and that table, each class shuffled."""
+def _shuffled_table(starts: Indices, chosen: NDArray[np.bool_], labels: tuple[Label, ...]) -> tuple[Indices, Indices]:
+    """Shuffle the elements of each chosen class into one table.
+
+    Returns:
+        The beginning of each class in the table, and the table.
+    """
     counts = np.diff(starts) * chosen
     table_starts = np.cumsum(counts) - counts
     elements = concatenated_ranges(starts[:-1], counts)

@@ -1,4 +1,4 @@
-"""How far the model has been trained: the only thing in a state that differs from step to step."""
+"""The progress of training within an epoch: the only part of a state that changes from step to step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _COUNTS = ("epoch", "cycle", "consumed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What the model has been trained on, over all ranks; equal on every rank.
+    """A position in training: an epoch, and how much of it the model has been trained on. Equal on every rank.
 
     Attributes:
         epoch: The epoch that the next batch belongs to, from 0.
         cycle: Passes over the data that came before within the epoch: a short loader starts over beside a longer one
             (``max_size_cycle``).
-        consumed: What of this pass the model has been trained on: samples, over all ranks; steps, of an order whose
-            batches are whole (mixtures, buckets) or of a stream; or what a wrapped sampler yields, samples or batches.
-        details: What the order has to know beside to plan the rest of the epoch: plain JSON data of its own.
+        consumed: How much of this pass the model has been trained on, counted over all ranks. The unit is the order's:
+            samples of a plain dataset, steps of mixtures, buckets and streams, items of a wrapped sampler.
+        details: Whatever else the order needs to plan the rest of the epoch: plain JSON data of its own.
 
     Raises:
         PositionError: A count is negative.

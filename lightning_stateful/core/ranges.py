@@ -1,4 +1,4 @@
-"""Many ranges of integers at once, given by arrays of their starts and sizes."""
+"""Array operations on many ranges of integers at once, given by arrays of their starts and sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ def bounds_of(sizes: Indices) -> Indices:
 
 
 def concatenated_ranges(starts: Indices, sizes: Indices, step: int = 1) -> Indices:
-    """``numpy.arange`` of each start, with ``size`` elements ``step`` apart, all concatenated."""
+    """Concatenate ``start, start + step, ...`` with ``size`` elements, of every range.
+
+    Args:
+        starts: The first element of each range, int64 of shape ``(ranges,)``.
+        sizes: Its number of elements, of the same shape.
+        step: The distance between elements.
+
+    Returns:
+        int64 of shape ``(sizes.sum(),)``.
+    """
     if not sizes.size:
         return starts
     size = int(sizes[0])

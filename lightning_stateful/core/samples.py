@@ -27,8 +27,8 @@ class SampleOrder(Protocol):
     """A sequence of samples for every epoch, with random access. Implementations are frozen values.
 
     Attributes:
-        kind: The name under which a state knows this order.
-        version: Raised whenever the same configuration gives another sequence.
+        kind: The name of this kind of order in a state.
+        version: A number that is raised whenever the same configuration gives another sequence than before.
     """
 
     kind: ClassVar[str]
@@ -39,11 +39,17 @@ class SampleOrder(Protocol):
         ...
 
     def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
-        """The samples at ``offsets`` of an epoch, in its pass number ``cycle``: int64 of shape ``(n,)``, and back."""
+        """Look up samples: offsets in the sequence, int64 of shape ``(n,)`` -> indices of the dataset, ``(n,)``.
+
+        Args:
+            offsets: Offsets in the sequence of the epoch, each in ``range(len(self))``.
+            epoch: The epoch.
+            cycle: Number of the pass within the epoch; above 0 where a loader starts over beside a longer one.
+        """
         ...
 
     def config(self) -> dict[str, Any]:
-        """What determines the sequence, as plain data to be compared."""
+        """The settings that determine the sequence, as plain data: compared when a state is loaded, never applied."""
         ...
 
 
@@ -76,7 +82,7 @@ class SequentialOrder:
 
 @dataclass(frozen=True, slots=True)
 class ShuffledOrder:
-    """Every sample once, in an order of its own each epoch.
+    """Every sample once, in another random order each epoch.
 
     Attributes:
         length: Number of samples.
@@ -105,7 +111,7 @@ class ShuffledOrder:
 
 @dataclass(frozen=True, slots=True)
 class BlockShuffledOrder:
-    """Blocks of neighbours in a shuffled order, and samples shuffled within a window of blocks.
+    """Blocks of consecutive samples in a shuffled order, and samples shuffled within a window of blocks.
 
     While a window is served, only ``window`` blocks of the dataset are read. A sample can meet any sample of its own
     block and of the ``window - 1`` blocks that the epoch puts beside it; another epoch puts others there.
@@ -191,16 +197,16 @@ class SampleBatchOrder:
 
     @property
     def kind(self) -> str:
-        """That of the samples."""
+        """The kind of the sample order: how samples are cut makes no kind of its own."""
         return self.samples.kind
 
     @property
     def version(self) -> int:
-        """That of the samples."""
+        """The version of the sample order."""
         return self.samples.version
 
     def config(self) -> dict[str, Any]:
-        """What decides which samples are served; not the batch size."""
+        """The settings that decide which samples are served, as plain data; the batch size is not among them."""
         return {**self.samples.config(), "drop_last": self.drop_last}
 
     def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> SampleEpochPlan:
@@ -224,16 +230,16 @@ class SampleBatchOrder:
         return SampleEpochPlan(self, rule, epoch, here.cycle, here.consumed)
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
-        """The same: samples are counted alike under any configuration."""
+        """``progress`` itself: samples are counted alike under any configuration."""
         return progress
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> SampleBatchOrder:
-        """The same batches for another use; see :class:`~lightning_stateful.core.order.BatchOrder`."""
+        """A copy for one of several loaders, or for evaluation; see :meth:`BatchOrder.adapted`."""
         samples = seeded_at(self.samples, path) if shuffle else SequentialOrder(len(self.samples))
         return replace(self, samples=samples, exact=self.exact or exact)
 
     def with_repeats(self) -> SampleBatchOrder:
-        """The same, with samples served twice in place of the two at once that ``exact`` makes of single ones."""
+        """A copy without ``exact``, for samples that cannot be collated in pairs: some are served twice instead."""
         return replace(self, exact=False)
 
 
@@ -242,11 +248,11 @@ class SampleEpochPlan:
     """The rest of an epoch of samples.
 
     Attributes:
-        order: What is served.
-        rule: How it is cut into steps.
-        epoch: Which epoch.
-        cycle: Which pass within the epoch.
-        consumed: Samples of the pass that were consumed before.
+        order: The order that was planned.
+        rule: Cuts the samples into steps.
+        epoch: The epoch.
+        cycle: Number of the pass within the epoch.
+        consumed: Samples of the pass that were consumed before this plan begins.
     """
 
     order: SampleBatchOrder
@@ -257,7 +263,7 @@ class SampleEpochPlan:
 
     @cached_property
     def remaining(self) -> int:
-        """Samples left."""
+        """Samples of the pass that this plan serves, or drops at its end."""
         return len(self.order.samples) - self.consumed
 
     @cached_property
@@ -272,9 +278,7 @@ class SampleEpochPlan:
 
     def num_samples(self, rank: int) -> int:
         """Samples of ``rank`` in this plan."""
-        plain = self._num_plain(self.remaining)
-        tail = sum(share.size for share in self._last_shares(plain * self.rule.full, rank))
-        return plain * self.rule.batch_size + tail
+        return self.rule.num_samples(self.remaining, rank)
 
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
         """The batches of ``rank``, or its samples if they are not collated; numbered by the offset of the first."""
@@ -289,25 +293,30 @@ class SampleEpochPlan:
             yield from indices.ravel().tolist()
 
     def _chunks(self, rank: int, first_step: int) -> Iterator[tuple[Indices, Indices]]:
-        """Offsets, and the samples there, of many batches of one size: both int64 of shape ``(batches, size)``."""
+        """Look up many batches of one size at once.
+
+        Yields:
+            Offsets, and the samples there: both int64 of shape ``(batches, size)``.
+        """
         rule, size = self.rule, self.rule.batch_size
-        done = rule.served(self.remaining, first_step)
-        plain = self._num_plain(self.remaining - done)
-        own = self.consumed + rank * size + np.arange(size, dtype=np.int64)
+        served = rule.served(self.remaining, first_step)
+        begin, left = self.consumed + served, self.remaining - served
+        num_alike = rule.num_alike(left)
+        own = begin + rank * size + np.arange(size, dtype=np.int64)
         per_chunk = max(_CHUNK // size, 1)
-        for start in range(0, plain, per_chunk):
-            steps = np.arange(start, min(start + per_chunk, plain), dtype=np.int64)
-            offsets = (done + steps * rule.full)[:, None] + own
+        for start in range(0, num_alike, per_chunk):
+            steps = np.arange(start, min(start + per_chunk, num_alike), dtype=np.int64)
+            offsets = (steps * rule.full)[:, None] + own
             yield offsets, self._take(offsets)
-        for share in self._last_shares(done + plain * rule.full, rank):
-            yield (self.consumed + share)[None], self._take(self.consumed + share)[None]
+        for share in rule.last_shares(left, rank):
+            yield (begin + share)[None], self._take(begin + share)[None]
 
     def _take(self, offsets: Indices) -> Indices:
         return self.order.samples.take(offsets.ravel(), self.epoch, self.cycle).reshape(offsets.shape)
 
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps."""
-        # Not so after no step: on other ranks there may be steps in what these leave out.
+        # After 0 steps nothing counts as served, even what drop_last drops here: fewer ranks may still serve it.
         served = self.rule.served(self.remaining, steps) if steps else 0
         return Progress(epoch=self.epoch, cycle=self.cycle, consumed=self.consumed + served)
 
@@ -316,15 +325,5 @@ class SampleEpochPlan:
         return {"samples": self.cycle * len(self.order.samples) + self.progress_after(steps).consumed}
 
     def repeats(self) -> str:
-        """What is served twice, in words."""
+        """A sentence on what is served twice; empty if nothing is."""
         return say_repeats(self.rule.num_repeated(self.remaining), len(self.order.samples))
-
-    def _num_plain(self, remaining: int) -> int:
-        """Steps that are full and alike: all but the last two."""
-        return max(remaining // self.rule.full - 1, 0)
-
-    def _last_shares(self, done: int, rank: int) -> Iterator[Indices]:
-        """What ``rank`` has of the last steps, one by one, counted from the plan's first sample."""
-        while self.rule.num_steps(self.remaining - done):
-            yield done + self.rule.share(self.remaining - done, rank)
-            done += self.rule.step_size(self.remaining - done)

@@ -38,11 +38,11 @@ def derive_words(count: int, *labels: Label) -> list[int]:
 
 
 def mixed_seed(seed: int, *numbers: int) -> int:
-    """A seed for each of very many things that are counted, from one derived seed: much faster than a hash for each.
+    """Mix numbers into a derived seed: one seed for each of very many batches, much faster than a hash for each.
 
     Args:
-        seed: What :func:`derive_seed` gave for what the things have in common.
-        *numbers: Integers below 2**64 that tell them apart, as many for all.
+        seed: A seed from :func:`derive_seed`, for what the batches have in common.
+        *numbers: Integers below 2**64 that tell the batches apart; equally many for each.
 
     Returns:
         An integer in ``range(2**64)``, equal on every platform.
@@ -63,10 +63,10 @@ def loader_seed(seed: int, path: str) -> int:
 
     Args:
         seed: The seed that all of them share.
-        path: The loader's place in the user's list or dict, with dots; empty for a loader that stands alone.
+        path: The loader's place in the user's list or dict of loaders, with dots; empty for a single loader.
 
     Returns:
-        ``seed`` itself for a loader that stands alone.
+        ``seed`` itself for a single loader.
     """
     return derive_seed("loader", seed, path) if path else seed
 

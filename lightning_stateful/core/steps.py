@@ -1,7 +1,8 @@
-"""The one rule by which the rest of an epoch is cut into steps and dealt out to ranks."""
+"""The rule by which the rest of an epoch is cut into steps and dealt out to ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,15 @@ class StepRule:
     there some samples are served twice (:meth:`num_repeated` counts them), unless ``exact`` says to serve the
     remainder with the last full step in batches of two. Samples are counted here by their offset in the epoch; whole
     batches that nobody may cut are counted in the same way, with ``batch_size=1``.
+
+    On 4 ranks::
+
+        batch_size  remaining  samples of each rank, step by step
+        4           26         4 4 4 4 | 3 3 2 2
+        4           17         4 3 3 3 | 1 1 1 1     16 and 1 would leave three ranks without a sample
+        4           3          1 1 1 1               fewer samples than ranks: the first is served twice
+        1           6          1 1 1 1 | 1 1 1 1     the fifth and the sixth are served twice
+        1           6          2 2 1 1               the same with exact=True
 
     Every answer depends on ``remaining`` alone and not on how one got there: that is what makes a resume on another
     number of ranks, or with another batch size, arithmetic.
@@ -54,7 +64,7 @@ class StepRule:
     def num_steps(self, remaining: int) -> int:
         """Steps that serve ``remaining`` samples."""
         quotient, rest = divmod(remaining, self.full)
-        return quotient + (rest > 0 and not self.drop_last and not self._merges(quotient, rest))
+        return quotient + (rest > 0 and not self.drop_last and not self._joins_rest(quotient, rest))
 
     def step_size(self, remaining: int) -> int:
         """Samples of the next step (0 when there is none), not counting repeated ones."""
@@ -62,7 +72,7 @@ class StepRule:
         if quotient == 0:
             return 0 if self.drop_last else rest
         if quotient == 1:
-            return self.full + self._correction(quotient, rest)
+            return self.full + self._extra_in_last_full(quotient, rest)
         return self.full
 
     def served(self, remaining: int, steps: int) -> int:
@@ -70,10 +80,10 @@ class StepRule:
         if steps >= self.num_steps(remaining):
             return remaining
         quotient, rest = divmod(remaining, self.full)
-        return steps * self.full + (self._correction(quotient, rest) if steps >= quotient else 0)
+        return steps * self.full + (self._extra_in_last_full(quotient, rest) if steps >= quotient else 0)
 
     def share(self, remaining: int, rank: int) -> Indices:
-        """What ``rank`` serves in the next step: offsets from the first remaining sample, int64, ``(batch,)``."""
+        """The samples of ``rank`` in the next step: offsets from the first remaining one, int64, ``(batch,)``."""
         size = self.step_size(remaining)
         if self.pad and size:
             equal = -(-size // self.num_replicas)
@@ -83,31 +93,51 @@ class StepRule:
         part = split_evenly(size, self.num_replicas, rank)
         return np.arange(part.start, part.stop, dtype=np.int64)
 
+    def num_alike(self, remaining: int) -> int:
+        """Full steps at the beginning that are all alike: all steps but the last one or two."""
+        return max(remaining // self.full - 1, 0)
+
+    def last_shares(self, remaining: int, rank: int) -> Iterator[Indices]:
+        """The samples of ``rank`` in each step after the :meth:`num_alike` first: offsets as in :meth:`share`."""
+        served = self.num_alike(remaining) * self.full
+        while self.num_steps(remaining - served):
+            yield served + self.share(remaining - served, rank)
+            served += self.step_size(remaining - served)
+
+    def num_samples(self, remaining: int, rank: int) -> int:
+        """Samples of ``rank`` in all steps, repeated ones included."""
+        in_last = sum(share.size for share in self.last_shares(remaining, rank))
+        return self.num_alike(remaining) * self.batch_size + in_last
+
     def num_repeated(self, remaining: int) -> int:
         """Samples that are served a second time in the rest of the epoch: fewer than ``num_replicas``."""
         rest = remaining - self.served(remaining, self.num_steps(remaining) - 1) if remaining else 0
         if self.pad and self.num_steps(remaining):
             return 0 if self.drop_last else -rest % self.num_replicas
-        short = 0 < rest < self.num_replicas and self.num_steps(remaining) > 0
-        return self.num_replicas - rest if short else 0
+        is_too_short = 0 < rest < self.num_replicas and self.num_steps(remaining) > 0
+        return self.num_replicas - rest if is_too_short else 0
 
     def merges(self, remaining: int) -> bool:
         """Whether the last full step also serves what is left, in batches of two."""
-        return self._merges(*divmod(remaining, self.full))
+        return self._joins_rest(*divmod(remaining, self.full))
 
     def num_dropped(self, remaining: int) -> int:
         """Samples that ``drop_last`` leaves out."""
         return remaining % self.full if self.drop_last else 0
 
-    def _short(self, quotient: int, rest: int) -> bool:
+    # Below, `remaining` is `quotient` full steps and a `rest` of fewer samples than a full step.
+
+    def _lacks_samples(self, quotient: int, rest: int) -> bool:
+        """Whether the rest has fewer samples than ranks, and there is a full step before it that may help."""
         return quotient > 0 and 0 < rest < self.num_replicas and not self.drop_last and not self.pad
 
-    def _merges(self, quotient: int, rest: int) -> bool:
-        return self.exact and self.batch_size == 1 and self._short(quotient, rest)
+    def _joins_rest(self, quotient: int, rest: int) -> bool:
+        """Whether the rest is served with the last full step, in batches of two: ``2 2 1 1`` above."""
+        return self.exact and self.batch_size == 1 and self._lacks_samples(quotient, rest)
 
-    def _correction(self, quotient: int, rest: int) -> int:
-        """What the last full step takes more (or, negative, leaves to the short one)."""
-        if not self._short(quotient, rest):
+    def _extra_in_last_full(self, quotient: int, rest: int) -> int:
+        """Samples that the last full step serves beyond ``full``: 2 for ``2 2 1 1`` above, -3 for ``4 3 3 3``."""
+        if not self._lacks_samples(quotient, rest):
             return 0
         if self.batch_size == 1:
             return rest if self.exact else 0

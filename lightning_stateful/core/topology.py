@@ -1,4 +1,4 @@
-"""Who takes which part: the replicas of a run and even splits over them."""
+"""Data-parallel ranks of a run, and even splits over them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Topology:
 
 
 def split_evenly(count: int, num_parts: int, part: int) -> range:
-    """The consecutive share of ``part`` when ``count`` things are split over ``num_parts``.
+    """Split ``range(count)`` into ``num_parts`` consecutive shares, and return share number ``part``.
 
     Shares differ by at most one, the longer ones come first, and together they are ``range(count)`` in order.
     """

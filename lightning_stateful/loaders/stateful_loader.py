@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_stateful.core.order import UNKNOWN, EpochPlan
+from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, SampleCountingPlan
 from lightning_stateful.core.progress import Progress
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.topology import Topology
@@ -137,8 +137,8 @@ class StatefulLoader(Pickled, DataLoader[Any]):
             DataLoader.__init__(self, dataset, batch_size=batch_size, sampler=indices, **how, **options)
 
     @property
-    def order(self) -> Any:
-        """What is served."""
+    def order(self) -> BatchOrder:
+        """The order that the loader serves, with its seed derived for the loader's path."""
         return self.tracker.order
 
     @property
@@ -320,13 +320,13 @@ class _PassIndices(DistributedSampler[Any]):
                 yield batch
 
     def __len__(self) -> int:
-        plan: Any = self._tracker.plan_of(0)
-        if not hasattr(plan, "num_samples"):
+        plan = self._tracker.plan_of(0)
+        if not isinstance(plan, SampleCountingPlan):
             raise TypeError("The samples of whole batches are counted only when they are served.")
-        return int(plan.num_samples(self._tracker.topology.rank))
+        return plan.num_samples(self._tracker.topology.rank)
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing: see :meth:`StatefulLoader.set_epoch`."""
+        """Do nothing: the loader's own :meth:`StatefulLoader.set_epoch` decides."""
 
 
 class _PassBatches(Sampler[Any]):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sized
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DistributedSampler
 
 from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.core.samples import SampleBatchOrder, SampleEpochPlan, SequentialOrder, ShuffledOrder
 from lightning_stateful.samplers.fingerprint import describe_dataset
 from lightning_stateful.samplers.rng import seed_or_default
@@ -79,9 +80,8 @@ class StatefulDistributedSampler(TrackedSampler, DistributedSampler[Any]):
     def __iter__(self) -> Iterator[int]:
         return self.tracker.iterate(self._read)
 
-    def _read(self, plan: Any, first_step: int) -> Iterator[int]:
-        epoch_plan: SampleEpochPlan = plan
-        return epoch_plan.samples(self.rank, first_step)
+    def _read(self, plan: EpochPlan, first_step: int) -> Iterator[int]:
+        return cast(SampleEpochPlan, plan).samples(self.rank, first_step)
 
     def state_dict(self, *, num_samples: int | None = None) -> dict[str, Any]:
         """The state after what the latest iterator has yielded.

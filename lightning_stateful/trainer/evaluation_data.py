@@ -11,7 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
-from lightning_stateful.core.order import EpochPlan
+from lightning_stateful.core.order import EpochPlan, SampleCountingPlan
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.patching import AnyLoader, take_over
@@ -62,8 +62,8 @@ def _serves_pairs(loader: AnyLoader) -> TypeGuard[StatefulLoader]:
     """Whether single samples that are left at the end are served in batches of two."""
     if not isinstance(loader, StatefulLoader) or not loader.is_sized:
         return False
-    # Whole batches of this package's never are.
-    return bool(getattr(loader.plan(0), "ends_in_pairs", False))
+    plan = loader.plan(0)
+    return isinstance(plan, SampleCountingPlan) and plan.ends_in_pairs
 
 
 def _can_serve_pairs(loader: StatefulLoader) -> bool:
