@@ -197,7 +197,7 @@ def state_at(sampler: StatefulBatchSampler, slot: int) -> dict[str, Any]:
     """The state after ``slot`` batches of training, which are not iterated."""
     tracker = sampler.tracker
     epoch, step = divmod(slot, len(sampler))
-    return tracker.state_dict(tracker.plan_of(epoch).progress_after(step))
+    return tracker.state_dict(tracker.plan_epoch(epoch).progress_after(step))
 
 
 def forget() -> None:

@@ -188,7 +188,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
 
     def plan(self, epoch: int, progress: Progress | None = None) -> EpochPlan:
         """The plan of an epoch, or of the rest of it, for the present number of ranks."""
-        return self.tracker.plan_of(epoch, progress)
+        return self.tracker.plan_epoch(epoch, progress)
 
     def batches(self, plan: EpochPlan, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
         """The batches from a step of a plan to its end, without moving the loader.
@@ -313,14 +313,14 @@ class _PassIndices(DistributedSampler[Any]):
         self._tracker, self._is_batched = tracker, is_batched
 
     def __iter__(self) -> Iterator[Any]:
-        for _, batch in self._tracker.plan().batches(self._tracker.topology.rank):
+        for _, batch in self._tracker.current_plan().batches(self._tracker.topology.rank):
             if self._is_batched:
                 yield from batch
             else:
                 yield batch
 
     def __len__(self) -> int:
-        plan = self._tracker.plan_of(0)
+        plan = self._tracker.plan_epoch(0)
         if not isinstance(plan, SampleCountingPlan):
             raise TypeError("The samples of whole batches are counted only when they are served.")
         return plan.num_samples(self._tracker.topology.rank)
@@ -336,7 +336,7 @@ class _PassBatches(Sampler[Any]):
         self._tracker = tracker
 
     def __iter__(self) -> Iterator[Any]:
-        return (batch for _, batch in self._tracker.plan().batches(self._tracker.topology.rank))
+        return (batch for _, batch in self._tracker.current_plan().batches(self._tracker.topology.rank))
 
     def __len__(self) -> int:
-        return known_steps(self._tracker.plan_of(0))
+        return known_steps(self._tracker.plan_epoch(0))

@@ -15,11 +15,10 @@ class StatefulBatchSampler(TrackedSampler, Sampler[list[int]]):
     """Deals the batches of an order out over the ranks, from any progress.
 
     Every rank gets the same number of batches. The end of a pass moves on to the next epoch; :meth:`set_epoch` chooses
-    one, and keeps loaded progress within the same epoch. An iterator that is abandoned leaves the beginning of its
-    pass where it was.
+    one, and keeps loaded progress within the same epoch. If an iterator is abandoned, the next one begins where it did.
 
     Args:
-        order: What is served.
+        order: The order to serve: of mixtures, buckets, plain samples or one of your own.
         num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
         rank: This rank; by default that of the process group, or 0.
         accept: Names of differences between a state and this configuration to let pass on load.
@@ -42,12 +41,12 @@ class StatefulBatchSampler(TrackedSampler, Sampler[list[int]]):
 
     @property
     def order(self) -> BatchOrder:
-        """What is served."""
+        """The order that the sampler serves."""
         return self.tracker.order
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
-        return self.tracker.plan_of(0).num_steps
+        return self.tracker.plan_epoch(0).num_steps
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.tracker.iterate(self._read)

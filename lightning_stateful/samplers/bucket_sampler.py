@@ -31,23 +31,23 @@ class BucketBatchSampler(StatefulBatchSampler):
     Args:
         lengths: Tokens (or frames, or whatever the budget counts) of every sample: integers, or the path of a ``.npy``
             file of them, which is memory-mapped.
-        max_tokens: What a batch may hold, padding included: its number of samples times its longest.
+        max_tokens: The most tokens of a batch, padding included: its number of samples times its longest.
         batch_size: In place of ``max_tokens``: samples in a batch.
         max_samples: Samples that a batch never exceeds, beside ``max_tokens``.
         multiple: Batches of at least so many samples have a multiple of it, for example 8 for tensor cores.
-        cost: What samples cost beside their tokens, as a :class:`QuadraticCost`.
+        cost: A cost of samples beside their tokens, as a :class:`QuadraticCost`.
         num_buckets: Number of buckets. By default 128, or fewer where that would leave a bucket fewer than 4 batches on
             average.
         boundaries: Where buckets end: ``"least_padding"`` (the default, as None is) and ``"equal_counts"`` choose, or
             the longest length of each bucket, rising.
-        too_long: What to do about samples longer than the budget: ``"error"`` refuses them, ``"drop"`` leaves them out.
-        shuffle: False to serve the longest bucket first, alike in every epoch.
+        too_long: How to treat samples longer than the budget: ``"error"`` refuses them, ``"drop"`` leaves them out.
+        shuffle: False to serve the longest bucket first, in the same order in every epoch.
         drop_last: Leave out the last step if it is not full.
         seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
         num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
         rank: This rank; by default that of the process group, or 0.
-        accept: Names of differences between a state and this configuration to let pass on load. What decides about
-            batches can only change between epochs.
+        accept: Names of differences between a state and this configuration to let pass on load. Settings that decide
+            which samples form a batch can only change between epochs.
 
     Attributes:
         num_dropped: Samples left out because they are too long.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
     """Deals what any sampler or batch sampler yields out to the ranks, in turn, from any progress.
 
     All ranks see one and the same sequence: in every epoch a deep copy of the sampler is iterated, under randomness
-    seeded from (seed, epoch); it is told the epoch where it has ``set_epoch``, and believes that there is one rank.
+    seeded from (seed, epoch); if it has ``set_epoch``, it is told the epoch; and it believes that there is one rank.
     Every rank gets the same number of items. Nothing but a few thousand items ahead is held in memory, so a sampler may
     be endless.
 
@@ -33,13 +33,13 @@ class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
         sampler: Any iterable that yields an epoch of indices, or of batches of them, whenever it is iterated.
         num_replicas: Number of ranks; by default that of the process group at the first item, or 1.
         rank: This rank; by default that of the process group, or 0.
-        tail: What becomes of the last items of an epoch, fewer than ranks. ``"split"``: batches are split over the
-            ranks sample by sample, so that every sample comes once (single samples, of which there are fewer than
-            ranks, are served twice); ``"pad"``: some items are served twice; ``"drop"``: they are left out.
-        shuffle_samples_between_gpus: Let the items of a step go to ranks in a random order, which changes from step
-            to step.
-        length: Items that the sampler yields in an epoch: ``"len"`` for its own ``len()`` if it has one,
-            ``"unknown"`` to find out where it ends, or a number after which an epoch is cut off.
+        tail: How to treat the last items of an epoch when they are fewer than the ranks. ``"split"``: batches are split
+            over the ranks sample by sample, so that every sample comes once (single samples, of which there are fewer
+            than ranks, are served twice); ``"pad"``: some items are served twice; ``"drop"``: they are left out.
+        shuffle_samples_between_gpus: Give the items of a step to ranks in a random order, which changes from step to
+            step.
+        length: The number of items that the sampler yields in an epoch: ``"len"`` for its own ``len()`` if it has one,
+            ``"unknown"`` if only its end shows it, or a number after which an epoch is cut off.
         seed: Chooses the sampler's randomness; by default the loader's seed, or that of Lightning's
             ``seed_everything``, or 0.
         accept: Names of differences between a state and this configuration to let pass on load;
@@ -98,8 +98,7 @@ class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
     @property
     def order(self) -> WrappedSampler:
         """The wrapped sampler as one sequence for all ranks."""
-        order: Any = self.tracker.order
-        return order  # type: ignore[no-any-return]  # always that
+        return cast(WrappedSampler, self.tracker.order)
 
     def __len__(self) -> int:
         """Items of this rank in a whole epoch.
@@ -109,7 +108,7 @@ class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
         """
         if not self.order.is_sized:
             raise TypeError(f"{self.order.name} has no len().")
-        return self.tracker.plan_of(0).num_steps
+        return self.tracker.plan_epoch(0).num_steps
 
     def __iter__(self) -> Iterator[Any]:
         return self.tracker.iterate(self._read)
@@ -131,6 +130,7 @@ class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
 
 
 def _yields_batches(order: WrappedSampler) -> bool:
+    """Whether the sampler's items are batches and not single samples, judged by the first one."""
     if order.is_known:
         return isinstance(order.sampler, BatchSampler)
     first = order.check().first

@@ -23,13 +23,13 @@ class StatefulDistributedSampler(TrackedSampler, DistributedSampler[Any]):
     resumes, in constant time and memory.
 
     The end of a pass moves on to the next epoch; :meth:`set_epoch` chooses one, and keeps loaded progress within
-    the same epoch. An iterator that is abandoned leaves the beginning of its pass where it was.
+    the same epoch. If an iterator is abandoned, the next one begins where it did.
 
     Args:
         dataset: The dataset, or its length.
         num_replicas: Number of ranks; by default that of the process group, or 1.
         rank: This rank; by default that of the process group, or 0.
-        shuffle: Whether each epoch has an order of its own.
+        shuffle: True for another random order in each epoch, False for the dataset's order.
         seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
         drop_last: Drop the last incomplete round in place of filling it.
         accept: Names of differences between a state and this configuration to let pass on load.
@@ -70,7 +70,7 @@ class StatefulDistributedSampler(TrackedSampler, DistributedSampler[Any]):
         self.num_replicas, self.rank = topology.num_replicas, topology.rank
         self.tracker.num_replicas, self.tracker.rank = topology.num_replicas, topology.rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.num_samples = self.tracker.plan_of(0).num_steps
+        self.num_samples = self.tracker.plan_epoch(0).num_steps
         self.total_size = self.num_samples * self.num_replicas
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What a state says about a dataset, so that a changed one is found out."""
+"""Describes datasets for a state, so that a resume on a changed dataset is refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def describe_dataset(dataset: Any) -> dict[str, Any]:
 
 
 def without_fingerprint(described: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """A description without the fingerprints in it, and these."""
+    """Split a description into one without fingerprints, and its fingerprint, if it has any."""
     stable = {key: value for key, value in described.items() if key not in ("fingerprint", "of")}
     found = described.get("fingerprint")
     if isinstance(described.get("of"), Mapping):
@@ -74,7 +74,7 @@ def _digest(data: bytes) -> str:
 
 
 def _describe_rows(dataset: Any, library: Any) -> dict[str, str]:
-    """Columns and some rows of a Hugging Face dataset, past whatever transform is set."""
+    """Describe columns and some rows of a Hugging Face dataset, without the transform that may be set on it."""
     types = sorted((field.name, str(field.type)) for field in dataset.features.arrow_schema)
     described = {"columns": f"{len(types)}, {_digest(repr(types).encode())}"}
     if len(dataset):

@@ -1,4 +1,4 @@
-"""The random generators that all code in a process shares, and those that an object holds: seeding, putting back."""
+"""Seeds and restores random generators: those that all code in a process shares, and those that an object holds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def seed_or_default(seed: int | None) -> int:
 
 @contextmanager
 def keep_randomness() -> Iterator[None]:
-    """Put the CPU generators of torch, NumPy and ``random`` back at the end."""
+    """Restore the CPU generators of torch, NumPy and ``random`` at the end of the block."""
     before = Randomness.now()
     try:
         yield
@@ -92,7 +92,7 @@ def seed_generator(generator: Any, seed: int) -> None:
 
 @contextmanager
 def keep_if_drawn() -> Iterator[None]:
-    """Put the CPU generators back at the end, at little cost where nothing was drawn or seeded in between."""
+    """Restore the CPU generators at the end of the block, at little cost if nothing was drawn or seeded in it."""
     before = _memory()
     if before is None:
         with keep_randomness():
@@ -110,22 +110,22 @@ def keep_if_drawn() -> Iterator[None]:
 class IsolatedReads:
     """Runs functions that read a batch under a seed, and leaves the process's CPU generators as they were.
 
-    To seed the generators of NumPy and ``random``, and to put them back, takes longer than reading a small batch. So
-    it stops where the first reads have drawn from neither, which shows in the generators' memory. A read that does draw
-    from one of them later on is run once more, under its seed.
+    To seed the generators of NumPy and ``random``, and to restore them, takes longer than to read a small batch. If the
+    first reads have drawn from neither, which shows in the generators' memory, later reads are run without. A read that
+    does draw from one of them is then run once more, under its seed.
     """
 
-    _TRIED = 8  # reads
+    _NUM_TRIED = 8
 
     def __init__(self) -> None:
-        # How many reads have drawn from neither; None once one has.
-        self._idle: int | None = 0
+        # Reads so far that have drawn neither from NumPy nor from ``random``; None once one has.
+        self._num_idle: int | None = 0
 
     def __call__(self, seed: int, read: Callable[[], T]) -> T:
-        """What ``read()`` returns under ``seed``."""
+        """Run ``read()`` under ``seed`` and return its result."""
         of_torch = torch.default_generator.get_state()
         try:
-            if self._idle is not None and self._idle >= self._TRIED:
+            if self._num_idle is not None and self._num_idle >= self._NUM_TRIED:
                 before = _memory()
                 torch.default_generator.manual_seed(seed)
                 try:
@@ -136,13 +136,13 @@ class IsolatedReads:
                         _put_back(before)
                 if not has_drawn:
                     return result
-                self._idle = None
+                self._num_idle = None
             with keep_randomness():
                 seed_randomness(seed)
                 seeded = _memory()
                 result = read()
-                if self._idle is not None:
-                    self._idle = self._idle + 1 if seeded is not None and _memory() == seeded else None
+                if self._num_idle is not None:
+                    self._num_idle = self._num_idle + 1 if seeded is not None and _memory() == seeded else None
                 return result
         finally:
             torch.default_generator.set_state(of_torch)
@@ -152,9 +152,9 @@ _NUM_WORDS = 624
 
 
 def _find_python_memory() -> Any:
-    """The memory of the generator behind the functions of ``random``: how many words are used up, and the words.
+    """Find the memory of the generator behind the functions of ``random``: the number of words used up, and the words.
 
-    None where objects are laid out in another way than CPython does it.
+    None if objects are laid out in another way than in CPython.
     """
     if sys.implementation.name != "cpython":
         return None
@@ -175,16 +175,19 @@ _bit_generator: Callable[[], Any] = np.random.mtrand.get_bit_generator
 
 @lru_cache(maxsize=1)
 def _numpy_memory(bits: Any) -> Any:
-    """The words of the generator behind NumPy's legacy functions, and how many are used up; None of another kind."""
+    """The memory of the generator behind NumPy's legacy functions: its words, and the number of them used up.
+
+    None if the generator is of another kind than MT19937.
+    """
     if type(bits) is not np.random.MT19937:
         return None
     return (ctypes.c_char * (4 * (_NUM_WORDS + 1))).from_address(bits.ctypes.state_address)
 
 
 def _memory() -> tuple[bytes, bytes, float | None] | None:
-    """Where the generators of ``random`` and NumPy stand; None where it is not known how to read their memory.
+    """A cheap snapshot of the generators of ``random`` and NumPy; None if their memory cannot be read.
 
-    Of NumPy without the second of two normal numbers, which its legacy functions keep for later.
+    It lacks the second of two normal numbers, which NumPy's legacy functions keep for later.
     """
     of_numpy = _numpy_memory(_bit_generator())
     if _PYTHON_MEMORY is None or of_numpy is None:
@@ -193,6 +196,7 @@ def _memory() -> tuple[bytes, bytes, float | None] | None:
 
 
 def _put_back(memory: tuple[bytes, bytes, float | None]) -> None:
+    """Restore a snapshot of :func:`_memory`."""
     of_python, of_numpy, gauss_next = memory
     random.setstate((3, _python_words(of_python), gauss_next))
     words = np.frombuffer(of_numpy, dtype=np.uint32)

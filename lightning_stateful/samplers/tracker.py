@@ -1,4 +1,4 @@
-"""Tracks where a loader or sampler stands in an order, and turns that into a state and back."""
+"""Tracks how far a loader or sampler has got in an order, and turns that into a state and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def detect_topology(num_replicas: int | None = None, rank: int | None = None) -> Topology:
-    """The topology given, or else that of the default process group; one replica where there is none.
+    """Find the number of ranks and this rank: as given, or from the default process group, or one rank without it.
 
     Raises:
         ConfigurationError: A value is out of range.
@@ -38,14 +38,14 @@ def detect_topology(num_replicas: int | None = None, rank: int | None = None) ->
 
 
 class Tracker:
-    """Holds the plan of the latest pass over an order, and how many of its steps were handed over.
+    """Holds the plan of the latest pass over an order, and the number of its steps that were handed over.
 
-    The end of a pass moves on to the next epoch. A pass that is abandoned leaves the beginning of the pass where it
-    was, so that the next one begins there again.
+    A pass goes from its start to the end of an epoch; at its end the start moves on to the next epoch. A pass that
+    is abandoned leaves the start as it was, so that the next one begins there again.
 
     Args:
-        order: What is served.
-        config: What a state compares; by default that of the order.
+        order: The order that is served.
+        config: The configuration that a state holds and is compared with; by default the order's.
         num_replicas: Number of ranks; by default that of the process group when a pass begins, or 1.
         rank: This rank; by default that of the process group, or 0.
         accept: Names of differences between a state and this configuration to let pass on load.
@@ -74,15 +74,19 @@ class Tracker:
         self.num_replicas, self.rank = num_replicas, rank
         self.accept = format_.accepted_names(accept)
         # Where the next pass begins.
-        self._held = Progress()
-        # The pass that was iterated latest, what it has handed over, and which iterator that was.
+        self._start = Progress()
+        # The pass that began last: its plan (None before the first, and after a seek), the steps it has handed over,
+        # and its number, by which an iterator knows whether a later one has begun.
         self._plan: EpochPlan | None = None
-        self._handed = 0
-        self._latest: object = None
-        self._num_loads = 0
-        self._planned: tuple[Progress, int, int, EpochPlan] | None = None
-        # A pass that workers have fetched to its end, while training may still be in it.
-        self._fetched: EpochPlan | None = None
+        self._num_handed = 0
+        self._num_passes = 0
+        # Counted, so that a running pass notices that it was moved.
+        self._num_seeks = 0
+        # A pass that workers have fetched to its end, so that set_epoch() begins its epoch again; training may still
+        # be in it, and counts its steps from where it began.
+        self._prefetched_plan: EpochPlan | None = None
+        # The latest answer of plan_epoch() for a progress, with its arguments.
+        self._known_plan: tuple[Progress, int, int, EpochPlan] | None = None
 
     @property
     def topology(self) -> Topology:
@@ -90,80 +94,99 @@ class Tracker:
         return detect_topology(self.num_replicas, self.rank)
 
     @property
-    def handed(self) -> int:
+    def num_handed(self) -> int:
         """Steps of the latest pass that were handed over."""
-        return self._handed
+        return self._num_handed
 
     @property
     def progress(self) -> Progress:
-        """Where the model stands that was trained on all that was handed over."""
-        return self._progress_in(self.plan(), self._handed)
+        """The progress of a model that has been trained on everything that was handed over."""
+        return self._progress_in(self.current_plan(), self._num_handed)
 
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to."""
         return self.progress.epoch
 
-    def plan_of(self, epoch: int, progress: Progress | None = None) -> EpochPlan:
-        """The plan of an epoch, or of the rest of it, for the present number of ranks."""
+    def plan_epoch(self, epoch: int, progress: Progress | None = None) -> EpochPlan:
+        """Plan an epoch, or the rest of it, for the present number of ranks; the tracker stays where it is."""
         ranks = self.topology.num_replicas
         if progress is None:
             return self.order.plan(epoch, ranks, None)
         # To plan the rest of an epoch may take long, and a state that is loaded is planned when it is checked, too.
-        known = self._planned
+        known = self._known_plan
         if known is None or known[0] is not progress or known[1:3] != (epoch, ranks):
-            known = self._planned = (progress, epoch, ranks, self.order.plan(epoch, ranks, progress))
+            known = self._known_plan = (progress, epoch, ranks, self.order.plan(epoch, ranks, progress))
         return known[3]
 
-    def plan(self) -> EpochPlan:
-        """The plan of the latest pass or, where none has begun since the tracker was moved, of the next one."""
-        return self._plan or self._next_plan()
+    def current_plan(self) -> EpochPlan:
+        """The plan of the latest pass or, before the first one and after a :meth:`seek`, of the next one."""
+        return self._plan or self._plan_next_pass()
 
     def iterate(self, read: Callable[[EpochPlan, int], Iterable[T]], *, resumes: bool = False) -> Iterator[T]:
-        """Go through a pass, from wherever the tracker stands at the first ``next()``.
+        """Iterate over a pass, which begins at the first ``next()``.
 
-        A state that is loaded while the latest pass runs moves it: it goes on from there.
+        The tracker counts the items of the pass that began last; an older iterator goes on uncounted. A state that is
+        loaded meanwhile moves the pass: its next item is the first one after that state.
 
         Args:
-            read: Gives one item for each step of a plan, from a first step on.
-            resumes: Go on after what the latest pass has handed over, in place of beginning where that began.
+            read: Called with a plan and a first step; gives one item for each step from there on.
+            resumes: Go on after the last item of the latest pass, in place of beginning where that began.
         """
         # A generator: nothing here runs before the first next(), so a state may be loaded after iter().
-        latest = self._latest = object()
+        self._num_passes = number = self._num_passes + 1
+        plan = self._plan if resumes and self._plan is not None else self._begin_pass()
         while True:
-            if self._plan is None or not resumes:
-                self._plan, self._handed = self._next_plan(), 0
-            resumes, has_ended = False, False
-            plan, loads = self._plan, self._num_loads
-            end = plan.num_steps
-            for done, item in enumerate(read(plan, self._handed), self._handed + 1):
-                if end == UNKNOWN:
-                    end = plan.num_steps
-                if self._latest is latest:
-                    self._handed = done
-                    if done == end:
-                        has_ended = True
-                        self._end(plan, done)
+            num_steps, num_seeks = plan.num_steps, self._num_seeks
+            for step, item in enumerate(read(plan, self._num_handed), self._num_handed + 1):
+                if num_steps == UNKNOWN:
+                    num_steps = plan.num_steps
+                if self._num_passes == number:
+                    self._num_handed = step
+                    # Before the last item is handed over: who has it stands at the next epoch.
+                    if step == num_steps:
+                        self._end_pass(plan)
                 yield item
-                if self._num_loads != loads and self._latest is latest:
+                if self._num_seeks != num_seeks and self._num_passes == number:
                     break
-            else:
-                # An epoch without a step, or one whose end was not known beforehand.
-                if self._latest is latest and not has_ended:
-                    self._end(plan, self._handed)
-                    # Nobody stands in an epoch that has no step.
-                    self._plan = plan if self._handed else None
+            if self._num_passes != number:
                 return
+            if self._num_seeks == num_seeks:
+                # An epoch without a step, or one whose end was not known beforehand, has not ended above.
+                if self._start.epoch <= plan.epoch:
+                    self._end_pass(plan)
+                return
+            plan = self._begin_pass()
+
+    def _begin_pass(self) -> EpochPlan:
+        plan = self._plan_next_pass()
+        self._plan, self._num_handed = plan, 0
+        return plan
+
+    def _plan_next_pass(self) -> EpochPlan:
+        plan = self.plan_epoch(self._start.epoch, self._start)
+        if not plan.num_steps and (self._start.consumed or self._start.cycle):
+            # Fewer ranks, or dropped tails, may have left nothing of the epoch that a state was taken in.
+            return self.plan_epoch(plan.epoch + 1, plan.progress_after(0))
+        return plan
+
+    def _end_pass(self, plan: EpochPlan) -> None:
+        """Let the next pass begin with the next epoch."""
+        self._start = self.plan_epoch(plan.epoch + 1, plan.progress_after(self._num_handed)).progress_after(0)
+        if not self._num_handed:
+            # Nobody stands in an epoch that has no step.
+            self._plan = None
 
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps of the latest pass; after its last, the beginning of the next epoch.
 
-        Where :meth:`set_epoch` was told the epoch of a pass that workers had fetched to its end, that is this pass.
+        If workers had fetched the latest pass to its end when :meth:`set_epoch` was told its epoch again, steps are
+        still counted in that pass.
 
         Raises:
             ConfigurationError: The pass has fewer steps.
         """
-        plan = self._plan or self._fetched or self._next_plan()
+        plan = self._plan or self._prefetched_plan or self._plan_next_pass()
         if not 0 <= steps <= plan.num_steps:
             raise ConfigurationError(
                 f"The number of batches or samples that this rank was trained on must be from 0 to {plan.num_steps}, "
@@ -174,29 +197,33 @@ class Tracker:
     def _progress_in(self, plan: EpochPlan, steps: int) -> Progress:
         after = plan.progress_after(steps)
         if steps and steps == plan.num_steps:
-            return self.plan_of(plan.epoch + 1, after).progress_after(0)
+            return self.plan_epoch(plan.epoch + 1, after).progress_after(0)
         return after
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``; progress within that same epoch is kept."""
+        """Let the next pass begin with ``epoch``; progress within that same epoch is kept."""
         epoch = as_int("epoch", epoch)
-        if epoch != self._held.epoch:
+        if epoch != self._start.epoch:
             latest = self._plan
-            self.seek(self.plan_of(epoch, self._held).progress_after(0))
-            self._fetched = latest if latest is not None and latest.epoch == epoch else None
+            self.seek(self.plan_epoch(epoch, self._start).progress_after(0))
+            self._prefetched_plan = latest if latest is not None and latest.epoch == epoch else None
 
     def seek(self, progress: Progress) -> None:
-        """Stand at ``progress``; the latest pass, if it is running, goes on from there."""
-        self._held, self._plan, self._fetched, self._handed = progress, None, None, 0
-        self._num_loads += 1
+        """Move to ``progress``; the latest pass, if it is running, goes on from there."""
+        self._start, self._plan, self._prefetched_plan, self._num_handed = progress, None, None, 0
+        self._num_seeks += 1
 
     def state_dict(self, progress: Progress | None = None) -> dict[str, Any]:
         """The state at ``progress``, by default after what was handed over: fresh plain data, equal on all ranks."""
-        held = self.progress if progress is None else progress
-        return format_.pack(self.order.kind, self.order.version, self.config, held.to_dict())
+        progress = self.progress if progress is None else progress
+        return format_.pack(self.order.kind, self.order.version, self.config, progress.to_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, where: str) -> None:
-        """Stand where ``state_dict`` was taken, on any number of ranks.
+        """Move to the progress in ``state_dict``, which may be from another number of ranks.
+
+        Args:
+            state_dict: A state from :meth:`state_dict`.
+            where: A name for the state, with which errors begin.
 
         Raises:
             StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
@@ -206,14 +233,19 @@ class Tracker:
         self.seek(self.progress_in(state_dict, where=where))
 
     def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:
-        """The progress in a checked state of which every difference has been accepted.
+        """Read the progress from a checked state whose differences from this configuration have been accepted.
+
+        Args:
+            state: A state that :func:`lightning_stateful.state.check` has passed.
+            where: A name for the state, with which errors begin.
 
         Raises:
-            StateMismatchError: The state counts other things than this order.
-            DamagedStateError, PositionError: The progress is of no use.
+            StateMismatchError: The state counts in another unit than this order.
+            DamagedStateError: A part of the progress is missing or no integer.
+            PositionError: The progress lies beyond the end of the epoch.
         """
         other_kind = state["kind"] != self.order.kind
-        if other_kind and state["progress"].keys() != self.plan_of(0).progress_after(0).to_dict().keys():
+        if other_kind and state["progress"].keys() != self.plan_epoch(0).progress_after(0).to_dict().keys():
             # Not to be accepted: a number of batches is no number of samples.
             remedy = "Use the order or sampler that the checkpoint was made with."
             changed = Difference(path="kind", saved=state["kind"], present=self.order.kind, remedy=remedy)
@@ -222,7 +254,7 @@ class Tracker:
             progress = Progress.from_dict(state["progress"])
             if format_.differences(state, self.state_dict(Progress()), fingerprints=False):
                 progress = self.order.convert(progress, state["config"])
-            self.plan_of(progress.epoch, progress)
+            self.plan_epoch(progress.epoch, progress)
         except DamagedStateError as error:
             raise DamagedStateError(f"{where}: {error} Resume from another checkpoint.") from None
         except PositionError as error:
@@ -230,27 +262,16 @@ class Tracker:
         return progress
 
     def report(self) -> dict[str, Any]:
-        """Epoch, and what has been served; equal on all ranks."""
-        plan = self.plan()
-        if self._handed and self._handed == plan.num_steps:
-            plan = self.plan_of(plan.epoch + 1, plan.progress_after(self._handed))
+        """The epoch, and counts of what it has served; equal on all ranks."""
+        plan = self.current_plan()
+        if self._num_handed and self._num_handed == plan.num_steps:
+            plan = self.plan_epoch(plan.epoch + 1, plan.progress_after(self._num_handed))
             return {"epoch": plan.epoch, **plan.report_after(0)}
-        return {"epoch": plan.epoch, **plan.report_after(self._handed)}
-
-    def _next_plan(self) -> EpochPlan:
-        plan = self.plan_of(self._held.epoch, self._held)
-        if not plan.num_steps and (self._held.consumed or self._held.cycle):
-            # Fewer ranks, or dropped tails, may have left nothing of the epoch that a state was taken in.
-            return self.plan_of(plan.epoch + 1, plan.progress_after(0))
-        return plan
-
-    def _end(self, plan: EpochPlan, steps: int) -> None:
-        """The next pass begins with the next epoch."""
-        self._held = self.plan_of(plan.epoch + 1, plan.progress_after(steps)).progress_after(0)
+        return {"epoch": plan.epoch, **plan.report_after(self._num_handed)}
 
 
 class TrackedSampler:
-    """The methods that all samplers over a tracker share."""
+    """Methods that all samplers over a :class:`Tracker` share."""
 
     tracker: Tracker
 
@@ -264,20 +285,20 @@ class TrackedSampler:
         self.tracker.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``; progress within that same epoch is kept."""
+        """Let the next pass begin with ``epoch``; progress within that same epoch is kept."""
         self.tracker.set_epoch(epoch)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, on any number of ranks.
 
         Raises:
-            StateError: The state is damaged, from a future version, or of another configuration. That a user's sampler
-                yields another sequence now is found, and refused, at the first item.
+            StateError: The state is damaged, from a future version, or of another configuration. A wrapped sampler that
+                yields another sequence now is refused later, at the first item.
         """
         self.tracker.load_state_dict(state_dict, where="The sampler's state")
 
     def position_report(self) -> dict[str, Any]:
-        """Epoch, and what has been served of it or, in mixtures, of every source; equal on all ranks."""
+        """The epoch, and counts of what it has served (in mixtures, of every source); equal on all ranks."""
         return self.tracker.report()
 
     def _state_dict(self, steps: int | None) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class TestInAPlainDataLoader:
         sampler, fresh = make(), make()
         batches = iter(DataLoader(Noisy(), batch_sampler=sampler, num_workers=2))
         begun = indices(next(batches) for _ in range(3))
-        assert sampler.tracker.handed > 3
+        assert sampler.tracker.num_handed > 3
         fresh.load_state_dict(sampler.state_dict(num_batches=3))
 
         assert begun + indices(DataLoader(Noisy(), batch_sampler=fresh, num_workers=2)) == list(make())

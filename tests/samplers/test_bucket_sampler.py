@@ -251,7 +251,7 @@ class TestResizing:
             samplers = [BucketBatchSampler(lengths, num_replicas=ranks, rank=rank, **options) for rank in range(ranks)]
             for sampler in samplers:
                 sampler.load_state_dict(state or sampler.state_dict())
-            left = samplers[0].tracker.plan().num_steps if samplers[0].epoch == 0 else 0
+            left = samplers[0].tracker.current_plan().num_steps if samplers[0].epoch == 0 else 0
             count = rng.randint(0, left)
             found = [take(sampler, count) for sampler in samplers]
             assert all(

@@ -204,7 +204,7 @@ class TestShares:
     def test_shares_that_are_whole_in_no_short_period_are_right_over_many_draws(self) -> None:
         weights = [0.123457, 0.51, 0.366543]
         sampler = MixtureBatchSampler([300, 500, 200], 2, weights=weights, num_steps=20_000)
-        plan = sampler.tracker.plan()
+        plan = sampler.tracker.current_plan()
         shares = [of["share"] for of in plan.report_after(20_000)["sources"].values()]
         assert shares == pytest.approx(weights, rel=6e-3)
 
@@ -239,7 +239,7 @@ class TestShares:
     def test_a_temperature_above_one_serves_small_datasets_more_often(self) -> None:
         shares = []
         for temperature in (1, 2, 100):
-            plan = MixtureBatchSampler([10, 90], 2, temperature=temperature, num_steps=200).tracker.plan()
+            plan = MixtureBatchSampler([10, 90], 2, temperature=temperature, num_steps=200).tracker.current_plan()
             shares.append(plan.report_after(200)["sources"]["0"]["share"])
         assert shares == pytest.approx([0.1, 0.25, 0.5], abs=0.02)
 
