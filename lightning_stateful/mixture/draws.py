@@ -25,37 +25,100 @@ _SHORTEST_STAGE, _MOST_STAGES, _RAMP_PERIOD = 16, 1024, 512
 # Successive multiples of the golden ratio's fraction fall evenly into any interval.
 _GOLDEN = 0.6180339887498949
 
-# More draws than are ever made, and few enough to be added.
+# More draws than are ever made.
 _ENDLESS = 2**61
 
 
+class Period:
+    """Draws of several sources, evenly spread over a period that is repeated.
+
+    Args:
+        counts: Draws of each source in a period.
+
+    Attributes:
+        counts: The same, as int64 of shape ``(sources,)``.
+        sources: The source of each draw of the period, int64 of shape ``(draws,)``; ties in the order of the sources.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = np.array(counts, dtype=np.int64)
+        members = np.repeat(np.arange(self.counts.size), self.counts)
+        number = concatenated_ranges(np.zeros_like(self.counts), self.counts)
+        # Equal fractions are equal floats: a quotient of small integers is rounded correctly.
+        self.sources = members[np.argsort((2 * number + 1) / self.counts[members], kind="stable")]
+
+    def before(self, draw: int) -> Indices:
+        """Draws of every source before ``draw``; shape ``(sources,)``."""
+        periods, rest = divmod(draw, self.sources.size)
+        begun = np.bincount(self.sources[:rest], minlength=self.counts.size)
+        result: Indices = periods * self.counts + begun
+        return result
+
+    def draw_of(self, source: int, number: int) -> int:
+        """The draw with which ``source`` is served for the ``number``-th time, counted from 0."""
+        periods, rest = divmod(number, int(self.counts[source]))
+        return periods * self.sources.size + int(np.flatnonzero(self.sources == source)[rest])
+
+
+@lru_cache(maxsize=32)
+def _period(counts: tuple[int, ...]) -> Period:
+    return Period(counts)
+
+
 class Draws:
-    """An endless sequence of sources: stages, one after the other, each of a period that is repeated.
+    """A sequence of sources: stages, one after the other, each of a period that is repeated.
 
     Args:
         counts: Draws of each source in a period of each stage; int64 of shape ``(stages, sources)``.
-        starts: The first draw of each stage, the first 0; shape ``(stages,)``. But for the last, a stage has whole
-            periods.
-        key: Chooses the order within windows; None for the evenly spread one.
-        start: The first draw that is made. What lies before belongs to no window.
-        stop: The draw after the last one that is made.
+        starts: The first draw of each stage, the first 0; shape ``(stages,)``.
+        before: Draws of every source before each stage; shape ``(stages, sources)``.
+        offsets: Draws that each stage leaves out at the beginning of its first period; shape ``(stages,)``.
+        key: Chooses the order within windows, which end with their stage; None for the evenly spread one.
     """
 
     def __init__(
-        self, counts: Indices, starts: Indices, *, key: int | None = None, start: int = 0, stop: int = _ENDLESS
+        self, counts: Indices, starts: Indices, before: Indices, offsets: Indices, *, key: int | None = None
     ) -> None:
-        self.counts, self.key, self.start, self.stop = counts, key, start, stop
-        self._periods = counts.sum(axis=1)
+        self.key = key
+        self._counts, self._before, self._offsets = counts, before, offsets
         self._starts = np.append(starts, _ENDLESS)
-        repeats = np.diff(starts) // self._periods[:-1]
-        zero = np.zeros((1, counts.shape[1]), dtype=np.int64)
-        # Draws of every source before each stage.
-        self._before = np.concatenate([zero, np.cumsum(counts[:-1] * repeats[:, None], axis=0)])
 
     @classmethod
-    def repeated(cls, counts: Sequence[int], *, key: int | None = None, start: int = 0, stop: int = _ENDLESS) -> Draws:
+    def repeated(cls, counts: Sequence[int], *, key: int | None = None) -> Draws:
         """One period, over and over."""
-        return cls(np.array([counts], dtype=np.int64), np.zeros(1, dtype=np.int64), key=key, start=start, stop=stop)
+        zero = np.zeros(1, dtype=np.int64)
+        return cls(np.array([counts], dtype=np.int64), zero, np.zeros((1, len(counts)), np.int64), zero, key=key)
+
+    @classmethod
+    def until_exhausted(
+        cls, counts: Sequence[int], totals: Sequence[int], *, start: int = 0, key: int | None = None
+    ) -> Draws:
+        """One period, over and over, without the draws of sources that have been served whole.
+
+        Args:
+            counts: Draws of each source in a period.
+            totals: Draws of each source in all.
+            start: Draws that are left out at the beginning of the first period.
+            key: Chooses the order within windows.
+        """
+        if not any(totals):
+            return cls.repeated(counts, key=key)
+        each = [count if total else 0 for count, total in zip(counts, totals, strict=True)]
+        period = _period(tuple(each))
+        start %= period.sources.size
+        last = (period.before(start) + np.array(totals) - 1).tolist()
+        ends = {period.draw_of(source, last[source]): source for source, total in enumerate(totals) if total}
+        stages, begin, before = [], 0, np.zeros_like(period.counts)
+        for _, source in sorted(ends.items()):
+            period = _period(tuple(each))
+            stop = period.draw_of(source, last[source]) + 1
+            if stop > start:
+                stages.append((period.counts, begin, before, start))
+                before = before + period.before(stop) - period.before(start)
+                begin += stop - start
+            # Of the draws so far, those of the source that leaves are counted no more.
+            start, each[source] = stop - last[source] - 1, 0
+        return cls(*(np.array(column, dtype=np.int64) for column in zip(*stages, strict=True)), key=key)
 
     @classmethod
     def scheduled(cls, schedule: DrawSchedule, per_step: int, *, key: int | None = None) -> Draws:
@@ -68,15 +131,17 @@ class Draws:
         """
         points = [np.array(point, dtype=np.int64) for point in schedule.draws]
         stages, sizes = [], []
-        for number, (first, begin) in enumerate(zip(points[:-1], schedule.steps[:-1], strict=True)):
-            length = (schedule.steps[number + 1] - begin) * per_step
-            final = points[number + 1] if schedule.between == "linear" else first
-            changes = (first * final.sum() != final * first.sum()).any()
-            counts, lengths = (_ramp if changes else _steady)(first, final, length, number)
+        for number, length in enumerate(np.diff(schedule.steps).tolist()):
+            final = points[number + 1] if schedule.between == "linear" else points[number]
+            counts, lengths = _between(points[number], final, length * per_step, number)
             stages.append(counts)
             sizes.append(lengths)
-        starts = np.cumsum(np.concatenate([[0], *sizes])).astype(np.int64)
-        return cls(np.concatenate([*stages, points[-1][None]]), starts, key=key)
+        all_counts = np.concatenate([*stages, points[-1][None]])
+        lengths = np.concatenate([*sizes, np.zeros(1, dtype=np.int64)])
+        # All but the last have whole periods.
+        served = all_counts * (lengths // all_counts.sum(axis=1))[:, None]
+        before, starts = np.cumsum(served, axis=0) - served, np.cumsum(lengths) - lengths
+        return cls(all_counts, starts, before, np.zeros_like(starts), key=key)
 
     def sources(self, first: int, last: int) -> Indices:
         """The source of each of the draws ``first <= k < last``; int64 of shape ``(last - first,)``."""
@@ -90,85 +155,53 @@ class Draws:
 
     def counts_before(self, draw: int) -> Indices:
         """Draws of every source before ``draw``; shape ``(sources,)``."""
-        if self.key is None:
-            return self.spread_before(draw)
         stage = self._stage(draw)
-        begin = max(draw - (draw - int(self._starts[stage])) % self._window(stage), self.start)
-        return self.spread_before(begin) + np.bincount(self.sources(begin, draw), minlength=self.counts.shape[1])
-
-    def spread_before(self, draw: int) -> Indices:
-        """:meth:`counts_before`, of the evenly spread sequence."""
-        stage = self._stage(draw)
-        periods, rest = divmod(draw - int(self._starts[stage]), int(self._periods[stage]))
-        begun = np.bincount(self._spread(stage)[:rest], minlength=self.counts.shape[1])
-        whole: Indices = self._before[stage] + periods * self.counts[stage]
-        return whole + begun
-
-    def draw_after(self, source: int, count: int) -> int:
-        """The draw after the one that is the ``count``-th of ``source``, evenly spread and in the first stage."""
-        periods, number = divmod(count - 1, int(self.counts[0, source]))
-        within = np.flatnonzero(self._spread(0) == source)[number]
-        return periods * int(self._periods[0]) + int(within) + 1
-
-    def when(self, source: int, count: int) -> tuple[int, float, int]:
-        """Sorts sources by when they have their ``count``-th draw, evenly spread and in the first stage."""
-        each = int(self.counts[0, source])
-        periods, number = divmod(count - 1, each)
-        return periods, (2 * number + 1) / each, source
+        period, start = self._period(stage), int(self._offsets[stage])
+        begin = draw if self.key is None else self._window_start(stage, draw)
+        evenly = period.before(begin - int(self._starts[stage]) + start) - period.before(start)
+        shuffled = np.bincount(self.sources(begin, draw), minlength=evenly.size)
+        result: Indices = self._before[stage] + evenly + shuffled
+        return result
 
     def _stage(self, draw: int) -> int:
         return int(np.searchsorted(self._starts, draw, side="right")) - 1
 
-    def _window(self, stage: int) -> int:
-        period = int(self._periods[stage])
-        return period if period <= _LARGEST_WINDOW else _WINDOW
+    def _period(self, stage: int) -> Period:
+        return _period(tuple(self._counts[stage].tolist()))
 
-    def _spread(self, stage: int) -> Indices:
-        return _spread(tuple(self.counts[stage].tolist()))
+    def _window_start(self, stage: int, draw: int) -> int:
+        """The first draw of the window of ``draw``."""
+        start = int(self._starts[stage])
+        return max(draw - (draw - start + int(self._offsets[stage])) % _window(self._period(stage)), start)
 
     def _in_stage(self, stage: int, first: int, last: int) -> Indices:
-        spread, begin = self._spread(stage), int(self._starts[stage])
+        period = self._period(stage)
+        # From a draw to its number in the repeated period.
+        shift = int(self._offsets[stage] - self._starts[stage])
         if self.key is None:
-            return spread[np.arange(first - begin, last - begin) % spread.size]
-        window = self._window(stage)
-        low = max(first - (first - begin) % window, self.start)
-        high = min(last + (begin - last) % window, int(self._starts[stage + 1]), self.stop)
-        numbers = np.arange(low, high)
-        offsets = numbers - begin
-        windows = (offsets // window - offsets[0] // window).astype(np.uint64)
-        words = hashed_words(numbers, "draws", self.key)
+            return period.sources[np.arange(first + shift, last + shift) % period.sources.size]
+        window, low = _window(period), self._window_start(stage, first)
+        high = min(last + -(last + shift) % window, int(self._starts[stage + 1]))
+        draws = np.arange(low, high)
+        numbers = draws + shift
+        windows = (numbers // window - numbers[0] // window).astype(np.uint64)
+        words = hashed_words(draws, "draws", self.key)
         # Stable: words are cut short to make room for the window, and two may be equal.
         order = np.argsort((windows << np.uint64(40)) | (words >> np.uint64(24)), kind="stable")
-        return spread[offsets[order][first - low : last - low] % spread.size]
+        return period.sources[numbers[order][first - low : last - low] % period.sources.size]
 
 
-@lru_cache(maxsize=32)
-def _spread(counts: tuple[int, ...]) -> Indices:
-    """A period's sources, evenly spread; ties in the order of the sources."""
-    each = np.array(counts, dtype=np.int64)
-    members = np.repeat(np.arange(each.size), each)
-    number = concatenated_ranges(np.zeros_like(each), each)
-    # Equal fractions are equal floats: a quotient of small integers is rounded correctly.
-    result = members[np.argsort((2 * number + 1) / each[members], kind="stable")]
-    result.setflags(write=False)
-    return result
+def _window(period: Period) -> int:
+    return period.sources.size if period.sources.size <= _LARGEST_WINDOW else _WINDOW
 
 
-def _steady(first: Indices, final: Indices, length: int, number: int) -> tuple[Indices, Indices]:
-    """Periods all alike, and a shorter one to end with: counts of each stage, and its number of draws."""
-    rest = length % int(first.sum())
-    short = _interpolated(first, first, np.array([rest]), np.array([1]), 2, number)
-    counts, lengths = np.concatenate([first[None], short]), np.array([length - rest, rest])
-    return counts[lengths > 0], lengths[lengths > 0]
-
-
-def _ramp(first: Indices, final: Indices, length: int, number: int) -> tuple[Indices, Indices]:
-    """Periods that change from one point to the next: counts of each stage, and its number of draws."""
-    num_stages = min(max(length // _SHORTEST_STAGE, 1), _MOST_STAGES)
-    borders = length * np.arange(num_stages + 1, dtype=np.int64) // num_stages
-    draws = np.diff(borders)
+def _between(first: Indices, final: Indices, length: int, number: int) -> tuple[Indices, Indices]:
+    """Periods from one point of a schedule to the next: counts of each stage, and its number of draws."""
+    changes = (first * final.sum() != final * first.sum()).any()
+    num_stages = min(max(length // _SHORTEST_STAGE, 1), _MOST_STAGES) if changes else 1
+    draws = np.diff(length * np.arange(num_stages + 1, dtype=np.int64) // num_stages)
     # Periods of a fixed length and, if that leaves any draws, a shorter one.
-    period = min(int(draws.max()), _RAMP_PERIOD)
+    period = min(int(draws.max()), _RAMP_PERIOD) if changes else int(first.sum())
     rest = draws % period
     sizes = np.stack([np.full_like(rest, period), rest], axis=1).ravel()
     lengths = np.stack([draws - rest, rest], axis=1).ravel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -27,8 +27,8 @@ class MixtureOrder:
 
     - ``served``: samples of every source, in the epoch or, with ``num_steps``, since training began;
     - ``batches``: batches of the epoch over all ranks, by which batches are numbered;
-    - ``planned``, unless ``num_steps``: number of ranks, steps of the epoch, and samples served, when the rest of the
-      epoch was planned; empty if all of it was planned at once.
+    - ``planned``: for how many ``ranks`` the rest of the epoch was planned and, unless it was the whole, after how many
+      ``steps`` and samples ``served``. On other ranks it is planned anew from ``served``; with ``num_steps``, always.
 
     Attributes:
         mixture: How the sources are mixed.
@@ -49,25 +49,23 @@ class MixtureOrder:
 
     def config(self) -> dict[str, Any]:
         """What determines the sequence, as plain data; ``weights`` are the draws of each source in a period."""
-        mixture, sizes = self.mixture, list(self.mixture.sources.batch_sizes)
+        mixture, sizes = self.mixture, self.mixture.sources.batch_sizes
         config: dict[str, Any] = {
             "stop": self._stop(),
             "seed": mixture.seed,
             "shuffle": mixture.shuffle,
             "drop_last": mixture.drop_last,
-            "batch_size": sizes[0] if len(set(sizes)) == 1 else sizes,
+            "batch_size": sizes[0] if len(set(sizes)) == 1 else list(sizes),
             "sources": dict(zip(mixture.sources.names, mixture.sources.lengths, strict=True)),
         }
-        if mixture.in_turn:
-            return config
-        draws = list(mixture.draws)
-        if mixture.schedule is not None:
-            weights: Any = mixture.schedule.describe()
-        elif len(draws) <= _MOST_LISTED:
-            weights = draws
-        else:
-            weights = f"of {len(draws)} sources, {digest(draws)}"
-        return {**config, "by": mixture.by, "weights": weights}
+        if not mixture.in_turn:
+            weights: Any = list(mixture.draws)
+            if mixture.schedule is not None:
+                weights = mixture.schedule.describe()
+            elif len(weights) > _MOST_LISTED:
+                weights = f"of {len(weights)} sources, {digest(weights)}"
+            config |= {"by": mixture.by, "weights": weights}
+        return config
 
     def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> MixtureEpochPlan:
         """Plan ``epoch``, or the rest of it.
@@ -76,26 +74,26 @@ class MixtureOrder:
             PositionError: More steps were taken than the epoch has.
             ConfigurationError: A whole epoch would have no step, or would leave a source out.
         """
+        here = progress if progress is not None and progress.epoch == epoch else Progress(epoch=epoch)
         if self.carries_over:
-            return self._going_on(epoch, num_replicas, progress)
-        cycle = 0 if progress is None or progress.epoch != epoch else progress.cycle
-        if progress is None or progress.epoch != epoch or not progress.consumed:
-            nothing = (0,) * len(self.mixture.sources)
-            plan = MixtureEpochPlan(self.mixture, epoch, num_replicas, 0, nothing, cycle=cycle)
-            plan.refuse_empty()
-            return plan
-        planned = self._planned(progress, num_replicas)
-        if planned["ranks"] != num_replicas:
-            origin = self._in_order(progress.details["served"])
-            return MixtureEpochPlan(self.mixture, epoch, num_replicas, progress.consumed, origin, 0, progress, cycle)
-        taken, origin = progress.consumed - planned["steps"], self._in_order(planned["served"])
-        plan = MixtureEpochPlan(self.mixture, epoch, num_replicas, planned["steps"], origin, taken, progress, cycle)
-        if not 0 <= taken <= plan.total_steps:
+            here = self._carried_over(epoch, num_replicas, progress or Progress())
+        if not here.details:
+            ranks, nothing = 0 if self.carries_over else num_replicas, (0,) * len(self.mixture.sources)
+            here = replace(here, details=self._details(nothing, here.consumed * num_replicas, ranks))
+        details = here.details
+        planned = {"steps": 0, "served": {}, **details["planned"]}
+        if planned.get("ranks") != num_replicas:
+            planned = {"steps": here.consumed, "served": details["served"]}
+        origin = self._in_order(planned["served"])
+        plan = MixtureEpochPlan(self.mixture, num_replicas, here, planned["steps"], origin)
+        if not planned["steps"] <= here.consumed <= planned["steps"] + plan.total_steps:
             raise PositionError(
-                f"{progress.consumed} steps of epoch {epoch} were taken, and on {num_replicas} ranks the rest of it "
+                f"{here.consumed} steps of epoch {epoch} were taken, and on {num_replicas} ranks the rest of it "
                 f"was planned to go from step {planned['steps']} to {planned['steps'] + plan.total_steps}. Resume "
                 "from a checkpoint of these sources."
             )
+        if not here.consumed:
+            plan.refuse_empty()
         return plan
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
@@ -113,13 +111,7 @@ class MixtureOrder:
             # Passes begin with each epoch, or go on from one to the next: nothing is left of how they were counted.
             return Progress(epoch=progress.epoch, consumed=progress.consumed)
         kept = self._in_present_lengths(served, saved["sources"])
-        details: dict[str, Any] = {"served": kept, "batches": progress.details["batches"]}
-        if not carried:
-            ranks = self._planned(progress, 1)["ranks"]
-            details["planned"] = (
-                {"ranks": ranks, "steps": progress.consumed, "served": kept} if progress.consumed else {}
-            )
-        return replace(progress, details=details)
+        return replace(progress, details=self._details(kept, progress.details["batches"]))
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> MixtureOrder:
         """The same batches for another use; unshuffled epochs do not go on where the one before ended."""
@@ -131,21 +123,20 @@ class MixtureOrder:
         return MixtureOrder(mixture)
 
     def _stop(self) -> str:
-        return self.mixture.stop if self.mixture.num_steps is None else f"{self.mixture.num_steps} steps"
+        return str(self.mixture.stop) if self.mixture.num_steps is None else f"{self.mixture.num_steps} steps"
 
     def _in_order(self, served: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(served.get(name, 0) for name in self.mixture.sources.names)
 
-    def _planned(self, progress: Progress, num_replicas: int) -> dict[str, Any]:
-        """When and for how many ranks the rest of the epoch was planned; by default the whole of it, for these."""
-        details, steps = progress.details, progress.consumed
-        ranks = details["batches"] // steps if steps and "batches" in details else num_replicas
-        return details.get("planned") or {"ranks": ranks, "steps": 0, "served": {}}
+    def _details(self, served: Sequence[int], batches: int, ranks: int = 0) -> dict[str, Any]:
+        """Details of a progress where nothing is planned or, for so many ranks, the whole epoch."""
+        named = dict(zip(self.mixture.sources.names, served, strict=True))
+        return {"served": named, "batches": batches, "planned": {"ranks": ranks} if ranks else {}}
 
-    def _going_on(self, epoch: int, num_replicas: int, progress: Progress | None) -> MixtureEpochPlan:
-        """The plan of an epoch that goes on where the one before ended, as progress in that or an earlier one says."""
+    def _carried_over(self, epoch: int, num_replicas: int, progress: Progress) -> Progress:
+        """The progress in ``epoch`` of a run whose sources go on, from its progress in that or an earlier one."""
         steps = self.mixture.num_steps or 0
-        if progress is None or progress.epoch > epoch:
+        if progress.epoch > epoch:
             progress = Progress()
         if progress.consumed > steps:
             raise PositionError(
@@ -153,14 +144,13 @@ class MixtureOrder:
                 f"{steps}. Pass at least as many, or resume from the end of an epoch."
             )
         consumed = progress.consumed if progress.epoch == epoch else 0
-        known = progress if "served" in progress.details else Progress()
-        origin = self._in_order(known.details.get("served", {}))
+        known = progress if progress.details else Progress()
         if (known.epoch, known.consumed) == (epoch, consumed):
-            begun = progress if known is progress else None
-            return MixtureEpochPlan(self.mixture, epoch, num_replicas, consumed, origin, begun=begun)
-        here = MixtureEpochPlan(self.mixture, known.epoch, num_replicas, known.consumed, origin)
-        served = here.served_after((epoch - known.epoch) * steps - known.consumed + consumed)
-        return MixtureEpochPlan(self.mixture, epoch, num_replicas, consumed, served)
+            return known
+        origin = self._in_order(known.details.get("served", {}))
+        before = MixtureEpochPlan(self.mixture, num_replicas, known, known.consumed, origin)
+        served = before.served_after((epoch - known.epoch) * steps - known.consumed + consumed)
+        return Progress(epoch=epoch, consumed=consumed, details=self._details(served, consumed * num_replicas))
 
     def _refuse_other_counting(self, stop: str, carried: bool, progress: Progress) -> None:
         remedy = ""
@@ -174,12 +164,12 @@ class MixtureOrder:
         if remedy:
             raise StateMismatchError([Difference(path="stop", saved=stop, present=self._stop(), remedy=remedy)])
 
-    def _in_present_lengths(self, served: Mapping[str, int], saved_sources: Mapping[str, Any]) -> dict[str, int]:
-        """Samples served by name, in sources of perhaps other lengths; a source that is new begins."""
-        kept = {}
+    def _in_present_lengths(self, served: Mapping[str, int], saved_sources: Mapping[str, Any]) -> list[int]:
+        """Samples served of each source, which may have another length now; one that is new begins."""
+        kept = []
         for name, length in zip(self.mixture.sources.names, self.mixture.sources.lengths, strict=True):
             # A loader adds a digest after the length.
             before = int(str(saved_sources.get(name, length)).split(" ", maxsplit=1)[0])
             passes, offset = divmod(served.get(name, 0), before)
-            kept[name] = passes * length + min(offset, length)
+            kept.append(passes * length + min(offset, length))
         return kept

@@ -26,12 +26,10 @@ def shares_of_steps(length: int, rule: StepRule, steps: Indices, rank: int) -> t
     starts = steps * rule.full + rank * rule.batch_size
     sizes = np.full(steps.shape, rule.batch_size, dtype=np.int64)
     # Only the last two steps may differ from the others.
-    for step in range(max(length // rule.full - 1, 0), rule.num_steps(length)):
-        chosen = steps == step
-        if chosen.any():
-            served = rule.served(length, step)
-            share = rule.share(length - served, rank)
-            starts[chosen], sizes[chosen] = served + share[0], share.size
+    for number in np.flatnonzero(steps >= max(length // rule.full - 1, 0)).tolist():
+        served = rule.served(length, int(steps[number]))
+        share = rule.share(length - served, rank)
+        starts[number], sizes[number] = served + share[0], share.size
     return starts, sizes
 
 
@@ -43,41 +41,28 @@ class SourceSteps:
 
     Args:
         served: Samples that were served of it before.
-        amount: Samples that the epoch serves of it; None to go on from pass to pass.
+        remaining: Samples that the epoch has yet to serve.
         rule: How they are cut.
 
     Attributes:
-        num_steps: Steps; 0 where there is no end.
+        num_steps: Steps.
         left: Samples that are left after them.
     """
 
-    def __init__(self, served: int, amount: int | None, rule: StepRule) -> None:
-        self._served, self._rule, self._endless = served, rule, amount is None
-        remaining = self._remaining = 0 if amount is None else max(amount - served, 0)
-        self.num_steps = rule.num_steps(remaining)
-        if rule.drop_last:
-            self._in_steps = self.num_steps * rule.full
-            self.left = (remaining - self._in_steps) // rule.batch_size * rule.batch_size
-            return
-        before_last = rule.served(remaining, self.num_steps - 1) if self.num_steps else 0
-        short = remaining - before_last < rule.num_replicas
-        self._in_steps = before_last if short else remaining
-        self.num_steps -= short and self.num_steps > 0
+    def __init__(self, served: int, remaining: int, rule: StepRule) -> None:
+        self._served, self._remaining, self._rule = served, remaining, rule
+        self.num_steps = rule.num_steps(remaining) - (rule.num_repeated(remaining) > 0)
+        self._in_steps = rule.served(remaining, self.num_steps) - rule.num_dropped(remaining)
         self.left = remaining - self._in_steps
+        if rule.drop_last:
+            self.left -= self.left % rule.batch_size
 
     def served_after(self, steps: int) -> int:
         """Samples served after ``steps`` more steps."""
-        if self._endless:
-            return self._served + steps * self._rule.full
-        done = self._rule.served(self._remaining, steps) if steps < self.num_steps else self._in_steps
-        return self._served + done
+        return self._served + min(self._rule.served(self._remaining, steps), self._in_steps)
 
     def shares(self, steps: Indices, rank: int) -> tuple[Indices, Indices]:
         """What ``rank`` serves in each of ``steps``: the first sample, and the number of consecutive ones."""
-        if self._endless:
-            rule = self._rule
-            starts = self._served + steps * rule.full + rank * rule.batch_size
-            return starts, np.full(steps.shape, rule.batch_size, dtype=np.int64)
         starts, sizes = shares_of_steps(self._remaining, self._rule, steps, rank)
         return self._served + starts, sizes
 

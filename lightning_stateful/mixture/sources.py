@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -15,7 +15,7 @@ from lightning_stateful.core.ranges import Indices, concatenated_ranges
 from lightning_stateful.core.seeding import Label, derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.mixture.draws import Draws
+from lightning_stateful.mixture.draws import Period
 from lightning_stateful.mixture.weights import DrawSchedule
 
 Stop = Literal["all_exhausted", "first_exhausted", "cycle"]
@@ -32,7 +32,7 @@ class Sources:
         batch_sizes: Samples in a full batch of each, on one rank.
 
     Raises:
-        ConfigurationError: There is none, one is empty, or a batch size is not positive; with the source's name.
+        ConfigurationError: There is none, names are equal, a source is empty, or a batch size is not positive.
     """
 
     names: tuple[str, ...]
@@ -42,6 +42,8 @@ class Sources:
     def __post_init__(self) -> None:
         if not self.names:
             raise ConfigurationError("There are no sources; give at least one dataset.")
+        if len(set(self.names)) < len(self.names):
+            raise ConfigurationError(f"Sources need different names, got {list(self.names)}.")
         for name, length, batch_size in zip(self.names, self.lengths, self.batch_sizes, strict=True):
             if as_int(f"The length of source {name!r}", length) == 0:
                 raise ConfigurationError(f"Source {name!r} is empty; leave it out.")
@@ -49,22 +51,12 @@ class Sources:
                 raise ConfigurationError(f"Source {name!r} must have 1 to 2**40 samples, got {length}.")
             if as_int(f"The batch size of source {name!r}", batch_size) < 1 or isinstance(batch_size, bool):
                 raise ConfigurationError(f"The batch size of source {name!r} must be at least 1, got {batch_size!r}.")
+        # States hold no other integers than Python's.
+        object.__setattr__(self, "lengths", tuple(map(int, self.lengths)))
+        object.__setattr__(self, "batch_sizes", tuple(map(int, self.batch_sizes)))
 
     def __len__(self) -> int:
         return len(self.names)
-
-    def refuse_large_batches(self) -> None:
-        """Refuse a source that dropping incomplete batches would leave out altogether.
-
-        Raises:
-            ConfigurationError: With the source's name.
-        """
-        for name, length, batch_size in zip(self.names, self.lengths, self.batch_sizes, strict=True):
-            if batch_size > length:
-                raise ConfigurationError(
-                    f"Source {name!r} has {length} samples, fewer than a batch of {batch_size}; with drop_last=True it "
-                    "would never be served. Give it a smaller batch size, or pass drop_last=False."
-                )
 
     def take(self, numbers: Indices, offsets: Indices, sizes: Indices, seed: tuple[Label, ...] | None) -> Indices:
         """The samples of many runs, each of consecutive samples of one source, one run after the other.
@@ -93,19 +85,14 @@ class Sources:
         if seed is None or length == 1:
             return offsets % length + before
         first, last = int(offsets[0]) // length, int(offsets[-1]) // length
-        if first == last:
-            return self._in_pass(source, first, offsets - first * length, seed) + before
-        passes, within = np.divmod(offsets, length)
+        borders = np.searchsorted(offsets, np.arange(first + 1, last + 1) * length)
         result = np.empty_like(offsets)
-        borders = np.flatnonzero(np.diff(passes)) + 1
-        for begin, end in pairwise([0, *borders.tolist(), offsets.size]):
-            result[begin:end] = self._in_pass(source, int(passes[begin]), within[begin:end], seed)
+        for number, (begin, end) in enumerate(pairwise([0, *borders.tolist(), offsets.size]), first):
+            if begin < end:
+                # By name: a source keeps its order when others come and go.
+                key = derive_seed("source", *seed, self.names[source], number)
+                result[begin:end] = keyed_permutation(length, key).take(offsets[begin:end] - number * length)
         return result + before
-
-    def _in_pass(self, source: int, number: int, offsets: Indices, seed: tuple[Label, ...]) -> Indices:
-        # By name: a source keeps its order when others come and go.
-        key = derive_seed("source", *seed, self.names[source], number)
-        return keyed_permutation(self.lengths[source], key).take(offsets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +102,7 @@ class Mixture:
     Attributes:
         sources: The datasets.
         draws: Draws of each source in a period. A draw is a step or, by sample, a sample.
-        stop: When an epoch ends, unless ``num_steps`` says it.
+        stop: When an epoch ends, unless ``num_steps`` says it; by default, when all are exhausted.
         num_steps: Steps of an epoch; each source goes on in the next one where it was.
         seed: Chooses the orders.
         shuffle: Whether samples, and draws within a period, have an order of their own.
@@ -131,7 +118,7 @@ class Mixture:
 
     sources: Sources
     draws: tuple[int, ...]
-    stop: Stop = "all_exhausted"
+    stop: Stop | None = None
     num_steps: int | None = None
     seed: int = 0
     shuffle: bool = True
@@ -142,17 +129,34 @@ class Mixture:
     schedule: DrawSchedule | None = None
 
     def __post_init__(self) -> None:
-        if self.stop not in get_args(Stop):
-            raise ConfigurationError(f"stop must be one of {get_args(Stop)}, got {self.stop!r}.")
-        if self.num_steps is not None and as_int("num_steps", self.num_steps) < 1:
-            raise ConfigurationError(f"num_steps must be at least 1, got {self.num_steps}.")
+        if self.num_steps is None:
+            object.__setattr__(self, "stop", "all_exhausted" if self.stop is None else self.stop)
+            if self.stop not in get_args(Stop):
+                raise ConfigurationError(f"stop must be one of {get_args(Stop)}, got {self.stop!r}.")
+        else:
+            if self.stop is not None:
+                raise ConfigurationError(
+                    f"num_steps takes the place of stop; got num_steps={self.num_steps} and stop={self.stop!r}."
+                )
+            if isinstance(self.num_steps, bool):
+                raise ConfigurationError(f"num_steps must be an integer, got {self.num_steps}.")
+            object.__setattr__(self, "num_steps", as_int("num_steps", self.num_steps))
+            if self.num_steps < 1:
+                raise ConfigurationError(f"num_steps must be at least 1, got {self.num_steps}.")
         if self.schedule is not None and self.num_steps is None:
             raise ConfigurationError(
                 "With a schedule, an epoch that ends with its sources would have another length each time; pass "
                 "num_steps, and each source goes on in the next epoch where it was."
             )
         if self.drop_last and self.by != "sample":
-            self.sources.refuse_large_batches()
+            for name, length, size in zip(
+                self.sources.names, self.sources.lengths, self.sources.batch_sizes, strict=True
+            ):
+                if size > length:
+                    raise ConfigurationError(
+                        f"Source {name!r} has {length} samples, fewer than a batch of {size}; with drop_last=True it "
+                        "would never be served. Give it a smaller batch size, or pass drop_last=False."
+                    )
 
     @property
     def by_sample(self) -> bool:
@@ -163,29 +167,27 @@ class Mixture:
         """How samples are cut into steps."""
         return StepRule(batch_size=batch_size, num_replicas=num_replicas, drop_last=self.drop_last)
 
+    @cached_property
+    def amounts(self) -> tuple[int, ...]:
+        """Samples that an epoch serves of every source, where a stop rule ends it.
 
-@lru_cache(maxsize=16)
-def amounts_of(mixture: Mixture) -> tuple[int, ...]:
-    """Samples that an epoch serves of every source, where a stop rule ends it.
-
-    They are those of a run on one rank with draws evenly spread, so that they depend on neither ranks nor epochs.
-    """
-    lengths = mixture.sources.lengths
-    if mixture.stop == "all_exhausted":
-        return lengths
-    sizes = [1] * len(lengths) if mixture.by_sample else mixture.sources.batch_sizes
-    pairs = list(zip(lengths, sizes, strict=True))
-    whole = [length // size if mixture.drop_last else -(-length // size) for length, size in pairs]
-    draws = Draws.repeated(mixture.draws)
-    if mixture.stop == "cycle":
-        end = max(draws.draw_after(source, count) for source, count in enumerate(whole))
-    else:
-        end = min(draws.draw_after(source, count + 1) for source, count in enumerate(whole)) - 1
-    # A source that has just been served whole does not begin again for the sake of a full batch.
-    return tuple(
-        length if count == of_a_pass else count * size
-        for count, of_a_pass, (length, size) in zip(draws.spread_before(end).tolist(), whole, pairs, strict=True)
-    )
+        They are those of a run on one rank with draws evenly spread, so that they depend on neither ranks nor epochs.
+        """
+        lengths = self.sources.lengths
+        if self.stop == "all_exhausted":
+            return lengths
+        sizes = [1] * len(lengths) if self.by_sample else self.sources.batch_sizes
+        whole = [(n if self.drop_last else n + size - 1) // size for n, size in zip(lengths, sizes, strict=True)]
+        period = Period(self.draws)
+        if self.stop == "cycle":
+            end = max(period.draw_of(source, count - 1) for source, count in enumerate(whole)) + 1
+        else:
+            end = min(period.draw_of(source, count) for source, count in enumerate(whole))
+        # A source that has just been served whole does not begin again for the sake of a full batch.
+        return tuple(
+            length if count == of_a_pass else count * size
+            for count, of_a_pass, length, size in zip(period.before(end).tolist(), whole, lengths, sizes, strict=True)
+        )
 
 
 def present(numbers: Indices) -> list[int]:

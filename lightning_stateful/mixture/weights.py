@@ -59,17 +59,28 @@ def by_name(names: Sequence[str], values: Mapping[str, Any] | Sequence[Any], wha
 
 
 def shares_of(
-    names: Sequence[str], weights: Mapping[str, Any] | Sequence[Any], *, zero: bool = False
+    names: Sequence[str],
+    weights: Mapping[str, Any] | Sequence[Any],
+    *,
+    temperature: float = 1,
+    costs: Sequence[Fraction] | None = None,
+    zero: bool = False,
 ) -> list[Fraction]:
-    """Weights as fractions that add up to 1; a decimal such as 0.1 counts as 1/10.
+    """The share of every source in the draws, as fractions that add up to 1; a decimal such as 0.1 counts as 1/10.
 
     Args:
         names: The sources.
         weights: A positive number for every source, by name or in their order.
+        temperature: Raise the weights to the power ``1 / temperature``: above 1, shares are more alike.
+        costs: What a draw of each source makes, on average, of what the weights are shares of; by default 1.
         zero: Whether some weights may be zero.
 
     Raises:
-        ConfigurationError: A weight is missing, unknown, zero or negative; with the source's name.
+        ConfigurationError: A weight is missing, unknown, zero, negative, or too small to be meant, with the source's
+            name; or the temperature is not positive.
+
+    Source:
+        Arivazhagan et al., "Massively Multilingual Neural Machine Translation in the Wild", 2019, section 4.
     """
     given = by_name(names, weights, "weight")
     for name, weight in given.items():
@@ -79,50 +90,23 @@ def shares_of(
                 f"The weight of source {name!r} must be {least} number, got {weight!r}. Leave out a source that is "
                 "not to be served."
             )
-    exact = [_simplest(weight) for weight in given.values()]
-    total = sum(exact)
-    if not total:
-        raise ConfigurationError(f"At least one weight must be positive, got {dict(given)}.")
-    return [weight / total for weight in exact]
-
-
-def tempered(shares: Sequence[Fraction], temperature: float) -> list[Fraction]:
-    """Shares raised to the power ``1 / temperature``: at 1 as they are, above 1 more alike.
-
-    Raises:
-        ConfigurationError: The temperature is not positive.
-
-    Source:
-        Arivazhagan et al., "Massively Multilingual Neural Machine Translation in the Wild", 2019, section 4.
-    """
     if not _is_number(temperature) or temperature <= 0:
         raise ConfigurationError(f"temperature must be a positive number, got {temperature!r}.")
-    if temperature == 1:
-        return list(shares)
-    raised = [Fraction(float(share) ** (1 / float(temperature))) for share in shares]
-    total = sum(raised)
-    return [share / total for share in raised]
-
-
-def per_draw(shares: Sequence[Fraction], costs: Sequence[Fraction]) -> list[Fraction]:
-    """Shares of draws, from shares of something of which a draw of each source makes ``costs`` on average."""
-    draws = [share / cost for share, cost in zip(shares, costs, strict=True)]
-    total = sum(draws)
-    return [share / total for share in draws]
-
-
-def refuse_vanishing(names: Sequence[str], shares: Sequence[Fraction]) -> None:
-    """Refuse a share so small that nobody can have meant it.
-
-    Raises:
-        ConfigurationError: With the source's name.
-    """
+    shares = [_simplest(weight) for weight in given.values()]
+    if not any(shares):
+        raise ConfigurationError(f"At least one weight must be positive, got {dict(given)}.")
+    if temperature != 1:
+        shares = [Fraction(float(share / max(shares)) ** (1 / float(temperature))) for share in shares]
+    if costs is not None:
+        shares = [share / cost for share, cost in zip(shares, costs, strict=True)]
+    total = sum(shares)
     for name, share in zip(names, shares, strict=True):
-        if share < _LEAST_SHARE:
+        if share < _LEAST_SHARE * total and not zero:
             raise ConfigurationError(
                 f"Source {name!r} would be served less than once in {1 / _LEAST_SHARE} draws; leave it out, or give "
                 "it a larger weight."
             )
+    return [share / total for share in shares]
 
 
 def whole_draws(shares: Sequence[Fraction], period: int | None = None, *, exact: int = 0) -> tuple[int, ...]:
@@ -166,16 +150,13 @@ def _rounded(shares: Sequence[Fraction], period: int) -> tuple[int, ...]:
         raise ConfigurationError(
             f"A period of {period} draws has none for some of {len(served)} sources; give it at least one for each."
         )
-    quotas = [float(share * period) for share in shares]
     draws = [max(int(share * period), 1) if share else 0 for share in shares]
     while rest := period - sum(draws):
         # Where another draw, or one less, changes a source's share the least.
-        if rest > 0:
-            order = sorted(served, key=lambda source: draws[source] / quotas[source])
-        else:
-            order = sorted(served, key=lambda source: (1 - draws[source]) / quotas[source])
-        for source in order[: abs(rest)]:
-            draws[source] += 1 if rest > 0 else -(draws[source] > 1)
+        more = rest > 0
+        change = {source: (draws[source] - (not more)) / float(shares[source]) for source in served}
+        for source in sorted(served, key=change.__getitem__, reverse=not more)[: abs(rest)]:
+            draws[source] += 1 if more else -(draws[source] > 1)
     return tuple(draws)
 
 
@@ -206,13 +187,13 @@ class WeightSchedule:
         if not steps or steps[0] != 0 or sorted(set(steps)) != steps:
             raise ConfigurationError(f"A schedule begins at 0 and its points rise, got points at {steps}.")
 
-    def shares(self, names: Sequence[str]) -> list[list[Fraction]]:
-        """The share of every source at each point.
+    def shares(self, names: Sequence[str], costs: Sequence[Fraction] | None = None) -> list[list[Fraction]]:
+        """The share of every source at each point; see :func:`shares_of`.
 
         Raises:
             ConfigurationError: A weight is missing or negative, or a source never has one.
         """
-        shares = [shares_of(names, weights, zero=True) for weights in self.points.values()]
+        shares = [shares_of(names, weights, costs=costs, zero=True) for weights in self.points.values()]
         for number, name in enumerate(names):
             if not any(point[number] for point in shares):
                 raise ConfigurationError(f"The schedule gives source {name!r} no weight at any point; leave it out.")

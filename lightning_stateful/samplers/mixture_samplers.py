@@ -21,11 +21,8 @@ from lightning_stateful.mixture.weights import (
     DrawSchedule,
     WeightSchedule,
     by_name,
-    per_draw,
-    refuse_vanishing,
     relative_errors,
     shares_of,
-    tempered,
     whole_draws,
 )
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
@@ -94,7 +91,8 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
             shuffle=shuffle,
             drop_last=drop_last,
             seed=seed_or_default(seed),
-            **_ending(stop, num_steps),
+            stop=stop,
+            num_steps=num_steps,
         )
         super().__init__(MixtureOrder(mixture), num_replicas=num_replicas, rank=rank, accept=accept)
 
@@ -165,35 +163,38 @@ class MixtureBatchSampler(StatefulBatchSampler):
         sources = sources_of(lengths, batch_size)
         tokens = None if token_lengths is None else _count_tokens(sources, token_lengths)
         costs = _costs(by, sources, tokens)
-        _check_block(block, by)
-        if schedule is not None and (weights is not None or temperature is not None):
+        if block is not None and by == "sample":
+            raise ConfigurationError('With by="sample" the proportions are those of every batch; leave block out.')
+        if block is not None and not 1 <= as_int("block", block) <= MAX_PERIOD:
+            raise ConfigurationError(f"block must be from 1 to {MAX_PERIOD}, got {block}.")
+        if schedule is None:
+            sizes = tokens if tokens is not None and by == "token" else sources.lengths
+            asked, power = sizes if weights is None else weights, 1 if temperature is None else temperature
+            points = [shares_of(sources.names, asked, temperature=power, costs=costs)]
+        elif weights is not None or temperature is not None:
             raise ConfigurationError("schedule takes the place of weights and temperature; pass one or the other.")
-        asked = weights
-        if asked is None:
-            asked = tokens if tokens is not None and by == "token" else sources.lengths
-        shares = tempered(shares_of(sources.names, asked), 1 if temperature is None else temperature)
-        points = [per_draw(shares, costs)]
-        refuse_vanishing(sources.names, points[0])
-        if schedule is not None:
+        else:
             schedule = schedule if isinstance(schedule, WeightSchedule) else WeightSchedule(schedule)
-            points = [per_draw(point, costs) for point in schedule.shares(sources.names)]
-        draws = tuple(
-            whole_draws(point, block, exact=sources.batch_sizes[0] if by == "sample" else 0) for point in points
-        )
+            points = schedule.shares(sources.names, costs)
+        exact = sources.batch_sizes[0] if by == "sample" else 0
+        draws = tuple(whole_draws(point, block, exact=exact) for point in points)
         if weights is not None or schedule is not None:
             _warn_of_rounding(sources.names, points, draws)
+        scheduled = None
+        if schedule is not None:
+            scheduled = DrawSchedule(tuple(map(int, schedule.points)), draws, schedule.between)
         mixture = Mixture(
             sources=sources,
-            draws=draws[0],
+            # Of a schedule, the most that each source ever has: evaluation serves all of them.
+            draws=tuple(map(max, zip(*draws, strict=True))),
             by=by,
             tokens=tokens,
-            schedule=None
-            if schedule is None
-            else DrawSchedule(tuple(map(int, schedule.points)), draws, schedule.between),
+            schedule=scheduled,
             shuffle=shuffle,
             drop_last=drop_last,
             seed=seed_or_default(seed),
-            **_ending(stop, num_steps),
+            stop=stop,
+            num_steps=num_steps,
         )
         super().__init__(MixtureOrder(mixture), num_replicas=num_replicas, rank=rank, accept=accept)
 
@@ -215,16 +216,12 @@ def sources_of(lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[
         raise ConfigurationError(
             f"lengths must be a dict or list of datasets or of their lengths, got {type(lengths).__name__}."
         )
-    if len(set(names)) < len(names):
-        raise ConfigurationError(f"Sources need different names, got {list(names)}.")
-    found = [
-        len(part) if isinstance(part, Sized) else as_int(f"The length of source {name!r}", part)
-        for name, part in zip(names, parts, strict=True)
-    ]
-    given = batch_size if isinstance(batch_size, (Mapping, list, tuple)) else dict.fromkeys(names, batch_size)
-    sizes = by_name(names, given, "batch_size")
-    checked = [n if isinstance(n, bool) else as_int(f"The batch size of source {of!r}", n) for of, n in sizes.items()]
-    return Sources(names, tuple(found), tuple(checked))
+    sizes = batch_size if isinstance(batch_size, (Mapping, list, tuple)) else dict.fromkeys(names, batch_size)
+    return Sources(
+        names,
+        tuple(len(part) if isinstance(part, Sized) else part for part in parts),
+        tuple(by_name(names, sizes, "batch_size").values()),
+    )
 
 
 def refuse_splits(data: Any, *, trains: bool = True) -> None:
@@ -260,16 +257,6 @@ def refuse_splits(data: Any, *, trains: bool = True) -> None:
         )
 
 
-def _ending(stop: Stop | None, num_steps: int | None) -> dict[str, Any]:
-    if num_steps is None:
-        return {"stop": "all_exhausted" if stop is None else stop}
-    if stop is not None:
-        raise ConfigurationError(f"num_steps takes the place of stop; got num_steps={num_steps} and stop={stop!r}.")
-    if isinstance(num_steps, bool):
-        raise ConfigurationError(f"num_steps must be an integer, got {num_steps}.")
-    return {"num_steps": as_int("num_steps", num_steps)}
-
-
 def _count_tokens(sources: Sources, token_lengths: Mapping[str, Any] | Sequence[Any]) -> tuple[int, ...]:
     totals = []
     for (name, given), length in zip(
@@ -303,13 +290,6 @@ def _costs(by: By, sources: Sources, tokens: tuple[int, ...] | None) -> list[Fra
     elif by != "batch":
         raise ConfigurationError(f"by must be one of {get_args(By)}, got {by!r}.")
     return [Fraction(1)] * len(sources)
-
-
-def _check_block(block: int | None, by: By) -> None:
-    if block is not None and by == "sample":
-        raise ConfigurationError('With by="sample" the proportions are those of every batch; leave block out.')
-    if block is not None and not 1 <= as_int("block", block) <= MAX_PERIOD:
-        raise ConfigurationError(f"block must be from 1 to {MAX_PERIOD}, got {block}.")
 
 
 def _warn_of_rounding(

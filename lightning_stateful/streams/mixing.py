@@ -11,7 +11,7 @@ from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.mixture.draws import Draws
 from lightning_stateful.mixture.sources import Stop
-from lightning_stateful.mixture.weights import refuse_vanishing, shares_of, tempered, whole_draws
+from lightning_stateful.mixture.weights import shares_of, whole_draws
 from lightning_stateful.samplers.rng import seed_or_default
 
 By = Literal["batch", "sample"]
@@ -72,9 +72,7 @@ class Mixing:
                 raise ConfigurationError(f"temperature={temperature!r} makes weights more alike; pass weights.")
             draws: tuple[int, ...] = (1,) * len(names)
         else:
-            shares = tempered(shares_of(names, weights), temperature)
-            refuse_vanishing(names, shares)
-            draws = whole_draws(shares)
+            draws = whole_draws(shares_of(names, weights, temperature=temperature))
         return cls(tuple(names), draws, by, stop, weights is None, seed)  # type: ignore[arg-type]  # looked at
 
     def at(self, path: str) -> Mixing:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.mixtures import endless_draws
 
-from lightning_stateful.mixture.draws import Draws
+from lightning_stateful.mixture.draws import Draws, Period
 from lightning_stateful.mixture.weights import Between, DrawSchedule
 
 KEYS = st.one_of(st.none(), st.integers(0, 2**64 - 1))
@@ -39,7 +39,7 @@ def test_any_part_is_that_part_of_the_whole(draws: Draws, first: int, count: int
 
 @given(any_draws(), st.integers(0, 3000))
 def test_counts_count_the_draws(draws: Draws, draw: int) -> None:
-    expected = np.bincount(draws.sources(0, draw), minlength=draws.counts.shape[1])
+    expected = np.bincount(draws.sources(0, draw), minlength=draws.counts_before(0).size)
     assert np.array_equal(draws.counts_before(draw), expected)
 
 
@@ -56,24 +56,33 @@ def test_a_key_shuffles_within_windows(counts: list[int], key: int, number: int)
     assert sorted(served) == sorted(spread)
 
 
-@given(st.lists(st.integers(1, 100), min_size=2, max_size=5), st.integers(0, 700), st.integers(1, 700), KEYS)
-def test_between_its_ends_a_keyed_sequence_has_the_draws_of_the_spread_one(
-    counts: list[int], start: int, count: int, key: int | None
+@given(st.data(), st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(0, 700), KEYS)
+def test_exhausted_sources_leave_the_others_in_their_order(
+    data: st.DataObject, counts: list[int], start: int, key: int | None
 ) -> None:
-    draws = Draws.repeated(counts, key=key, start=start, stop=start + count)
-    expected = Draws.repeated(counts).sources(start, start + count)
-    assert sorted(draws.sources(start, start + count)) == sorted(expected)
+    totals = data.draw(st.lists(st.integers(0, 100), min_size=len(counts), max_size=len(counts)))
+    draws, keyed = (Draws.until_exhausted(counts, totals, start=start, key=of) for of in (None, key))
+    present = [count if total else 0 for count, total in zip(counts, totals, strict=True)]
+    expected, left = [], list(totals)
+    for source in islice(endless_draws(present), start % max(sum(present), 1), None) if any(totals) else ():
+        if left[source]:
+            expected.append(source)
+            left[source] -= 1
+        if not any(left):
+            break
+    first = data.draw(st.integers(0, sum(totals)))
+    assert draws.sources(0, sum(totals)).tolist() == expected
+    assert sorted(keyed.sources(0, sum(totals))) == sorted(expected)
+    assert np.array_equal(keyed.sources(first, sum(totals)), keyed.sources(0, sum(totals))[first:])
+    assert np.array_equal(keyed.counts_before(first), np.bincount(keyed.sources(0, first), minlength=len(counts)))
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=5), st.integers(1, 10**12), st.data())
-def test_draw_after_finds_any_draw_of_a_source(counts: list[int], count: int, data: st.DataObject) -> None:
-    draws, source = Draws.repeated(counts), data.draw(st.integers(0, len(counts) - 1))
-    end = draws.draw_after(source, count)
-    assert draws.sources(end - 1, end).tolist() == [source]
-    assert draws.spread_before(end)[source] == count
-    last = [draws.when(other, count) for other in range(len(counts))]
-    ends = [draws.draw_after(other, count) for other in range(len(counts))]
-    assert sorted(range(len(counts)), key=last.__getitem__) == sorted(range(len(counts)), key=ends.__getitem__)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=5), st.integers(0, 10**12), st.data())
+def test_any_draw_of_a_source_is_found(counts: list[int], number: int, data: st.DataObject) -> None:
+    source, period = data.draw(st.integers(0, len(counts) - 1)), Period(counts)
+    draw = period.draw_of(source, number)
+    assert Draws.repeated(counts).sources(draw, draw + 1).tolist() == [source]
+    assert period.before(draw)[source] == number
 
 
 def test_keys_and_windows_have_orders_of_their_own() -> None:

@@ -212,17 +212,17 @@ def test_more_steps_than_an_epoch_has_are_refused() -> None:
 
 def test_golden_round_robin() -> None:
     order = round_robin([7, 5], 2, seed=3)
-    expected = [[[2, 1], [4, 5]], [[8, 7], [11]], [[3, 6], [0]], [[10], [9]]]
+    expected = [[[0, 1], [3, 2]], [[11, 10], [8]], [[6, 5], [4]], [[9], [7]]]
     assert (order.version, serve(order, 1, 2)) == (1, expected)
 
 
 def test_golden_mixture_by_batch() -> None:
     order = mixture([9, 6], [2, 1], [2, 1], num_steps=5, seed=3)
-    expected = [[[4, 2], [8, 0]], [[12], [11]], [[5, 7], [2, 4]], [[0, 6], [8, 7]], [[14], [12]]]
+    expected = [[[4, 2], [8, 0]], [[5, 7], [2, 4]], [[12], [11]], [[0, 6], [8, 7]], [[14], [12]]]
     assert (order.version, serve(order, 1, 2)) == (1, expected)
 
 
 def test_golden_mixture_by_sample() -> None:
     order = mixture([9, 6], 3, [2, 1], by="sample", seed=3)
-    expected = [[[5, 12, 6], [1, 10, 2]], [[0, 13, 7], [4, 9, 8]], [[3, 14], [11]]]
+    expected = [[[7, 11, 4], [2, 12, 6]], [[5, 10, 8], [3, 9, 1]], [[0, 14], [13]]]
     assert (order.version, serve(order, 1, 2)) == (1, expected)

@@ -31,6 +31,10 @@ def steps_of(source: SourceSteps, rule: StepRule, count: int) -> list[list[list[
     return [list(step) for step in zip(*ranks, strict=True)]
 
 
+def samples_of(steps: list[list[list[int]]]) -> list[int]:
+    return [sample for step in steps for batch in step for sample in batch]
+
+
 @given(RULES, st.integers(1, 150), st.data())
 def test_steps_computed_at_once_are_those_that_the_rule_gives_one_by_one(
     rule: StepRule, length: int, data: st.DataObject
@@ -45,30 +49,18 @@ def test_steps_computed_at_once_are_those_that_the_rule_gives_one_by_one(
 
 
 @given(RULES, st.integers(0, 150), st.integers(0, 160))
-def test_steps_and_what_is_left_after_them_are_the_rest_of_an_epoch(rule: StepRule, amount: int, served: int) -> None:
-    source = SourceSteps(served, amount, rule)
+def test_steps_and_what_is_left_after_them_are_all_that_remains(rule: StepRule, remaining: int, served: int) -> None:
+    source = SourceSteps(served, remaining, rule)
     steps = steps_of(source, rule, source.num_steps)
-    found = [sample for step in steps for batch in step for sample in batch]
+    found = samples_of(steps)
     assert found == list(range(served, served + len(found)))
     assert all(batch for step in steps for batch in step)
-    dropped = max(amount - served, 0) - len(found) - source.left
+    dropped = remaining - len(found) - source.left
     assert 0 <= dropped < (rule.batch_size if rule.drop_last else 1)
     assert source.left < (rule.full if rule.drop_last else rule.num_replicas)
-
-
-@given(RULES, st.one_of(st.none(), st.integers(0, 150)), st.integers(0, 160))
-def test_served_after_counts_the_samples_of_the_first_steps(rule: StepRule, amount: int | None, served: int) -> None:
-    source = SourceSteps(served, amount, rule)
-    steps = steps_of(source, rule, 6 if amount is None else source.num_steps)
-    for count in range(len(steps) + 1):
-        assert source.served_after(count) == served + sum(len(batch) for step in steps[:count] for batch in step)
-
-
-@given(RULES, st.integers(0, 300))
-def test_without_an_end_every_step_is_full(rule: StepRule, served: int) -> None:
-    steps = steps_of(SourceSteps(served, None, rule), rule, 5)
-    assert {len(batch) for step in steps for batch in step} == {rule.batch_size}
-    assert steps[0][0][0] == served
+    assert [source.served_after(count) for count in range(len(steps) + 1)] == [
+        served + len(samples_of(steps[:count])) for count in range(len(steps) + 1)
+    ]
 
 
 @st.composite
@@ -107,15 +99,8 @@ def test_every_sample_is_gathered_once_apart_from_repeats_in_the_last_step(
     assert times(steps).total() - sum(left) == last.num_repeated < num_ranks
     assert (last.num_repeated > 0) == (sum(left) < last.num_steps * num_ranks)
     assert last.num_steps == -(-sum(-(-count // size) for count, size in zip(left, sizes, strict=True)) // num_ranks)
-
-
-@given(what_is_left())
-def test_every_rank_has_a_batch_of_legal_size_and_one_source_in_every_step(
-    case: tuple[list[int], list[int], int],
-) -> None:
-    for step in batches_of(gather(*case)):
-        assert len(step) == case[2]
-        assert all(1 <= len(batch) <= case[1][batch[0][0]] for batch in step)
+    assert all(len(step) == num_ranks for step in steps)
+    assert all(1 <= len(batch) <= sizes[batch[0][0]] for step in steps for batch in step)
 
 
 @given(what_is_left(), st.booleans(), st.integers(1, 5))

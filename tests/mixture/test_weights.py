@@ -17,7 +17,6 @@ from lightning_stateful.mixture.weights import (
     by_name,
     relative_errors,
     shares_of,
-    tempered,
     whole_draws,
 )
 
@@ -75,15 +74,21 @@ def test_values_that_fit_no_sources_are_refused_by_name(values: Any, message: st
 @pytest.mark.parametrize("temperature", [0.3, 1, 2, 100])
 def test_temperature_raises_shares_to_a_power(temperature: float) -> None:
     powers = [share ** (1 / temperature) for share in (0.5, 0.3, 0.2)]
-    found = tempered(shares_of(NAMES, [5, 3, 2]), temperature)
+    found = shares_of(NAMES, [5, 3, 2], temperature=temperature)
     assert sum(found) == 1
     assert [float(share) for share in found] == pytest.approx([power / sum(powers) for power in powers])
+
+
+def test_the_lowest_temperatures_leave_only_what_has_the_same_weight() -> None:
+    assert shares_of(("a", "b"), [2, 2], temperature=1e-9) == [Fraction(1, 2), Fraction(1, 2)]
+    with pytest.raises(ConfigurationError, match="Source 'b' would be served less than once"):
+        shares_of(("a", "b"), [2, 1.9], temperature=1e-9)
 
 
 @pytest.mark.parametrize("temperature", [0, -1, math.inf, math.nan, True, "2", None])
 def test_a_temperature_that_is_no_positive_number_is_refused(temperature: Any) -> None:
     with pytest.raises(ConfigurationError, match="temperature must be a positive number"):
-        tempered(shares_of(NAMES, [1, 1, 1]), temperature)
+        shares_of(NAMES, [1, 1, 1], temperature=temperature)
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,11 @@ class TestSchedules:
         sources = [next(iter(found)) for _ in range(3) for found in sources_of(sampler, [50, 50])]
         assert sources == [0] * 6 + [1] * 6
 
+    def test_evaluation_serves_sources_that_a_schedule_begins_without(self) -> None:
+        sampler = MixtureBatchSampler([9, 5], 2, schedule={0: [1, 0], 6: [0, 1]}, num_steps=4)
+        plan = sampler.order.adapted(shuffle=False).plan(0, 1)
+        assert {index for _, batch in plan.batches(0) for index in batch} == set(range(14))
+
     @pytest.mark.parametrize("between", ["constant", "linear"])
     @pytest.mark.parametrize("by", ["batch", "sample"])
     def test_an_epoch_that_is_chosen_is_the_one_that_is_reached(self, by: Any, between: Any) -> None:
