@@ -10,8 +10,8 @@ and several loaders' one envelope a loader, by the path of the loader in the use
     {"version": 1, "kind": "combined", "config": {"mode": "max_size_cycle"}, "loaders": {"0": {...}, "1": {...}},
      "checksum": "81b0f3aa"}
 
-``config`` is compared on load and never applied. The checksum is one of all the rest, so that a damaged state is found
-out without a look at every value.
+``config`` is compared on load and never applied. The checksum covers everything else in the envelope, so that a damaged
+state is refused without a look at every value.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def pack(kind: str, order_version: int, config: Mapping[str, Any], progress: Map
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An envelope with the checksum of what is in it."""
+    """Add the checksum of its contents to an envelope."""
     return {**state, "checksum": _checksum(state)}
 
 
@@ -105,7 +105,7 @@ def pack_combined(mode: str, loaders: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def check(state: Any, *, where: str = "the state") -> None:
-    """Refuse what is no envelope, or none that this version can read.
+    """Refuse data that is no envelope, or not one that this version can read.
 
     Raises:
         DamagedStateError: Keys are missing or have the wrong type, or the checksum is not that of the contents.
@@ -156,7 +156,7 @@ def differences(
     path: str = "",
     fingerprints: bool = True,
 ) -> list[Difference]:
-    """Every difference between two envelopes apart from their progress.
+    """List every difference between two envelopes apart from their progress.
 
     Args:
         saved: A checked envelope from a checkpoint.
@@ -164,7 +164,7 @@ def differences(
         accept: Names of differences to let pass, in full (``"train.dataset.length"``), without the loader's path
             (``"dataset.length"``), or by a name above it (``"dataset"``).
         path: Prefix of the reported paths.
-        fingerprints: Whether to report fingerprints of datasets too, which may differ where the data are the same.
+        fingerprints: Whether to report fingerprints of datasets too, which may differ for the same data.
     """
     accept = accepted_names(accept)
     if (saved["kind"] == COMBINED) != (present["kind"] == COMBINED):
@@ -172,7 +172,7 @@ def differences(
         before, now = (sorted(s["loaders"]) if s["kind"] == COMBINED else "one loader" for s in (saved, present))
         full = ".".join(part for part in (path, "loaders") if part)
         return [Difference(path=full, saved=before, present=now, remedy=f"{_REMEDIES['loaders']}.")]
-    pairs = _combined_pairs(saved, present) if saved["kind"] == COMBINED else _pairs("", *_identities(saved, present))
+    pairs = _combined_pairs(saved, present) if saved["kind"] == COMBINED else _pairs("", *_aligned(saved, present))
     found = []
     for loader, name, before, now in pairs:
         full = ".".join(part for part in (path, loader, name) if part)
@@ -184,7 +184,7 @@ def differences(
 def refuse_differences(
     saved: Mapping[str, Any], present: Mapping[str, Any], *, accept: Collection[str] = (), where: str = "The state"
 ) -> None:
-    """Raise if two envelopes differ in more than the progress and what is accepted; warn if only in fingerprints.
+    """Raise if two envelopes differ, but for their progress and accepted names; warn if only fingerprints differ.
 
     Raises:
         StateMismatchError: With every difference at once.
@@ -200,7 +200,7 @@ def refuse_differences(
 
 
 def is_fingerprint(name: str) -> bool:
-    """Whether a difference of this name is one of a dataset's fingerprint.
+    """Whether the name of a difference is that of a dataset's fingerprint.
 
     A Hugging Face dataset that was mapped by a method has another one in every process. Its rows are compared as well.
     """
@@ -208,7 +208,7 @@ def is_fingerprint(name: str) -> bool:
 
 
 def fingerprint_warning(what: str, changed: str, name: str) -> str:
-    """The warning for data that differ in their fingerprint alone."""
+    """The text of the warning for data that differ in their fingerprint alone."""
     return (
         f"{what} data of another fingerprint: {changed}. All else that is compared, length, columns and some rows, is "
         "the same, so the run goes on. Functions that belong to an object, such as map(self.tokenize), get another "
@@ -217,12 +217,12 @@ def fingerprint_warning(what: str, changed: str, name: str) -> str:
 
 
 def accepted_names(accept: Collection[str]) -> tuple[str, ...]:
-    """Names of differences to let pass; a single one may come without a tuple around it."""
+    """Turn the names in ``accept`` into a tuple; a single name may be a plain string."""
     return (accept,) if isinstance(accept, str) else tuple(accept)
 
 
 def walk(state: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The envelopes in a checked state, each with its loader's path (``""`` for a single loader)."""
+    """Iterate over the envelopes in a checked state, each with its loader's path (``""`` for a single loader)."""
     if state["kind"] == COMBINED:
         yield from state["loaders"].items()
     else:
@@ -230,10 +230,14 @@ def walk(state: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def copy_plain(value: Any, path: str = "state") -> Any:
-    """A deep copy of plain data.
+    """Copy plain data deeply; tuples become lists.
+
+    Args:
+        value: The data.
+        path: A name for it, with which an error begins.
 
     Raises:
-        StateError: Something in it would not survive JSON or ``torch.load(weights_only=True)``.
+        StateError: A part of it would not survive JSON or ``torch.load(weights_only=True)``; with its path.
     """
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
@@ -247,17 +251,19 @@ def copy_plain(value: Any, path: str = "state") -> Any:
     raise StateError(f"{path} is {found}; a state holds dict, list, str, int, finite float, bool and None.")
 
 
-def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything in an envelope that is compared: its configuration, kind and order version."""
     envelope = {"kind": state["kind"], "order_version": state["order_version"]}
     return {**envelope, **state["config"], **envelope}
 
 
-def _identities(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    before, now = _identity(saved), _identity(present)
+def _aligned(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Everything that is compared in two envelopes; values of several sources are dicts by the sources both have."""
+    before, now = _comparable(saved), _comparable(present)
     if not isinstance(before.get("sources"), Mapping) or not isinstance(now.get("sources"), Mapping):
         return before, now
     common = [name for name in before["sources"] if name in now["sources"]]
-    before, now = _spelled_out(before, common), _spelled_out(now, common)
+    before, now = _by_source(before, common), _by_source(now, common)
     sizes = before.get("batch_size"), now.get("batch_size")
     if isinstance(sizes[0], Mapping) != isinstance(sizes[1], Mapping):
         before["batch_size"], now["batch_size"] = (
@@ -266,16 +272,16 @@ def _identities(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[d
     return before, now
 
 
-def _spelled_out(identity: Mapping[str, Any], common: Collection[str]) -> dict[str, Any]:
-    """A configuration of several sources with its lists as dicts by source, of the sources that another has too."""
-    names = list(identity["sources"])
+def _by_source(config: Mapping[str, Any], common: Collection[str]) -> dict[str, Any]:
+    """A configuration whose lists of one value a source are dicts by source, of the sources in ``common``."""
+    names = list(config["sources"])
     result = {
         key: {name: of for name, of in zip(names, value, strict=True) if name in common}
         if isinstance(value, list) and len(value) == len(names)
         else value
-        for key, value in identity.items()
+        for key, value in config.items()
     }
-    result["sources"] = {**identity["sources"], "(order)": [name for name in names if name in common]}
+    result["sources"] = {**config["sources"], "(order)": [name for name in names if name in common]}
     return result
 
 
@@ -286,7 +292,7 @@ def _combined_pairs(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Ite
         yield "", "loaders", list(theirs), list(ours)
     for path in theirs:
         if path in ours:
-            for _, name, before, now in _pairs("", *_identities(theirs[path], ours[path])):
+            for _, name, before, now in _pairs("", *_aligned(theirs[path], ours[path])):
                 yield path, name, before, now
 
 
@@ -301,7 +307,7 @@ def _pairs(prefix: str, saved: Mapping[str, Any], present: Mapping[str, Any]) ->
 
 
 def is_accepted(names: tuple[str, ...], accept: Collection[str]) -> bool:
-    """Whether one of a difference's names, or a name above it, is to be let pass."""
+    """Whether one of a difference's names, or a name above it, is accepted."""
     return any(name == wanted or name.startswith(f"{wanted}.") for name in names for wanted in accept)
 
 

@@ -13,7 +13,7 @@ from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
 
-# What is taken over from the loader in front, where this version of torch has it.
+# Options of a StatefulLoader that its reader gets, if this version of torch has them.
 OPTIONS = (
     "num_workers",
     "collate_fn",
@@ -25,13 +25,13 @@ OPTIONS = (
     "persistent_workers",
     "pin_memory_device",
 )
-# Passes whose end is not known are planned to have more batches than this.
+# A pass that has more steps than this to go is one whose end is not known: it ends when the sampler does.
 _NEVER = 2**40
 _END = object()
 
 
 class SeededIndex(NamedTuple):
-    """A single index (``batch_size=None``), told from a user's own tuple by its type, and the seed to read it under."""
+    """A single index (``batch_size=None``) with the seed to read it under; its type tells it from a user's tuples."""
 
     seed: int
     index: Any
@@ -40,10 +40,10 @@ class SeededIndex(NamedTuple):
 class SeededDataset(Dataset[Any]):
     """A dataset that seeds torch, NumPy and ``random`` before it reads each batch.
 
-    It answers to ``(seed, indices)`` of a batch, and to a :class:`SeededIndex`. Whoever reads a batch, in whatever
-    process, finds the same random numbers, and so does the collate function after it. Generators that the dataset holds
-    itself are out of reach. A dataset with ``__getitems__`` is asked for whole batches, as torch does. Every other
-    attribute is the wrapped dataset's.
+    It takes ``(seed, indices)`` for a batch, or a :class:`SeededIndex`. So a batch is read with the same random numbers
+    in every process, and collated with the same ones. Generators that the dataset holds itself are out of reach. A
+    dataset with ``__getitems__`` is asked for whole batches, as torch does. Every other attribute is the wrapped
+    dataset's.
 
     Args:
         dataset: A map-style dataset.
@@ -79,17 +79,17 @@ class SeededDataset(Dataset[Any]):
 
 
 def read_batch(dataset: Any, indices: Any) -> Any:
-    """The samples of a dataset at ``indices``, as torch reads them: all at once where it has ``__getitems__``."""
+    """Read the samples of a dataset at ``indices`` as torch does: all at once if it has ``__getitems__``."""
     if hasattr(dataset, "__getitems__") and dataset.__getitems__:
         return dataset.__getitems__(indices)
     return [dataset[index] for index in indices]
 
 
 def known_steps(plan: EpochPlan) -> int:
-    """The steps of a plan.
+    """The number of steps of a plan.
 
     Raises:
-        TypeError: Its end is known only when it is there.
+        TypeError: Its end is not known yet.
     """
     if plan.num_steps >= UNKNOWN:
         raise TypeError("The sampler has no len(), so its loader has none.")
@@ -100,8 +100,8 @@ class PlannedBatches:
     """A batch sampler, or a sampler of single indices, that yields what a plan gives to one rank.
 
     Args:
-        seed: Seeds each batch by (seed, epoch, number of the batch): the seed comes with the batch, as
-            :class:`SeededDataset` wants it. None for bare indices.
+        seed: Chooses the seed of each batch, from (seed, epoch, number of the batch), which is yielded with the
+            indices for :class:`SeededDataset`. None for bare indices.
         is_batched: Whether the loader collates batches.
     """
 
@@ -131,11 +131,11 @@ class BatchReader:
 
     Args:
         dataset: The user's dataset.
-        seed: Seeds the samples; None to leave them.
-        is_batched: Whether batches are collated.
+        seed: Seeds the reading of samples; None to leave random generators alone.
         options: Options of torch's DataLoader.
-        original: A user's own loader, with its class, its attributes and options that this version knows nothing of;
-            None for a plain DataLoader.
+        is_batched: Whether batches are collated.
+        original: A copy of the user's own loader, to be read with so that its class, attributes and further options
+            stay in force; None for a plain DataLoader.
     """
 
     def __init__(
@@ -164,15 +164,22 @@ class BatchReader:
             self.loader = original
 
     def read(self, plan: EpochPlan, rank: int, first_step: int, base_seed: int, *, isolated: bool) -> Iterator[Any]:
-        """The batches of ``rank`` from a step of a plan to its end.
+        """Read the batches of ``rank`` from a step of a plan to its end.
 
         Args:
             plan: The plan.
-            rank: Whose batches.
+            rank: The rank.
             first_step: The first step.
             base_seed: Seeds torch's workers.
-            isolated: Whether the process's generators are put back after a batch that is read in this process; not
-                where they are seeded then anyway.
+            isolated: Restore the process's random generators after a batch that is read in this process. False if the
+                caller seeds them then anyway.
+
+        Yields:
+            Collated batches.
+
+        Raises:
+            ConfigurationError: The dataset, its collate function or an overridden ``__iter__`` gives more or fewer
+                batches than planned.
         """
         batches = self._batches
         batches.plan, batches.rank, batches.first_step = plan, rank, first_step
@@ -205,12 +212,12 @@ class BatchReader:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether nobody has changed how the loader is iterated."""
+        """Whether the loader's class iterates as torch's does."""
         kind = type(self.loader)
         return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
     def _fetch_in_process(self, isolated: bool) -> Callable[[], Any]:
-        """What torch's iterator does without workers or pinned memory, without its bookkeeping for each batch."""
+        """A function that reads the next batch as torch does without workers, but without its cost for each batch."""
         dataset, collate, batches = self._dataset, self.loader.collate_fn, iter(self._batches)
         if self._batches.is_batched:
 
@@ -236,13 +243,13 @@ class BatchReader:
         return fetch
 
     def _fetch(self, count: int) -> Callable[[], Any]:
-        """What the loader's own iterator does, for a pass of ``count`` batches."""
+        """A function that gives the next of ``count`` batches from the loader's own iterator."""
         iterator = iter(self.loader)
         return iterator.__next__ if self._is_plain else _counted(iterator, count, type(self.loader).__qualname__)
 
 
 def _counted(iterator: Any, count: int, name: str) -> Callable[[], Any]:
-    """Batches of a loader with an ``__iter__`` of its own, which has to give one for each that was planned."""
+    """A function that gives the next batch of an overridden ``__iter__``, and refuses more or fewer than planned."""
     served = 0
 
     def fetch() -> Any:

@@ -1,4 +1,4 @@
-"""Several loaders that are served together: where each of them stands at any step of an epoch."""
+"""Several loaders that are served together: finds the plan and the progress of each at any step of an epoch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class CombinedLoaders:
     """Loaders that give one batch each to every training step, as Lightning's ``CombinedLoader`` serves them.
 
     Args:
-        loaders: The loaders by their path in the user's list or dict; a single loader has the path ``""``.
+        loaders: The loaders by their path in the user's list or dict, with dots; a single loader has the path ``""``.
         mode: When an epoch ends: with the shortest loader (``"min_size"``), with the longest, the others giving None
             once they are done (``"max_size"``), or with the longest, the others starting over (``"max_size_cycle"``).
 
     State:
-        One loader's envelope, or one envelope a loader. Where an epoch goes on is held as a plan of each loader from
-        one step on; every other step of that epoch, and all later epochs, are computed from it.
+        The envelope of a single loader, or one that holds the envelope of each. It is computed for any step of any
+        epoch; the object itself only holds the plans with which the epoch of a loaded state goes on.
 
     Raises:
-        ConfigurationError: The mode is none of the three, or has to know where a loader ends that does not say.
+        ConfigurationError: The mode is none of the three, or needs the length of a loader that has none.
     """
 
     def __init__(self, loaders: Mapping[str, AnyLoader], mode: str = "max_size_cycle") -> None:
@@ -48,15 +48,15 @@ class CombinedLoaders:
         self.mode = mode
         self._cycles = mode == "max_size_cycle" and len(self.loaders) > 1
         self._lengths: dict[str, int] = {}
-        # The plan of the epoch that was asked for latest, and of a later pass within it.
+        # By path: the plan of the epoch that was asked for latest, and of a later pass within it.
         self._plans: dict[str, EpochPlan] = {}
         self._cycle_plans: dict[str, EpochPlan] = {}
-        # Plans that do not begin with their epoch, but at this step of it.
-        self._resumed: dict[str, EpochPlan] = {}
+        # By path: plans that begin where a state was loaded, and the step of their epoch at which they all begin.
+        self._resumed_plans: dict[str, EpochPlan] = {}
         self._resumed_step = 0
 
     def num_batches(self) -> int:
-        """Steps of a whole epoch."""
+        """Steps of a whole epoch; UNKNOWN where its end is not known beforehand."""
         lengths = [self._length(path) for path in self.loaders]
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
@@ -67,7 +67,7 @@ class CombinedLoaders:
         return any(sized) if self.mode == "min_size" else all(sized)
 
     def configs_of_this_rank(self) -> dict[str, dict[str, Any]]:
-        """Configurations, by path, of loaders that are not dealt out: they may differ between ranks."""
+        """Configurations, by path, of loaders that each rank has for itself: they may differ between ranks."""
         return {
             path: loader.tracker.config
             for path, loader in self.loaders.items()
@@ -75,37 +75,38 @@ class CombinedLoaders:
         }
 
     def note_ranks(self, configs: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-        """Let states hold, of loaders that are not dealt out, what determines them on every rank.
+        """Let states hold the configurations of all ranks, for loaders that each rank has for itself.
 
         Args:
-            configs: By rank, and by the loader's path, what a state compares.
+            configs: The result of :meth:`configs_of_this_rank` on each rank.
         """
         for path, config in self.configs_of_this_rank().items():
             config.update(_by_rank([of_rank[path] for of_rank in configs]), ranks=len(configs))
 
-    def plan_at(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int] | None:
-        """Where the loader at ``path`` stands before a step of an epoch.
+    def locate(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int] | None:
+        """Find the plan that gives the batch of the loader at ``path`` for a step of an epoch.
 
         Returns:
-            A plan, and the step of it; None when the loader is exhausted.
+            The plan, and the step of that plan; None when the loader is exhausted.
         """
         if not step:
             self._end_streams_together(epoch - 1)
         plan, length = self._plan(path, epoch), self._length(path)
-        if self._resumed.get(path) is plan:
-            # An accumulation window may have begun, on other ranks, before the place of resuming: stay there.
+        if self._resumed_plans.get(path) is plan:
+            # An accumulation window may have begun, on other ranks, before the step of resuming: stay there.
             step = max(step - self._resumed_step, 0)
         if not length:
             return None
+        # From here on the step is counted from the beginning of the plan.
         cycle = plan.progress_after(0).cycle
-        left = plan.num_steps if self._cycles or not cycle else 0
-        if step < left:
+        plan_ends_at = plan.num_steps if self._cycles or not cycle else 0
+        if step < plan_ends_at:
             return plan, step
         if not self._cycles or self.loaders[path].order.carries_over:
             return None
-        # On to the passes that follow within the epoch, all of them whole.
-        cycles, step = divmod(step - left, length)
-        return self._plan_of_cycle(path, epoch, cycle + 1 + cycles), step
+        # The loader starts over: whole passes of `length` steps follow within the epoch.
+        num_whole, step = divmod(step - plan_ends_at, length)
+        return self._plan_of_cycle(path, epoch, cycle + 1 + num_whole), step
 
     def state_at(self, epoch: int, step: int) -> dict[str, Any]:
         """The state before a step of an epoch: fresh plain data, equal on all ranks."""
@@ -116,7 +117,7 @@ class CombinedLoaders:
         return states[""] if list(states) == [""] else format_.pack_combined(self.mode, states)
 
     def report_at(self, epoch: int, step: int) -> dict[str, dict[str, Any]]:
-        """What each loader has served before a step of an epoch, by path."""
+        """Counts of what each loader has served before a step of an epoch, by path."""
         reports = {}
         for path in self.loaders:
             plan, steps = self._locate_or_end(path, epoch, step)
@@ -124,7 +125,9 @@ class CombinedLoaders:
         return reports
 
     def refuse_short_sources(self, num_steps: int) -> None:
-        """Refuse loaders whose epochs follow each other, and which would have to start over within ``num_steps`` steps.
+        """Refuse loaders that would have to start over within an epoch of ``num_steps`` steps, and cannot.
+
+        Loaders whose epochs follow each other (``carries_over``) cannot.
 
         Raises:
             ConfigurationError: With the remedy.
@@ -151,7 +154,10 @@ class CombinedLoaders:
             )
 
     def continue_from(self, other: CombinedLoaders, epoch: int) -> None:
-        """At the beginning of ``epoch``, let loaders whose progress carries over go on where another group's stand."""
+        """Let loaders whose epochs follow each other begin ``epoch`` where the same ones of ``other`` have ended.
+
+        Lightning builds loaders anew between epochs (``reload_dataloaders_every_n_epochs``).
+        """
         for path, loader in self.loaders.items():
             before = other.loaders.get(path)
             if before is None or not loader.order.carries_over or not before.order.carries_over:
@@ -168,31 +174,40 @@ class CombinedLoaders:
                 )
                 continue
             progress = loader.progress_in(state, where=f"The state of loader {path!r}")
-            self._plans[path] = self._resumed[path] = loader.plan(epoch, progress)
+            self._plans[path] = self._resumed_plans[path] = loader.plan(epoch, progress)
 
     def begin_streams_at(self, epoch: int, step: int) -> list[str]:
-        """Begin streams at a step of an epoch, of which no state says where they stood; their names."""
+        """Let streams without a saved state begin at a step of an epoch.
+
+        Returns:
+            Their names.
+        """
         streams = {path: loader for path, loader in self.loaders.items() if isinstance(loader, StreamLoader)}
         for path, loader in streams.items():
             progress = Progress(epoch=epoch, consumed=step)
             loader.course.begin_at(progress)
-            self._plans[path] = self._resumed[path] = loader.plan(epoch, progress)
+            self._plans[path] = self._resumed_plans[path] = loader.plan(epoch, progress)
         self._resumed_step = step
         return [loader.order.name for loader in streams.values()]
 
     def end_epoch(self, epoch: int) -> None:
-        """The epoch ends where a state was loaded: streams go on from there in the next."""
+        """End ``epoch`` at the step where a state was loaded: streams go on from there in the next epoch."""
         for path, loader in self.loaders.items():
-            held = self._resumed.get(path)
-            if isinstance(loader, StreamLoader) and held is not None and held.epoch == epoch:
-                loader.course.end_at(held.progress_after(0))
+            plan = self._resumed_plans.get(path)
+            if isinstance(loader, StreamLoader) and plan is not None and plan.epoch == epoch:
+                loader.course.end_at(plan.progress_after(0))
 
     def load(self, state: Mapping[str, Any], *, accept: Collection[str] = (), where: str) -> tuple[int, int]:
         """Go on where ``state`` was taken, perhaps on other ranks or with other batch sizes.
 
+        Args:
+            state: A state from :meth:`state_at`.
+            accept: Names of differences to let pass, beside those that the loaders accept.
+            where: A name for the state, with which errors begin.
+
         Returns:
-            The epoch, and the step of this group's whole epoch at which it goes on: what is left are
-            ``num_batches() - step`` steps.
+            The epoch, and the step at which it goes on, counted in epochs as they are on the present ranks:
+            ``num_batches() - step`` steps of it are left.
 
         Raises:
             StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
@@ -215,10 +230,10 @@ class CombinedLoaders:
         epoch = epochs.pop()
         # A loader that the state does not know (its absence was accepted) begins with the epoch.
         plans = {path: loader.plan(epoch, found.get(path)) for path, loader in self.loaders.items()}
-        self._plans, self._resumed, self._cycle_plans = plans, dict(plans), {}
-        lefts = [self._left(path, plan) for path, plan in plans.items()]
-        left = min(lefts) if self.mode == "min_size" else max(lefts)
-        self._resumed_step = max(self.num_batches() - left, 0)
+        self._plans, self._resumed_plans, self._cycle_plans = plans, dict(plans), {}
+        steps_left = [self._steps_left(path, plan) for path, plan in plans.items()]
+        of_epoch = min(steps_left) if self.mode == "min_size" else max(steps_left)
+        self._resumed_step = max(self.num_batches() - of_epoch, 0)
         return epoch, self._resumed_step
 
     def _beginning(self) -> dict[str, Any]:
@@ -232,41 +247,48 @@ class CombinedLoaders:
             self._lengths[path] = self.loaders[path].plan(0).num_steps
         return self._lengths[path]
 
-    def _left(self, path: str, plan: EpochPlan) -> int:
-        """Steps that a loader holds the epoch up for, from the beginning of a plan on."""
+    def _steps_left(self, path: str, plan: EpochPlan) -> int:
+        """Steps from the beginning of a plan until the loader has been seen once in the epoch.
+
+        For a loader whose end is not known, whose whole epoch counts as UNKNOWN steps, this is UNKNOWN less the steps
+        that were taken: so the step at which the epoch goes on is the length of the epoch less this number either way.
+        """
         progress = plan.progress_after(0)
         if progress.cycle:
             # In a later pass within the epoch it has already been seen once.
             return 0
         if plan.num_steps < UNKNOWN:
             return plan.num_steps
-        return UNKNOWN - progress.consumed // self.loaders[path].plan(plan.epoch).progress_after(1).consumed
+        consumed_a_step = self.loaders[path].plan(plan.epoch).progress_after(1).consumed
+        return UNKNOWN - progress.consumed // consumed_a_step
 
     def _plan(self, path: str, epoch: int) -> EpochPlan:
-        """The plan of an epoch, from where it goes on if a state was loaded within it."""
+        """The plan of an epoch; of its rest, if a state was loaded within it."""
         plan = self._plans.get(path)
         if plan is None or plan.epoch > epoch:
-            plan = self._resumed.get(path)
+            plan = self._resumed_plans.get(path)
         if plan is None or plan.epoch != epoch:
             plan = self.loaders[path].plan(epoch, None if plan is None else plan.progress_after(0))
         self._plans[path] = plan
         return plan
 
     def _plan_of_cycle(self, path: str, epoch: int, cycle: int) -> EpochPlan:
+        """The plan of a later pass within an epoch."""
         plan = self._cycle_plans.get(path)
         if plan is None or (plan.epoch, plan.progress_after(0).cycle) != (epoch, cycle):
             plan = self._cycle_plans[path] = self.loaders[path].plan(epoch, Progress(epoch=epoch, cycle=cycle))
         return plan
 
     def _locate_or_end(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int]:
-        found = self.plan_at(path, epoch, step)
+        """As :meth:`locate`; the end of the epoch's plan when the loader is exhausted."""
+        found = self.locate(path, epoch, step)
         if found is not None:
             return found
         plan = self._plan(path, epoch)
         return plan, plan.num_steps
 
     def _end_streams_together(self, epoch: int) -> None:
-        """Streams of unknown length end an epoch with the shortest, and keep what they have left for the next."""
+        """Let streams of unknown length end an epoch with the shortest; the next epoch goes on in their rests."""
         if self.mode != "min_size" or epoch < 0:
             return
         courses = [loader.course for loader in self.loaders.values() if isinstance(loader, StreamLoader)]
@@ -277,7 +299,7 @@ class CombinedLoaders:
 
 
 def _by_rank(values: Sequence[Any]) -> Any:
-    """One value where all ranks have the same, and a list of values by rank where they differ; dicts key by key."""
+    """Join the values of all ranks: one if they are equal, else a list of them; dicts key by key."""
     if all(value == values[0] for value in values):
         return values[0]
     if all(isinstance(value, Mapping) and value.keys() == values[0].keys() for value in values):

@@ -1,4 +1,4 @@
-"""Reads what a DataLoader's arguments say about its samples and batches: the order behind them."""
+"""Turns a DataLoader's arguments (sampler, batch sampler, shuffle, batch size) into the order that they stand for."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lightning_stateful.samplers.wrapped_sampler import RESUME_MODES, WrappedSam
 
 
 class LoaderDescription(NamedTuple):
-    """What a loader serves.
+    """The order of a loader and the arguments that it was read from, to build the loader for any ranks and path.
 
     Attributes:
-        order: The order, for a loader that stands alone.
-        has_whole_batches: Whether it stands in place of a batch sampler, and not of a sampler whose samples are cut.
-        num_replicas: Ranks that the user's sampler was given; None for those of the process group.
+        order: The order, as for a loader that is served alone.
+        has_whole_batches: Whether the order takes the place of a batch sampler; otherwise the loader cuts samples.
+        num_replicas: Number of ranks that the user's sampler was given; None for those of the process group.
         rank: The rank that it was given.
-        accept: Names of differences that it lets pass.
-        batch_size: Samples in a batch where samples are cut; None for whole batches, or where nothing is collated.
-        drop_last: Whether samples are cut without an incomplete last step.
-        resume_note: How a resume brings a user's sampler to where it stood, in words.
-        counts_samples: Whether it was planned for the dataset's number of samples; a user's sampler looks at it itself.
+        accept: Names of differences that the sampler lets pass.
+        batch_size: Samples in a batch that the loader cuts; None for whole batches, or where nothing is collated.
+        drop_last: Whether the loader leaves out an incomplete last step.
+        resume_note: A sentence on how a wrapped sampler is resumed; empty for others.
+        counts_samples: Whether the order was made for the dataset's length; a wrapped sampler looks at that itself.
     """
 
     order: BatchOrder
@@ -51,19 +51,20 @@ class LoaderDescription(NamedTuple):
 
     @property
     def is_planned(self) -> bool:
-        """Whether its batches are whole and planned for all ranks, as those of mixtures and buckets are."""
+        """Whether batches are whole and planned for all ranks, as those of mixtures and buckets are."""
         return self.counts_samples and self.has_whole_batches
 
     def adapted(
         self, dataset: Any, *, exact: bool = False, shuffle: bool = True, as_one_rank: bool = True
     ) -> LoaderDescription:
-        """The same for another use; see :class:`~lightning_stateful.core.order.BatchOrder`.
+        """A copy for another use of the loader; see :meth:`BatchOrder.adapted`.
 
         Args:
             dataset: The loader's dataset.
             exact: For evaluation.
             shuffle: False for the same batches in every epoch: samples that are cut come in the dataset's order.
-            as_one_rank: Whether a user's sampler is to yield what all ranks are dealt, and not what one of them is.
+            as_one_rank: Tell a wrapped sampler that there is one rank, so that it yields the samples of all; False to
+                run it as each rank has it.
         """
         order = self.order
         if not shuffle and self.batch_size is not None and not self.has_whole_batches:
@@ -79,7 +80,10 @@ class LoaderDescription(NamedTuple):
         return self._replace(order=order.adapted(exact=exact, shuffle=shuffle))
 
     def config(self, order: BatchOrder, dataset: Any) -> dict[str, Any]:
-        """What a state compares: the order's configuration, and what can be read cheaply about the data.
+        """The configuration that a state is compared with: the order's, and a description of the data.
+
+        Some of an order's keys are read here: ``sources`` (lengths by name) stands for a ``ConcatDataset``, which is
+        described source by source, and ``lengths["samples"]`` has to be the dataset's length.
 
         Raises:
             ConfigurationError: The dataset has another number of samples than the order.
@@ -157,7 +161,7 @@ def read_arguments(
 
 
 def is_plain(sampler: Any, generator: Any = None) -> bool:
-    """Whether a sampler stands for all samples in order, or shuffled as a whole, and is no sampler of one's own.
+    """Whether a sampler stands for all samples, in order or shuffled, so that a computed order can take its place.
 
     Args:
         sampler: A sampler, an order of samples, or None.
@@ -209,7 +213,7 @@ def _of_batches(batches: StatefulBatchSampler | BatchOrder, exact: bool) -> Load
 def _wrapped(
     dataset: Any, sampler: Any, seed: int, accept: tuple[str, ...], *, batch_size: int | None = None, **how: Any
 ) -> LoaderDescription:
-    """A sampler of the user's, which may be in a wrapper that says how it is dealt out."""
+    """Describe a user's sampler, which may be in a wrapper that says how it is dealt out."""
     how |= {"dataset": dataset, "whole_batches": batch_size is None, "batch_size": batch_size or 1}
     num_replicas = rank = None
     if isinstance(sampler, DDPSamplerWrapper):

@@ -1,4 +1,4 @@
-"""Lengths of a dataset's samples: found where the user says they are, or measured in parallel and kept in a file."""
+"""Finds the lengths of a dataset's samples in a column, attribute or file, or measures and keeps them in a file."""
 
 from __future__ import annotations
 
@@ -46,13 +46,17 @@ def lengths_of(
 
     Args:
         dataset: A map-style dataset.
-        lengths: Integers, one a sample: an array, tensor or sequence, or the path of a ``.npy`` file (memory-mapped);
-            the name of a column of a Hugging Face dataset, of which nothing else is read (of a column of lists, the
-            lengths of these), or of an attribute of the dataset; or a function of a sample, which is called once for
-            each.
-        cache_file: Path of a ``.npy`` file in which to keep what a function measures. By default that of a Hugging Face
-            dataset on disk is kept beside its files, under its fingerprint and that of the function; of other datasets
-            nothing is kept.
+        lengths: One of:
+
+            - integers, one a sample: an array, tensor or sequence;
+            - the path of a ``.npy`` file of them, which is memory-mapped;
+            - the name of a column of a Hugging Face dataset, which alone is read; if it holds lists, their lengths are
+              taken;
+            - the name of an attribute of the dataset that holds them;
+            - a function of a sample, which is called once for each.
+        cache_file: Path of a ``.npy`` file for lengths that a function measures. By default those of a Hugging Face
+            dataset on disk are kept beside its files, under its fingerprint and the function's; those of other datasets
+            are not kept.
         num_workers: Processes that measure; by default one a core, or none for few samples.
 
     Returns:
@@ -85,7 +89,7 @@ def lengths_of(
 
 
 def names_lengths(lengths: Any) -> bool:
-    """Whether lengths say where to find those of any dataset, and are not those of one."""
+    """Whether lengths are given by a name or function that fits any dataset, and not as the integers of one."""
     return callable(lengths) if not isinstance(lengths, str) else Path(lengths).suffix != ".npy"
 
 
@@ -120,7 +124,7 @@ def measure_samples(dataset: Any, length: Callable[[Any], int], *, num_workers: 
 
 
 class _Measured(Dataset[int]):
-    """The length of each sample in place of the sample."""
+    """A dataset whose samples are the lengths of another dataset's samples."""
 
     def __init__(self, dataset: Any, length: Callable[[Any], int]) -> None:
         self._dataset, self._length = dataset, length
@@ -146,7 +150,7 @@ class _Measured(Dataset[int]):
 
 
 def _find_named(dataset: Any, name: str) -> LengthArray:
-    """A column, an attribute or a file of that name."""
+    """Read the lengths from the column, attribute or file of that name."""
     if hasattr(dataset, "select_columns") and name in (getattr(dataset, "column_names", None) or ()):
         return check_lengths(_read_column(dataset, name), what=f"lengths in column {name!r}")
     attribute = getattr(dataset, name, None) if name.isidentifier() else None
@@ -183,7 +187,7 @@ def _read_column(dataset: Any, name: str) -> NDArray[Any]:
 
 
 def _file_beside(dataset: Any, length: Callable[[Any], int]) -> Path | None:
-    """Where lengths of a Hugging Face dataset on disk are kept; None where there is no such place."""
+    """The default cache file of a Hugging Face dataset on disk; None for other datasets, or if it cannot be written."""
     files, fingerprint = getattr(dataset, "cache_files", None), getattr(dataset, "_fingerprint", None)
     folder = Path(files[0]["filename"]).parent if files else None
     if folder is None or not isinstance(fingerprint, str) or not os.access(folder, os.W_OK):
@@ -198,7 +202,7 @@ def _file_beside(dataset: Any, length: Callable[[Any], int]) -> Path | None:
 
 
 def _read_or_measure(path: Path, dataset: Any, length: Callable[[Any], int], num_workers: int | None) -> LengthArray:
-    """The lengths in a file, memory-mapped; measured and written first if there are none that fit.
+    """Read lengths from a file, memory-mapped; measure and write them first if it holds none that fit.
 
     Of the processes that ask at the same time, one measures, and the others wait for its lock and read: no process
     group is needed.
@@ -231,7 +235,10 @@ def _read_or_measure(path: Path, dataset: Any, length: Callable[[Any], int], num
 
 
 def _read(path: Path, dataset: Any, length: Callable[[Any], int]) -> tuple[LengthArray | None, str]:
-    """The lengths in a file or, if there is one, what is wrong with it.
+    """Read lengths from a file.
+
+    Returns:
+        The lengths, or None if there are none that fit; and the reason why a file that exists is not used.
 
     Raises:
         ConfigurationError: The file was not written by :func:`_write`.
@@ -256,7 +263,7 @@ def _read(path: Path, dataset: Any, length: Callable[[Any], int]) -> tuple[Lengt
 
 
 def _check_some(lengths: LengthArray, measured: _Measured) -> tuple[LengthArray | None, str]:
-    """Measure the shortest and the longest sample again, and some others at each reading."""
+    """Measure the shortest, the longest and some random samples again; returns what :func:`_read` does."""
     if not len(lengths):
         return lengths, ""
     chosen = np.random.default_rng().choice(len(lengths), min(_SPOT_CHECKS, len(lengths)), replace=False)
@@ -289,7 +296,7 @@ def _header(path: Path) -> Path:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of another once it is complete."""
+    """Open a temporary file that replaces ``path`` once it is complete."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, delete=False) as file:
         try:
             yield file

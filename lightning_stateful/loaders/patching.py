@@ -1,4 +1,4 @@
-"""Patches a user's DataLoader: builds a stateful loader that does what it does."""
+"""Patches a user's DataLoader: builds a stateful loader with its class, dataset, sampler and options."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.streams.stream import as_stream
 
-# What the toolkit makes of a DataLoader.
+# A patched DataLoader, over a map-style dataset or a stream.
 AnyLoader = StatefulLoader | StreamLoader
 
-# Samplers of torch's that draw, and know nothing of ranks.
+# Torch's samplers that draw at random and know nothing of ranks.
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -54,23 +54,23 @@ def take_over(
     """Build a StatefulLoader with a DataLoader's dataset, sampler, batch size and options; a StreamLoader of a stream.
 
     Args:
-        loader: A ``DataLoader`` over a map-style dataset, of which class and attributes are kept, a StatefulLoader, of
-            which the settings stay, or for training any iterable of batches.
+        loader: A ``DataLoader``, whose class and attributes are kept; a StatefulLoader, whose settings are kept; or,
+            for training, any iterable of batches.
         seed: Seed for a loader that is not yet stateful.
         path: As in :class:`StatefulLoader`.
         num_replicas: Data-parallel ranks.
         rank: This rank.
-        own_rank: This rank, where each has a loader of its own, which is not dealt out: its sampler is run as it is,
-            and what it shuffles and draws is not what other ranks do.
+        own_rank: This rank, if each rank has a loader of its own which is not dealt out: its sampler is run as it is,
+            and shuffles and draws in another way than on other ranks.
         seed_samples: As in :class:`StatefulLoader`.
         shuffle: False to serve the samples in order, whatever the sampler.
         exact: As in :class:`StatefulLoader`.
         accept: Names of differences to let pass.
-        where: How an error calls the loader.
+        where: A name for the loader in errors.
 
     Raises:
-        UnsupportedLoaderError: With the reason, for a loader whose batches cannot be told from a position.
-        ConfigurationError: Each rank has a stream of its own, whose shards only a common one can be resumed in.
+        UnsupportedLoaderError: The loader's batches cannot be computed from a position; with the reason.
+        ConfigurationError: Each rank has a stream of its own, which cannot be resumed in its shards.
     """
     if getattr(type(loader), "is_view", False) is True:
         # What a trainer was given in place of one of its loaders.
@@ -170,7 +170,7 @@ def patch_dataloader(
         A loader with ``state_dict``, ``load_state_dict`` and ``set_epoch``.
 
     Raises:
-        UnsupportedLoaderError: With the reason, for a loader whose batches cannot be told from a position.
+        UnsupportedLoaderError: The loader's batches cannot be computed from a position; with the reason.
     """
     if isinstance(loader, (StatefulLoader, StreamLoader)):
         return loader
@@ -188,7 +188,7 @@ def patch_dataloader(
 
 
 def deals_itself(loader: Any) -> bool:
-    """Whether a loader asks to be dealt out to ranks, by a sampler of this package or by its arguments."""
+    """Whether a loader's own arguments, or a sampler of this package in it, say that it is dealt out to ranks."""
     if isinstance(loader, StatefulLoader):
         return loader.tracker.num_replicas is not None
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -201,10 +201,10 @@ def deals_itself(loader: Any) -> bool:
 
 
 def _own_path(path: str, rank: int, description: LoaderDescription) -> str:
-    """The path that a loader draws at which is not dealt out to ranks.
+    """The path that chooses the order of a loader which is not dealt out to ranks.
 
-    What can be computed, and what torch's random samplers draw, follows from (seed, path, rank). Another sampler is run
-    under the same randomness on all ranks, as those that leave each rank its share of one sequence need it.
+    Computed orders and torch's random samplers draw from (seed, path, rank). Any other sampler is run under the same
+    randomness on all ranks: it may take this rank's share of one common sequence.
     """
     order = description.order
     alike = type(order.sampler) not in _RANDOM if isinstance(order, WrappedSampler) else description.has_whole_batches
@@ -212,7 +212,7 @@ def _own_path(path: str, rank: int, description: LoaderDescription) -> str:
 
 
 def _refuse_shards(loader: Any, where: str) -> None:
-    """Refuse streams of each rank's own whose state says where all ranks stand in common shards."""
+    """Refuse a stream that each rank reads for itself, if its state counts the shards of all ranks together."""
     if as_stream(loader.dataset) is not None:
         raise ConfigurationError(
             f"use_distributed_sampler=False leaves {where} as each rank has it, and a state says of a "
@@ -231,7 +231,7 @@ def _describe(
     accept: Collection[str],
     as_one_rank: bool,
 ) -> LoaderDescription:
-    """What a loader serves, adapted to its use."""
+    """Describe a loader, adapted to its use."""
     if isinstance(loader, StatefulLoader):
         return loader.description.adapted(
             loader.dataset, exact=exact, shuffle=shuffle is not False, as_one_rank=as_one_rank
@@ -274,6 +274,7 @@ def _is_stream(loader: Any, exact: bool) -> bool:
 
 
 def _reason_against(loader: Any) -> str:
+    """The reason why a loader cannot be taken over; empty if it can."""
     name = type(loader).__qualname__
     if not isinstance(loader, DataLoader):
         return f"it is a {name} and not a torch.utils.data.DataLoader, so its batches cannot be reached by position."
@@ -285,7 +286,7 @@ def _reason_against(loader: Any) -> str:
 
 
 def is_patched(loaders: Any) -> bool:
-    """Whether what would be iterated is a loader of this package, everywhere in a structure.
+    """Whether all loaders in a structure are loaders of this package.
 
     Args:
         loaders: A loader, or lists, tuples, dicts and ``CombinedLoader`` of them, nested in any way; also what Fabric's
@@ -300,6 +301,7 @@ def is_patched(loaders: Any) -> bool:
 
 
 def _leaves(loaders: Any) -> Iterator[Any]:
+    """The loaders in a structure, without the wrappers of Fabric and of the callback."""
     if isinstance(loaders, Mapping):
         loaders = list(loaders.values())
     elif _is_lightnings(loaders, "CombinedLoader"):

@@ -1,4 +1,4 @@
-"""Several datasets behind one loader: batches tagged with their source, and what a state says about each dataset."""
+"""Several named datasets behind one loader: concatenates them, tags batches with their source, describes them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Sample(NamedTuple):
-    """A sample and the number of the source that it comes from."""
+    """A sample with the number of its source."""
 
     source: int
     value: Any
 
 
 class SourceDataset(ConcatDataset[Any]):
-    """Named datasets one after the other.
+    """A ``ConcatDataset`` of named datasets, whose samples can tell their source.
 
     Args:
         datasets: Map-style datasets by name.
@@ -51,14 +51,14 @@ class SourceDataset(ConcatDataset[Any]):
 
 
 class SourceCollate:
-    """Collates a batch with its source's own function, and writes into it where it comes from.
+    """Collates a batch with its source's own function, and tags it with the name of its source.
 
     Args:
         names: The sources.
         collate_fn: One function for all, one for each by name or in order, or None for torch's own.
         tag: Key under which a batch that is a dict gets the name of its source.
         mixes: Whether a batch holds several sources; it gets a list of names then, one a sample.
-        told: Whether samples come as :class:`Sample`; else they are all of the only source.
+        told: Whether samples come as :class:`Sample`; otherwise they are all from the only source.
 
     Raises:
         ConfigurationError: A source has no function; with its name.
@@ -112,11 +112,11 @@ class SourceCollate:
 
 
 def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """An order's configuration, with what can be read cheaply about each source's data.
+    """Add a description of each source's data to an order's configuration.
 
     Args:
         dataset: A ``ConcatDataset`` of the sources, or any dataset of as many samples.
-        config: That of the order; its ``sources`` are lengths by name.
+        config: The order's configuration; its ``sources`` are lengths by name.
 
     Raises:
         ConfigurationError: The dataset's lengths are not those of the sources; with the source's name.
@@ -145,7 +145,7 @@ def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digest(described: dict[str, Any], length: int) -> int | str:
-    """A length, followed by a digest of whatever else is known: short, because a state lists every source."""
+    """A length, followed by a digest of the rest of a description: short, because a state lists every source."""
     more = {key: value for key, value in described.items() if key != "length"}
     if not more:
         return length

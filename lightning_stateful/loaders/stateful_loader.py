@@ -1,4 +1,4 @@
-"""A DataLoader that can begin anywhere in an epoch."""
+"""A DataLoader over a map-style dataset that can begin at any batch of an epoch and has a state."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from lightning_stateful.state import accepted_names
 class StatefulLoader(Pickled, DataLoader[Any]):
     """A map-style DataLoader that resumes at the very next batch.
 
-    A pass begins where the loader stands, which is looked up at the first ``next()``: any number of ``iter()`` calls,
-    and a state loaded after them, cost nothing and change nothing. What counts is what has been handed over, not what
-    workers have fetched. When the last batch of an epoch is handed over, the loader stands at the next epoch; a pass
-    that is broken off leaves it at the beginning of that pass, so that the next ``iter()`` begins there again.
+    A pass begins at the first ``next()``, so a state may still be loaded after ``iter()``. The state counts the batches
+    that were handed over, not those that workers have fetched. Once the last batch of an epoch is handed over, the
+    state is that of the next epoch. If a pass is broken off, the next ``iter()`` begins where that pass did.
 
     All ranks get the same number of batches, and every sample of the epoch is served once (see
     :class:`~lightning_stateful.core.steps.StepRule` for the tail).
@@ -35,36 +34,37 @@ class StatefulLoader(Pickled, DataLoader[Any]):
     Args:
         dataset: A map-style dataset with a length.
         batch_size: Samples in a batch of one rank; None to hand what the sampler yields to the dataset as it is.
-        shuffle: Whether each epoch has an order of its own.
+        shuffle: True for another random order in each epoch, False for the dataset's order.
         sampler: In place of ``shuffle``: any sampler, perhaps in a
             :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper`, or a
             :class:`~lightning_stateful.core.samples.SampleOrder`.
         batch_sampler: In place of ``batch_size``, ``sampler`` and ``drop_last``: any batch sampler, perhaps wrapped
-            likewise, or a :class:`~lightning_stateful.core.order.BatchOrder`. Of one of this package's, batch sizes
-            are part of the configuration, and progress that it holds is left behind: load the state into the loader.
+            likewise, or a :class:`~lightning_stateful.core.order.BatchOrder`. If it is one of this package, its batch
+            sizes are part of the configuration, and its progress is not taken over: load the state into the loader.
         drop_last: Leave out the last step of an epoch if it is not full.
         seed: Chooses the orders and the randomness of samples; by default the seed of Lightning's ``seed_everything``,
             or 0.
-        path: Where several loaders are served side by side, which of them this is: each draws from (seed, path).
+        path: The loader's name among several that are served side by side; each draws from (seed, path).
         num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
         rank: This rank; by default that of the process group, or 0.
         seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, path, epoch,
             batch).
         exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.
         accept: Names of differences between a state and the present data to let pass on load: ``"dataset.length"``.
-        description: In place of all that says what is served: that of another loader.
+        description: In place of the arguments above: the description of another loader, to build the same again.
         **options: Any other option of :class:`torch.utils.data.DataLoader`.
 
     State:
-        The progress after the batches handed over in the present pass: under 1 KB, equal on all ranks, good for any
-        ranks, workers and batch size.
+        The progress after the batches that were handed over: plain data, equal on all ranks, good for any number of
+        ranks and workers and, where the loader cuts samples into batches, any batch size.
 
     Raises:
         ConfigurationError: An argument is out of range.
         UnsupportedLoaderError: The dataset is iterable, or the sampler yields something else whenever it is begun.
     """
 
-    own_rank: int | None = None  # The rank that it is of alone, where it is not dealt out.
+    # This rank, if each rank has a loader of its own which is not dealt out.
+    own_rank: int | None = None
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
             )
         if (num_replicas, rank) == (None, None):
             num_replicas, rank = description.num_replicas, description.rank
-        # As it is for a loader that stands alone; from which one is built that knows its ranks and its path.
+        # Without path and ranks: from it, the same loader is built for others.
         self.description = description
         order = description.order.adapted(path=path)
         self.tracker = Tracker(
@@ -148,11 +148,11 @@ class StatefulLoader(Pickled, DataLoader[Any]):
 
     @property
     def resume_note(self) -> str:
-        """How a resume brings a user's sampler to where it stood, in words; empty for others."""
+        """A sentence on how a wrapped sampler is resumed; empty for others."""
         return self.description.resume_note
 
     def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:
-        """The progress in a checked state of which every difference was accepted; see :class:`Tracker`."""
+        """Read the progress from a checked state whose differences have been accepted; see :class:`Tracker`."""
         return self.tracker.progress_in(state, where=where)
 
     @property
@@ -162,7 +162,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
 
     @property
     def progress(self) -> Progress:
-        """Where the model stands that was trained on all batches handed over."""
+        """The progress of a model that has been trained on all batches handed over."""
         return self.tracker.progress
 
     @property
@@ -171,10 +171,10 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         return self.tracker.epoch
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, wherever the loader stands.
+        """Batches of a whole epoch on this rank, also when an epoch is resumed in the middle.
 
         Raises:
-            TypeError: The sampler does not know its length.
+            TypeError: The sampler has no ``len()``.
         """
         return known_steps(self.plan(0))
 
@@ -187,17 +187,17 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         return _Pass(self)
 
     def plan(self, epoch: int, progress: Progress | None = None) -> EpochPlan:
-        """The plan of an epoch, or of the rest of it, for the present number of ranks."""
+        """Plan an epoch, or the rest of it, for the present number of ranks; the loader stays where it is."""
         return self.tracker.plan_epoch(epoch, progress)
 
     def batches(self, plan: EpochPlan, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
-        """The batches from a step of a plan to its end, without moving the loader.
+        """Read the batches from a step of a plan to its end, without moving the loader.
 
         Args:
             plan: A plan of this loader.
-            first_step: Where to begin.
-            isolated: Whether the process's generators are put back after a batch that is read in this process; not
-                where they are seeded then anyway.
+            first_step: The first step to read.
+            isolated: Restore the process's random generators after a batch that is read in this process. False if the
+                caller seeds them then anyway.
         """
         self._refuse_other_length()
         if first_step >= plan.num_steps:
@@ -210,7 +210,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         return self._reader.read(plan, rank, first_step, base_seed, isolated=isolated)
 
     def set_epoch(self, epoch: int) -> None:
-        """Stand at the beginning of ``epoch``; progress within that same epoch is kept."""
+        """Let the next pass begin with ``epoch``; progress within that same epoch is kept."""
         self.tracker.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         return self.tracker.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Stand where ``state_dict`` was taken; a pass that is running goes on from there.
+        """Go on where ``state_dict`` was taken; a pass that is running moves there.
 
         Raises:
             StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
@@ -226,7 +226,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         self.tracker.load_state_dict(state_dict, where="The loader's state")
 
     def position_report(self) -> dict[str, Any]:
-        """Where the loader stands: epoch, and samples consumed or what has been served of every source."""
+        """The epoch, and counts of what it has served (in mixtures, of every source); equal on all ranks."""
         return self.tracker.report()
 
     @property
@@ -264,7 +264,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         warnings.warn(f"{changed}. New ones are not served. {remedy}", StatefulWarning, stacklevel=3)
 
     def adopt(self, original: DataLoader[Any]) -> None:
-        """Read through a copy of the loader that this one was made of, and have its attributes."""
+        """Take over the attributes of the user's loader that this one replaces, and read with a copy of it."""
         self._original = copied(original)
 
     def __getattr__(self, name: str) -> Any:
@@ -283,7 +283,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
 
 
 class _Pass:
-    """One pass over a loader; a batch that could not be read is tried again at the next call."""
+    """The iterator of a loader; a batch that could not be read is tried again at the next call."""
 
     def __init__(self, loader: StatefulLoader) -> None:
         self._tracker, self._read = loader.tracker, loader.batches
@@ -303,10 +303,10 @@ class _Pass:
 
 
 class _PassIndices(DistributedSampler[Any]):
-    """The indices of a loader's pass from its beginning, for those who look at ``loader.sampler``.
+    """``loader.sampler``: the indices of this rank in the current pass, from its beginning.
 
-    It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of; the epoch
-    that they set here is a count of their ``iter()`` calls and says nothing about where the loader stands.
+    It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of. The epoch
+    that they set here only counts their ``iter()`` calls, and is ignored.
     """
 
     def __init__(self, tracker: Tracker, *, is_batched: bool) -> None:
@@ -330,7 +330,7 @@ class _PassIndices(DistributedSampler[Any]):
 
 
 class _PassBatches(Sampler[Any]):
-    """The batches of a loader's pass from its beginning, for those who look at ``loader.batch_sampler``."""
+    """``loader.batch_sampler``: the batches of this rank in the current pass, from its beginning."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker

@@ -1,4 +1,4 @@
-"""Loaders that are instances of a user's DataLoader class as well, and whose class a value has."""
+"""Makes loaders that are also instances of the user's DataLoader class, and recognises classes of other libraries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def copied(loader: Any) -> Any:
 
 
 class Pickled:
-    """Pickles a loader without what reads it, also while it is read and if its class was made of a user's.
+    """Pickles a loader without its reader: also while it is read, and if its class was made of a user's class.
 
     A data module or trainer that holds loaders is pickled where a worker is spawned that needs one of its methods.
     """
@@ -40,7 +40,8 @@ class Pickled:
         if state.get("_reader") is not None:
             state["_reader"] = None
             if state["_original"] is not None:
-                # It may be what reads. A generator is pickled by a tensor that is gone before a worker has opened it.
+                # The reader may read with it. A generator's pickle names a tensor in shared memory, which is gone
+                # before a worker has opened it.
                 state["_original"] = copied(state["_original"])
                 vars(state["_original"]).update(_iterator=None, generator=None)
         return _blank, getattr(type(self), "_made_of", (type(self), type(self))), state
@@ -64,7 +65,7 @@ def _made_of(ours: Any, kind: Any) -> Any:
 
 
 def _of_original(name: str) -> Any:
-    """What stands as a plain value in the user's class may stand in the loader as well, and is read and set there."""
+    """Make a property that reads and sets a class attribute of the user's loader on that loader."""
 
     def read(self: Any) -> Any:
         own = vars(self)
@@ -82,10 +83,10 @@ def _of_original(name: str) -> Any:
 
 
 def is_lightnings(value: Any) -> bool:
-    """Whether the class of ``value`` is one of Lightning's, which this floor does not import."""
+    """Whether the class of ``value`` is one of Lightning's, which this layer does not import."""
     return type(value).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def is_torchdatas(value: Any) -> bool:
-    """Whether the class of ``value`` is one of torchdata's, which add a state and nothing else; it is kept here."""
+    """Whether the class of ``value`` is torchdata's: one of torch's with a state, which this package keeps itself."""
     return type(value).__module__.startswith("torchdata.")

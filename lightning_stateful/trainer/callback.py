@@ -159,7 +159,7 @@ class StatefulDataCallback(pl.Callback):
     def data_state(self) -> dict[str, Any] | None:
         """The state of the training data at this moment; None before there are loaders."""
         data = self._data
-        return None if data is None else data.group.state_at(*self._moment().data)
+        return None if data is None else data.combined.state_at(*self._moment().data)
 
     def position_report(self) -> dict[str, Any]:
         """Epoch, and what has been served of every source, at this moment; equal on all ranks.
@@ -247,7 +247,7 @@ class StatefulDataCallback(pl.Callback):
         if not moment.running:
             return
         try:
-            moment = self._fitting().place(earlier.group.state_at(*moment.data), moment)
+            moment = self._fitting().place(earlier.combined.state_at(*moment.data), moment)
         except StateMismatchError as error:
             rank_zero_warn(
                 f"This trainer was stopped after batch {moment.batch} of epoch {moment.epoch} and is fitted again on "

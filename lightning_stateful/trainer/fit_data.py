@@ -54,7 +54,7 @@ class FitData:
         else:
             data, before = self._build(request), self.data or self.earlier
             if before is not None:
-                data.group.continue_from(before.group, counters.next_step(self._trainer)[0])
+                data.combined.continue_from(before.combined, counters.next_step(self._trainer)[0])
         self.data, self._has_asked = data, True
         return data.structure
 
@@ -98,7 +98,7 @@ class FitData:
         """
         combined: Any = self._trainer.fit_loop._combined_loader
         found = [] if combined is None else combined.flattened
-        expected = None if self.data is None else list(self.data.group.loaders.values())
+        expected = None if self.data is None else list(self.data.combined.loaders.values())
         if not is_patched(found) or [view.loader for view in found] != expected:
             names = ", ".join(type(loader).__qualname__ for loader in found) or "nothing"
             raise ConfigurationError(

@@ -73,18 +73,18 @@ class TrainingData:
         structure.refuse_others(trainer)
         # Lightning itself refuses "sequential" as soon as training starts, with its own words.
         mode = "max_size_cycle" if structure.mode is None else structure.mode
-        self.group = CombinedLoaders(
+        self.combined = CombinedLoaders(
             {path: self._take_over(loader, path, topology) for path, loader in structure.loaders.items()},
             mode if mode in MODES else "max_size",
         )
-        self._first_path = next(iter(self.group.loaders), "")
+        self._first_path = next(iter(self.combined.loaders), "")
         self._counted_epoch, self._first_step, self._num_handed = -1, 0, 0
         # The epoch of which a checkpoint says that all batches are done: their number need not be known.
         self._ended_epoch = -1
         # Epoch and step that a resume goes on at: Lightning may ask for a batch before it has restored its counters.
         self.pending: tuple[int, int] | None = None
         self.structure: Any = structure.rebuilt(self._view)
-        self.group.refuse_short_sources(self.num_batches())
+        self.combined.refuse_short_sources(self.num_batches())
         self._prepare_streams()
         self._report()
         self._warn_of_cut_epochs()
@@ -104,15 +104,15 @@ class TrainingData:
             "the training data",
             accept=settings.accept,
         )
-        if own := data.group.configs_of_this_rank():
-            data.group.note_ranks(gathered(own))
+        if own := data.combined.configs_of_this_rank():
+            data.combined.note_ranks(gathered(own))
         return data
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """What has to be equal on all ranks, by the path of the loader."""
-        of_group: dict[str, Any] = {"mode": self.group.mode, "order of loaders": list(self.group.loaders)}
-        described, of_this_rank = {"": of_group}, self.group.configs_of_this_rank()
-        for path, loader in self.group.loaders.items():
+        of_group: dict[str, Any] = {"mode": self.combined.mode, "order of loaders": list(self.combined.loaders)}
+        described, of_this_rank = {"": of_group}, self.combined.configs_of_this_rank()
+        for path, loader in self.combined.loaders.items():
             config, sources = dict(loader.tracker.config), loader.tracker.config.get("sources")
             if isinstance(loader, StreamLoader):
                 # By another name, because a difference between ranks' shards is not to be accepted.
@@ -128,23 +128,23 @@ class TrainingData:
 
     def report_at(self, epoch: int, batch: int) -> dict[str, Any]:
         """What has been served before step ``batch`` of ``epoch``; of several loaders by path."""
-        reports = self.group.report_at(epoch, batch)
+        reports = self.combined.report_at(epoch, batch)
         return reports[""] if list(reports) == [""] else reports
 
     def padding_at(self, epoch: int, batch: int) -> dict[str, tuple[StepPadding, Budget]]:
         """What all ranks' batches hold at step ``batch`` of ``epoch``, and what they may, of loaders with a budget."""
         found = {}
-        for path, loader in self.group.loaders.items():
+        for path, loader in self.combined.loaders.items():
             if hasattr(loader.order, "budget"):
                 # Of an exhausted loader nothing: zeros, lest its last figures be logged again.
-                plan, step = self.group.plan_at(path, epoch, batch) or (loader.plan(epoch), None)
+                plan, step = self.combined.locate(path, epoch, batch) or (loader.plan(epoch), None)
                 first, last = (0, 0) if step is None else (step, step + 1)
                 found[path] = measure(cast(BucketEpochPlan, plan), first, last), loader.order.budget
         return found
 
     def num_batches(self) -> int:
         """Steps of an epoch under the trainer's limit."""
-        limit, length = self._trainer.limit_train_batches, self.group.num_batches()
+        limit, length = self._trainer.limit_train_batches, self.combined.num_batches()
         return min(length, limit) if isinstance(limit, int) else int(length * limit)
 
     def load(self, state: Mapping[str, Any], moment: Moment) -> Moment:
@@ -157,7 +157,7 @@ class TrainingData:
             StateError: The state does not fit the data.
         """
         where = "The checkpoint's data state"
-        epoch, step = self.group.load(state, accept=self._settings.accept, where=where)
+        epoch, step = self.combined.load(state, accept=self._settings.accept, where=where)
         if moment.running and (epoch, step) == (moment.epoch + 1, 0):
             # Of the epoch that the checkpoint was taken in, accepted changes have left nothing.
             epoch, step = moment.data[0], self.num_batches()
@@ -169,10 +169,10 @@ class TrainingData:
         if moment.running and not moment.ended:
             moment = moment.at_step(step, ended=step >= self.num_batches())
             if moment.ended:
-                self.group.end_epoch(moment.epoch)
+                self.combined.end_epoch(moment.epoch)
         if moment.ended:
             self._ended_epoch = moment.epoch
-            moment = replace(moment, batch=self.num_batches()) if self.group.is_sized else moment
+            moment = replace(moment, batch=self.num_batches()) if self.combined.is_sized else moment
         self.pending = (moment.epoch, moment.batch)
         return moment
 
@@ -186,7 +186,7 @@ class TrainingData:
         if moment.ended:
             self._ended_epoch = moment.epoch
             return []
-        return self.group.begin_streams_at(moment.epoch, moment.batch) if moment.batch else []
+        return self.combined.begin_streams_at(moment.epoch, moment.batch) if moment.batch else []
 
     def check_one_batch_a_step(self) -> None:
         """Refuse a training step that took several batches, or fetched ahead, through ``dataloader_iter``.
@@ -229,7 +229,7 @@ class TrainingData:
         return taken
 
     def _prepare_streams(self) -> None:
-        streams = {path: loader for path, loader in self.group.loaders.items() if isinstance(loader, StreamLoader)}
+        streams = {path: loader for path, loader in self.combined.loaders.items() if isinstance(loader, StreamLoader)}
         steps = self.num_batches()
         for path, loader in streams.items():
             loader.course.prepare(
@@ -241,7 +241,7 @@ class TrainingData:
             )
 
     def _report(self) -> None:
-        for path, loader in self.group.loaders.items():
+        for path, loader in self.combined.loaders.items():
             where = f"Training data {path!r}" if path else "Training data"
             if note := loader.resume_note:
                 rank_zero_info(f"{where}: {note}")
@@ -253,8 +253,8 @@ class TrainingData:
 
     def _warn_of_cut_epochs(self) -> None:
         # A stream goes on where the limit has cut it.
-        loaders = [loader for loader in self.group.loaders.values() if isinstance(loader, StatefulLoader)]
-        steps, limited = self.group.num_batches(), self.num_batches()
+        loaders = [loader for loader in self.combined.loaders.values() if isinstance(loader, StatefulLoader)]
+        steps, limited = self.combined.num_batches(), self.num_batches()
         if any(loader.order.carries_over for loader in loaders) and limited < steps:
             rank_zero_warn(
                 f"limit_train_batches cuts epochs of num_steps={steps} after {limited} steps, and the next epoch goes "
@@ -265,7 +265,7 @@ class TrainingData:
     # No local functions: where workers are spawned, views may have to be pickled.
 
     def _view(self, path: str, original: Any) -> LoaderView:
-        loader, rank = self.group.loaders[path], topology_of(self._trainer).rank
+        loader, rank = self.combined.loaders[path], topology_of(self._trainer).rank
         return LoaderView(
             loader,
             partial(self._locate, path),
@@ -283,7 +283,7 @@ class TrainingData:
             self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
         # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
         is_over = epoch == self._ended_epoch or counters.step_is_beyond_epoch(self._trainer, step)
-        return None if is_over else self.group.plan_at(path, epoch, step)
+        return None if is_over else self.combined.locate(path, epoch, step)
 
     def _before_batch(self, path: str, seed: int, rank: int) -> None:
         if path == self._first_path:

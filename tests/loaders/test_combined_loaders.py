@@ -57,7 +57,7 @@ def named(sizes: list[tuple[int, int]]) -> dict[str, tuple[int, int]]:
 
 def at(loaders: CombinedLoaders, path: str, epoch: int, step: int) -> Served:
     """Where a loader stands before a step, and what its rank is served there."""
-    found = loaders.plan_at(path, epoch, step)
+    found = loaders.locate(path, epoch, step)
     if found is None:
         return None
     plan, own_step = found
@@ -120,17 +120,17 @@ class TestWhereLoadersStand:
     def test_a_loader_that_is_done_stands_nowhere_and_has_consumed_its_epoch(self, mode: str) -> None:
         loaders = combined({"short": (5, 2), "long": (10, 2)}, mode)
 
-        assert loaders.plan_at("short", 1, 4) is None
+        assert loaders.locate("short", 1, 4) is None
         assert loaders.state_at(1, 4)["loaders"]["short"]["progress"] == {"epoch": 1, "cycle": 0, "consumed": 5}
 
     @pytest.mark.parametrize("sizes", [{"": (0, 2)}, {"": (1, 2)}, {"": (1, 2), "b": (6, 2)}])
     def test_a_loader_without_a_batch_stands_nowhere(self, sizes: dict[str, tuple[int, int]]) -> None:
-        assert combined(sizes, drop_last=True).plan_at("", 0, 0) is None
+        assert combined(sizes, drop_last=True).locate("", 0, 0) is None
 
     def test_asking_moves_nothing(self) -> None:
         loaders = two()
         before = consumed(loaders, "a", 1, 5)
-        loaders.plan_at("a", 3, 2)
+        loaders.locate("a", 3, 2)
         loaders.state_at(2, 4)
 
         assert consumed(loaders, "a", 1, 5) == before
@@ -271,7 +271,7 @@ def numbers(loaders: CombinedLoaders, step: int, last: int) -> list[tuple[int, i
     """Pass and number of the short loader's batches, from a step to the end of epoch 1."""
     found = []
     for each in range(step, last):
-        located = loaders.plan_at("short", 1, each)
+        located = loaders.locate("short", 1, each)
         assert located is not None
         plan, own_step = located
         number, _ = next(plan.batches(loaders.loaders["short"].topology.rank, own_step))
@@ -356,7 +356,7 @@ class TestSourcesThatCarryOver:
         fits = carrying("max_size_cycle", 9, 9)
         fits.refuse_short_sources(fits.num_batches())
 
-        assert fits.plan_at("turns", 0, 8) is not None
+        assert fits.locate("turns", 0, 8) is not None
 
     @pytest.mark.parametrize("kind", ["turns", "buckets", "samples"])
     def test_others_can(self, kind: str) -> None:
