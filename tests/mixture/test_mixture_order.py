@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.mixtures import by_source, mixture, random_cases, round_robin, samples_of, serve
+from support.mixtures import by_source, mixture, round_robin, samples_of, serve
 
-from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.progress import Progress
-from lightning_stateful.errors import PositionError, StateMismatchError
+from lightning_stateful.errors import StateMismatchError
 from lightning_stateful.mixture import MixtureOrder, WeightSchedule
 
 
@@ -28,17 +27,6 @@ def moved(order: MixtureOrder, progress: Progress, other: MixtureOrder) -> Progr
 
 def served_by(order: MixtureOrder, steps: Any) -> Counter[int]:
     return Counter(source for source, _ in samples_of(by_source(order, steps)))
-
-
-def test_it_is_a_batch_order() -> None:
-    assert isinstance(mixture([3, 4], 1), BatchOrder)
-    assert (mixture([3, 4], 1).kind, round_robin([3, 4], 1).kind) == ("mixture", "round_robin")
-
-
-def test_a_configuration_is_plain_data_with_the_rounded_weights() -> None:
-    config = mixture([9, 3], 2, [0.7, 0.3], num_steps=4).config()
-    assert json.loads(json.dumps(config)) == config
-    assert (config["sources"], config["weights"], config["stop"]) == ({"a": 9, "b": 3}, [7, 3], "4 steps")
 
 
 def test_a_configuration_of_many_sources_or_points_is_short() -> None:
@@ -70,34 +58,11 @@ def test_what_changes_the_sequence_changes_the_configuration() -> None:
     assert len(set(configs)) == len(configs)
 
 
-def test_a_progress_goes_on_alike_after_a_state() -> None:
-    for order, ranks, rng in random_cases(30, seed=10, ranks=[1, 2, 3, 8]):
-        plan = order.plan(2, ranks)
-        step = rng.randint(0, plan.num_steps)
-        fresh, progress = MixtureOrder(order.mixture), reloaded(plan.progress_after(step))
-        assert serve(fresh, 2, ranks, progress) == serve(order, 2, ranks)[step:]
-        assert serve(fresh, 3, ranks, progress) == serve(order, 3, ranks)
-        assert fresh.plan(2, ranks, progress).progress_after(0) == progress
-
-
-def test_every_epoch_has_an_order_of_its_own_unless_it_is_unshuffled() -> None:
-    for order in (round_robin([30, 20], [2, 3], seed=4), mixture([30, 20], [2, 3], seed=4)):
-        for made, count in ((order, 10), (order.adapted(shuffle=False), 1)):
-            assert len({str(serve(made, epoch, 2)) for epoch in range(10)}) == count
-
-
 def test_unshuffled_epochs_do_not_go_on_where_the_one_before_ended() -> None:
     order = mixture([30, 20], 2, num_steps=7, schedule=WeightSchedule({0: [1, 2]})).adapted(shuffle=False)
     assert not order.carries_over
     assert serve(order, 0, 2) == serve(order, 5, 2)
     assert set(samples_of(serve(order, 0, 2))) == set(range(50))
-
-
-def test_loaders_at_two_paths_draw_apart() -> None:
-    order = mixture([30, 20], 2)
-    orders = [serve(order.adapted(path=path), 0, 1) for path in ("", "a", "b")]
-    assert orders[0] == serve(order, 0, 1)
-    assert len(set(map(str, orders))) == 3
 
 
 def test_sources_added_and_removed_leave_the_others_where_they_were() -> None:
@@ -147,21 +112,6 @@ def test_passes_that_are_counted_otherwise_begin_anew_with_an_epoch() -> None:
     end = before.plan(1, 1, before.plan(0, 1).progress_after(8))
     progress = moved(before, end.progress_after(0), after)
     assert after.plan(1, 1, progress).num_steps == 6
-
-
-def test_other_steps_under_a_schedule_are_refused() -> None:
-    before, after = (
-        mixture([500, 500], 5, num_steps=steps, schedule=WeightSchedule({0: [1, 0], 50: [0, 1]})) for steps in (10, 40)
-    )
-    with pytest.raises(StateMismatchError, match="counts steps by num_steps"):
-        moved(before, before.plan(3, 1).progress_after(5), after)
-
-
-def test_fewer_steps_than_were_taken_are_refused() -> None:
-    before, after = mixture([10, 20], 2, num_steps=50), mixture([10, 20], 2, num_steps=20)
-    progress = moved(before, before.plan(0, 1).progress_after(40), after)
-    with pytest.raises(PositionError, match="40 steps of epoch 0 were taken, but an epoch has only num_steps=20"):
-        after.plan(0, 1, progress)
 
 
 def test_the_end_of_an_epoch_goes_on_with_other_sources() -> None:

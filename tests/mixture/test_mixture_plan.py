@@ -76,12 +76,6 @@ def test_an_epoch_serves_as_much_of_every_source_on_any_number_of_ranks(stop: st
         assert num_repeated(order, ranks) < ranks
 
 
-def test_ranks_take_the_same_number_of_steps_in_every_epoch() -> None:
-    for order, ranks, rng in random_cases(100, seed=1, ranks=range(1, 65), longest=60):
-        for epoch in {0, rng.randint(1, 9)}:
-            assert len(serve(order, epoch, ranks)) == whole_epoch(order, ranks)
-
-
 def test_every_batch_has_a_sample_and_at_most_its_batch_size_of_one_source() -> None:
     for order, ranks, _ in random_cases(40, seed=2):
         sizes = order.mixture.sources.batch_sizes
@@ -126,18 +120,6 @@ def test_num_steps_serves_full_batches_pass_after_pass_over_epochs() -> None:
         assert serve(order, following, ranks, progress) == serve(order, following, ranks)
 
 
-def test_batches_from_any_step_are_the_end_of_the_whole_epoch() -> None:
-    for order, ranks, rng in random_cases(50, seed=8, ranks=[1, 2, 3, 8]):
-        epoch = rng.randint(0, 3)
-        plan = order.plan(epoch, ranks)
-        step, rank = rng.randint(0, plan.num_steps), rng.randrange(ranks)
-        whole = list(plan.batches(rank))
-        assert list(plan.batches(rank, step)) == whole[step:]
-        resumed = order.plan(epoch, ranks, plan.progress_after(step))
-        assert (list(resumed.batches(rank)), resumed.num_steps) == (whole[step:], plan.num_steps - step)
-        assert resumed.progress_after(0) == plan.progress_after(step)
-
-
 def test_progress_counts_what_has_been_served() -> None:
     for order, ranks, rng in random_cases(40, seed=9, ranks=[1, 2, 3, 8]):
         steps, plan = by_source(order, serve(order, 0, ranks)), order.plan(0, ranks)
@@ -145,14 +127,6 @@ def test_progress_counts_what_has_been_served() -> None:
         progress = plan.progress_after(step)
         assert (progress.epoch, progress.consumed) == (0, step)
         assert list(progress.details["served"].values()) == counts_of(order, samples_of(steps[:step]))
-
-
-def test_batches_are_numbered_over_all_ranks_since_the_epoch_began() -> None:
-    order = round_robin([40, 40], 2)
-    plan = order.plan(0, 4)
-    assert [number for number, _ in plan.batches(3)] == list(range(3, 40, 4))
-    resized = order.plan(0, 2, plan.progress_after(5))
-    assert [number for number, _ in resized.batches(1, 2)][:3] == [25, 27, 29]
 
 
 def test_samples_are_looked_up_a_bounded_number_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

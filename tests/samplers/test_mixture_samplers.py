@@ -83,13 +83,6 @@ class TestWhatEarlierRoundRobinSamplersGotWrong:
         first, second = ([index for batch in sampler for index in batch] for sampler in round_robin([40, 40], ranks=2))
         assert len({a - b for a, b in zip(first, second, strict=True)}) > 10
 
-    def test_every_epoch_has_an_order_of_its_own_which_set_epoch_chooses(self) -> None:
-        (sampler,) = round_robin(LENGTHS)
-        epochs = [list(sampler) for _ in range(3)]
-        sampler.set_epoch(1)
-        assert list(sampler) == epochs[1]
-        assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-
     def test_a_state_holds_what_was_served_of_every_dataset_and_resumes_there(self) -> None:
         (sampler,), (fresh,) = (round_robin(LENGTHS, {"a": 2, "b": 3}) for _ in range(2))
         batches = iter(sampler)
