@@ -1,4 +1,4 @@
-"""Boundaries of buckets: those that pad the fewest tokens, that hold equal counts, or that the user gives."""
+"""Chooses the boundaries of buckets, by least padding or by equal counts, and checks those that a user gives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_CANDIDATES = 2048
 
 
 def least_padding(lengths: Histogram, num_buckets: int) -> tuple[int, ...]:
-    """The boundaries that pad the fewest tokens, if each sample is padded to the end of its bucket.
+    """Choose the boundaries that pad the fewest tokens, if each sample is padded to the end of its bucket.
 
     With ``f_k(j)`` the tokens of the ``j`` shortest lengths in ``k`` buckets, padding included, and ``C_j`` the samples
     of these lengths, ``f_k(j) = min over i of f_{k-1}(i) + v_j * (C_j - C_i)``. For each ``k`` that is the lower
@@ -29,8 +29,8 @@ def least_padding(lengths: Histogram, num_buckets: int) -> tuple[int, ...]:
     counts of samples and by equal distance.
 
     Args:
-        lengths: How often each length comes.
-        num_buckets: Buckets; where there are fewer lengths, each gets a bucket of its own.
+        lengths: The number of samples of each length.
+        num_buckets: Number of buckets; if there are fewer lengths, each gets a bucket of its own.
 
     Returns:
         The longest length of each bucket, rising.
@@ -56,7 +56,7 @@ def least_padding(lengths: Histogram, num_buckets: int) -> tuple[int, ...]:
 
 
 def equal_counts(lengths: Histogram, num_buckets: int) -> tuple[int, ...]:
-    """Boundaries that put about as many samples into every bucket; fewer buckets where one length fills several.
+    """Choose boundaries that put about as many samples into every bucket; fewer buckets if one length fills several.
 
     Returns:
         The longest length of each bucket, rising.
@@ -84,7 +84,11 @@ def check_boundaries(boundaries: Sequence[Any], longest: int) -> tuple[int, ...]
 
 
 def _candidates(lengths: Histogram) -> tuple[list[int], list[int]]:
-    """Lengths that may end a bucket, and the samples up to and with each, led by 0."""
+    """Choose the lengths that may end a bucket.
+
+    Returns:
+        The lengths, rising, and the number of samples up to and with each, led by 0.
+    """
     below = np.cumsum(lengths.counts)
     chosen: Indices = np.arange(len(below))
     if len(below) > _MOST_CANDIDATES:
@@ -98,13 +102,16 @@ def _candidates(lengths: Histogram) -> tuple[list[int], list[int]]:
 
 
 def _add_bucket(before: list[int], values: list[int], totals: list[int], fewest: int) -> tuple[list[int], list[int]]:
-    """Tokens of the shortest lengths with one bucket more, and where that bucket begins.
+    """Add a bucket: one step of the recursion in :func:`least_padding`.
 
     Args:
         before: Tokens of the ``j`` shortest lengths in ``fewest`` buckets; meaningless below ``j = fewest``.
         values: The lengths.
         totals: Samples below each.
-        fewest: Buckets so far, so that fewer lengths than these are of no use.
+        fewest: Number of buckets so far; fewer lengths than these cannot fill them.
+
+    Returns:
+        Tokens of the ``j`` shortest lengths with one bucket more, and the number of lengths before that bucket.
     """
     tokens, chosen = list(before), [0] * len(before)
     lines: list[int] = []
@@ -127,7 +134,7 @@ def _add_bucket(before: list[int], values: list[int], totals: list[int], fewest:
 
 
 def _is_above(before: list[int], totals: list[int], left: int, middle: int, right: int) -> bool:
-    """Whether the middle line lies nowhere below both others."""
+    """Whether the middle of three lines is nowhere the lowest, so that it is no part of the envelope."""
     return (before[right] - before[left]) * (totals[middle] - totals[left]) <= (before[middle] - before[left]) * (
         totals[right] - totals[left]
     )

@@ -1,4 +1,4 @@
-"""Samples sorted into buckets of like lengths, shuffled within them, with random access."""
+"""Sorts samples into buckets of like lengths and shuffles them within these, with random access."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightning_stateful.bucketing.lengths import Histogram, LengthArray, check_l
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import ClassShuffle
 from lightning_stateful.core.ranges import Indices, bounds_of
+from lightning_stateful.core.seeding import Label
 from lightning_stateful.errors import ConfigurationError
 
 Boundaries = Sequence[int] | Literal["least_padding", "equal_counts"]
@@ -35,13 +36,13 @@ class Buckets:
 
     Attributes:
         lengths: The length of every sample; held as given, not copied.
-        budget: What a batch may hold.
+        budget: The budget of a batch.
         ends: The longest length in each bucket, falling.
         sizes: Samples of a full batch of each bucket, never falling.
-        starts: How many samples come before each bucket and, last, in all; int64 of shape ``(buckets + 1,)``.
+        starts: The number of samples before each bucket and, last, of all; int64 of shape ``(buckets + 1,)``.
         members: The samples, bucket by bucket and rising within each; None if they are ``range(len(lengths))``.
         num_dropped: Samples left out because they are too long.
-        config: What was asked for, as plain data to be compared.
+        config: The options that were given, as plain data to be compared.
     """
 
     lengths: LengthArray
@@ -102,19 +103,19 @@ class Buckets:
         """Samples in all buckets."""
         return int(self.starts[-1])
 
-    def shuffle(self, *labels: Any) -> ClassShuffle:
-        """A shuffle within the buckets, chosen by the labels."""
+    def shuffle(self, *labels: Label) -> ClassShuffle:
+        """Shuffle samples within their buckets, by a key derived from the labels."""
         return ClassShuffle(self.starts, *labels)
 
     def take(self, offsets: Indices, shuffle: ClassShuffle | None = None) -> Indices:
-        """The samples at ``offsets``, counted from the longest bucket on: int64 of shape ``(n,)``, and back."""
+        """Look up samples: offsets, counted from the longest bucket on, int64 ``(n,)`` -> dataset indices ``(n,)``."""
         if shuffle is not None:
             offsets = shuffle.take(offsets)
         return offsets if self.members is None else self.members[offsets].astype(np.int64)
 
 
 def default_num_buckets(lengths: Histogram, budget: Budget) -> int:
-    """128, or fewer where that would leave a bucket fewer than 4 batches on average."""
+    """Choose the number of buckets: 128, or fewer if a bucket would have fewer than 4 batches on average."""
     if budget.max_tokens is None:
         batches = int(lengths.counts.sum()) / budget.num_samples(int(lengths.values[-1]))
     else:
@@ -125,7 +126,11 @@ def default_num_buckets(lengths: Histogram, budget: Budget) -> int:
 def _choose_ends(
     boundaries: Boundaries, num_buckets: int | None, lengths: Histogram, budget: Budget, *, longest: int
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """The longest length that each bucket may hold, rising, and what decided them."""
+    """Choose the ends of the buckets.
+
+    Returns:
+        The longest length that each bucket may hold, rising, and the options that decided, as plain data.
+    """
     if not isinstance(boundaries, str):
         ends = check_boundaries(boundaries, longest)
         if num_buckets is not None:
@@ -148,7 +153,7 @@ def _choose_ends(
 
 
 def _fill(ends: tuple[int, ...], lengths: Histogram) -> tuple[Indices, list[int]]:
-    """Samples of each bucket, and the longest length in it; of an empty bucket its end."""
+    """Count the samples of each bucket, and find the longest length in it; of an empty bucket, its end."""
     stops = np.searchsorted(lengths.values, np.array(ends), side="right")
     counts = np.diff(bounds_of(lengths.counts)[np.concatenate([[0], stops])])
     longest = [
@@ -158,7 +163,7 @@ def _fill(ends: tuple[int, ...], lengths: Histogram) -> tuple[Indices, list[int]
 
 
 def _sort(lengths: LengthArray, ends: tuple[int, ...], fitting: Histogram, starts: Indices) -> NDArray[Any] | None:
-    """The samples that fit, bucket by bucket, the longest bucket first; None if one bucket holds all of them."""
+    """Sort the samples that fit by bucket, the longest bucket first; None if one bucket holds all samples."""
     num_buckets, longest = len(ends), int(fitting.values[-1])
     if num_buckets == 1 and starts[-1] == len(lengths):
         return None

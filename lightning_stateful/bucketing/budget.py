@@ -1,4 +1,4 @@
-"""The budget of a batch: how many samples of some length it may have, and which samples are too long for it."""
+"""The budget of a batch: limits its number of samples by their length, and finds samples that are too long."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TooLong = Literal["error", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class QuadraticCost:
-    """A sample of length ``n`` costs ``n + n**2 / length`` tokens, as where attention takes its share of the work.
+    """A cost of ``n + n**2 / length`` tokens for a sample of length ``n``, as with attention.
 
     Attributes:
         length: The length at which attention costs as much as all the rest, at least 1.
@@ -26,7 +26,7 @@ class QuadraticCost:
         ConfigurationError: The length is out of range.
 
     Source:
-        The form is that of Lhotse's ``quadratic_duration``.
+        The same form as Lhotse's ``quadratic_duration``.
     """
 
     length: int
@@ -37,17 +37,17 @@ class QuadraticCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a batch may hold: so many tokens, padding included, or so many samples.
+    """The most that a batch may hold: a number of tokens, padding included, or a number of samples.
 
-    A batch of ``count`` samples of which the longest has ``longest`` tokens costs ``count * longest`` tokens, or, with
-    a ``cost``, ``count`` times what that says of ``longest``.
+    A batch of ``count`` samples of which the longest has ``longest`` tokens costs ``count * longest`` tokens or, with a
+    ``cost``, ``count`` times the cost of ``longest``.
 
     Attributes:
         max_tokens: Tokens of a batch, counted as if every sample were as long as the longest.
         batch_size: In place of ``max_tokens``: samples of a batch.
         max_samples: Samples that a batch never exceeds, beside ``max_tokens``.
         multiple: Batches of at least so many samples have a multiple of it.
-        cost: What a sample costs beside its tokens.
+        cost: A cost of samples beside their tokens.
 
     Raises:
         ConfigurationError: A value is out of range, or they contradict each other.
@@ -74,7 +74,7 @@ class Budget:
             raise ConfigurationError(f"cost must be a QuadraticCost, got {self.cost!r}.")
 
     def num_samples(self, longest: int) -> int:
-        """Samples of a full batch whose longest has ``longest`` tokens; 0 if not even one fits."""
+        """Samples of a full batch whose longest sample has ``longest`` tokens; 0 if not even one fits."""
         # More samples than a dataset can have are as good as these, and overflow nothing.
         count = min(self.batch_size or MAX_LENGTH, self.max_samples or MAX_LENGTH, MAX_LENGTH)
         if self.max_tokens is not None:
@@ -82,13 +82,13 @@ class Budget:
         return count - count % self.multiple if count > self.multiple else count
 
     def use(self, longest: int, count: int) -> float:
-        """The share of the budget that ``count`` samples take up, the longest of ``longest`` tokens."""
+        """The share of the budget that a batch of ``count`` samples takes up, the longest of ``longest`` tokens."""
         if self.batch_size is not None:
             return count / self.batch_size
         return float(count * self._cost(longest) / (self.max_tokens or 1))
 
     def config(self) -> dict[str, Any]:
-        """Plain data to be compared; what is not set is left out."""
+        """Plain data to be compared; options that are not set are left out."""
         values = {name: getattr(self, name) for name in ("max_tokens", "batch_size", "max_samples")}
         if self.multiple > 1:
             values["multiple"] = self.multiple
@@ -101,21 +101,21 @@ class Budget:
 
 
 def check_too_long(too_long: str) -> None:
-    """Refuse what is no way to treat samples that are too long."""
+    """Refuse a ``too_long`` that is neither ``"error"`` nor ``"drop"``."""
     if too_long not in get_args(TooLong):
         raise ConfigurationError(f"too_long must be one of {get_args(TooLong)}, got {too_long!r}.")
 
 
 def drop_too_long(lengths: Histogram, budget: Budget, too_long: TooLong) -> tuple[Histogram, int]:
-    """Leave out the samples of which not even one fits the budget.
+    """Leave out samples that are longer than the whole budget, or refuse them.
 
     Args:
-        lengths: How often each length comes.
-        budget: What a batch may hold.
+        lengths: The number of samples of each length.
+        budget: The budget of a batch.
         too_long: ``"error"`` to refuse such samples, ``"drop"`` to leave them out.
 
     Returns:
-        The lengths that fit, and how many samples do not.
+        The lengths that fit, and the number of samples that do not.
 
     Raises:
         ConfigurationError: There are some and they are an error, or none is left.

@@ -26,11 +26,11 @@ MAX_SAMPLE_LENGTH = 2**42
 
 
 class Histogram(NamedTuple):
-    """How often each length comes.
+    """The number of samples of each length.
 
     Attributes:
         values: The lengths that occur, rising; int64 of shape ``(distinct,)``.
-        counts: Samples of each; int64 of the same shape.
+        counts: The samples of each; int64 of the same shape.
     """
 
     values: Indices
@@ -45,14 +45,14 @@ class Histogram(NamedTuple):
 
 
 def open_lengths(lengths: Any, *, what: str = "lengths") -> LengthArray:
-    """Check lengths as users give them; a ``.npy`` file is memory-mapped, so that processes of a machine share it.
+    """Open and check lengths as users give them; a ``.npy`` file is memory-mapped and shared between processes.
 
     Args:
         lengths: Integers, one a sample, as an array, tensor or sequence; or the path of a ``.npy`` file.
-        what: How an error calls them.
+        what: A name for them in errors.
 
     Raises:
-        ConfigurationError: The file cannot be read, or there is no row of integers.
+        ConfigurationError: The file cannot be read, or does not hold one integer a sample.
     """
     if not isinstance(lengths, (str, Path)):
         return check_lengths(lengths, what=what)
@@ -66,10 +66,11 @@ def open_lengths(lengths: Any, *, what: str = "lengths") -> LengthArray:
 
 
 def read_array(path: Path) -> NDArray[Any]:
-    """The array in a ``.npy`` file, memory-mapped.
+    """Open the array in a ``.npy`` file, memory-mapped.
 
     Raises:
-        OSError, ValueError: There is none.
+        OSError: The file cannot be read.
+        ValueError: It is no ``.npy`` file.
     """
     with path.open("rb") as file:
         # Told by its first bytes: NumPy opens archives and pickles, too.
@@ -80,11 +81,11 @@ def read_array(path: Path) -> NDArray[Any]:
 
 
 def check_lengths(lengths: Any, *, what: str = "lengths") -> LengthArray:
-    """An array of whole numbers, not copied if it is one.
+    """Turn lengths into an array of integers and check them; an array is not copied.
 
     Args:
         lengths: Integers, one a sample: an array (memory-mapped ones stay so), tensor or sequence.
-        what: How an error calls them.
+        what: A name for them in errors.
 
     Raises:
         ConfigurationError: They are not a row of integers, too many, empty, or one is negative; with its index.
@@ -114,7 +115,7 @@ def check_lengths(lengths: Any, *, what: str = "lengths") -> LengthArray:
 
 
 def chunks(array: LengthArray) -> Iterator[tuple[int, LengthArray]]:
-    """Consecutive parts, each with the index of its first element: a memory-mapped file is never read whole."""
+    """Iterate over consecutive parts, each with the index of its first element; no memory-mapped file is read whole."""
     for start in range(0, len(array), _CHUNK):
         yield start, array[start : start + _CHUNK]
 
@@ -134,7 +135,7 @@ def histogram(lengths: LengthArray) -> Histogram:
 
 
 def digest(array: LengthArray) -> str:
-    """16 hexadecimal digits that are equal for equal integers, whatever their type and wherever they lie."""
+    """Hash integers to 16 hexadecimal digits, equal for equal values of any integer type and byte order."""
     hashed = hashlib.blake2b(digest_size=8)
     for _, chunk in chunks(array):
         hashed.update(chunk.astype("<i8").tobytes())

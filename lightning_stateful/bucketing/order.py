@@ -1,4 +1,4 @@
-"""The order of batches of like lengths, and the plan of an epoch of them."""
+"""An order of batches of like lengths, and its epoch plan."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class BucketOrder:
     """Batches of samples of like lengths, each within a budget, in step on all ranks.
 
     A step gives every rank a batch of the same bucket with the same number of samples; only the last may have fewer.
-    Every sample is served once an epoch, in an order of its own within its bucket, and the steps come in an order of
-    their own: both differ from epoch to epoch, the number of steps does not.
+    Every sample is served once an epoch. Samples are shuffled within their buckets, and so are the full steps, both
+    anew in each epoch; the number of steps is the same in all.
 
-    The rest of an epoch that is resumed on another number of ranks is planned anew from what is left of each bucket.
-    So its progress counts steps, and holds under ``segments`` on how many ranks how many of them were taken:
-    ``[[64, 300], [48, 20]]``, the last one being the one that goes on.
+    The rest of an epoch that is resumed on another number of ranks is planned anew from the samples left in each
+    bucket. So its progress counts steps, and lists under ``segments`` the ranks and steps of each plan so far:
+    ``[[64, 300], [48, 20]]`` after 300 steps on 64 ranks and 20 on 48.
 
     Attributes:
-        buckets: The samples.
+        buckets: The samples, sorted into buckets.
         seed: Chooses the orders.
         shuffle: False to serve the longest bucket first, each in the dataset's order.
         drop_last: Leave out the last step if it is not full.
@@ -60,7 +60,7 @@ class BucketOrder:
 
     @property
     def budget(self) -> Budget:
-        """What a batch may hold."""
+        """The budget of a batch."""
         return self.buckets.budget
 
     def config(self) -> dict[str, Any]:
@@ -94,10 +94,10 @@ class BucketOrder:
         return BucketEpochPlan(self, epoch, here.cycle, num_replicas, tuple(before), taken, segment)
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
-        """The same at the beginning of an epoch; within one, what was served follows from the configuration.
+        """Return ``progress``, if it is the beginning of an epoch; within one, only the same configuration will do.
 
         Raises:
-            StateMismatchError: Within an epoch of other batches; with everything that decides about them and differs.
+            StateMismatchError: The progress is within an epoch of other batches; with every difference.
         """
         remedy = (
             "Which samples were served follows from it, so it cannot change within an epoch. Train to the epoch's end "
@@ -114,7 +114,7 @@ class BucketOrder:
         return progress
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> BucketOrder:
-        """The same batches for another use; see :class:`~lightning_stateful.core.order.BatchOrder`."""
+        """A copy for one of several loaders, or for evaluation; see :meth:`BatchOrder.adapted`."""
         return seeded_at(self, path) if shuffle else replace(self, shuffle=False)
 
     def _segment(self, left: Remainder, epoch: int, cycle: int, num_replicas: int, number: int) -> Segment:
@@ -129,13 +129,13 @@ class BucketEpochPlan:
     """The rest of an epoch of batches of like lengths.
 
     Attributes:
-        order: What is served.
-        epoch: Which epoch.
-        cycle: Which pass within the epoch.
+        order: The order that was planned.
+        epoch: The epoch.
+        cycle: Number of the pass within the epoch.
         num_replicas: Number of ranks.
         before: Ranks and steps of the segments of the epoch before this one.
-        taken: Steps of this segment that were taken before.
-        segment: The steps on this number of ranks.
+        taken: Steps of this segment that were taken before this plan begins.
+        segment: The rest of the epoch since the number of ranks last changed.
     """
 
     order: BucketOrder
@@ -152,7 +152,7 @@ class BucketEpochPlan:
         return self.segment.steps.num_steps - self.taken
 
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, list[int]]]:
-        """The batches of ``rank``, numbered through all steps of the epoch and the ranks of each."""
+        """The batches of ``rank``; numbers count the batches of all ranks since the epoch's beginning."""
         earlier = sum(ranks * steps for ranks, steps in self.before)
         number = earlier + (self.taken + first_step) * self.num_replicas + rank + self.cycle * _BATCHES_A_CYCLE
         # Steps that hold so many samples of a rank, on average.
@@ -172,7 +172,7 @@ class BucketEpochPlan:
         return self.order.buckets.take(offsets, self._shuffle), sizes
 
     def progress_after(self, steps: int) -> Progress:
-        """The progress after ``steps`` steps: how many steps were taken, and on how many ranks."""
+        """The progress after ``steps`` steps: the steps taken, and the ranks that took them."""
         taken = self.taken + steps
         segments = [*self.before, (self.num_replicas, taken)] if taken else self.before
         return Progress(
@@ -188,7 +188,7 @@ class BucketEpochPlan:
         return {"samples": earlier + self.segment.num_samples(self.taken + steps)}
 
     def repeats(self) -> str:
-        """What is served twice, in words."""
+        """A sentence on what is served twice; empty if nothing is."""
         return say_repeats(self.segment.steps.num_repeated, len(self.order.buckets))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Measures batches of like lengths: padding, how full their budgets are, and how long ranks wait for each other."""
+"""Measures batches of like lengths: their padding, their use of the budget, and the time ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHUNK = 2**20
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepPadding:
-    """Batches measured, step by step and rank by rank.
+    """The measures of batches, by step and rank.
 
     Attributes:
         longest: The longest sample of each batch; int64 of shape ``(steps, ranks)``.
@@ -59,7 +59,7 @@ class StepPadding:
         return used[inverse.ravel()].reshape(self.counts.shape)
 
     def where(self, steps: NDArray[np.bool_]) -> StepPadding:
-        """Some of the steps."""
+        """The measures of the chosen steps; a mask of shape ``(steps,)``."""
         return StepPadding(longest=self.longest[steps], counts=self.counts[steps], tokens=self.tokens[steps])
 
 

@@ -1,4 +1,4 @@
-"""Cuts samples in buckets into steps, and keeps track of what is left when some of these steps have been taken."""
+"""Cuts samples in buckets into steps, and finds the samples that are left after some of these steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StepRanges(NamedTuple):
 
     Attributes:
         starts: The first offset of each step; int64 of shape ``(steps,)``.
-        stops: The offset behind its last; of the same shape.
+        stops: The offset behind the last one of each step; of the same shape.
     """
 
     starts: Indices
@@ -31,7 +31,7 @@ class BucketSteps:
     its longest sample. There is no way to do with fewer steps; and whatever is taken away, what is left never takes
     more steps than the whole.
 
-    Where the last step would have fewer samples than ranks, the step before gives it some of its own.
+    If the last step would have fewer samples than ranks, the step before gives it some of its own.
 
     Args:
         counts: Samples left of each bucket, the longest bucket first; int64 of shape ``(buckets,)``.
@@ -40,10 +40,10 @@ class BucketSteps:
         drop_last: Leave out the last step if it is not full.
 
     Attributes:
-        num_steps: Steps.
-        num_full: Those before the last, which may not be full, and before one that gave to it.
-        num_repeated: Samples of the last step that are served a second time, where there are fewer than ranks and no
-            step before could give any.
+        num_steps: Number of steps.
+        num_full: Number of full steps: all but a short last one, and but the one before if it gave some samples away.
+        num_repeated: Samples of the last step that are served a second time, because there are fewer than ranks and the
+            step before has none to give.
     """
 
     def __init__(self, counts: Indices, sizes: tuple[int, ...], num_replicas: int, *, drop_last: bool = False) -> None:
@@ -72,7 +72,7 @@ class BucketSteps:
         self.num_full = steps - short - (self._given > 0)
 
     def ranges(self, numbers: Indices) -> StepRanges:
-        """The steps ``numbers``, counted from the longest bucket on."""
+        """The ranges of some steps, given by their numbers counted from the longest bucket on."""
         runs = np.searchsorted(self._first_steps, numbers, side="right") - 1
         starts = self._starts[runs] + (numbers - self._first_steps[runs]) * self._sizes[runs]
         stops = np.minimum(starts + self._sizes[runs], self._total)
@@ -82,10 +82,13 @@ class BucketSteps:
         return StepRanges(starts, stops)
 
     def share(self, steps: StepRanges, rank: int) -> tuple[Indices, Indices]:
-        """The offsets of one rank in these steps, one after the other, and how many it has in each.
+        """The samples of one rank in some steps.
 
         Samples are dealt out in turn, so that each rank gets its part of the longest. In a step of fewer samples than
-        ranks some take what others have, too.
+        ranks, some ranks have the same sample.
+
+        Returns:
+            The offsets of all steps one after the other, and their number in each step.
         """
         sizes = steps.stops - steps.starts
         first = rank % np.minimum(sizes, self.num_replicas)
@@ -98,11 +101,11 @@ class BucketSteps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Remainder:
-    """A part of ``range(n)``: what is left when ranges have been taken out, as consecutive runs with random access.
+    """The part of ``range(n)`` that is left after ranges were removed: consecutive runs, with random access.
 
     Attributes:
         firsts: The first element of each run, rising; int64 of shape ``(runs,)``.
-        bounds: How many elements come before each run and, last, in all; of shape ``(runs + 1,)``.
+        bounds: The number of elements before each run and, last, of all; of shape ``(runs + 1,)``.
     """
 
     firsts: Indices
@@ -117,7 +120,7 @@ class Remainder:
         return int(self.bounds[-1])
 
     def take(self, offsets: Indices) -> Indices:
-        """The elements at ``offsets``: int64 of shape ``(n,)``, and back."""
+        """Look up elements: offsets among those left, int64 ``(n,)`` -> elements ``(n,)``."""
         if len(self.firsts) == 1:
             return offsets + int(self.firsts[0])
         run = np.searchsorted(self.bounds, offsets, side="right") - 1
@@ -125,7 +128,7 @@ class Remainder:
         return result
 
     def num_below(self, limits: Indices) -> Indices:
-        """How many elements lie below each of ``limits``."""
+        """The number of elements below each of ``limits``; int64 of the same shape."""
         if not len(self):
             return np.zeros_like(limits)
         run = np.maximum(np.searchsorted(self.firsts, limits, side="left") - 1, 0)
@@ -134,7 +137,7 @@ class Remainder:
         return result
 
     def without(self, taken: StepRanges) -> Remainder:
-        """What is left when ranges of offsets are taken out, which do not overlap."""
+        """Remove ranges of offsets, which must not overlap."""
         order = np.argsort(taken.starts)
         left_from = np.concatenate([[0], taken.stops[order]])
         left_to = np.concatenate([taken.starts[order], [len(self)]])
@@ -148,11 +151,11 @@ class Remainder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The steps of the rest of an epoch on one number of ranks.
+    """The rest of an epoch, cut into steps for one number of ranks.
 
     Attributes:
-        left: What was left of the samples when it began, as offsets into the buckets.
-        steps: How that is cut.
+        left: The samples that were left when it began, as offsets into the buckets.
+        steps: The steps that these are cut into.
         key: Chooses the order of the full steps; None for the longest bucket first.
     """
 
@@ -161,7 +164,7 @@ class Segment:
     key: int | None
 
     def ranges(self, first: int, last: int) -> StepRanges:
-        """The steps ``first <= step < last`` in the order in which they are served; those not full stay last."""
+        """The ranges of the steps ``first <= step < last``, in the order of serving; those not full stay last."""
         numbers = np.arange(first, last)
         if self.key is not None:
             full = numbers[: max(self.steps.num_full - first, 0)]
@@ -170,12 +173,16 @@ class Segment:
         return self.steps.ranges(numbers)
 
     def share(self, first: int, last: int, rank: int) -> tuple[Indices, Indices]:
-        """The offsets of one rank into the buckets in these steps, one after the other, and how many in each."""
+        """The samples of one rank in the steps ``first <= step < last``, as offsets into the buckets.
+
+        Returns:
+            The offsets of all steps one after the other, and their number in each step.
+        """
         offsets, sizes = self.steps.share(self.ranges(first, last), rank)
         return self.left.take(offsets), sizes
 
     def left_after(self, steps: int) -> Remainder:
-        """What is left after the first ``steps`` steps."""
+        """The samples that are left after the first ``steps`` steps."""
         return self.left.without(self.ranges(0, steps))
 
     def num_samples(self, steps: int) -> int:
