@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -44,20 +45,21 @@ class IsolatedCopy:
     ) -> None:
         self._seed = seed
         self._name = type(sampler).__qualname__
-        self._made = DeepCopy(dataset, shares_rows=shares_rows)
-        self.sampler = self._made(sampler)
-        self._was_told = as_one_rank and _tell_of_one_rank(self._made.samplers.values(), self._made.dicts)
+        made = DeepCopy(sampler, dataset, shares_rows=shares_rows)
+        self.sampler, self._rows = made.sampler, made.rows
+        self._generators, self._samplers = made.generators, list(made.samplers.values())
+        self._was_told = as_one_rank and _tell_of_one_rank(self._samplers, made.dicts)
         self._inner: Randomness | None = None
 
     @property
     def keeps_rows(self) -> bool:
         """Whether all lists in long lists still hold what those of the original hold."""
-        return all(copies == rows for rows, copies in self._made.rows)
+        return all(copies == rows for rows, copies in self._rows)
 
     def seed(self, *labels: int) -> None:
         """Seed everything that the copy may draw from; to be called within :meth:`entered`."""
         seed_randomness(derive_seed("sampler", self._seed, *labels))
-        for path, generator in self._made.generators.items():
+        for path, generator in self._generators.items():
             seed_generator(generator, derive_seed("sampler", path, self._seed, *labels))
 
     def begin(self, epoch: int, cycle: int, state: tuple[int, Any] | None = None) -> Iterator[Any]:
@@ -69,7 +71,7 @@ class IsolatedCopy:
             state: How many slots it had yielded when it gave a state of its own, and that state.
         """
         self.seed(epoch, cycle)
-        for part in reversed(self._made.samplers.values()):
+        for part in self._samplers:
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
         if state is not None:
@@ -102,149 +104,124 @@ class IsolatedCopy:
 
 
 class DeepCopy:
-    """Copies a sampler with all that it holds, and notes the generators and samplers in the copy.
+    """A deep copy of a sampler, by :func:`copy.deepcopy`, and the generators and samplers in it.
 
     Datasets, modules, functions, iterators, memory that is mapped, read-only or very large, and whatever cannot be
     copied are shared with the original; so are objects in long lists, which are data.
 
     Args:
+        sampler: The original.
         dataset: Another object to be shared, or None.
-        shares_rows: Whether lists in a long list are shared.
+        shares_rows: Whether flat lists in a long list are shared.
 
     Attributes:
+        sampler: The copy.
         generators: Generators in the copy by where they are held, such as ``"sampler.rngs.0"``.
-        samplers: The copy itself, under ``""``, and the samplers in it.
+        samplers: Samplers in the copy, each after those that it holds; the last is the copy itself, under ``""``.
         dicts: The dicts in the copy.
-        rows: Long lists of flat lists with the lists that were copied from them.
+        rows: Long lists of flat lists, and the copies of these.
     """
 
     # Longer lists hold data; of very long ones some items say what kind of items they hold.
     _LONG, _VERY_LONG, _MOST_BYTES = 1024, 2**16, 2**28
 
-    def __init__(self, dataset: Any = None, *, shares_rows: bool = False) -> None:
-        self.generators: dict[str, Any] = {}
-        self.samplers: dict[str, Any] = {}
-        self.dicts: list[dict[Any, Any]] = []
+    def __init__(self, sampler: Any, dataset: Any = None, *, shares_rows: bool = False) -> None:
         self.rows: list[tuple[list[Any], list[Any]]] = []
         self._shares_rows = shares_rows
-        # Copies by the id of the original, and the originals, so that no id is used again.
+        # What stands in the copy for an original, by its id: what is shared, and what is copied in one go.
         self._memo: dict[int, Any] = {} if dataset is None else {id(dataset): dataset}
-        self._originals: list[Any] = []
+        # Originals by where they are held, each after what it holds.
+        self._found: list[tuple[str, Any]] = []
+        self._seen: set[int] = set()
+        self._look_at(sampler, "")
+        copies = [(path, value, self._copied(value)) for path, value in self._found]
+        own = [(path, copied) for path, value, copied in copies if copied is not value]
+        self.sampler = self._copied(sampler)
+        self.generators = {path: copied for path, copied in own if isinstance(copied, GENERATORS)}
+        self.samplers = {path: copied for path, copied in own if path and _is_sampler(copied)} | {"": self.sampler}
+        self.dicts = [copied for _, copied in own if type(copied) is dict]
 
-    def __call__(self, sampler: Any) -> Any:
-        """The copy of ``sampler``."""
-        copied = self._copy(sampler, "")
-        self._memo.clear()
-        self._originals.clear()
-        return copied
-
-    def _copy(self, value: Any, path: str, in_data: bool = False) -> Any:
-        if type(value) in _PLAIN:
-            return value
-        if id(value) in self._memo:
-            return self._memo[id(value)]
-        self._originals.append(value)
+    def _look_at(self, value: Any, path: str, in_data: bool = False) -> None:
+        """Note a value and all that it holds."""
+        if type(value) in _PLAIN or id(value) in self._memo or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        is_datum = in_data and not isinstance(value, (*GENERATORS, *_CONTAINERS))
         try:
-            copied = value if _is_shared(value, path) else self._copied(value, path, in_data)
+            if is_datum or _is_shared(value, path):
+                self._memo[id(value)] = value
+            else:
+                is_long = type(value) in (list, tuple, dict) and len(value) > self._LONG
+                for name, item in self._parts(value):
+                    self._look_at(item, f"{path}.{name}" if path else str(name), is_long)
         except Exception:
             # It cannot be copied, like a lock or an open file.
-            copied = value
-            self.samplers.pop(path, None)
-        self._note(value, copied, path)
-        return copied
+            self._memo[id(value)] = value
+        self._found.append((path, value))
 
-    def _copied(self, value: Any, path: str, in_data: bool) -> Any:
-        if type(value) is list:
-            items: list[Any] = []
-            self._memo[id(value)] = items
-            items.extend(self._items(value, path))
-            return items
-        if type(value) is dict:
-            copied: dict[Any, Any] = {}
-            self._memo[id(value)] = copied
-            copied.update(zip(value, self._items(list(value.values()), path, value), strict=True))
-            self.dicts.append(copied)
-            return copied
-        if type(value) is tuple:
-            parts = self._items(value, path)
-            return self._memo.get(id(value), value if parts is value else tuple(parts))
-        if type(value) is set:
-            return value.copy()
-        if isinstance(value, (np.ndarray, torch.Tensor)):
-            return self._copied_array(value, path)
-        if isinstance(value, torch.Generator):
-            return torch.Generator(value.device).set_state(value.get_state())
-        # Objects in a long list are data; a generator may stand there all the same.
-        return value if in_data and not isinstance(value, (*GENERATORS, *_CONTAINERS)) else self._rebuilt(value, path)
+    def _copied(self, value: Any) -> Any:
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception:
+            self._memo[id(value)] = value
+            return value
 
-    def _items(self, values: Sequence[Any], path: str, keys: Iterable[Any] | None = None) -> Sequence[Any]:
-        kinds = set(map(type, _some(values, self._VERY_LONG)))
-        if kinds <= _PLAIN:
-            return values
-        is_long = len(values) > self._LONG
-        if is_long and kinds == {list} and set(map(type, chain(*_some(values, 4 * self._LONG)))) <= _PLAIN:
-            return self._rows_of(values)
-        keys = range(len(values)) if keys is None else keys
-        return [self._copy(value, f"{path}.{key}", is_long) for key, value in zip(keys, values, strict=True)]
-
-    def _rows_of(self, values: Sequence[Any]) -> Sequence[Any]:
-        if self._shares_rows:
-            return values
-        # In one go; a list may stand there twice, or elsewhere as well.
-        made = dict(zip(map(id, values), map(list.copy, values), strict=True))
-        self._memo = made | self._memo
-        copies = [self._memo[id(row)] for row in values]
-        self.rows.append((list(values), copies))
-        return copies
-
-    def _copied_array(self, value: Any, path: str) -> Any:
+    def _parts(self, value: Any) -> Iterable[tuple[Any, Any]]:
+        """What a value holds, by name; nothing of what is shared or copied in one go."""
+        copied: Any = value
         if isinstance(value, torch.Tensor):
             own = not value.is_shared() and value.nbytes <= self._MOST_BYTES  # type: ignore[no-untyped-call]  # torch's
-            return value.detach().clone().requires_grad_(value.requires_grad) if own else value
-        if not value.flags.writeable or value.nbytes > self._MOST_BYTES or _is_mapped(value):
-            return value
-        copied = value.copy()
-        if value.dtype.hasobject:
-            copied.flat[:] = [self._copy(item, f"{path}.{number}") for number, item in enumerate(value.flat)]
-        return copied
+            copied = value.detach().clone().requires_grad_(value.requires_grad) if own else value
+        elif isinstance(value, np.ndarray):
+            if value.flags.writeable and value.nbytes <= self._MOST_BYTES and not _is_mapped(value):
+                return enumerate(value.flat) if value.dtype.hasobject else ()
+        elif isinstance(value, torch.Generator):
+            copied = torch.Generator(value.device).set_state(value.get_state())
+        elif type(value) is set:
+            copied = value.copy()
+        elif type(value) in (list, tuple, dict):
+            return self._items(value)
+        else:
+            return () if hasattr(value, "__deepcopy__") else self._state(value)
+        self._memo[id(value)] = copied
+        return ()
 
-    def _rebuilt(self, value: Any, path: str) -> Any:
-        """A copy of an object, made as :func:`copy.deepcopy` makes it."""
-        if hasattr(value, "__deepcopy__"):
-            return value.__deepcopy__(self._memo)
+    def _items(self, value: Any) -> Iterable[tuple[Any, Any]]:
+        """What a list, tuple or dict holds."""
+        items = list(value.values()) if type(value) is dict else value
+        keys = value if type(value) is dict else ()
+        kinds = set(map(type, _some(items, self._VERY_LONG)))
+        has_rows = kinds in ({list}, {tuple}) and len(items) > self._LONG
+        has_rows = has_rows and set(map(type, chain(*_some(items, 4 * self._LONG)))) <= _PLAIN
+        if set(map(type, keys)) <= _PLAIN and (kinds <= _PLAIN or has_rows):
+            if kinds == {list} and not self._shares_rows:
+                # A list may stand there twice, or elsewhere as well.
+                self._memo.update(zip(map(id, items), map(list.copy, items), strict=True))
+                self.rows.append((list(items), [self._memo[id(row)] for row in items]))
+                items = self.rows[-1][1]
+            self._memo[id(value)] = dict(zip(keys, items, strict=True)) if keys else type(value)(items)
+            return ()
+        if not keys:
+            return enumerate(items)
+        # A key that is an object has no name that is the same in every process.
+        names = [key if type(key) in _PLAIN else number for number, key in enumerate(keys)]
+        return chain(zip(names, keys, strict=True), zip(names, items, strict=True))
+
+    def _state(self, value: Any) -> Iterable[tuple[Any, Any]]:
+        """What an object holds, as :func:`copy.deepcopy` asks for it."""
         reduced = value.__reduce_ex__(4)
         if isinstance(reduced, str):
-            return value
-        make, args, state, items, pairs = (*reduced, None, None, None)[:5]
-        copied = make(*self._items(args, path))
-        self._note(value, copied, path)
-        if hasattr(copied, "__setstate__"):
-            if state is not None:
-                copied.__setstate__(self._attributes(state, path) if type(state) is dict else self._copy(state, path))
-        else:
-            held, slots = state if isinstance(state, tuple) else (state, None)
-            for name, item in self._attributes({**(held or {}), **(slots or {})}, path).items():
-                object.__setattr__(copied, name, item)
-        if items is not None:
-            copied.extend(self._items(list(items), path))
-        for key, item in pairs or ():
-            copied[key] = self._copy(item, f"{path}.{key}")
-        return copied
-
-    def _attributes(self, held: Mapping[str, Any], path: str) -> dict[str, Any]:
-        before = f"{path}." if path else ""
-        # Lightning notes the arguments of samplers that are made while it asks for loaders.
-        return {
-            name: value if name.startswith("__pl_saved") else self._copy(value, f"{before}{name}")
-            for name, value in held.items()
-        }
-
-    def _note(self, value: Any, copied: Any, path: str) -> None:
-        self._memo[id(value)] = copied
-        if isinstance(copied, GENERATORS) and copied is not value:
-            self.generators.setdefault(path, copied)
-        if not path or (copied is not value and _is_sampler(copied)):
-            self.samplers[path] = copied
+            return
+        _, args, state, items, pairs = (*reduced, None, None, None)[:5]
+        yield from enumerate(args)
+        for held in state if type(state) is tuple else (state,):
+            for name, item in held.items() if type(held) is dict else (("", held),):
+                if str(name).startswith("__pl_saved"):
+                    # Lightning notes the arguments of samplers that are made while it asks for loaders.
+                    self._memo[id(item)] = item
+                yield name, item
+        yield from enumerate(items or ())
+        yield from pairs or ()
 
 
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), range, np.int64, np.int32, np.float64, np.bool_})

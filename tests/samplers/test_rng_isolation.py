@@ -95,7 +95,7 @@ class Indexed:
 
 def copied(value: Any, **options: Any) -> Any:
     """The copy of something that a sampler holds."""
-    return DeepCopy(**options)(Bag(held=value)).held
+    return DeepCopy(Bag(held=value), **options).sampler.held
 
 
 def plain(value: Any) -> Any:
@@ -169,7 +169,7 @@ class TestContainers:
 
     def test_a_container_under_two_names_is_one_in_the_copy(self) -> None:
         shared = [1, 2]
-        made = DeepCopy()(Bag(a=shared, b=[shared, shared], many=[shared, *([number] for number in range(2000))]))
+        made = DeepCopy(Bag(a=shared, b=[shared, shared], many=[shared, *([number] for number in range(2000))])).sampler
 
         assert made.a is made.b[0] is made.b[1] is made.many[0] is not shared
 
@@ -178,12 +178,12 @@ class TestContainers:
         items.append(items)
         first, second = Bag(items=items), Bag(rng=random.Random(1))
         first.me, first.other, second.other = first, second, first  # type: ignore[attr-defined]
-        copying = DeepCopy()
-        made = copying(first)
+        copying = DeepCopy(first)
+        made = copying.sampler
 
         assert made.items[1] is made.items is not items
         assert made.me is made.other.other is made
-        assert (list(copying.samplers), list(copying.generators)) == (["", "other"], ["other.rng"])
+        assert (list(copying.samplers), list(copying.generators)) == (["other", ""], ["other.rng"])
 
     @pytest.mark.parametrize(
         "make",
@@ -239,13 +239,14 @@ class TestContainers:
 
     def test_helpers_bound_methods_and_partials_are_copied_together(self) -> None:
         helper = Helper([1])
-        made = DeepCopy()(Bag(helper=helper, method=helper.method, call=partial(helper.method)))
+        made = DeepCopy(Bag(helper=helper, method=helper.method, call=partial(helper.method))).sampler
 
         assert made.helper.held is made.method() is made.call() is not helper.held
 
     def test_slots_are_copied(self) -> None:
-        sampler, copying = InSlots(), DeepCopy()
-        made = copying(sampler)
+        sampler = InSlots()
+        copying = DeepCopy(sampler)
+        made = copying.sampler
 
         assert made.items == sampler.items
         assert made.items is not sampler.items
@@ -296,8 +297,7 @@ class TestGenerators:
     @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
     def test_all_kinds_are_found_wherever_they_are_held(self, make: Any) -> None:
         held = Bag(own=make(), some=[make(), {"deep": (make(),)}], inner=Bag(rng=make(), of=Helper(make())))
-        copying = DeepCopy()
-        copying(BatchSampler(held, 2, False))
+        copying = DeepCopy(BatchSampler(held, 2, False))
 
         assert set(copying.generators) == {
             "sampler.own",
@@ -323,16 +323,14 @@ class TestGenerators:
 
     def test_generators_with_one_bit_generator_keep_sharing_it(self) -> None:
         bits = np.random.PCG64(1)
-        made = DeepCopy()(Bag(a=np.random.Generator(bits), b=np.random.Generator(bits)))
+        made = DeepCopy(Bag(a=np.random.Generator(bits), b=np.random.Generator(bits))).sampler
 
         assert made.a.bit_generator is made.b.bit_generator is not bits
 
     def test_what_lightning_notes_of_a_sampler_is_no_part_of_it(self) -> None:
-        generator, sampler, copying = random.Random(1), Bag(), DeepCopy()
+        generator, sampler = random.Random(1), Bag()
         vars(sampler).update({"__pl_saved_args": (generator,), "rng": generator})
-        copying(sampler)
-
-        assert set(copying.generators) == {"rng"}
+        assert set(DeepCopy(sampler).generators) == {"rng"}
 
     def test_a_property_is_not_asked(self) -> None:
         class Raises(Bag):
@@ -340,14 +338,12 @@ class TestGenerators:
             def late(self) -> Any:
                 raise RuntimeError("not yet")
 
-        copying = DeepCopy()
-        copying(Raises())
+        copying = DeepCopy(Raises())
 
         assert list(copying.samplers) == [""]
 
     def test_samplers_in_lists_and_dicts_are_found(self) -> None:
-        copying = DeepCopy()
-        copying(Bag(parts=[RandomSampler(range(3)), {"a": Bag()}]))
+        copying = DeepCopy(Bag(parts=[RandomSampler(range(3)), {"a": Bag()}]))
 
         assert set(copying.samplers) == {"", "parts.0", "parts.1.a"}
 
