@@ -6,7 +6,7 @@ import hashlib
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,12 @@ from lightning_stateful.samplers.state_codec import from_plain, to_plain
 if TYPE_CHECKING:
     from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 
-# Slots between two states of a sampler that has its own.
+# A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16
-# A digest is noted at the slots 0, 1, 2, 4, 8 and so on, then at the multiples of this.
+# Others are noted at the slots 0, 1, 2, 4, 8 and so on, then at the multiples of this.
 _DIGEST_STRIDE = 8192
-# What is kept of the latest slots: prefetching workers and open accumulation windows are as far as training may lie
-# behind what was drawn.
-_KEPT_NOTES, _KEPT_SLOTS = 512, 8192
+# Prefetching workers and open accumulation windows are as far as training may lie behind what was drawn.
+_KEPT_NOTES = 512
 # Slots that are drawn at a time, and the seconds after which it should not be more.
 _MOST_DRAWN, _LONG_DRAW = 4096, 0.002
 # Seconds from which on the cost of fast-forwarding is worth a word.
@@ -38,41 +37,37 @@ _END = object()
 class FastForward:
     """One pass over a fresh copy of a sampler, from any slot on.
 
-    It begins when it is first asked for slots: by the nearest earlier state of the sampler's own, or at the pass's
-    first slot, and drops what comes before. What it yields then has to be what it yielded when the state was taken,
-    which a digest shows.
+    It begins when it is first asked for slots: by the sampler's own state, or at the pass's first slot, and drops what
+    comes before. On its way it notes slots with a digest of what was yielded there, and with the sampler's own state
+    before that, if it has one. A resume compares the digest of the note that it begins from.
 
     Args:
         order: The sampler.
         epoch: Which epoch.
         cycle: Which pass within the epoch.
         slot: The first slot that is wanted.
-        known: What a progress keeps: ``"digest"``, a slot and the digest there; and ``"state"``, a number of slots and
-            the sampler's own state after them. Both are empty where nothing is kept.
+        noted: A note of an earlier run: a slot, the digest there, and the sampler's own state or None. Empty for none.
 
     Attributes:
         drawn: Slots of the pass that the sampler has yielded.
         end: Slots of the pass once the sampler was seen to end; None before that.
     """
 
-    def __init__(self, order: WrappedSampler, epoch: int, cycle: int, slot: int, known: Mapping[str, Any]) -> None:
+    def __init__(self, order: WrappedSampler, epoch: int, cycle: int, slot: int, noted: Sequence[Any]) -> None:
         self.drawn = 0
         self.end: int | None = None
         self._order, self._epoch, self._slot = order, epoch, slot
         self._pass = (0, 0) if order.repeats_first_epoch else (epoch, cycle)
-        self._expected: tuple[int, str] = tuple(known["digest"] or (-1, ""))
+        self._expected = noted or (-1, "", None)
         self._copy: IsolatedCopy | None = None
         self._iterator: Iterator[Any] = iter(())
         self._ready: list[Any] = []
         self._failure: Exception | None = None
         self._size = 1
-        self._uses_states = order.resume_mode == "own_state"
-        self._digests: deque[tuple[int, str]] = deque(maxlen=_KEPT_NOTES)
-        # Of a sampler with a state of its own: slots yielded and the state then; and the latest of what it yielded.
-        self._states: deque[tuple[int, Any]] = deque(maxlen=_KEPT_NOTES)
-        self._latest: deque[Any] = deque(maxlen=_KEPT_SLOTS)
-        if self._uses_states and known["state"]:
-            self._states.append(tuple(known["state"]))
+        self._has_states = order.resume_mode == "own_state"
+        # The latest slot before which the sampler's own state was taken, and that state.
+        self._state: tuple[int, Any] = (0, None)
+        self._notes: deque[list[Any]] = deque(maxlen=_KEPT_NOTES)
 
     def look_ahead(self, count: int) -> int:
         """Draw until ``count`` slots are ready, unless the sampler ends; how many are."""
@@ -91,15 +86,9 @@ class FastForward:
         taken, self._ready = self._ready[:count], self._ready[count:]
         return taken
 
-    def known_at(self, slot: int) -> dict[str, Any]:
-        """What a progress at ``slot`` keeps, to go on from there; what is not known is empty."""
-        # Taken before that slot, so that there is something to compare.
-        state = next(([at, held] for at, held in reversed(self._states) if at < slot), [])
-        noted = next(([at, value] for at, value in reversed(self._digests) if at < slot), [])
-        first = self.drawn - len(self._latest)
-        if self._uses_states and first < slot <= self.drawn:
-            noted = [slot - 1, digest(self._latest[slot - 1 - first])]
-        return {"digest": noted, "state": state}
+    def noted_before(self, slot: int) -> list[Any]:
+        """The latest note of an earlier slot, for a progress at ``slot``; empty if there is none."""
+        return next((note for note in reversed(self._notes) if note[0] < slot), [])
 
     # Drawing
 
@@ -114,9 +103,10 @@ class FastForward:
             )
         made = order.copied()
         with made.entered():
-            state = self._states[0] if self._states else None
-            self._iterator = made.begin(*self._pass, state and (state[0], from_plain(state[1])))
-            self.drawn = state[0] if state else 0
+            at, _, state = self._expected
+            if state is not None:
+                self.drawn, self._state = at, (at, state)
+            self._iterator = made.begin(*self._pass, None if state is None else (at, from_plain(state)))
             distance = self._slot - self.drawn
             self._skip(made)
         self._copy = made
@@ -132,12 +122,13 @@ class FastForward:
     def _skip(self, made: IsolatedCopy) -> None:
         """Let the sampler yield what comes before the first slot, and look at as little of it as will do."""
         while self.drawn < self._slot and self.end is None:
-            if self._uses_states:
+            if self._has_states:
                 self._pull(made, self._slot - self.drawn)
+                self._ready.clear()
                 continue
-            noted = next_digest_slot(self.drawn)
+            noted = self._next_note(self.drawn)
             stop = min(noted + 1, self._slot)
-            # At the speed of the sampler itself: nothing here runs between two digests.
+            # At the speed of the sampler itself: nothing here runs between two notes.
             item = next(islice(self._iterator, stop - self.drawn - 1, None), _END)
             if item is _END:
                 self.end = self.drawn
@@ -145,7 +136,6 @@ class FastForward:
             self.drawn = stop
             if stop == noted + 1:
                 self._note(noted, item)
-        self._ready.clear()
         if self.drawn < self._slot:
             raise PositionError(
                 f"{self._slot} items of {self._order.name} were used in epoch {self._epoch}, but now it ends before "
@@ -167,9 +157,9 @@ class FastForward:
     def _pull(self, made: IsolatedCopy, wanted: int) -> None:
         """Let the sampler yield many slots, or all up to where a state of its own is due."""
         before, began = len(self._ready), self.drawn
-        if self._uses_states:
-            if began % STATE_STRIDE == 0 and began and (not self._states or self._states[-1][0] < began):
-                self._states.append((began, state_of(self._order, made, *self._pass, began)))
+        if self._has_states:
+            if began % STATE_STRIDE == 0 and began > self._state[0]:
+                self._state = (began, state_of(self._order, made, *self._pass, began))
             wanted = min(wanted, STATE_STRIDE - began % STATE_STRIDE)
         slots = islice(self._iterator, wanted)
         try:
@@ -179,19 +169,19 @@ class FastForward:
             found = self._ready[before:]
             self.drawn += len(found)
         self.end = None if len(found) == wanted else self.drawn
-        if self._uses_states:
-            self._latest.extend(found)
-            if began <= self._expected[0] < self.drawn:
-                self._compare(self._expected[0], digest(found[self._expected[0] - began]))
-            return
-        noted = next_digest_slot(began)
+        noted = self._next_note(began)
         while noted < self.drawn:
             self._note(noted, found[noted - began])
-            noted = next_digest_slot(noted + 1)
+            noted = self._next_note(noted + 1)
+
+    def _next_note(self, slot: int) -> int:
+        """The first slot at or after ``slot`` that is noted."""
+        return -(-slot // STATE_STRIDE) * STATE_STRIDE if self._has_states else next_digest_slot(slot)
 
     def _note(self, slot: int, item: Any) -> None:
-        found = digest(item, self._digests[-1][1] if self._digests else "")
-        self._digests.append((slot, found))
+        # Chained where a resume comes by the same notes again, and so sees all of them changed.
+        found = digest(item, self._notes[-1][1] if self._notes and not self._has_states else "")
+        self._notes.append([slot, found, self._state[1] if self._state[0] == slot else None])
         if slot == self._expected[0]:
             self._compare(slot, found)
 
@@ -231,8 +221,6 @@ def digest(item: Any, before: str = "") -> str:
     Slots are told apart by the numbers, strings, arrays and containers in them; of another object its ``id`` attribute
     counts, or else what it contains, or only its type.
     """
-    if type(item) is int:
-        return hashlib.blake2b(b"%bi%d;" % (before.encode(), item), digest_size=8).hexdigest()
     hashed = hashlib.blake2b(before.encode(), digest_size=8)
     _feed(hashed, item, 0)
     return hashed.hexdigest()

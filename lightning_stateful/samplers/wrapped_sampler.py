@@ -327,8 +327,8 @@ class WrappedEpochPlan:
             begun = self.progress_after(0)
         else:
             first_step = 0
-        known = begun.details[order.kind]
-        walk = self._latest = FastForward(order, self.epoch, begun.cycle, begun.consumed, known)
+        walk = FastForward(order, self.epoch, begun.cycle, begun.consumed, begun.details[order.kind])
+        self._latest = walk
         for slot, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
             yield (
                 begun.cycle * _MANY_SLOTS + slot,
@@ -340,11 +340,10 @@ class WrappedEpochPlan:
         begun, remaining, kind = self._begun, self.remaining, self.order.kind
         # Not so after no step: on other ranks there may be steps in what these leave out.
         served = steps * self.rule.full if remaining is None or not steps else self.rule.served(remaining, steps)
-        known: Mapping[str, Any] = begun.details.get(kind, {"digest": [], "state": []})
+        noted: Sequence[Any] = begun.details.get(kind, [])
         if served and self._latest is not None and self.order.as_one_rank:
-            found = self._latest.known_at(begun.consumed + served)
-            known = found if any(found.values()) else known
-        return replace(begun, consumed=begun.consumed + served, details={kind: known})
+            noted = self._latest.noted_before(begun.consumed + served) or noted
+        return replace(begun, consumed=begun.consumed + served, details={kind: noted})
 
     def report_after(self, steps: int) -> dict[str, Any]:
         """What has been served of the epoch, and how the sampler is brought there."""
