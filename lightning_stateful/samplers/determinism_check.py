@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
-from lightning_stateful.samplers.fast_forward import STATE_STRIDE, digest, state_of
+from lightning_stateful.samplers.fast_forward import STATE_STRIDE, digest
 from lightning_stateful.samplers.rng_isolation import IsolatedCopy
-from lightning_stateful.samplers.state_codec import from_plain
 
 if TYPE_CHECKING:
     from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
@@ -163,8 +162,8 @@ def _state_leads_back(order: WrappedSampler, keeps_rows: bool) -> bool:
         slots = ahead.begin(0, 0)
         for _ in range(STATE_STRIDE):
             next(slots)
-        state = state_of(order, ahead, 0, 0, STATE_STRIDE)
+        state = ahead.state(0, 0, STATE_STRIDE)
         expected = [digest(slot) for slot in islice(slots, STATE_STRIDE)]
     with behind.entered():
-        slots = behind.begin(0, 0, (STATE_STRIDE, from_plain(state)))
+        slots = behind.begin(0, 0, STATE_STRIDE, state)
         return [digest(slot) for slot in islice(slots, STATE_STRIDE)] == expected

@@ -15,7 +15,6 @@ import torch
 
 from lightning_stateful.errors import Difference, PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.rng_isolation import IsolatedCopy
-from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
 if TYPE_CHECKING:
     from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
@@ -106,7 +105,7 @@ class FastForward:
             at, _, state = self._expected
             if state is not None:
                 self.drawn, self._state = at, (at, state)
-            self._iterator = made.begin(*self._pass, None if state is None else (at, from_plain(state)))
+            self._iterator = made.begin(*self._pass, at, state)
             distance = self._slot - self.drawn
             self._skip(made)
         self._copy = made
@@ -159,7 +158,7 @@ class FastForward:
         before, began = len(self._ready), self.drawn
         if self._has_states:
             if began % STATE_STRIDE == 0 and began > self._state[0]:
-                self._state = (began, state_of(self._order, made, *self._pass, began))
+                self._state = (began, made.state(*self._pass, began))
             wanted = min(wanted, STATE_STRIDE - began % STATE_STRIDE)
         slots = islice(self._iterator, wanted)
         try:
@@ -199,13 +198,6 @@ class FastForward:
         if "sequence" not in order.accept:
             raise StateMismatchError([changed], where=f"The state within epoch {self._epoch}")
         warnings.warn(f"Accepted: {changed}", StatefulWarning, stacklevel=2)
-
-
-def state_of(order: WrappedSampler, made: IsolatedCopy, epoch: int, cycle: int, drawn: int) -> Any:
-    """The own state of a copy, as plain data; to be called within its ``entered``."""
-    # Seeded first: a state may hold generators, which a resume then puts where they are now.
-    made.seed(epoch, cycle, drawn)
-    return to_plain(made.sampler.state_dict(), f"{order.name}.state_dict()")
 
 
 def next_digest_slot(slot: int) -> int:

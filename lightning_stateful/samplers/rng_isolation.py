@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from itertools import chain, repeat
+from itertools import chain, product, repeat
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, DistributedSampler, Sampler
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.rng import GENERATORS, Randomness, keep_randomness, seed_generator, seed_randomness
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
 # Where samplers that deal out to ranks by themselves keep how many there are, which, and their share.
 _REPLICAS, _RANK = ("num_replicas", "world_size", "_num_replicas", "_world_size"), ("rank", "_rank")
@@ -62,22 +63,29 @@ class IsolatedCopy:
         for path, generator in self._generators.items():
             seed_generator(generator, derive_seed("sampler", path, self._seed, *labels))
 
-    def begin(self, epoch: int, cycle: int, state: tuple[int, Any] | None = None) -> Iterator[Any]:
+    def begin(self, epoch: int, cycle: int, drawn: int = 0, state: Any = None) -> Iterator[Any]:
         """Iterate the copy; to be called, and iterated, within :meth:`entered`.
 
         Args:
             epoch: Which epoch.
             cycle: Which pass within the epoch.
-            state: How many slots it had yielded when it gave a state of its own, and that state.
+            drawn: How many slots it had yielded when it gave a state.
+            state: What :meth:`state` returned then; None to begin with the first slot.
         """
         self.seed(epoch, cycle)
         for part in self._samplers:
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
         if state is not None:
-            self.seed(epoch, cycle, state[0])
-            self.sampler.load_state_dict(state[1])
+            self.seed(epoch, cycle, drawn)
+            self.sampler.load_state_dict(from_plain(state))
         return _only_next(iter(self.sampler))
+
+    def state(self, epoch: int, cycle: int, drawn: int) -> Any:
+        """The own state of a copy that has yielded ``drawn`` slots, as plain data; within :meth:`entered`."""
+        # Seeded first: a state may hold generators, which a resume then puts where they are now.
+        self.seed(epoch, cycle, drawn)
+        return to_plain(self.sampler.state_dict(), f"{self._name}.state_dict()")
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -321,8 +329,7 @@ def _settings_of_one_rank(sampler: Any) -> dict[str, Any]:
 
 def _ranks_in(held: Mapping[Any, Any]) -> dict[str, Any]:
     """What says there, unless there is one rank, that there is one; empty where nothing does."""
-    for replicas in _REPLICAS:
-        for rank in _RANK:
-            if replicas in held and rank in held and (held[replicas], held[rank]) != (1, 0):
-                return {replicas: 1, rank: 0}
+    for replicas, rank in product(_REPLICAS, _RANK):
+        if replicas in held and rank in held and (held[replicas], held[rank]) != (1, 0):
+            return {replicas: 1, rank: 0}
     return {}

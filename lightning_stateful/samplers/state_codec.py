@@ -18,7 +18,9 @@ from lightning_stateful.errors import DamagedStateError, StateError
 
 # A value that JSON has no type for stands as {_TAG: [kind, ...]}.
 _TAG = "__of__"
-_SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_SEQUENCES: dict[Any, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+_MAPPINGS: dict[Any, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_TYPES: dict[str, Any] = {kind: made for made, kind in (_SEQUENCES | _MAPPINGS).items()}
 
 
 def to_plain(value: Any, path: str = "state_dict()", owner: str = "sampler") -> Any:
@@ -62,22 +64,20 @@ def _to_plain(value: Any, path: str) -> Any:
         return value
     if type(value) is float:
         return {_TAG: ["float", repr(value)]}
-    if isinstance(value, np.generic) and not value.dtype.hasobject:
-        return {_TAG: ["scalar", value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
-    if isinstance(value, Mapping):
-        return _mapping_to_plain(value, path)
     if type(value) is list:
         return [_to_plain(item, f"{path}[{number}]") for number, item in enumerate(value)]
-    for kind, made in _SEQUENCES.items():
-        if type(value) is made:
-            # Sets have no order: sorted, equal sets give equal states.
-            items = sorted(value, key=repr) if kind.endswith("set") else value
-            parts = [_to_plain(item, f"{path}[{number}]") for number, item in enumerate(items)]
-            return {_TAG: [kind, parts, *([value.maxlen] if kind == "deque" else [])]}
+    if isinstance(value, Mapping):
+        return _mapping_to_plain(value, path)
+    if kind := _SEQUENCES.get(type(value)):
+        # Sets have no order: sorted, equal sets give equal states.
+        parts = _to_plain(sorted(value, key=repr) if kind.endswith("set") else list(value), path)
+        return {_TAG: [kind, parts, *([value.maxlen] if kind == "deque" else [])]}
     if type(value) in (bytes, bytearray):
         return {_TAG: [type(value).__name__, base64.b64encode(value).decode()]}
     if isinstance(value, torch.Tensor):
         return {_TAG: ["tensor", _saved(partial(torch.save, value.detach().cpu().clone()))]}
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return {_TAG: ["scalar", base64.b64encode(value.tobytes()).decode(), value.dtype.str]}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return {_TAG: ["array", _saved(lambda file: np.save(file, value, allow_pickle=False))]}
     raise StateError(
@@ -93,33 +93,29 @@ def _saved(save: Callable[[Any], Any]) -> str:
 
 
 def _mapping_to_plain(value: Mapping[Any, Any], path: str) -> Any:
-    kinds: dict[Any, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-    if type(value) not in kinds:
+    if type(value) not in _MAPPINGS:
         raise StateError(
             f"{path} is a {type(value).__qualname__}, which cannot be kept in a checkpoint. Return a dict."
         )
     if _TAG not in value and all(type(key) is str for key in value) and type(value) is dict:
         return {key: _to_plain(item, f"{path}[{key!r}]") for key, item in value.items()}
     pairs = [[_to_plain(key, path), _to_plain(item, f"{path}[{key!r}]")] for key, item in value.items()]
-    return {_TAG: [kinds[type(value)], pairs]}
+    return {_TAG: [_MAPPINGS[type(value)], pairs]}
 
 
 def _from_tagged(kind: str, parts: list[Any]) -> Any:
-    if kind in _SEQUENCES:
+    if kind in _TYPES:
         items = [from_plain(item) for item in parts[0]]
-        return deque(items, parts[1]) if kind == "deque" else _SEQUENCES[kind](items)
-    if kind in ("dict", "counter", "ordered"):
-        pairs = [(from_plain(key), from_plain(item)) for key, item in parts[0]]
-        return Counter(dict(pairs)) if kind == "counter" else OrderedDict(pairs) if kind == "ordered" else dict(pairs)
+        return _TYPES[kind](dict(items) if kind in _MAPPINGS.values() else items, *parts[1:])
     if kind == "float":
         return float(parts[0])
-    raw = base64.b64decode(parts[-1], validate=True)
+    raw = base64.b64decode(parts[0], validate=True)
     if kind in ("bytes", "bytearray"):
         return raw if kind == "bytes" else bytearray(raw)
-    if kind == "scalar":
-        return np.frombuffer(raw, dtype=parts[0])[0]
     if kind == "tensor":
         return torch.load(io.BytesIO(raw), weights_only=True)
-    if kind != "array":
-        raise ValueError(kind)
-    return np.load(io.BytesIO(raw), allow_pickle=False)
+    if kind == "scalar":
+        return np.frombuffer(raw, dtype=parts[1])[0]
+    if kind == "array":
+        return np.load(io.BytesIO(raw), allow_pickle=False)
+    raise ValueError(kind)

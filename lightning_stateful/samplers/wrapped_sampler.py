@@ -192,13 +192,11 @@ class WrappedSampler:
 
     def config(self) -> dict[str, Any]:
         """What determines the sequence, as far as it can be read off; how an epoch begins tells the rest."""
-        checked = self.check()
         length = "unknown" if self.num_slots is None else self.num_slots
-        described = {"class": self.name, "resume_mode": checked.resume_mode, "length": length}
         return {
             "seed": self.seed,
-            "sampler": described,
-            "sequence": checked.begins,
+            "sampler": {"class": self.name, "resume_mode": self.resume_mode, "length": length},
+            "sequence": self.check().begins,
             "drop_last": self.tail == "drop",
         }
 
@@ -309,14 +307,7 @@ class WrappedEpochPlan:
         """
         if not self.order.is_sized or self.order.whole_batches:
             raise TypeError(f"{self.order.name} does not say how many samples it yields.")
-        left, rule = self.remaining or 0, self.rule
-        plain = max(left // rule.full - 1, 0)
-        num_samples = plain * rule.batch_size
-        left -= plain * rule.full
-        while rule.num_steps(left):
-            num_samples += rule.share(left, rank).size
-            left -= rule.step_size(left)
-        return num_samples
+        return self.rule.num_samples(self.remaining or 0, rank)
 
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
         """The batches of ``rank``; numbered by its first slot, far apart for the passes of an epoch."""
@@ -363,37 +354,31 @@ class WrappedEpochPlan:
 
     def _steps(self, walk: FastForward, slot: int, rank: int) -> Iterator[tuple[int, list[Any]]]:
         """The slots of ``rank`` step by step, each with the number of the first."""
-        rule, full, size = self.rule, self.rule.full, self.rule.batch_size
-        is_sized, remaining = self.order.num_slots is not None, (self.order.num_slots or 0) - slot
-        # Of an end that is not announced, the last steps have to know before they begin.
-        ahead = min(full, remaining) if is_sized and remaining else 2 * full
+        rule, full, end = self.rule, self.rule.full, self.order.num_slots
         while True:
-            ready = walk.look_ahead(ahead)
-            left = remaining if is_sized else ready
-            if ready < min(ahead, left):
-                raise self._too_few(slot + ready)
-            plain = min(ready // full, left // full - 1)
-            if plain > 0:
+            # Of an end that is not announced, the last steps have to know before they begin.
+            ready = walk.look_ahead(2 * full if end is None else min(full, end - slot))
+            left = ready if end is None else end - slot
+            plain = min(ready // full, rule.num_alike(left))
+            if plain:
                 slots = walk.take(plain * full)
                 for start in range(0, plain * full, full):
-                    yield slot + start + rank * size, self._full_share(slots, start, slot + start, rank)
-                slot, remaining = slot + plain * full, remaining - plain * full
+                    yield slot + start + rank * rule.batch_size, self._full_share(slots, start, slot + start, rank)
+                slot += plain * full
                 continue
+            if not rule.num_steps(left):
+                return
             step = rule.step_size(left)
-            if not step or not rule.num_steps(left):
-                break
             ready = walk.look_ahead(step)
             if ready < step:
-                raise self._too_few(slot + ready)
+                raise wrong_length(self.order, f"only {slot + ready}", self.epoch)
             slots = walk.take(step)
-            remaining -= step
             # Before what may be the last batch that anybody asks for.
-            self._check_end(walk, remaining)
+            self._check_end(walk, slot + step)
             # Parts of one batch have numbers of their own.
             first = rank if self.order.whole_batches else int(rule.share(left, rank)[0])
             yield slot + first, self._last_share(slots, left, slot, rank)
             slot += step
-            ahead = min(full, remaining) if is_sized else 2 * full
 
     def _full_share(self, slots: list[Any], start: int, slot: int, rank: int) -> list[Any]:
         """The slots of ``rank`` in a full step that begins at ``start``."""
@@ -434,8 +419,8 @@ class WrappedEpochPlan:
         return slots[rank % len(slots)]
 
     def _shuffled(self, count: int, own: Indices, slot: int) -> Indices:
-        order, at = self.order, (self.epoch, self._begun.cycle)
-        labels = (0, 0) if order.repeats_first_epoch else at
+        order = self.order
+        labels = (0, 0) if order.repeats_first_epoch else (self.epoch, self._begun.cycle)
         seed = derive_seed("ranks", loader_seed(order.seed, order.path), *labels, slot)
         return keyed_permutation(count, seed).take(own)
 
@@ -446,19 +431,14 @@ class WrappedEpochPlan:
         if rank == ranks - 1:
             _log.warning("%s: %s.", self.order.name, self._repeats)
 
-    def _too_few(self, found: int) -> ConfigurationError:
-        return wrong_length(self.order, f"only {found}", self.epoch)
-
-    def _check_end(self, walk: FastForward, remaining: int) -> None:
+    def _check_end(self, walk: FastForward, slot: int) -> None:
         """Make sure, once no step is left, that a sampler with a length ends where it says."""
-        order = self.order
-        if order.num_slots is None or order.is_cut or self.rule.num_steps(remaining):
+        order, end = self.order, self.order.num_slots
+        if end is None or order.is_cut or self.rule.num_steps(end - slot):
             return
-        found = walk.look_ahead(remaining + 1)
-        if found > remaining:
-            raise wrong_length(order, f"more than {order.num_slots}", self.epoch)
-        if found < remaining:
-            raise self._too_few(order.num_slots - remaining + found)
+        found = slot + walk.look_ahead(end - slot + 1)
+        if found != end:
+            raise wrong_length(order, f"more than {end}" if found > end else f"only {found}", self.epoch)
 
 
 def knows_how_to_split(batch: Any) -> bool:
@@ -475,8 +455,5 @@ def _can_be_split(batch: Any, is_collated: bool) -> bool:
 
 
 def _joined(batches: Sequence[Any]) -> list[Any]:
-    return [
-        sample
-        for batch in batches
-        for sample in (batch.tolist() if isinstance(batch, (np.ndarray, torch.Tensor)) else batch)
-    ]
+    arrays = (np.ndarray, torch.Tensor)
+    return [sample for batch in batches for sample in (batch.tolist() if isinstance(batch, arrays) else batch)]
