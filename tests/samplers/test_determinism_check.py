@@ -293,20 +293,6 @@ def test_a_sampler_that_ends_before_the_length_to_cut_at_is_found_at_once() -> N
         WrappedSampler(range(6), length=150).check()
 
 
-def test_exceptions_of_the_sampler_come_out_and_leave_the_process_alone() -> None:
-    class Raises(Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
-            random.random()
-            yield 1
-            raise KeyError("theirs")
-
-    before = random.getstate()
-    with pytest.raises(KeyError, match="theirs"):
-        WrappedSampler(Raises()).check()
-
-    assert random.getstate() == before
-
-
 def test_a_state_that_leads_nowhere_is_done_without() -> None:
     assert WrappedSampler(StatesItsEpochOnly(), whole_batches=True).resume_mode == "fast_forward"
 

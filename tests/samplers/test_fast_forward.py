@@ -199,12 +199,6 @@ class TestDigests:
 
         assert resumed(Listed(changed(64, 80)), plan.progress_after(1)) == changed(64, 80)[71:]
 
-    def test_a_progress_before_a_step_is_what_it_was_made_from(self) -> None:
-        progress = stopped(theirs.OwnState(), 20)
-
-        assert WrappedSampler(theirs.OwnState()).plan(0, 1, progress).progress_after(0) == progress
-        assert progress.details["sampler"][0] == 16
-
     def test_they_are_close_at_the_beginning_and_then_evenly_apart(self) -> None:
         found, slot = [], 0
         while slot <= 3 * 8192:

@@ -73,9 +73,6 @@ class TestRoundTrips:
     def test_nan_comes_back(self) -> None:
         assert math.isnan(round_trip({"loss": math.nan})["loss"])
 
-    def test_the_order_of_keys_is_kept(self) -> None:
-        assert list(round_trip({3: 0, 1: 0, 2: 0})) == [3, 1, 2]
-
     @pytest.mark.parametrize("dtype", ["?", "u1", "i8", "f2", "f8", "c16", ">i4", "U3", "M8[s]"])
     @pytest.mark.parametrize("shape", [(), (0,), (2, 2)])
     def test_arrays_come_back_with_dtype_and_shape(self, dtype: str, shape: tuple[int, ...]) -> None:
@@ -108,15 +105,6 @@ class TestRoundTrips:
     def test_sparse_tensors_come_back_and_gradients_do_not(self) -> None:
         assert torch.equal(round_trip(torch.eye(2).to_sparse()).to_dense(), torch.eye(2))
         assert not round_trip(torch.ones(2, requires_grad=True)).requires_grad
-
-    def test_states_of_generators_come_back(self) -> None:
-        generator, old = torch.Generator().manual_seed(3), np.random.RandomState(3)
-        states = round_trip([generator.get_state(), old.get_state()])
-        expected = torch.rand(2, generator=generator), old.rand()
-        old.set_state(states[1])
-
-        assert torch.equal(torch.rand(2, generator=generator.set_state(states[0])), expected[0])
-        assert old.rand() == expected[1]
 
     def test_a_deque_keeps_its_maxlen(self) -> None:
         assert round_trip(deque([1, 2], maxlen=2)).maxlen == 2
