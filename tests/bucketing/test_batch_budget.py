@@ -116,7 +116,7 @@ def test_a_cost_without_a_length_is_refused():
 # Samples that are too long
 
 
-@pytest.mark.parametrize("limit", range(3, 14))
+@pytest.mark.parametrize("limit", [3, 9, 13])
 def test_dropping_splits_the_lengths_at_the_limit(limit):
     kept, dropped = drop_too_long(histogram(LENGTHS), Budget(max_tokens=limit), "drop")
     assert kept.values.tolist() == sorted({length for length in LENGTHS.tolist() if length <= limit})

@@ -55,7 +55,7 @@ def padded_by_arrays(values, counts, ends):
     return float(np.array(ends)[np.searchsorted(ends, values)] @ counts.astype(float))
 
 
-@pytest.mark.parametrize("num_buckets", [1, 2, 7, 119, 120, 121])
+@pytest.mark.parametrize("num_buckets", [1, 7, 119, 121])
 @pytest.mark.parametrize("kind", ["even", "skewed", "few long", "rising"])
 def test_of_many_lengths_none_pads_fewer_tokens(kind, num_buckets):
     rng = np.random.default_rng(len(kind))

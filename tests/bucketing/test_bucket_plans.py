@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 from collections import Counter
 
 import numpy as np
@@ -17,7 +16,7 @@ from support.bucket_cases import (
 )
 
 from lightning_stateful.bucketing import BucketOrder, Buckets
-from lightning_stateful.core import BatchOrder, Progress
+from lightning_stateful.core import Progress
 from lightning_stateful.errors import ConfigurationError, PositionError, StateMismatchError
 
 LENGTHS = [7, 3, 9, 3, 8, 2, 9, 1, 7, 5, 4, 4]
@@ -27,19 +26,8 @@ def make(lengths=LENGTHS, *, seed=0, shuffle=True, drop_last=False, **options):
     return BucketOrder(Buckets.of(lengths, **options), seed=seed, shuffle=shuffle, drop_last=drop_last)
 
 
-def num_repeated(plan):
-    return int(plan.repeats().split()[0]) if plan.repeats() else 0
-
-
 def served_samples(order):
     return set(order.buckets.take(np.arange(len(order.buckets))).tolist())
-
-
-def test_it_is_a_batch_order():
-    order = make(max_tokens=20)
-    assert isinstance(order, BatchOrder)
-    assert (order.kind, order.version, order.carries_over) == ("buckets", 1, False)
-    assert (order.lengths.tolist(), order.budget.max_tokens) == (LENGTHS, 20)
 
 
 # Whole epochs, and epochs in which the number of ranks changes
@@ -71,40 +59,12 @@ def test_no_batch_exceeds_its_budget():
             assert is_within(history.order.budget, [lengths[sample] for sample in batch])
 
 
-def test_a_plan_counts_its_repeats():
-    for order, usable, rng in random_cases(40, seed=4, drop_last=False):
-        plan = order.plan(0, rng.choice(usable))
-        times = Counter(samples_of(serve(plan)))
-        assert times.total() - len(times) == num_repeated(plan) < plan.num_replicas
-
-
-def test_full_steps_have_one_size_on_all_ranks_which_is_what_the_longest_allows():
-    for order, usable, rng in random_cases(40, seed=5):
-        steps, lengths = serve(order.plan(2, rng.choice(usable))), order.lengths.tolist()
-        size_of = dict(zip(order.buckets.ends, order.buckets.sizes, strict=True))
-        for step in steps if order.drop_last else steps[:-2]:
-            longest = max(lengths[sample] for batch in step for sample in batch)
-            bucket = min(end for end in order.buckets.ends if end >= longest)
-            assert {len(batch) for batch in step} == {size_of[bucket]}
-
-
 def test_the_number_of_steps_follows_neither_epoch_nor_seed_nor_shuffling():
     for order, usable, rng in random_cases(20, seed=6):
         ranks = rng.choice(usable)
         others = [dataclasses.replace(order, **change) for change in ({"seed": 123}, {"shuffle": False})]
         counts = {other.plan(epoch, ranks).num_steps for other in (order, *others) for epoch in (0, 3)}
         assert counts == {len(serve(order.plan(0, ranks)))}
-
-
-def test_what_is_left_never_takes_more_steps_than_a_whole_epoch_or_than_on_fewer_ranks():
-    for order, usable, rng in random_cases(40, seed=7, drop_last=False):
-        progress = Progress()
-        for _ in range(6):
-            ranks = rng.choice(usable)
-            plan = order.plan(0, ranks, progress)
-            assert plan.num_steps <= order.plan(0, ranks).num_steps
-            progress = plan.progress_after(rng.randint(0, plan.num_steps))
-            assert order.plan(0, ranks + 3, progress).num_steps <= order.plan(0, ranks, progress).num_steps
 
 
 # Resumes
@@ -134,13 +94,6 @@ def test_a_report_counts_the_samples_served():
     assert plan.report_after(1) == {"samples": len(samples_of(serve(plan)[:1]))}
 
 
-def test_a_progress_of_many_changes_of_ranks_stays_small():
-    order, progress = make(np.arange(1, 3001), max_tokens=3000), Progress()
-    for number in range(40):
-        progress = order.plan(0, 1 + number % 3, progress).progress_after(2)
-    assert len(json.dumps(progress.to_dict())) < 500
-
-
 @pytest.mark.parametrize("segments", [[[64, 20]], [[64, 1], [1, 900]], [[64, 20], [1, 1]]], ids=str)
 def test_more_steps_than_there_were_are_refused(segments):
     order = make(range(1, 41), max_tokens=80)
@@ -155,22 +108,6 @@ def test_segments_that_contradict_the_steps_are_refused():
 
 
 # Shuffling
-
-
-def test_unshuffled_every_epoch_is_alike_and_the_longest_come_first():
-    order = make(max_tokens=20, num_buckets=3).adapted(shuffle=False)
-    steps = serve(order.plan(0, 1))
-    assert steps == serve(order.plan(5, 1))
-    longest = [max(LENGTHS[sample] for sample in step[0]) for step in steps]
-    assert longest == sorted(longest, reverse=True)
-
-
-def test_asking_for_epochs_in_turn_gives_the_same_answers():
-    order = make(max_tokens=20, num_buckets=3)
-    keys = [(epoch, ranks) for epoch in range(3) for ranks in (1, 2, 3)]
-    expected = {key: serve(dataclasses.replace(order).plan(*key)) for key in keys}
-    random.Random(0).shuffle(keys)
-    assert all(serve(order.plan(*key)) == expected[key] for key in keys)
 
 
 # Configuration
@@ -216,11 +153,6 @@ def test_at_the_beginning_of_an_epoch_other_batches_are_let_pass():
     saved, present = make(max_tokens=80), make(batch_size=3)
     progress = saved.plan(3, 2).progress_after(0)
     assert present.convert(progress, saved.config()) == progress
-
-
-def test_equal_arguments_give_one_sequence_whatever_the_type_of_the_lengths():
-    made = [make(np.array(LENGTHS, dtype=dtype), max_tokens=20) for dtype in (np.uint8, np.int64, ">i4")]
-    assert len({json.dumps([serve(order.plan(1, 2)), order.config()]) for order in made}) == 1
 
 
 # Sizes, and golden values

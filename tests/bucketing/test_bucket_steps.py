@@ -118,29 +118,10 @@ def test_scattered_steps_are_those_of_all_steps(case, numbers):
         assert ranges_of(steps, chosen) == [ranges_of(steps)[step] for step in chosen]
 
 
-@pytest.mark.parametrize(
-    ("counts", "sizes", "expected"),
-    [
-        ([3, 5, 4], [2, 3, 4], [(0, 2), (2, 4), (4, 7), (7, 10), (10, 12)]),
-        ([1, 1, 1, 9], [4, 4, 5, 6], [(0, 4), (4, 10), (10, 12)]),
-        ([0, 4, 0, 0, 3, 0], [1, 2, 2, 3, 3, 9], [(0, 2), (2, 4), (4, 7)]),
-    ],
-    ids=["from the next shorter", "from several", "empty buckets"],
-)
-def test_a_bucket_that_lacks_samples_is_filled_from_the_shorter_ones(counts, sizes, expected):
-    assert ranges_of(make(counts, sizes, 1)) == expected
-
-
 def test_the_step_before_the_last_gives_so_that_every_rank_has_a_sample():
     steps = make([9], [2], 4)
     assert shares_of(steps) == [[[0, 4], [1], [2], [3]], [[5], [6], [7], [8]]]
     assert (steps.num_full, steps.num_repeated) == (0, 0)
-
-
-def test_a_step_of_one_sample_a_rank_has_none_to_give():
-    steps = make([9], [1], 4)
-    assert shares_of(steps)[-1] == [[8]] * 4
-    assert steps.num_repeated == 3
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -71,11 +71,6 @@ def test_boundaries_are_given_or_chosen(options, ends, sizes):
     assert (buckets.ends, buckets.sizes) == (ends, sizes)
 
 
-def test_dropped_samples_are_in_no_bucket():
-    buckets = Buckets.of(LENGTHS, max_tokens=9, too_long="drop", num_buckets=1)
-    assert (by_bucket(buckets), buckets.num_dropped) == ([[0, 1, 2, 3, 6]], 2)
-
-
 def test_samples_without_tokens_are_in_the_shortest_bucket():
     buckets = Buckets.of([0, 7, 0, 8], max_tokens=16, boundaries=[1, 8])
     assert (by_bucket(buckets), buckets.sizes) == ([[1, 3], [0, 2]], (2, 16))
@@ -133,24 +128,6 @@ def test_what_was_asked_for_is_plain_data():
         "too_long": "drop",
         "lengths": {"samples": 7, "digest": digest(np.array(LENGTHS))},
     }
-
-
-def test_whatever_changes_batches_changes_the_configuration():
-    others = [
-        {"max_tokens": 24},
-        {"max_tokens": 25},
-        {"max_tokens": 24, "num_buckets": 2},
-        {"max_tokens": 24, "num_buckets": 2, "boundaries": "equal_counts"},
-        {"max_tokens": 24, "boundaries": [4, 12]},
-        {"max_tokens": 24, "boundaries": [9, 12]},
-        {"max_tokens": 24, "too_long": "drop"},
-        {"batch_size": 8},
-    ]
-    found = [json.dumps(Buckets.of(LENGTHS, **options).config) for options in others]
-    found.append(json.dumps(Buckets.of(LENGTHS[::-1], max_tokens=24).config))
-    assert len(set(found)) == len(others) + 1
-    # With the longest or without.
-    assert json.dumps(Buckets.of(LENGTHS, max_tokens=24, boundaries=[4]).config) == found[4]
 
 
 @pytest.mark.parametrize(

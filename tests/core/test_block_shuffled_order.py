@@ -52,28 +52,6 @@ def test_every_small_shape_agrees_with_the_one_by_hand() -> None:
         assert sorted(taken) == list(range(length)), order
 
 
-@pytest.mark.parametrize(("length", "block_size", "window"), [(1000, 10, 4), (1003, 10, 4), (61, 8, 1), (50, 100, 3)])
-def test_a_window_of_blocks_is_used_up_before_the_next_is_begun(length: int, block_size: int, window: int) -> None:
-    blocks = BlockShuffledOrder(length, 1, block_size, window).take(np.arange(length), 0, 0) // block_size
-    firsts = sorted(np.unique(blocks, return_index=True)[1].tolist())
-    lasts = sorted((length - 1 - np.unique(blocks[::-1], return_index=True)[1]).tolist())
-
-    assert all(last < first for last, first in zip(lasts, firsts[window:], strict=False))
-
-
-def test_samples_of_a_window_are_shuffled_across_its_blocks() -> None:
-    blocks = BlockShuffledOrder(4096, 1, block_size=64, window=8).take(np.arange(512), 0, 0) // 64
-
-    assert min(np.unique(blocks[start : start + 64]).size for start in range(0, 512, 64)) >= 6
-
-
-def test_another_epoch_puts_other_blocks_beside_a_block() -> None:
-    order = BlockShuffledOrder(6400, 1, block_size=64, window=4)
-    epochs = [(order.take(np.arange(6400), epoch, 0) // 64).reshape(-1, 256) for epoch in range(10)]
-
-    assert len({tuple(np.unique(row)) for blocks in epochs for row in blocks if 0 in row}) == 10
-
-
 def test_a_window_of_more_blocks_than_there_are_shuffles_everything() -> None:
     taken = BlockShuffledOrder(100, 0, 10, window=2**62).take(np.arange(100), 0, 0)
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_stateful.core import Progress
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError
@@ -19,19 +16,8 @@ WHOLE = {"epoch": 2, "cycle": 0, "consumed": 12288}
 DETAILS = {"segments": [[64, 300], [48, 20]], "served": {"en": 5}}
 
 
-def test_a_run_begins_with_the_first_sample_of_epoch_0() -> None:
-    assert Progress().to_dict() == {"epoch": 0, "cycle": 0, "consumed": 0}
-
-
 def test_details_are_written_beside_the_counts() -> None:
     assert Progress(**WHOLE, details=DETAILS).to_dict() == {**WHOLE, **DETAILS}
-
-
-@given(st.integers(0, 2**62), st.integers(0, 2**62), st.integers(0, 2**62))
-def test_progress_survives_json(epoch: int, cycle: int, consumed: int) -> None:
-    progress = Progress(epoch=epoch, cycle=cycle, consumed=consumed, details=DETAILS)
-
-    assert Progress.from_dict(json.loads(json.dumps(progress.to_dict()))) == progress
 
 
 def test_what_is_written_and_read_shares_nothing_with_the_progress() -> None:
@@ -56,12 +42,6 @@ def test_a_saved_count_that_is_no_int_is_damaged(name: str, value: Any) -> None:
     with pytest.raises(DamagedStateError) as caught:
         Progress.from_dict({**WHOLE, name: value})
     assert str(caught.value) == f"progress.{name} must be an int, got {value!r}."
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_a_missing_count_is_damaged(name: str) -> None:
-    with pytest.raises(DamagedStateError, match=f"progress.{name} must be an int, got None"):
-        Progress.from_dict({key: value for key, value in WHOLE.items() if key != name})
 
 
 def test_integers_of_numpy_become_pythons_and_other_numbers_are_refused() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -17,7 +15,6 @@ from lightning_stateful.core import (
     KeyedPermutation,
     Progress,
     SampleBatchOrder,
-    SampleOrder,
     SequentialOrder,
     ShuffledOrder,
     StepRule,
@@ -62,15 +59,6 @@ def batches_of(plan: SampleEpochPlan, rank: int = 0, first_step: int = 0) -> lis
 
 class TestSampleOrders:
     @both_kinds
-    def test_an_order_of_samples_is_one_by_its_methods(self, kind: type) -> None:
-        assert isinstance(kind(5), SampleOrder)
-
-    @both_kinds
-    def test_it_cannot_be_changed(self, kind: type) -> None:
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            kind(5).length = 6
-
-    @both_kinds
     @pytest.mark.parametrize("length", [-1, 2**40 + 1, 2**70])
     def test_a_length_out_of_range_is_refused(self, kind: type, length: int) -> None:
         with pytest.raises(ConfigurationError, match=rf"0 to 2\*\*40 samples, got {length}"):
@@ -91,38 +79,12 @@ class TestSampleOrders:
         assert order.take(np.array([3, 1, 2**40 - 1]), 9, 2).tolist() == [3, 1, 2**40 - 1]
         assert order.config() == {"shuffle": False}
 
-    @given(st.integers(0, 600), st.integers(0, 2**63), st.integers(0, 1000), st.integers(0, 9))
-    def test_a_shuffled_epoch_has_every_sample_once(self, length: int, seed: int, epoch: int, cycle: int) -> None:
-        taken = ShuffledOrder(length, seed).take(np.arange(length), epoch, cycle)
-
-        assert sorted(taken.tolist()) == list(range(length))
-
-    def test_seeds_epochs_and_cycles_have_sequences_of_their_own(self) -> None:
-        offsets, numbers = np.arange(30), range(6)
-        found = {
-            tuple(ShuffledOrder(101, seed).take(offsets, epoch, cycle).tolist())
-            for seed in numbers
-            for epoch in numbers
-            for cycle in numbers
-        }
-
-        assert len(found) == 6**3
-
     @pytest.mark.parametrize("length", [10, 100_003])
     def test_a_shuffled_epoch_is_the_permutation_keyed_by_seed_epoch_and_cycle(self, length: int) -> None:
         offsets = np.array([0, 9])
         expected = KeyedPermutation(length, derive_seed("shuffled", 6, 2, 1)).take(offsets)
 
         assert ShuffledOrder(length, 6).take(offsets, 2, 1).tolist() == expected.tolist()
-
-    def test_a_shuffled_order_tells_its_seed(self) -> None:
-        assert ShuffledOrder(9, 2).config() == {"shuffle": True, "seed": 2}
-
-    def test_2_to_the_40_samples_are_shuffled(self) -> None:
-        taken = ShuffledOrder(2**40, 1).take(np.array([0, 2**39, 2**40 - 1]), 0, 0)
-
-        assert np.unique(taken).size == 3
-        assert 0 <= taken.min() <= taken.max() < 2**40
 
     @pytest.mark.parametrize(
         ("length", "epoch", "cycle", "samples"),
@@ -179,7 +141,7 @@ class TestPlans:
         assert plan.progress_after(plan.num_steps) == (end if plan.num_steps else start)
 
     @pytest.mark.parametrize("rank", [0, 2])
-    @pytest.mark.parametrize(("length", "batch_size"), [(50_001, 2), (50_001, 9_000), (24_576, 1), (8_192, 8_192)])
+    @pytest.mark.parametrize(("length", "batch_size"), [(50_001, 2), (50_001, 9_000), (24_576, 1)])
     def test_epochs_that_are_read_in_many_chunks_are_cut_like_short_ones(
         self, length: int, batch_size: int, rank: int
     ) -> None:
@@ -204,13 +166,6 @@ class TestPlans:
 
         assert {type(number) for number, _ in batches} == {int}
         assert {type(index) for _, indices in batches for index in indices} == {int}
-
-    def test_batches_of_later_cycles_have_numbers_of_their_own(self) -> None:
-        order = an_order(11, batch_size=2)
-        plans = [order.plan(0, 2, Progress(cycle=cycle)) for cycle in range(3)]
-        numbers = [number for plan in plans for rank in range(2) for number, _ in plan.batches(rank)]
-
-        assert len(set(numbers)) == len(numbers)
 
     @pytest.mark.parametrize(
         ("length", "options", "words"),
@@ -249,12 +204,6 @@ class TestBatchOrders:
         configs = [an_order(9, seed=2, batch_size=size, drop_last=True).config() for size in (1, 4)]
 
         assert configs == [{"shuffle": True, "seed": 2, "drop_last": True}] * 2
-
-    @pytest.mark.parametrize("seed", [None, 0])
-    def test_kind_and_version_are_those_of_the_samples(self, seed: int | None) -> None:
-        order = an_order(9, seed=seed)
-
-        assert (order.kind, order.version) == (order.samples.kind, order.samples.version)
 
     def test_more_samples_than_the_epoch_has_are_refused_with_both_numbers(self) -> None:
         with pytest.raises(PositionError, match="21 samples of epoch 4 were consumed, but an epoch has only 20"):
@@ -297,8 +246,3 @@ class TestBatchOrders:
         order = an_order(10, exact=True).with_repeats()
 
         assert batches_of(order.plan(0, 4), 1) == [[1], [5], [9]]
-
-    def test_the_order_is_plain_to_json(self) -> None:
-        config = an_order(9, seed=2).config()
-
-        assert json.loads(json.dumps(config)) == config

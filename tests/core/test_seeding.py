@@ -70,14 +70,6 @@ def test_two_lists_of_labels_give_one_seed_only_if_they_are_equal(first: list[An
     assert (derive_seed(*first) == derive_seed(*second)) == (first == second)
 
 
-@given(LABELS, st.integers(0, 20), st.integers(0, 20))
-def test_more_words_begin_with_the_fewer_words(labels: list[Any], few: int, more: int) -> None:
-    words = derive_words(few + more, *labels)
-
-    assert len(words) == few + more
-    assert words[:few] == derive_words(few, *labels)
-
-
 @pytest.mark.parametrize("integer", [np.int64(7), np.uint8(7), IntEnum("Color", {"RED": 7}).RED])
 def test_every_kind_of_integer_with_one_value_gives_one_seed(integer: Any) -> None:
     assert derive_seed("a", integer) == derive_seed("a", 7)

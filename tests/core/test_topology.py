@@ -13,15 +13,6 @@ from lightning_stateful.core import Topology, split_evenly
 from lightning_stateful.errors import ConfigurationError
 
 
-def test_a_topology_is_one_rank_unless_told_otherwise() -> None:
-    assert Topology() == Topology(num_replicas=1, rank=0)
-
-
-@pytest.mark.parametrize("rank", [0, 3])
-def test_the_first_and_the_last_rank_are_legal(rank: int) -> None:
-    assert Topology(num_replicas=4, rank=rank).rank == rank
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

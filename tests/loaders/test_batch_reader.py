@@ -72,15 +72,6 @@ class TestBatches:
 
         assert drawn(a_loader(num_workers=2)) == drawn(a_loader()) == REFERENCE
 
-    def test_a_resumed_run_draws_the_same(self) -> None:
-        loader = a_loader()
-        iterator = iter(loader)
-        next(iterator)
-        fresh = a_loader()
-        fresh.load_state_dict(loader.state_dict())
-
-        assert drawn(fresh) == drawn(iterator) == REFERENCE[1:]
-
     @pytest.mark.parametrize("others", [({}, {"seed": 1}), ({}, {"path": "b"}), ({"rank": 0}, {"rank": 1})])
     def test_seeds_paths_and_ranks_draw_apart(self, others: tuple[dict[str, Any], ...]) -> None:
         one, other = (numbers(drawn(a_loader(num_replicas=2, **{"rank": 0, **how}))) for how in others)

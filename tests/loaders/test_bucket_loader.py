@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -84,18 +83,6 @@ class TestBatches:
                 StatefulLoader(range(length), batch_sampler=batches)
 
 
-class TestAugmentation:
-    @pytest.mark.parametrize("num_workers", [0, 2])
-    def test_what_a_sample_draws_is_the_same_after_a_resume(self, num_workers: int) -> None:
-        expected = draws(a_loader(make()))
-        first, second = (a_loader(make(), num_workers=num_workers) for _ in range(2))
-        batches = iter(first)
-        begun = draws(next(batches) for _ in range(5))
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-
-        assert begun + draws(second) == expected
-
-
 class TestStates:
     def refusal(self, state: dict[str, Any], loader: StatefulLoader) -> set[str]:
         before = loader.state_dict()
@@ -103,11 +90,6 @@ class TestStates:
             loader.load_state_dict(state)
         assert loader.state_dict() == before
         return {difference.path for difference in caught.value.differences}
-
-    def test_the_lengths_of_another_dataset_are_refused(self) -> None:
-        other = BucketBatchSampler([*LENGTHS[1:], LENGTHS[0]], max_tokens=30, num_buckets=3)
-
-        assert self.refusal(a_loader().state_dict(), a_loader(other)) == {"lengths.digest"}
 
     def test_another_dataset_of_the_same_lengths_is_refused(self) -> None:
         class Other(Noisy):
@@ -117,12 +99,6 @@ class TestStates:
         other = StatefulLoader(Other(), batch_sampler=make())
 
         assert self.refusal(a_loader().state_dict(), other) == {"dataset.version"}
-
-    def test_it_is_under_a_kilobyte_and_says_how_long_the_dataset_is(self) -> None:
-        state = a_loader().state_dict()
-
-        assert state["config"]["dataset"] == {"length": 60}
-        assert len(json.dumps(state)) < 1024
 
     def test_a_state_of_the_sampler_alone_is_refused_only_for_what_it_does_not_say(self) -> None:
         assert self.refusal(make().state_dict(), a_loader(make())) == {"dataset"}
@@ -137,32 +113,6 @@ class TestStates:
         loader.load_state_dict(state)
 
         assert indices(loader) == list(make(max_tokens=40))
-
-    def test_with_workers_only_what_was_handed_over_is_reported(self) -> None:
-        loader = a_loader(num_workers=2)
-        batches = iter(loader)
-        handed = len(indices([next(batches)])[0])
-
-        assert loader.position_report() == {"epoch": 0, "samples": handed}
-
-
-class TestInAPlainDataLoader:
-    @pytest.mark.parametrize("num_workers", [0, 2])
-    def test_it_serves_the_batches_epoch_by_epoch(self, num_workers: int) -> None:
-        sampler, fresh = (make(num_replicas=2, rank=1) for _ in range(2))
-        loader = DataLoader(Noisy(), batch_sampler=sampler, num_workers=num_workers)
-        for _ in range(2):
-            assert indices(loader) == list(fresh)
-            assert len(loader) == len(fresh)
-
-    def test_with_workers_the_state_of_what_was_trained_on_resumes_exactly(self) -> None:
-        sampler, fresh = make(), make()
-        batches = iter(DataLoader(Noisy(), batch_sampler=sampler, num_workers=2))
-        begun = indices(next(batches) for _ in range(3))
-        assert sampler.tracker.num_handed > 3
-        fresh.load_state_dict(sampler.state_dict(num_batches=3))
-
-        assert begun + indices(DataLoader(Noisy(), batch_sampler=fresh, num_workers=2)) == list(make())
 
 
 class TestTakenOver:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,20 +109,6 @@ def test_a_batch_sampler_of_ones_own_runs_as_it_is() -> None:
     loader = patched(batch_sampler=ClassBalanced())
 
     assert (loader.state_dict()["kind"], len(list(loader))) == ("batch_sampler", 9)
-
-
-def test_more_samples_than_data_are_several_whole_passes_and_a_part() -> None:
-    counts = Counter(samples_of(patched(sampler=RandomSampler(DATA, num_samples=50))))
-
-    assert sorted(counts.values()) == [2] * 16 + [3] * 6
-
-
-def test_draws_follow_the_weights() -> None:
-    loader = patch_dataloader(DataLoader(DATA, sampler=WeightedRandomSampler(WEIGHTS, 6000), batch_size=6000))
-    counts = Counter(samples_of(loader))
-
-    assert set(counts) == {1, 2, 3}
-    assert all(abs(counts[index] - 1000 * index) < 200 for index in (1, 2, 3))
 
 
 def test_a_seed_draws_the_same_whatever_the_process_drew() -> None:

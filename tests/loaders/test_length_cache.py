@@ -68,16 +68,6 @@ def arrow() -> Any:
 
 
 class TestArrays:
-    @pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
-    def test_integers_are_taken_as_they_are(self, make: Any) -> None:
-        assert lengths_of(Texts(), make(VALUES)).tolist() == VALUES
-
-    @pytest.mark.parametrize("kind", [str, Path])
-    def test_a_file_is_read_by_its_path(self, tmp_path: Path, kind: Any) -> None:
-        np.save(tmp_path / "lengths.npy", np.array(VALUES))
-
-        assert lengths_of(Texts(), kind(tmp_path / "lengths.npy")).tolist() == VALUES
-
     @pytest.mark.parametrize("number", [4, 6])
     def test_not_one_a_sample_is_refused_with_both_numbers(self, number: int) -> None:
         with pytest.raises(ConfigurationError, match=f"There are {number} lengths for the 5 samples of a Texts"):
@@ -143,20 +133,6 @@ class TestColumns:
         with pytest.raises(ConfigurationError, match="lengths in column 'a' have no value for sample 3"):
             lengths_of(dataset, "a")
 
-    @pytest.mark.parametrize(
-        ("values", "said"),
-        [
-            (["ab", "c"], "must be integers"),
-            ([0.5, 2.0], "must be integers"),
-            ([3, -1], "must not be negative, and that of sample 1"),
-            ([], "are empty"),
-        ],
-        ids=str,
-    )
-    def test_a_column_of_something_else_is_refused_by_name(self, values: Any, said: str) -> None:
-        with pytest.raises(ConfigurationError, match=f"lengths in column 'a' {said}"):
-            lengths_of(datasets.Dataset.from_dict({"a": values}), "a")
-
     def test_a_name_that_is_none_is_refused_with_the_columns_there_are(self, arrow: Any) -> None:
         with pytest.raises(
             ConfigurationError,
@@ -170,11 +146,6 @@ class TestAttributesAndParts:
     @pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
     def test_an_attribute_of_any_kind_of_integers_is_found(self, make: Any) -> None:
         assert lengths_of(Texts(make(VALUES)), "sizes").tolist() == VALUES
-
-    def test_an_attribute_may_be_the_path_of_a_file(self, tmp_path: Path) -> None:
-        np.save(tmp_path / "lengths.npy", np.array(VALUES))
-
-        assert lengths_of(Texts(tmp_path / "lengths.npy"), "sizes").tolist() == VALUES
 
     def test_an_attribute_of_fractions_is_refused_by_name(self) -> None:
         with pytest.raises(ConfigurationError, match="lengths in attribute 'sizes' must be integers"):
@@ -271,14 +242,6 @@ class TestMeasuring:
         with pytest.raises(ConfigurationError, match=r"says .* of sample 300, and not a length from 0"):
             measure_samples(list(range(400)), fails_at(300, returned), num_workers=0)
 
-    def test_a_worker_tells_the_sample_too(self) -> None:
-        with pytest.raises(ConfigurationError, match="says -1 of sample 300"):
-            measure_samples(list(range(400)), fails_at(300, -1), num_workers=1)
-
-    def test_what_a_sample_raises_comes_through(self) -> None:
-        with pytest.raises(LookupError):
-            measure_samples([{}], lambda sample: sample["length"], num_workers=0)
-
     def test_a_negative_number_of_processes_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="must not be negative, got -1"):
             lengths_of(TEXTS, len, num_workers=-1)
@@ -298,24 +261,15 @@ def counting(tmp_path: Path) -> Counting:
 
 
 class TestFiles:
-    @pytest.mark.parametrize("kind", [str, Path])
-    def test_the_second_time_only_a_few_samples_are_measured(
-        self, path: Path, counting: Counting, kind: Callable[[Path], Any]
-    ) -> None:
-        first = lengths_of(TEXTS, counting, cache_file=kind(path))
+    def test_the_second_time_only_a_few_samples_are_measured(self, path: Path, counting: Counting) -> None:
+        first = lengths_of(TEXTS, counting, cache_file=str(path))
         assert len(calls(counting.calls)) == len(TEXTS)
-        second = lengths_of(TEXTS, Counting(counting.calls), cache_file=kind(path))
+        second = lengths_of(TEXTS, Counting(counting.calls), cache_file=path)
 
         assert len(calls(counting.calls)) == len(TEXTS) + READ
         assert first.tolist() == second.tolist() == np.load(path).tolist() == LENGTHS
         assert isinstance(first, np.memmap)
         assert isinstance(second, np.memmap)
-
-    def test_nothing_else_is_left_but_a_header_and_a_lock(self, path: Path) -> None:
-        lengths_of(TEXTS, len, cache_file=path)
-
-        names = {found.name for found in path.parent.iterdir()}
-        assert names - {"lengths.npy.lock"} == {"lengths.npy", "lengths.npy.json"}
 
     def test_without_a_file_nothing_is_kept(self, tmp_path: Path, counting: Counting) -> None:
         for _ in range(2):
@@ -453,22 +407,17 @@ class TestFilesThatDoNotFit:
 
         self.found(written, "the file is damaged")
 
-    @pytest.mark.parametrize("left", [0, 5, 100, -1])
+    @pytest.mark.parametrize("left", [5, -1])
     def test_a_file_cut_off(self, written: Path, left: int) -> None:
         written.write_bytes(written.read_bytes()[:left])
 
         self.found(written, "the file cannot be read")
 
-    @pytest.mark.parametrize("header", ["", "{", "\x00", "[]", "{}", '"text"'])
+    @pytest.mark.parametrize("header", ["", "[]"])
     def test_a_damaged_header(self, written: Path, header: str) -> None:
         written.with_name("lengths.npy.json").write_text(header)
 
         self.found(written, "the file (cannot be read|is damaged)")
-
-    def test_a_missing_array_is_simply_measured(self, written: Path) -> None:
-        written.unlink()
-
-        assert lengths_of(TEXTS, len, cache_file=written).tolist() == LENGTHS
 
     def test_an_array_that_is_in_use_is_not_changed_when_it_is_measured_again(self, written: Path) -> None:
         held = lengths_of(TEXTS, len, cache_file=written)
@@ -497,12 +446,11 @@ class TestProcesses:
         assert sorted(calls(tmp_path / "calls").count(str(pid)) for pid in found) == [READ, len(TEXTS)]
 
     @pytest.mark.timeout(120)
-    @pytest.mark.parametrize("num_workers", [0, 1])
     def test_one_that_is_killed_while_it_measures_leaves_nothing_to_believe_and_no_lock(
-        self, tmp_path: Path, path: Path, num_workers: int
+        self, tmp_path: Path, path: Path
     ) -> None:
         (tmp_path / "stays").write_text("")
-        process = self.context.Process(target=measure, args=(tmp_path, num_workers))
+        process = self.context.Process(target=measure, args=(tmp_path, 1))
         process.start()
         while len(calls(tmp_path / "calls")) < 6:
             assert process.is_alive()

@@ -101,35 +101,24 @@ def test_every_cut_comes_at_least_once_on_ranks_that_take_equal_steps(name: str,
 
         assert len({len(batches) for batches in epoch}) == 1
         assert len(counts) == NUM_CUTS
+        assert num_replicas > 1 or counts.total() == NUM_CUTS
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_on_one_rank_every_cut_comes_once(name: str) -> None:
-    for batches in _two_epochs(name, 1, 0):
-        assert sorted(cut for batch in batches for cut in batch) == sorted(cut.id for cut in cuts())
-
-
-@pytest.mark.parametrize("kills", [(3, 2), (1, 9), (10, 4)])
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize(("num_replicas", "kills"), [(1, (3, 9)), (2, (3, 2)), (2, (10, 4))])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_run_that_is_killed_twice_goes_on_exactly(name: str, num_replicas: int, kills: tuple[int, ...]) -> None:
     whole = [epochs(patched(name, num_replicas, rank)) for rank in range(num_replicas)]
 
-    assert run_with_kills(name, num_replicas, kills)[0] == whole
+    found, states = run_with_kills(name, num_replicas, kills)
+
+    assert found == whole
+    assert states == [states[0]] * num_replicas
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_states_are_equal_on_all_ranks(name: str) -> None:
-    for kills in ((3, 2), (1, 9), (10, 4)):
-        states = run_with_kills(name, 2, kills)[1]
-        assert states[0] == states[1]
-
-
-@pytest.mark.parametrize("begun", [3, 8])
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_resumed_on_another_number_of_ranks_every_cut_comes_at_least_once(name: str, begun: int) -> None:
+def test_resumed_on_another_number_of_ranks_every_cut_comes_at_least_once(name: str) -> None:
     ranks = [patched(name, 2, rank) for rank in range(2)]
-    served = [cut for rank in ranks for cut in _take(rank, begun)]
+    served = [cut for rank in ranks for cut in _take(rank, 5)]
     for num_replicas in (1, 3):
         counts = Counter(served)
         for rank in range(num_replicas):
@@ -150,12 +139,6 @@ def test_cuts_fetched_ahead_by_workers_do_not_count(name: str) -> None:
     fresh.load_state_dict(loader.state_dict())
 
     assert found + list(fresh) == epochs(patched(name, 1, 0), 1)
-
-
-def test_epochs_differ() -> None:
-    for name in ("simple", "dynamic", "dynamic buckets", "buckets", "round robin"):
-        first, second = _two_epochs(name, 1, 0)
-        assert first != second
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

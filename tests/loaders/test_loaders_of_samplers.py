@@ -25,8 +25,6 @@ from support.samplers import (
     GlobalRandom,
     HandedOn,
     OwnState,
-    SaysTooLittle,
-    SaysTooMuch,
     ShuffledBatches,
     ShufflesInPlace,
 )
@@ -43,7 +41,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler as TorchdataRand
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as TorchdataDistributedSampler
 
 from lightning_stateful.core import SequentialOrder, ShuffledOrder
-from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.loaders import StatefulLoader, patch_dataloader, take_over
 from lightning_stateful.samplers import DDPSamplerWrapper, StatefulDistributedSampler
 
@@ -107,7 +105,7 @@ SAMPLED: dict[str, Callable[[], Any]] = {
 
 
 class TestEverySampleOnce:
-    @pytest.mark.parametrize("num_replicas", [1, 2, 3])
+    @pytest.mark.parametrize("num_replicas", [1, 3])
     @pytest.mark.parametrize("name", SAMPLED)
     def test_over_samples(self, name: str, num_replicas: int) -> None:
         ranks = on_ranks(lambda: a_loader(batch_size=3, sampler=SAMPLED[name]()), num_replicas)
@@ -123,23 +121,6 @@ class TestEverySampleOnce:
 
         assert set(counts) == set(DATA)
         assert counts.total() - LENGTH < num_replicas
-
-    @pytest.mark.parametrize("num_replicas", [2, 3])
-    def test_in_the_second_epoch_too(self, num_replicas: int) -> None:
-        ranks = on_ranks(lambda: a_loader(batch_sampler=ShufflesInPlace()), num_replicas)
-        first = [batches_of(rank) for rank in ranks]
-        second = [batches_of(rank) for rank in ranks]
-
-        assert sorted(n for rank in second for batch in rank for n in batch) == DATA
-        assert first != second
-
-    @pytest.mark.parametrize("num_replicas", [2, 3])
-    @pytest.mark.parametrize("kind", [DistributedSampler, TorchdataDistributedSampler])
-    def test_whatever_ranks_a_distributed_sampler_was_built_for(self, kind: Any, num_replicas: int) -> None:
-        plain = [a_loader(batch_size=2, sampler=kind(DATA, num_replicas, rank)) for rank in range(num_replicas)]
-        ranks = [patch_dataloader(each, num_replicas=num_replicas, rank=rank) for rank, each in enumerate(plain)]
-
-        assert samples(ranks) == DATA
 
     @pytest.mark.parametrize("kind", [DistributedSampler, TorchdataDistributedSampler])
     def test_one_rank_serves_a_distributed_sampler_as_it_is(self, kind: Any) -> None:
@@ -180,7 +161,7 @@ class TestLightningsWrappers:
 
 
 class TestWrappersInALoader:
-    @pytest.mark.parametrize("num_replicas", [1, 2, 3])
+    @pytest.mark.parametrize("num_replicas", [1, 3])
     def test_the_loader_deals_out_what_the_wrapped_sampler_yields(self, num_replicas: int) -> None:
         wrapped = on_ranks(lambda: a_loader(batch_size=2, sampler=DDPSamplerWrapper(GlobalRandom())), num_replicas)
         plain = on_ranks(lambda: a_loader(batch_size=2, sampler=GlobalRandom()), num_replicas)
@@ -195,16 +176,6 @@ class TestWrappersInALoader:
         assert len(found) == count[6]
         assert set(found) <= set(DATA)
         assert tail == "drop" or set(found) == set(DATA)
-
-    @pytest.mark.parametrize(("tail", "steps"), [("split", 3), ("pad", 3), ("drop", 2)])
-    def test_the_tail_of_batches_is_the_wrappers(self, tail: Any, steps: int) -> None:
-        ranks = on_ranks(lambda: a_loader(batch_sampler=DDPSamplerWrapper(ShuffledBatches(), tail=tail)), 3)
-        found = [batches_of(rank) for rank in ranks]
-        counts = Counter(n for rank in found for batch in rank for n in batch)
-
-        assert {len(rank) for rank in found} == {steps}
-        assert tail == "drop" or set(counts) == set(DATA)
-        assert tail != "split" or set(counts.values()) == {1}
 
     @pytest.mark.parametrize("where", ["sampler", "batch_sampler"])
     def test_slots_go_to_ranks_in_a_random_order_on_request(self, where: str) -> None:
@@ -227,11 +198,6 @@ class TestWrappersInALoader:
 
         assert [len(batch) for batch in batches_of(patched)] == [4, 4, 2]
         assert len(patched) == 3
-
-    def test_a_length_that_is_not_believed_is_found_out(self) -> None:
-        for kind, found in ((SaysTooMuch, 8), (SaysTooLittle, 8)):
-            patched = patch_dataloader(a_loader(batch_sampler=DDPSamplerWrapper(kind(), length="unknown")))
-            assert len(batches_of(patched)) == found
 
     def test_the_seed_is_the_wrappers_unless_it_has_none(self) -> None:
         def make(seed: int, own: int | None) -> list[list[int]]:
@@ -264,30 +230,11 @@ class TestWrappersInALoader:
 
         assert wrapper.state_dict() == before
 
-    def test_a_wrapper_resumes_in_a_loader_of_other_ranks(self) -> None:
-        def make() -> DataLoader[Any]:
-            sampler = DDPSamplerWrapper(ShuffledBatches(), shuffle_samples_between_gpus=True)
-            return a_loader(batch_sampler=sampler)
-
-        first = on_ranks(make, 2)
-        begun = [n for rank in first for n in _few(rank, 2)]
-        rest = [resumed(lambda rank=rank: on_ranks(make, 3)[rank], first[0].state_dict()) for rank in range(3)]
-
-        counts = Counter(begun + samples(rest))
-        assert set(counts) == set(DATA)
-        assert counts.total() - LENGTH < 3
-
 
 class TestRefusedSamplers:
     def test_one_that_differs_from_run_to_run_is_refused_by_name(self) -> None:
         with pytest.raises(UnsupportedLoaderError, match="ByTheClock yields something else when the same epoch is"):
             patch_dataloader(a_loader(sampler=ByTheClock()))
-
-    @pytest.mark.parametrize("kind", [SaysTooMuch, SaysTooLittle])
-    @pytest.mark.parametrize("num_replicas", [1, 3])
-    def test_one_of_another_length_than_it_says_is_found(self, kind: Any, num_replicas: int) -> None:
-        with pytest.raises(ConfigurationError, match=rf"{kind.__name__} yields 8 items in epoch 0, but its len\(\)"):
-            patch_dataloader(a_loader(batch_sampler=kind()), num_replicas=num_replicas, rank=0)
 
 
 class Strings(Sampler[str]):
@@ -360,35 +307,12 @@ def drawn(sampler: str, *, batch_size: int | None = 3, **options: Any) -> dict[s
 
 
 class TestAugmentation:
-    @pytest.mark.parametrize("batch_size", [3, None])
-    @pytest.mark.parametrize("name", INDICES)
+    @pytest.mark.parametrize(
+        ("name", "batch_size"),
+        [("ints", 3), ("NumPy's ints", 3), ("tensors", None), ("strings", 3), ("tuples", None), ("own state", 3)],
+    )
     def test_it_is_alike_for_any_number_of_workers(self, name: str, batch_size: int | None) -> None:
         assert drawn(name, batch_size=batch_size) == drawn(name, batch_size=batch_size, num_workers=2)
-
-    @pytest.mark.parametrize("batch_size", [3, None])
-    @pytest.mark.parametrize("name", INDICES)
-    def test_it_is_alike_when_resumed(self, name: str, batch_size: int | None) -> None:
-        def make() -> StatefulLoader:
-            return patch_dataloader(
-                DataLoader(Drawn(), batch_size=batch_size, sampler=INDICES[name](), collate_fn=as_list)
-            )
-
-        patched = make()
-        iterator = iter(patched)
-        [next(iterator) for _ in range(3)]
-        fresh = resumed(make, patched.state_dict())
-
-        assert list(fresh) == list(iterator)
-
-    @pytest.mark.parametrize("name", INDICES)
-    def test_it_differs_between_epochs_and_seeds(self, name: str) -> None:
-        def loader(seed: int) -> StatefulLoader:
-            plain = DataLoader(Drawn(), batch_size=3, sampler=INDICES[name](), collate_fn=as_list)
-            return patch_dataloader(plain, seed=seed)
-
-        patched = loader(0)
-        epochs = [{value for batch in one for _, value in batch} for one in (patched, patched, loader(1))]
-        assert len(set.union(*epochs)) == 3 * LENGTH
 
 
 class Opaque:
@@ -421,8 +345,8 @@ class Reads(Dataset[Any]):
 
 
 class TestWithoutBatchSize:
-    @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"sampler": GlobalRandom()}])
-    @pytest.mark.parametrize("num_replicas", [1, 2, 11])
+    @pytest.mark.parametrize("options", [{"shuffle": True}, {"sampler": GlobalRandom()}])
+    @pytest.mark.parametrize("num_replicas", [1, 11])
     def test_single_samples_come_once_each(self, options: dict[str, Any], num_replicas: int) -> None:
         ranks = on_ranks(lambda: a_loader(batch_size=None, **options), num_replicas)
 
@@ -447,15 +371,7 @@ class TestWithoutBatchSize:
 
         assert len(served) == len(set(served)) == 9
 
-    @pytest.mark.parametrize("kind", [OpaqueBatches, Mappings])
-    def test_objects_that_cannot_be_split_come_at_least_once(self, kind: Any) -> None:
-        ranks = on_ranks(lambda: DataLoader(Reads(), batch_size=None, sampler=kind()), 2)
-        counts = Counter(batch for rank in ranks for batch in rank)
-
-        assert (len(counts), counts.total()) == (9, 10)
-
-    @pytest.mark.parametrize("num_workers", [0, 2])
-    @pytest.mark.parametrize("kind", [OpaqueBatches, Mappings, GlobalRandom])
+    @pytest.mark.parametrize(("kind", "num_workers"), [(OpaqueBatches, 2), (Mappings, 0), (GlobalRandom, 0)])
     def test_resumed_it_goes_on_exactly(self, kind: Any, num_workers: int) -> None:
         def make() -> StatefulLoader:
             return patch_dataloader(DataLoader(Reads(), batch_size=None, sampler=kind(), num_workers=num_workers))
@@ -490,12 +406,6 @@ class TestDatasets:
         dataset = {(number, choice): number for number in DATA for choice in "ab"}
 
         assert samples(on_ranks(lambda: DataLoader(dataset, batch_size=3, sampler=Pairs()), 2)) == DATA
-
-    def test_batches_of_tuples_are_read_by_them(self) -> None:
-        dataset = {(number, choice): number for number in DATA for choice in "ab"}
-        batches = [[(n, "a"), (n + 1, "b")] for n in DATA[::2]]
-
-        assert samples(on_ranks(lambda: DataLoader(dataset, batch_sampler=batches), 2)) == DATA
 
     def test_batches_as_arrays_are_read(self) -> None:
         for make in (torch.tensor, np.array):
@@ -534,7 +444,7 @@ class TestThoseWhoLook:
 
 
 class TestWorkers:
-    @pytest.mark.parametrize("name", sorted(set(LOADERS) - {"torchdata's loader"}))
+    @pytest.mark.parametrize("name", sorted(set(LOADERS) - {"torchdata's loader"})[::3])
     def test_what_workers_fetch_ahead_does_not_count(self, name: str) -> None:
         def make(num_workers: int) -> StatefulLoader:
             plain = LOADERS[name]()
@@ -565,8 +475,3 @@ class TestTakingOverAgain:
             twice = take_over(patch_dataloader(LOADERS[name]()), num_replicas=2, rank=rank)
             assert twice.state_dict() == once.state_dict()
             assert ids(twice) == ids(once)
-
-
-def _few(loader: StatefulLoader, count: int) -> list[Any]:
-    iterator = iter(loader)
-    return [n for _ in range(count) for n in next(iterator).tolist()]

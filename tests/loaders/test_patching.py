@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_stateful.core import BlockShuffledOrder, Progress
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, UnsupportedLoaderError
 from lightning_stateful.loaders import StatefulLoader, is_patched, patch_dataloader, take_over
 from lightning_stateful.loaders.stream_loader import StreamLoader
-from lightning_stateful.samplers import DDPSamplerWrapper, StatefulDistributedSampler
+from lightning_stateful.samplers import StatefulDistributedSampler
 from lightning_stateful.trainer.view import LoaderView
 
 DATA = list(range(LENGTH))
@@ -215,17 +215,6 @@ class TestClassArgumentsAndAttributes:
 
         assert batches_of(patched) == [tuple(DATA[:11]), tuple(DATA[11:])]
 
-    def test_attributes_that_there_are_not_are_missed_by_name(self) -> None:
-        with pytest.raises(AttributeError, match="Named' object has no attribute 'nothing'"):
-            _ = patch_dataloader(Named("a")).nothing
-
-    def test_the_class_says_what_it_is_made_of(self) -> None:
-        patched = patch_dataloader(Named("a"))
-
-        assert type(patched).__name__ == "StatefulNamed"
-        assert type(patched) is type(patch_dataloader(Named("b")))
-        assert patched.__doc__ == Named.__doc__
-
     def test_torchs_guard_against_changes_stays(self) -> None:
         patched = patch_dataloader(Named("a"))
 
@@ -235,9 +224,6 @@ class TestClassArgumentsAndAttributes:
 
 
 class TestIterationOfItsOwn:
-    def test_a_method_of_its_own_may_do_it(self) -> None:
-        assert served([patch_dataloader(WithSlots(DATA, batch_size=4))]) == [n + 100 for n in DATA]
-
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_transformed_batches_resume_exactly(self, num_workers: int) -> None:
         def make() -> StatefulLoader:
@@ -258,8 +244,7 @@ class TestIterationOfItsOwn:
 
         assert (patched.num_batches, patched.num_passes) == (12, 2)
 
-    @pytest.mark.parametrize("num_replicas", [1, 2])
-    @pytest.mark.parametrize("num_workers", [0, 1])
+    @pytest.mark.parametrize(("num_workers", "num_replicas"), [(0, 2), (1, 1)])
     def test_one_that_drops_batches_is_found(self, num_workers: int, num_replicas: int) -> None:
         patched = patch_dataloader(
             Drops(DATA, batch_size=2, num_workers=num_workers), num_replicas=num_replicas, rank=0
@@ -315,14 +300,6 @@ class TestOptions:
 
         assert served([patched]) == DATA
 
-    def test_a_generator_is_left_where_it_is(self) -> None:
-        generator = torch.Generator()
-        before = generator.get_state()
-        patched = patch_dataloader(DataLoader(DATA, batch_size=4, shuffle=True, generator=generator))
-
-        assert served([patched]) == DATA
-        assert torch.equal(generator.get_state(), before)
-
 
 class TestTheLoaderThatWasPatched:
     def found_and_expected(self, make: Any, iterated: bool) -> tuple[list[Any], list[Any]]:
@@ -355,29 +332,12 @@ class TestTheLoaderThatWasPatched:
 
         assert found == expected
 
-    def test_it_can_be_patched_again_to_resume_in_the_same_process(self) -> None:
-        plain = loader_of_numbers(batch_sampler=ShufflesInPlace())
-        whole = batches_of(patch_dataloader(plain))
-        first = advanced(patch_dataloader(loader_of_numbers(batch_sampler=ShufflesInPlace())), 3)
-        second = patch_dataloader(plain)
-        second.load_state_dict(first.state_dict())
-
-        assert batches_of(second) == whole[3:]
-
     def test_none_of_its_attributes_changes(self) -> None:
         plain = Counts(DATA, batch_size=4, sampler=GlobalRandom())
         before = dict(vars(plain))
         list(patch_dataloader(plain, num_replicas=2, rank=1))
 
         assert vars(plain) == before
-
-    def test_setting_an_attribute_of_the_patched_one_does_not_reach_it(self) -> None:
-        plain = Named("a")
-        patched = patch_dataloader(plain)
-        patched.name, patched.collate_fn = "b", to_tuple
-
-        assert plain.name == "a"
-        assert plain.collate_fn is not to_tuple
 
     def test_one_that_keeps_persistent_workers_can_be_patched_while_they_live(self) -> None:
         plain = Scaled(DATA, batch_size=11, num_workers=1, persistent_workers=True)
@@ -402,7 +362,6 @@ class TestPatchingTwice:
 
         assert patch_dataloader(patched, seed=9) is patched
 
-    @pytest.mark.parametrize("num_replicas", [2, 3])
     @pytest.mark.parametrize(
         "options",
         [
@@ -413,9 +372,8 @@ class TestPatchingTwice:
         ],
         ids=["shuffle", "sampler", "batch sampler", "one by one"],
     )
-    def test_one_without_ranks_is_dealt_out_once_when_it_is_taken_over(
-        self, options: dict[str, Any], num_replicas: int
-    ) -> None:
+    def test_one_without_ranks_is_dealt_out_once_when_it_is_taken_over(self, options: dict[str, Any]) -> None:
+        num_replicas = 3
         if "collate_fn" in options:
             options = {**options, "collate_fn": lambda index: torch.tensor([index])}
         ranks = [
@@ -438,8 +396,9 @@ class TestPatchingTwice:
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 class TestTorchdatasLoader:
-    @pytest.mark.parametrize("num_workers", [0, 2])
-    @pytest.mark.parametrize("options", [{"shuffle": True, "batch_size": 2}, {"batch_sampler": ShuffledBatches}])
+    @pytest.mark.parametrize(
+        ("options", "num_workers"), [({"shuffle": True, "batch_size": 2}, 2), ({"batch_sampler": ShuffledBatches}, 0)]
+    )
     def test_its_state_is_ours_and_resumes_exactly(self, num_workers: int, options: dict[str, Any]) -> None:
         def make() -> StatefulLoader:
             return patch_dataloader(StatefulDataLoader(DATA, num_workers=num_workers, **made_of(options)))
@@ -543,11 +502,6 @@ class TestStreams:
         assert patch_dataloader(patched) is patched
         assert [n for batch in batches_of(patched) for n in batch] == DATA
 
-    @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-    @pytest.mark.parametrize("kind", [Scaled, StatefulDataLoader])
-    def test_the_class_of_its_loader_is_kept(self, kind: Any) -> None:
-        assert isinstance(patch_dataloader(kind(Stream(), batch_size=4)), kind)
-
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -555,8 +509,6 @@ class TestRefusals:
         [
             (lambda: loader(in_order=False), "in_order=False hands batches over in no fixed order"),
             (lambda: [1, 2], "it is a list and not a torch.utils.data.DataLoader"),
-            (lambda: None, "it is a NoneType and not"),
-            (lambda: iter(loader()), "it is a _SingleProcessDataLoaderIter and not"),
         ],
     )
     @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -595,13 +547,6 @@ def loader_of_numbers(**options: Any) -> DataLoader[Any]:
     return DataLoader(DATA, **options)
 
 
-def advanced(patched: StatefulLoader, count: int) -> StatefulLoader:
-    iterator = iter(patched)
-    for _ in range(count):
-        next(iterator)
-    return patched
-
-
 def test_a_patched_loader_can_be_pickled() -> None:
     patched = pickle.loads(pickle.dumps(patch_dataloader(loader(batch_size=2))))
 
@@ -615,14 +560,10 @@ def by_fabric(given: Any) -> Any:
 
 PATCHED: dict[str, Any] = {
     "patched": lambda: ours(),
-    "built as one": lambda: StatefulLoader(range(3)),
-    "over a batch sampler": lambda: patch_dataloader(loader(batch_sampler=ShuffledBatches())),
     "over a stream": lambda: patch_dataloader(DataLoader(Stream())),
     "a list": lambda: [ours(), ours()],
-    "an ordered dict": lambda: OrderedDict(a=ours()),
     "nested": lambda: {"a": [ours(), (ours(), {"b": ours()})], "c": ours()},
     "a CombinedLoader": lambda: CombinedLoader({"a": ours(), "b": [ours()]}, "sequential"),
-    "a CombinedLoader of one": lambda: CombinedLoader(ours()),
     "a CombinedLoader in a CombinedLoader": lambda: CombinedLoader([CombinedLoader([ours()])]),
     "what Fabric makes of one": lambda: [by_fabric(ours()), ours()],
     "what a trainer is given": lambda: [view(), {"a": CombinedLoader({"a": view()})}],
@@ -630,20 +571,14 @@ PATCHED: dict[str, Any] = {
 NOT_PATCHED: dict[str, Any] = {
     "nothing": lambda: None,
     "empty": lambda: {"a": [], "b": ()},
-    "a CombinedLoader of nothing": lambda: CombinedLoader([]),
     "a plain loader": lambda: loader(batch_size=2),
-    "torchdata's loader": lambda: StatefulDataLoader(range(3)),
     "a loader with our sampler": lambda: loader(sampler=StatefulDistributedSampler(22, 1, 0)),
-    "a loader with a wrapper": lambda: loader(sampler=DDPSamplerWrapper(GlobalRandom())),
     "a loader over a stream": lambda: DataLoader(Stream()),
     "a loader over a patched one's batches": lambda: DataLoader(range(22), batch_sampler=ours().batch_sampler),
-    "one of two": lambda: [loader(), ours()],
     "one deep in a structure": lambda: {"a": [ours(), {"b": (ours(), loader())}]},
     "one and None": lambda: [ours(), None],
     "a CombinedLoader of both": lambda: CombinedLoader({"a": ours(), "b": loader()}),
     "a patched one's iterator": lambda: iter(ours()),
-    "the class": lambda: StatefulLoader,
-    "a list of batches": lambda: [[1, 2], [3]],
     "what Fabric makes of a plain one": lambda: by_fabric(loader()),
 }
 
@@ -660,11 +595,3 @@ def view() -> LoaderView:
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_loaders_are_patched_if_all_that_will_be_iterated_are_ours(name: str) -> None:
     assert is_patched({**PATCHED, **NOT_PATCHED}[name]()) is (name in PATCHED)
-
-
-def test_looking_reads_nothing() -> None:
-    patched = ours()
-    before = patched.state_dict()
-
-    assert is_patched([patched])
-    assert patched.state_dict() == before

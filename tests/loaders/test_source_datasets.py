@@ -99,11 +99,6 @@ class TestSourceCollate:
         assert collate([Sample(0, 7), Sample(0, 8)]) == 2
         assert collate([Sample(1, 7), Sample(1, 8)]) == 15
 
-    def test_one_function_is_for_all(self) -> None:
-        collate = SourceCollate(("a", "b"), sum)
-
-        assert (collate([Sample(0, 1)]), collate([Sample(1, 2)])) == (1, 2)
-
     def test_one_source_may_be_left_to_torch(self) -> None:
         collate = SourceCollate(("a", "b"), {"a": None, "b": sum})
 
@@ -295,28 +290,3 @@ class TestChangedData:
         assert second.position_report() == first.position_report()
         served = [batch["id"].tolist() for batch in second]
         assert sorted(map(sorted, served)) == sorted(sorted(batch["id"].tolist()) for batch in batches)
-
-    def test_the_state_of_one_dataset_is_refused_by_a_loader_of_several_and_the_other_way_round(self) -> None:
-        one = StatefulLoader(range(13), batch_size=2)
-        several = a_loader(datasets())
-        for loader, other in ((one, several), (several, one)):
-            with pytest.raises(StateMismatchError, match="kind: saved"):
-                loader.load_state_dict(other.state_dict())
-
-    def test_even_with_everything_accepted_samples_are_not_taken_for_batches(self) -> None:
-        everything = (
-            "kind",
-            "order_version",
-            "shuffle",
-            "seed",
-            "drop_last",
-            "dataset",
-            "stop",
-            "batch_size",
-            "sources",
-        )
-        one = StatefulLoader(range(13), batch_size=2, accept=everything)
-        several = a_loader(datasets(), accept=everything)
-        for loader, other in ((one, several), (several, one)):
-            with pytest.raises(StateMismatchError, match="kind: saved"):
-                loader.load_state_dict(other.state_dict())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -89,51 +88,7 @@ class TestBatches:
         assert isinstance(loader.sampler, DistributedSampler)
 
 
-class TestAugmentation:
-    @every_sampler
-    def test_what_a_sample_draws_does_not_depend_on_workers(self, make: Any) -> None:
-        alone, helped = a_loader(make()), a_loader(make(), num_workers=2)
-
-        assert [draws(alone), draws(alone)] == [draws(helped), draws(helped)]
-
-    @every_sampler
-    def test_what_a_sample_draws_is_the_same_after_a_resume(self, make: Any) -> None:
-        loader = a_loader(make())
-        expected = [draws(loader), draws(loader)]
-        for stop in range(1, len(expected[0])):
-            first = a_loader(make())
-            batches = iter(first)
-            for _ in range(stop):
-                next(batches)
-            second = a_loader(make())
-            second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-            assert [draws(second), draws(second)] == [expected[0][stop:], expected[1]]
-
-    @pytest.mark.parametrize("kind", ["cycle", "by sample"])
-    def test_a_sample_that_comes_again_in_the_epoch_draws_anew(self, kind: str) -> None:
-        seen: dict[int, list[float]] = {}
-        for batch in draws(a_loader(SAMPLERS[kind]())):
-            for index, drawn in batch:
-                seen.setdefault(index, []).append(drawn)
-
-        assert max(map(len, seen.values())) > 1
-        assert all(len(set(drawn)) == len(drawn) for drawn in seen.values())
-
-    def test_the_same_sample_draws_anew_in_every_epoch(self) -> None:
-        loader = a_loader()
-        first, second = (dict(sample for batch in draws(loader) for sample in batch) for _ in range(2))
-
-        assert first.keys() == second.keys()
-        assert all(first[index] != second[index] for index in first)
-
-
 class TestProgress:
-    @every_sampler
-    def test_reports_of_loader_and_sampler_agree_at_every_step(self, make: Any) -> None:
-        sampler, loader = make(num_replicas=2, rank=0), a_loader(make(num_replicas=2, rank=1))
-        for _ in zip(sampler, loader, strict=True):
-            assert loader.position_report() == sampler.position_report()
-
     def test_with_workers_only_what_was_handed_over_is_reported(self) -> None:
         loader = a_loader(num_workers=2)
         batches = iter(loader)
@@ -150,14 +105,6 @@ class TestProgress:
         loader.load_state_dict(sampler.state_dict())
 
         assert loader.state_dict() == sampler.state_dict()
-
-    @every_sampler
-    def test_set_epoch_moves_forward_and_backward(self, make: Any) -> None:
-        loader, reference = a_loader(make()), a_loader(make())
-        epochs = [draws(reference) for _ in range(3)]
-        for epoch in (2, 0, 1):
-            loader.set_epoch(epoch)
-            assert draws(loader) == epochs[epoch]
 
 
 class TestTakenOver:

@@ -25,11 +25,8 @@ from torch.utils.data import (
 from lightning_stateful.core import Progress
 from lightning_stateful.errors import (
     DamagedStateError,
-    PositionError,
-    StateError,
     StatefulWarning,
     StateMismatchError,
-    StateVersionError,
     UnsupportedLoaderError,
 )
 from lightning_stateful.loaders import StatefulLoader, take_over
@@ -104,13 +101,6 @@ class TestPasses:
             assert read(ours) == read(theirs)
             assert len(ours) == len(theirs)
 
-    def test_an_epoch_of_2_to_the_40_samples_begins_and_resumes_anywhere(self) -> None:
-        loader = a_loader(2**40)
-        loader.load_state_dict(moved(loader.state_dict(), consumed=2**40 - 3))
-
-        assert [len(batch) for batch in read(loader)] == [2, 1]
-        assert len(take(loader, 2)) == 2
-
     def test_any_number_of_iter_calls_changes_nothing(self) -> None:
         loader = a_loader()
         unused = [iter(loader) for _ in range(4)]
@@ -118,21 +108,6 @@ class TestPasses:
         assert loader.state_dict() == a_loader().state_dict()
         assert [read(loader), read(loader)] == EPOCHS
         assert len(unused) == 4
-
-    def test_a_pass_that_is_broken_off_leaves_its_beginning(self) -> None:
-        loader = a_loader()
-        take(loader, 3)
-        take(loader, 1)
-
-        assert [read(loader), read(loader)] == EPOCHS
-
-    def test_a_resumed_pass_that_is_broken_off_leaves_the_place_of_resuming(self) -> None:
-        loader = a_loader()
-        take(loader, 2)
-        fresh = resumed(loader.state_dict())
-        take(fresh, 3)
-
-        assert read(fresh) == EPOCHS[0][2:]
 
     def test_a_broken_off_pass_still_counts_in_the_state(self) -> None:
         loader = a_loader()
@@ -149,27 +124,6 @@ class TestPasses:
         assert list(iterator) == []
         assert loader.epoch == 1
 
-    def test_a_second_pass_beside_the_first_takes_over_the_count(self) -> None:
-        loader = a_loader()
-        first = iter(loader)
-        next(first)
-        second = iter(loader)
-        head = read([next(second), next(second)])
-        rest = read(first)
-
-        assert head == EPOCHS[0][:2]
-        assert rest == EPOCHS[0][1:]
-        assert loader.state_dict()["progress"]["consumed"] == 4
-
-    def test_the_length_is_that_of_a_whole_epoch_wherever_it_stands(self) -> None:
-        loader = a_loader(11)
-        lengths = [len(loader)]
-        for _ in loader:
-            lengths.append(len(loader))
-        loader.load_state_dict(moved(loader.state_dict(), consumed=7))
-
-        assert {*lengths, len(loader)} == {6}
-
     @pytest.mark.parametrize("num_workers", [0, 1])
     def test_a_batch_that_cannot_be_read_is_tried_again(self, num_workers: int) -> None:
         dataset = Numbers(12, fails_at=5)
@@ -185,67 +139,7 @@ class TestPasses:
         assert read(iterator) == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 
-class TestLoadingLate:
-    def test_a_state_may_be_loaded_after_iter(self) -> None:
-        loader = a_loader()
-        take(loader, 2)
-        fresh = a_loader()
-        iterator = iter(fresh)
-        fresh.load_state_dict(loader.state_dict())
-
-        assert read(iterator) == EPOCHS[0][2:]
-
-    def test_a_state_may_be_loaded_in_the_middle_of_a_pass(self) -> None:
-        loader = a_loader()
-        take(loader, 4)
-        fresh = a_loader()
-        iterator = iter(fresh)
-        next(iterator)
-        fresh.load_state_dict(loader.state_dict())
-
-        assert read(iterator) == EPOCHS[0][4:]
-        assert read(fresh) == EPOCHS[1]
-
-    def test_an_earlier_state_rewinds_a_running_pass(self) -> None:
-        loader = a_loader()
-        start = loader.state_dict()
-        iterator = iter(loader)
-        head = read([next(iterator), next(iterator)])
-        loader.load_state_dict(start)
-
-        assert read(iterator) == EPOCHS[0]
-        assert head == EPOCHS[0][:2]
-
-    def test_a_chain_of_resumes_at_every_batch_serves_two_epochs(self) -> None:
-        served, state = [], a_loader().state_dict()
-        for _ in range(12):
-            loader = resumed(state)
-            served += take(loader, 1)
-            state = loader.state_dict()
-
-        assert served == EPOCHS[0] + EPOCHS[1]
-
-
 class TestEpochs:
-    def test_the_last_batch_moves_on_to_the_next_epoch(self) -> None:
-        loader = a_loader()
-        iterator = iter(loader)
-        epochs = [loader.epoch for _ in iterator]
-
-        assert epochs == [0, 0, 0, 0, 0, 1]
-        assert loader.state_dict()["progress"] == {"epoch": 1, "cycle": 0, "consumed": 0}
-
-    def test_set_epoch_begins_an_epoch_and_keeps_progress_within_it(self) -> None:
-        loader = a_loader()
-        loader.set_epoch(1)
-        assert read(loader) == EPOCHS[1]
-
-        loader.set_epoch(0)
-        take(loader, 2)
-        fresh = resumed(loader.state_dict())
-        fresh.set_epoch(0)
-        assert read(fresh) == EPOCHS[0][2:]
-
     def test_the_sampler_that_lightning_looks_at_is_distributed_and_ignores_its_epochs(self) -> None:
         loader = a_loader()
         loader.sampler.set_epoch(5)
@@ -346,26 +240,6 @@ class TestRefusals:
         with pytest.raises(UnsupportedLoaderError, match="list_iterator has no random access by index"):
             StatefulLoader(iter([1]))
 
-    @pytest.mark.parametrize(
-        ("options", "path"),
-        [
-            ({"length": 13}, "dataset.length"),
-            ({"seed": 1}, "seed"),
-            ({"shuffle": False}, "shuffle"),
-            ({"drop_last": True}, "drop_last"),
-        ],
-    )
-    def test_a_state_of_another_configuration_is_refused(self, options: dict[str, Any], path: str) -> None:
-        state = a_loader().state_dict()
-        loader = a_loader(**options)
-        before = loader.state_dict()
-
-        with pytest.raises(StateMismatchError) as caught:
-            loader.load_state_dict(state)
-
-        assert path in {difference.path for difference in caught.value.differences}
-        assert loader.state_dict() == before
-
     def test_another_fingerprint_of_the_same_data_is_a_warning(self) -> None:
         loaders = []
         for fingerprint in ("one", "other"):
@@ -375,26 +249,6 @@ class TestRefusals:
 
         with pytest.warns(StatefulWarning, match=r"dataset\.fingerprint \(saved 'one', now 'other'\)"):
             loaders[1].load_state_dict(loaders[0].state_dict())
-
-    @pytest.mark.parametrize(
-        ("change", "error", "message"),
-        [
-            ({"version": 2}, StateVersionError, "has version 2, this installation reads version 1"),
-            ({"version": None}, DamagedStateError, "has no version"),
-            ({"order_version": 2}, StateMismatchError, "order_version: saved 2, now 1"),
-            ({"kind": "buckets"}, StateMismatchError, "kind: saved 'buckets', now 'shuffled'"),
-            ({"config": None}, DamagedStateError, "must hold a dict under 'config', got None"),
-            ({"progress": {"epoch": 0}}, DamagedStateError, r"progress\.cycle must be an int, got None"),
-            ({"progress": {"epoch": -1, "cycle": 0, "consumed": 0}}, PositionError, "epoch=-1"),
-            ({"progress": {"epoch": 0, "cycle": 0, "consumed": 13}}, PositionError, "13 samples of epoch 0 were"),
-        ],
-    )
-    def test_a_state_that_is_of_no_use_is_refused(
-        self, change: dict[str, Any], error: type[StateError], message: str
-    ) -> None:
-        with pytest.raises(error, match=message) as caught:
-            resumed(sealed({**a_loader().state_dict(), **change}))
-        assert str(caught.value).startswith("The loader's state")
 
     def test_a_state_that_was_edited_is_refused(self) -> None:
         state = a_loader().state_dict()
@@ -413,12 +267,6 @@ class TestRefusals:
         with pytest.raises(StateMismatchError, match="seed: saved 0, now 1"):
             resumed(state, length=14, seed=1, accept=("dataset.length",))
         assert sum(map(len, read(resumed(state, length=14, seed=1, accept=("dataset", "seed"))))) == 10
-
-    def test_a_shorter_dataset_that_was_accepted_must_still_hold_the_progress(self) -> None:
-        state = moved(a_loader().state_dict(), consumed=10)
-
-        with pytest.raises(PositionError, match="10 samples of epoch 0 were consumed, but an epoch has only 8"):
-            resumed(state, length=8, accept=("dataset.length",))
 
 
 class TestRandomness:

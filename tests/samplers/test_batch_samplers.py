@@ -79,27 +79,13 @@ def test_a_loop_that_sets_every_epoch_resumes_at_every_step(order: Any) -> None:
 
 
 @every_order
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_on_other_ranks_every_sample_left_is_served_once(order: Any, num_replicas: int) -> None:
-    samplers = [a_sampler(order, 2, rank) for rank in range(2)]
-    served = [index for sampler in samplers for batch in take(sampler, 3) for index in batch]
-    state = samplers[0].state_dict(num_batches=3)
-    for rank in range(num_replicas):
-        served += [i for batch in resumed(state, order, num_replicas=num_replicas, rank=rank) for i in batch]
-
-    assert sorted(served) == list(range(60))
-
-
-@every_order
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_in_a_data_loader_the_number_of_trained_batches_leaves_out_what_was_only_fetched(
-    order: Any, num_workers: int
-) -> None:
+def test_in_a_data_loader_the_number_of_trained_batches_leaves_out_what_was_only_fetched(order: Any) -> None:
     sampler = a_sampler(order)
-    batches = iter(DataLoader(DATASET, batch_sampler=sampler, num_workers=num_workers))
+    batches = iter(DataLoader(DATASET, batch_sampler=sampler, num_workers=2))
     for _ in range(3):
         next(batches)
-    rest = DataLoader(DATASET, batch_sampler=resumed(sampler.state_dict(num_batches=3), order), num_workers=num_workers)
+    assert sampler.tracker.handed > 3
+    rest = DataLoader(DATASET, batch_sampler=resumed(sampler.state_dict(num_batches=3), order), num_workers=2)
 
     assert [batch.tolist() for batch in rest] == [batch.tolist() for batch in batches]
 
@@ -129,8 +115,8 @@ def test_a_state_is_small_and_loads_with_weights_only(order: Any) -> None:
     assert len(json.dumps(sampler.state_dict())) < 1024
 
 
-@every_order
-def test_a_state_changed_by_hand_is_refused(order: Any) -> None:
+def test_a_state_changed_by_hand_is_refused() -> None:
+    order = ORDERS["buckets"]
     state = a_sampler(order).state_dict(num_batches=3)
     state["progress"]["epoch"] = 1
 
@@ -168,15 +154,3 @@ def test_reports_are_equal_on_all_ranks_and_after_a_resume(order: Any) -> None:
     assert reports == [reports[0]] * 3
     assert (reports[0]["epoch"], sum(counted)) == (0, sum(served))
     assert resumed(ranks[0].state_dict(), order).position_report() == reports[0]
-
-
-@pytest.mark.parametrize("ranks", [(0, 0), (2, 2), (2, -1)])
-def test_ranks_out_of_range_are_refused_when_it_is_built(ranks: tuple[int, int]) -> None:
-    with pytest.raises(ConfigurationError):
-        a_sampler(ORDERS["samples"], *ranks)
-
-
-def test_without_ranks_and_a_process_group_it_serves_a_whole_epoch() -> None:
-    assert list(StatefulBatchSampler(ORDERS["samples"])) == [
-        indices for _, indices in ORDERS["samples"].plan(0, 1).batches(0)
-    ]

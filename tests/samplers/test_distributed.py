@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, StateMismatchError
+from lightning_stateful.errors import ConfigurationError, StateMismatchError
 from lightning_stateful.samplers import StatefulDistributedSampler
 from lightning_stateful.state import sealed
 
-SIZES = [(n, num_replicas) for n in (0, 1, 3, 7, 8, 24) for num_replicas in (1, 2, 5)]
-HISTORIES = st.lists(st.tuples(st.integers(1, 8), st.integers(0, 6)), max_size=6)
+SIZES = [(n, num_replicas) for n in (0, 1, 7, 24) for num_replicas in (1, 2, 5)]
 
 
 def a_sampler(length: int = 20, num_replicas: int = 1, rank: int = 0, **options: Any) -> StatefulDistributedSampler:
@@ -59,7 +56,7 @@ class TestAsADropIn:
         served = [Counter(index for sampler in samplers for index in sampler) for samplers in (ours, theirs)]
         assert (served[0].total(), len(served[0])) == (served[1].total(), len(served[1]))
 
-    @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+    @pytest.mark.parametrize("num_replicas", [1, 3])
     def test_without_shuffling_an_even_epoch_is_the_same_as_torchs(self, num_replicas: int) -> None:
         for rank, sampler in enumerate(the_ranks(12, num_replicas, shuffle=False)):
             assert list(sampler) == list(DistributedSampler(range(12), num_replicas, rank, shuffle=False))
@@ -94,8 +91,7 @@ class TestAsADropIn:
 
         assert json.loads(json.dumps(sampler.state_dict())) == sampler.state_dict()
 
-    @pytest.mark.parametrize("num_workers", [0, 2])
-    @pytest.mark.parametrize("batch_size", [4, None])
+    @pytest.mark.parametrize(("num_workers", "batch_size"), [(0, 4), (2, None)])
     def test_a_data_loader_works_with_it(self, num_workers: int, batch_size: int | None) -> None:
         sampler, fresh = a_sampler(20, 2, 1), a_sampler(20, 2, 1)
         loader = DataLoader(list(range(20)), sampler=sampler, batch_size=batch_size, num_workers=num_workers)
@@ -119,26 +115,6 @@ def rank_2_of_4() -> Iterator[None]:
 
 
 class TestOrder:
-    def test_a_rank_is_not_tied_to_one_part_of_the_dataset(self) -> None:
-        sampler = a_sampler(12, 4, 2)
-
-        assert {index for _ in range(20) for index in sampler} == set(range(12))
-
-    def test_ranks_do_not_share_one_permutation_of_their_parts(self) -> None:
-        one, other = the_ranks(1000, 2)
-
-        assert len({(a - b) % 1000 for a, b in zip(one, other, strict=True)}) > 100
-
-    def test_seeds_and_epochs_do_not_collide(self) -> None:
-        samplers = [a_sampler(50, seed=seed) for seed in range(5)]
-
-        assert len({tuple(sampler) for sampler in samplers for _ in range(5)}) == 25
-
-    def test_an_epoch_of_many_chunks_serves_every_sample_once(self) -> None:
-        served = [index for sampler in the_ranks(20_001, 2, drop_last=True) for index in sampler]
-
-        assert len(served) == len(set(served)) == 20_000
-
     def test_an_epoch_of_2_to_the_40_samples_begins_and_resumes_anywhere(self) -> None:
         sampler = a_sampler(2**40, 8, 3)
         head = take(sampler, 3)
@@ -156,25 +132,7 @@ class TestPasses:
         assert lengths | {len(sampler)} == {7}
         assert [len(list(sampler)) for _ in range(3)] == [4, 7, 7]
 
-    def test_a_loop_as_for_torchs_sampler_resumes_exactly(self) -> None:
-        def train(sampler: StatefulDistributedSampler) -> list[tuple[int, int]]:
-            seen = []
-            for epoch in range(sampler.epoch, 3):
-                sampler.set_epoch(epoch)
-                for index in sampler:
-                    seen.append((epoch, index))
-                    states.append(sampler.state_dict())
-            return seen
-
-        states: list[dict[str, Any]] = []
-        whole = train(a_sampler(7))
-        for stop, state in list(enumerate(states, 1)):
-            fresh = a_sampler(7)
-            fresh.load_state_dict(state)
-            assert train(fresh) == whole[stop:]
-
-    @pytest.mark.parametrize("num_workers", [0, 2])
-    @pytest.mark.parametrize("trained", [0, 1, 3, 5])
+    @pytest.mark.parametrize(("trained", "num_workers"), [(0, 0), (3, 2), (5, 0)])
     def test_the_number_of_trained_samples_leaves_out_what_was_only_fetched(
         self, num_workers: int, trained: int
     ) -> None:
@@ -196,46 +154,6 @@ class TestPasses:
             a_sampler(20, 2).state_dict(num_samples=11)
 
 
-class TestOtherNumbersOfRanks:
-    @staticmethod
-    def replay(length: int, history: list[tuple[int, int]], last: int) -> list[list[int]]:
-        """Rounds of samples over a history of (ranks, rounds), and the rest on ``last`` ranks."""
-        state = None
-        rounds: list[list[int]] = []
-        for num_replicas, count in [*history, (last, length + 1)]:
-            samplers = the_ranks(length, num_replicas)
-            for sampler in samplers:
-                if state is not None:
-                    sampler.load_state_dict(state)
-            for _, indices in zip(range(count), zip(*samplers, strict=True), strict=False):
-                rounds.append(list(indices))
-            states = [sampler.state_dict() for sampler in samplers]
-            assert states == [states[0]] * num_replicas
-            state = states[0]
-            if state["progress"]["epoch"]:
-                break
-        return rounds
-
-    @given(length=st.integers(1, 60), history=HISTORIES, last=st.integers(1, 8))
-    def test_any_history_replays_one_sequence_and_repeats_in_the_last_round_only(
-        self, length: int, history: list[tuple[int, int]], last: int
-    ) -> None:
-        rounds = self.replay(length, history, last)
-
-        assert list(dict.fromkeys(index for indices in rounds for index in indices)) == list(a_sampler(length))
-        assert all(len(set(indices)) == len(indices) for indices in rounds[:-1])
-
-    @pytest.mark.parametrize("rank", [0, 1])
-    def test_a_remainder_too_small_for_the_new_ranks_is_dropped(self, rank: int) -> None:
-        sampler, expected = a_sampler(7, drop_last=True), a_sampler(7, 2, rank, drop_last=True)
-        take(sampler, 6)
-        fresh = a_sampler(7, 2, rank, drop_last=True)
-        fresh.load_state_dict(sampler.state_dict())
-        expected.set_epoch(1)
-
-        assert list(fresh) == list(expected)
-
-
 class TestRefusals:
     def test_every_other_setting_is_named_at_once_and_nothing_is_loaded(self) -> None:
         sampler = a_sampler(21, seed=2, drop_last=True)
@@ -247,31 +165,9 @@ class TestRefusals:
         assert {difference.path for difference in caught.value.differences} == {"seed", "drop_last", "dataset.length"}
         assert sampler.state_dict() == before
 
-    def test_another_shuffle_is_refused(self) -> None:
-        with pytest.raises(StateMismatchError, match="shuffle: saved True, now False"):
-            a_sampler(shuffle=False).load_state_dict(a_sampler().state_dict())
-
     def test_another_dataset_can_be_accepted(self) -> None:
         sampler, longer = a_sampler(20), a_sampler(25, accept=("dataset.length",))
         take(sampler, 5)
         longer.load_state_dict(sampler.state_dict())
 
         assert len(list(longer)) == 20
-
-    def test_a_state_changed_by_hand_is_refused(self) -> None:
-        state = a_sampler().state_dict()
-        state["progress"]["consumed"] = 3
-
-        with pytest.raises(DamagedStateError, match="The sampler's state does not have the checksum"):
-            a_sampler().load_state_dict(state)
-
-    @pytest.mark.parametrize(("consumed", "message"), [(-1, "consumed=-1"), (21, "an epoch has only 20")])
-    def test_progress_outside_the_epoch_is_refused(self, consumed: int, message: str) -> None:
-        with pytest.raises(PositionError, match=message):
-            a_sampler().load_state_dict(moved(a_sampler(), consumed=consumed))
-
-    def test_progress_at_the_end_is_the_next_epochs_beginning(self) -> None:
-        sampler = a_sampler()
-        sampler.load_state_dict(moved(sampler, consumed=20))
-
-        assert sampler.state_dict()["progress"] == {"epoch": 1, "cycle": 0, "consumed": 0}
