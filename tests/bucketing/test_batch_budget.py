@@ -47,12 +47,6 @@ def test_a_full_batch_has_as_many_samples_as_fit(budget, longest):
         assert budget.use(longest, count + 1) > 1
 
 
-def test_tokens_are_the_longest_times_the_count():
-    budget = Budget(max_tokens=100)
-    assert [budget.num_samples(longest) for longest in (0, 1, 33, 34, 50, 51, 100, 101)] == [100, 100, 3, 2, 2, 1, 1, 0]
-    assert budget.use(33, 3) == 0.99
-
-
 def test_a_quadratic_cost_counts_the_square_beside_the_tokens():
     budget = Budget(max_tokens=120, cost=QuadraticCost(10))
     assert [budget.num_samples(longest) for longest in (10, 20, 30, 31)] == [6, 2, 1, 0]
@@ -126,10 +120,6 @@ def test_dropping_splits_the_lengths_at_the_limit(limit):
 def test_a_cost_decides_what_is_too_long():
     kept, dropped = drop_too_long(histogram(LENGTHS), Budget(max_tokens=20, cost=QuadraticCost(10)), "drop")
     assert (kept.values.tolist(), dropped) == ([3, 4, 9, 10], 1)
-
-
-def test_with_a_batch_size_no_sample_is_too_long():
-    assert drop_too_long(histogram(np.array([2**41])), Budget(batch_size=3), "error")[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.bucket_cases import fewest_by_trying, padded_tokens
 
 from lightning_stateful.bucketing.boundaries import check_boundaries, equal_counts, least_padding
-from lightning_stateful.bucketing.lengths import Histogram, histogram
+from lightning_stateful.bucketing.lengths import Histogram
 from lightning_stateful.errors import ConfigurationError
 
 
@@ -115,14 +115,6 @@ def test_equal_counts_split_no_length_and_differ_from_equal_by_no_more_than_a_le
         # Where a boundary should be, one is at the length which stands there.
         wanted = number * sum(counts) / num_buckets - 0.5
         assert next(value for value, so_far in zip(values, accumulate(counts), strict=True) if so_far >= wanted) in ends
-
-
-def test_equal_counts_of_a_million_samples_are_taken_from_their_histogram():
-    lengths = np.random.default_rng(0).integers(1, 5000, 10**6)
-    ends = equal_counts(histogram(lengths), 64)
-    counts = np.diff(np.searchsorted(np.sort(lengths), ends, side="right"), prepend=0)
-    assert len(ends) == 64
-    assert abs(counts - 10**6 / 64).max() < 500
 
 
 def test_equal_counts_have_fewer_buckets_where_one_length_fills_several():

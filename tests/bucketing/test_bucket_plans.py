@@ -169,13 +169,6 @@ def test_a_million_samples_are_served_once():
     assert (times.min(), times.max()) == (1, 1)
 
 
-def test_lengths_up_to_2_to_the_41_are_served():
-    lengths = [2**41 - number for number in range(10)] + [5] * 10
-    steps = serve(make(lengths, max_tokens=3 * 2**41, num_buckets=2).plan(0, 2))
-    assert sorted(samples_of(steps)) == list(range(20))
-    assert max(len(batch) for step in steps for batch in step if min(batch) < 10) == 3
-
-
 def test_golden_batches():
     by_tokens = make(max_tokens=20, num_buckets=3, seed=3)
     resized = by_tokens.plan(1, 1, by_tokens.plan(1, 2).progress_after(1))

@@ -67,16 +67,6 @@ def test_samples_of_a_step_are_dealt_out_to_ranks_in_turn(case):
     assert shares_of(steps) == [deal(range(start, stop), case[2]) for start, stop in ranges_of(steps)]
 
 
-@given(cases())
-def test_all_steps_but_the_last_and_one_that_gives_are_full_on_every_rank(case):
-    counts, sizes, _ = case
-    allowed = [size for count, size in zip(counts, sizes, strict=True) for _ in range(count)]
-    steps = make(*case)
-    for step, (start, _) in zip(shares_of(steps)[: steps.num_full], ranges_of(steps), strict=False):
-        assert {len(batch) for batch in step} == {allowed[start]}
-    assert steps.num_steps - 2 <= steps.num_full <= steps.num_steps
-
-
 @given(cases(), st.randoms(use_true_random=False), st.booleans())
 def test_taking_samples_away_or_adding_ranks_never_needs_more_steps(case, rng, drop_last):
     counts, sizes, num_replicas = case

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stateful.bucketing.lengths import Histogram, check_lengths, chunks, digest, histogram, open_lengths
+from lightning_stateful.bucketing.lengths import Histogram, check_lengths, digest, histogram, open_lengths
 from lightning_stateful.errors import ConfigurationError
 
 SOME = [3, 0, 7, 3, 12, 1]
@@ -98,13 +98,6 @@ def test_a_histogram_counts_lengths_of_many_chunks(longest):
 
 def test_the_total_of_a_histogram_does_not_overflow():
     assert Histogram(np.array([2, 2**41]), np.array([3, 2**30])).total == 6 + 2**71
-
-
-def test_chunks_are_consecutive_and_know_where_they_begin():
-    array = np.arange(2**20 * 2 + 5)
-    found = list(chunks(array))
-    assert [start for start, _ in found] == [0, 2**20, 2**21]
-    assert np.array_equal(np.concatenate([part for _, part in found]), array)
 
 
 def test_a_digest_is_that_of_little_endian_words():

@@ -128,15 +128,3 @@ class TestTakenOver:
 
         assert [[index for index, _ in batch] for batch in begun + rest] == list(make())
         assert draws(batches) == rest
-
-    def test_for_evaluation_it_is_served_in_the_same_order_every_time(self) -> None:
-        loader = take_over(DataLoader(Noisy(), batch_sampler=make()), shuffle=False)
-
-        assert indices(loader) == indices(loader) == list(make(shuffle=False))
-
-    def test_taken_over_again_it_stays_the_same(self) -> None:
-        sampler = make(seed=3, accept="max_tokens")
-        loader = take_over(take_over(DataLoader(Noisy(), batch_sampler=sampler), seed=4), seed=9)
-
-        assert (loader.seed, loader.accept) == (4, ("max_tokens",))
-        assert indices(loader) == list(make(seed=3))

@@ -90,12 +90,6 @@ class TestFabricOnOneProcess:
         assert is_patched(loader)
         assert loader._dataloader is patched
 
-    def test_several_loaders_are_set_up_together(self) -> None:
-        loaders = one_process().setup_dataloaders(*(patch_dataloader(make()) for make in PLAIN.values()))
-
-        assert is_patched(loaders)
-        assert all(sorted(n for batch in loader for n in ids_of(batch)) == SAMPLES for loader in loaders)
-
     def test_epochs_differ_and_fabrics_count_of_them_changes_nothing(self) -> None:
         patched = patch_dataloader(PLAIN["sampler"]())
         loader = one_process().setup_dataloaders(patched)

@@ -133,6 +133,10 @@ class TestColumns:
         with pytest.raises(ConfigurationError, match="lengths in column 'a' have no value for sample 3"):
             lengths_of(dataset, "a")
 
+    def test_a_column_of_something_else_is_refused_by_name(self) -> None:
+        with pytest.raises(ConfigurationError, match="lengths in column 'a' must be integers"):
+            lengths_of(datasets.Dataset.from_dict({"a": ["ab", "c"]}), "a")
+
     def test_a_name_that_is_none_is_refused_with_the_columns_there_are(self, arrow: Any) -> None:
         with pytest.raises(
             ConfigurationError,

@@ -215,6 +215,10 @@ class TestClassArgumentsAndAttributes:
 
         assert batches_of(patched) == [tuple(DATA[:11]), tuple(DATA[11:])]
 
+    def test_attributes_that_there_are_not_are_missed_by_name(self) -> None:
+        with pytest.raises(AttributeError, match="Named' object has no attribute 'nothing'"):
+            _ = patch_dataloader(Named("a")).nothing
+
     def test_torchs_guard_against_changes_stays(self) -> None:
         patched = patch_dataloader(Named("a"))
 
@@ -338,6 +342,14 @@ class TestTheLoaderThatWasPatched:
         list(patch_dataloader(plain, num_replicas=2, rank=1))
 
         assert vars(plain) == before
+
+    def test_setting_an_attribute_of_the_patched_one_does_not_reach_it(self) -> None:
+        plain = Named("a")
+        patched = patch_dataloader(plain)
+        patched.name, patched.collate_fn = "b", to_tuple
+
+        assert plain.name == "a"
+        assert plain.collate_fn is not to_tuple
 
     def test_one_that_keeps_persistent_workers_can_be_patched_while_they_live(self) -> None:
         plain = Scaled(DATA, batch_size=11, num_workers=1, persistent_workers=True)

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,21 +99,6 @@ class TestPasses:
             ours, theirs = a_loader(shuffle=False, **options), DataLoader(Numbers(), **options)
             assert read(ours) == read(theirs)
             assert len(ours) == len(theirs)
-
-    def test_any_number_of_iter_calls_changes_nothing(self) -> None:
-        loader = a_loader()
-        unused = [iter(loader) for _ in range(4)]
-
-        assert loader.state_dict() == a_loader().state_dict()
-        assert [read(loader), read(loader)] == EPOCHS
-        assert len(unused) == 4
-
-    def test_a_broken_off_pass_still_counts_in_the_state(self) -> None:
-        loader = a_loader()
-        take(loader, 4)
-
-        assert loader.state_dict()["progress"] == {"epoch": 0, "cycle": 0, "consumed": 8}
-        assert read(resumed(loader.state_dict())) == EPOCHS[0][4:]
 
     def test_an_exhausted_pass_stays_exhausted(self) -> None:
         loader = a_loader()
@@ -308,16 +292,6 @@ class TestOtherTopologies:
 
 
 class TestWithoutLightning:
-    def test_a_state_is_small_plain_and_survives_a_file(self, tmp_path: Path) -> None:
-        loader = a_loader()
-        take(loader, 3)
-        state = loader.state_dict()
-        torch.save({"loader": state}, tmp_path / "checkpoint.pt")
-
-        assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["loader"] == state
-        assert json.loads(json.dumps(state)) == state
-        assert len(json.dumps(state)) < 1000
-
     def test_a_copy_has_progress_of_its_own(self) -> None:
         loader = a_loader()
         other = copy.deepcopy(loader)

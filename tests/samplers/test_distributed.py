@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_stateful.errors import ConfigurationError, StateMismatchError
@@ -103,15 +101,6 @@ class TestAsADropIn:
         ours, theirs = StatefulDistributedSampler(12, shuffle=False), DistributedSampler(range(12), shuffle=False)
 
         assert list(ours) == list(theirs) == [2, 6, 10]
-
-
-@pytest.fixture
-def rank_2_of_4() -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
-    yield
-    dist.destroy_process_group()
 
 
 class TestOrder:

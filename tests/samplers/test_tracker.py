@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from lightning_stateful.bucketing import BucketOrder, Buckets
 from lightning_stateful.core import (
@@ -25,7 +24,6 @@ from lightning_stateful.errors import (
     DamagedStateError,
     PositionError,
     StateMismatchError,
-    StateVersionError,
 )
 from lightning_stateful.mixture import Mixture, MixtureOrder, Sources
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
@@ -346,10 +344,6 @@ class TestStates:
         with pytest.raises(PositionError, match=f"^{WHERE}: 500 steps of epoch 0 were taken"):
             a_tracker(BUCKETS).load_state_dict(state, where=WHERE)
 
-    def test_a_future_version_is_refused(self) -> None:
-        with pytest.raises(StateVersionError, match="version 2"):
-            a_tracker().load_state_dict({**a_tracker().state_dict(), "version": 2}, where=WHERE)
-
     def test_every_difference_is_named_at_once_and_nothing_is_loaded(self) -> None:
         saved = a_tracker(replace(SAMPLES, samples=ShuffledOrder(31, 4), drop_last=True))
         tracker = a_tracker()
@@ -391,15 +385,6 @@ class TestStates:
 
         with pytest.raises(StateMismatchError, match="seed: saved 3, now 4"):
             tracker.load_state_dict(saved.state_dict(), where=WHERE)
-
-
-@pytest.fixture
-def rank_2_of_4() -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
-    yield
-    dist.destroy_process_group()
 
 
 class TestTopology:
