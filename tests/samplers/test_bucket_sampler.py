@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from lightning_stateful.errors import ConfigurationError, StateMismatchError
 from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
 
 LENGTHS = [*np.random.default_rng(5).integers(1, 41, 149).tolist(), 40]
-Make = Callable[..., BucketBatchSampler]
 
 
 def make(lengths: Any = LENGTHS, **options: Any) -> BucketBatchSampler:

@@ -406,8 +406,11 @@ class TestTopology:
     def test_a_tracker_built_before_the_process_group_finds_its_rank_at_the_first_batch(
         self, request: pytest.FixtureRequest
     ) -> None:
-        tracker = Tracker(SAMPLES)
+        saved, tracker = a_tracker(), Tracker(SAMPLES)
+        take(saved, 2)
         batches = passing(tracker)
+        tracker.load_state_dict(saved.state_dict(), where=WHERE)
+        assert tracker.progress == Progress(consumed=8)
         request.getfixturevalue("rank_2_of_4")
 
-        assert list(batches) == [indices for _, indices in SAMPLES.plan(0, 4).batches(2)]
+        assert list(batches) == [indices for _, indices in SAMPLES.plan(0, 4, Progress(consumed=8)).batches(2)]
