@@ -14,7 +14,7 @@ PACKAGE = ROOT / "lightning_stateful"
 
 
 def table() -> dict[str, tuple[set[str], set[str]]]:
-    """For every floor, the floors and the packages that it may import."""
+    """For every layer, the layers and the packages that it may import."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|(.*?)\|(.*?)\|$", text, flags=re.M)
     return {name: (set(re.findall(r"`(\w+)`", own)), set(re.findall(r"`(\w+)`", others))) for name, own, others in rows}
@@ -37,20 +37,20 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__in
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_imports_only_what_its_floor_may(path: Path) -> None:
-    floor = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    floors, packages = table()[floor]
+def test_a_file_imports_only_what_its_layer_may(path: Path) -> None:
+    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    layers, packages = table()[layer]
     for name in imported(path):
         top = name.split(".")[0]
         if top == "lightning_stateful":
-            assert name.split(".")[1] in floors | {floor}, f"{path.name} imports {name}"
+            assert name.split(".")[1] in layers | {layer}, f"{path.name} imports {name}"
         else:
             assert top in packages or top in sys.stdlib_module_names, f"{path.name} imports {name}"
 
 
-def test_the_table_names_every_floor_and_no_other() -> None:
-    floors = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
-    assert set(table()) == floors
+def test_the_table_names_every_layer_and_no_other() -> None:
+    layers = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert set(table()) == layers
 
 
 def test_no_file_is_longer_than_a_room_should_be() -> None:

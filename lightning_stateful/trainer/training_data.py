@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import SequentialSampler
 
 from lightning_stateful.bucketing.budget import Budget
-from lightning_stateful.bucketing.order import BucketEpochPlan
+from lightning_stateful.bucketing.order import BucketEpochPlan, BucketOrder
 from lightning_stateful.bucketing.padding import StepPadding, measure
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
 from lightning_stateful.core.topology import Topology
@@ -135,7 +135,7 @@ class TrainingData:
         """What all ranks' batches hold at step ``batch`` of ``epoch``, and what they may, of loaders with a budget."""
         found = {}
         for path, loader in self.combined.loaders.items():
-            if hasattr(loader.order, "budget"):
+            if isinstance(loader.order, BucketOrder):
                 # Of an exhausted loader nothing: zeros, lest its last figures be logged again.
                 plan, step = self.combined.locate(path, epoch, batch) or (loader.plan(epoch), None)
                 first, last = (0, 0) if step is None else (step, step + 1)
