@@ -23,13 +23,6 @@ LONG = 100
 VERY_LONG = 10**4
 
 
-class Unseeded(Sampler[int]):
-    """Makes a NumPy generator from what the system gives."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.random.default_rng().permutation(30).tolist())
-
-
 class OfTheSystem(Sampler[int]):
     """Holds a generator that cannot be seeded."""
 
@@ -178,9 +171,7 @@ class KeepsRows(ShufflesRows):
         return iter(self.batches)
 
 
-@pytest.mark.parametrize(
-    "make", [theirs.ByTheClock, Unseeded, OfTheSystem, OneIteration], ids=lambda make: make.__name__
-)
+@pytest.mark.parametrize("make", [theirs.ByTheClock, OfTheSystem, OneIteration], ids=lambda make: make.__name__)
 def test_a_sampler_that_cannot_be_repeated_is_refused_by_name_with_the_remedies(make: Callable[[], Any]) -> None:
     with pytest.raises(UnsupportedLoaderError) as caught:
         WrappedSampler(make()).check()

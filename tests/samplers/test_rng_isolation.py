@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.ledger import Numbers
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.rng_isolation import DeepCopy, IsolatedCopy
@@ -394,13 +394,6 @@ class TestRanks:
 
         assert made.kwargs == {"world_size": 1, "rank": 0}
         assert vars(made.config) == kept == {"world_size": 4, "rank": 3}
-
-    def test_torchs_distributed_sampler_yields_everything(self) -> None:
-        sampler = DistributedSampler(range(11), num_replicas=3, rank=2, shuffle=False)  # type: ignore[arg-type]
-        made = alone(sampler)
-
-        assert (list(made), len(made)) == (list(range(11)), 11)
-        assert (len(sampler), sampler.num_replicas, sampler.rank, sampler.total_size) == (4, 3, 2, 12)
 
     def test_one_that_does_not_let_itself_be_told_is_refused_and_left_as_it_was(self) -> None:
         stubborn = Stubborn(num_replicas=2, rank=1)
