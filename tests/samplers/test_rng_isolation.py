@@ -83,6 +83,13 @@ class Secret:
         raise TypeError("secret")
 
 
+class WantsName:
+    """Cannot be made without an argument that it does not tell."""
+
+    def __new__(cls, name: str) -> WantsName:
+        return super().__new__(cls)
+
+
 class Indexed:
     """A dataset of some library."""
 
@@ -163,11 +170,13 @@ class TestContainers:
         items.append(items)
         first, second = Bag(items=items), Bag(rng=random.Random(1))
         first.me, first.other, second.other = first, second, first  # type: ignore[attr-defined]
+        first.lock = threading.Lock()  # type: ignore[attr-defined]
         copying = DeepCopy(first)
         made = copying.sampler
 
         assert made.items[1] is made.items is not items
-        assert made.me is made.other.other is made
+        assert made.me is made.other.other is made is not first
+        assert made.lock is first.lock  # type: ignore[attr-defined]
         assert (list(copying.samplers), list(copying.generators)) == (["other", ""], ["other.rng"])
 
     @pytest.mark.parametrize(
@@ -176,6 +185,7 @@ class TestContainers:
             lambda: torch.eye(3).to_sparse(),
             lambda: threading.Lock(),
             lambda: Secret(),
+            lambda: WantsName("a"),
             lambda: Keeps(),
             lambda: Numbers(3),
             lambda: Indexed(),
