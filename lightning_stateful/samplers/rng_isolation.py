@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -46,7 +47,8 @@ class IsolatedCopy:
     ) -> None:
         self._seed = seed
         self._name = type(sampler).__qualname__
-        made = DeepCopy(sampler, dataset, shares_rows=shares_rows)
+        with _gc_paused():
+            made = DeepCopy(sampler, dataset, shares_rows=shares_rows)
         self.sampler, self._rows = made.sampler, made.rows
         self._generators, self._samplers = made.generators, list(made.samplers.values())
         self._was_told = as_one_rank and _tell_of_one_rank(self._samplers, made.dicts)
@@ -230,6 +232,18 @@ class DeepCopy:
                 yield name, item
         yield from enumerate(items or ())
         yield from pairs or ()
+
+
+@contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Keep the garbage collector from going through a million new lists again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), range, np.int64, np.int32, np.float64, np.bool_})
