@@ -72,21 +72,6 @@ def test_of_many_lengths_none_pads_fewer_tokens(kind, num_buckets):
     assert padded_by_arrays(values, counts, ends) == fewest_by_arrays(values, counts, min(num_buckets, 120))
 
 
-@pytest.mark.parametrize(
-    ("values", "counts", "num_buckets", "expected"),
-    [
-        ([2, 5, 9], [1, 1, 1], 3, (2, 5, 9)),
-        ([2, 5, 9], [1, 1, 1], 128, (2, 5, 9)),
-        ([2, 5, 9], [10, 1, 1], 1, (9,)),
-        ([1, 2, 3, 50, 51], [5] * 5, 2, (3, 51)),
-        (range(1, 2049), [1] * 2048, 4, (512, 1024, 1536, 2048)),
-    ],
-    ids=["one each", "more than lengths", "one", "two clusters", "evenly spread"],
-)
-def test_least_padding_of_lengths_one_can_see_through(values, counts, num_buckets, expected):
-    assert least_padding(make(values, counts), num_buckets) == expected
-
-
 @pytest.mark.parametrize("scale", [1, 2**30])
 def test_of_more_than_2048_lengths_boundaries_pad_hardly_more_than_the_fewest(scale):
     rng = np.random.default_rng(0)

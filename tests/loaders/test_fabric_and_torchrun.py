@@ -17,7 +17,6 @@ import torch
 from lightning.fabric import Fabric
 from support.plain_loop import LENGTH, NUM_EPOCHS, PLAIN, STOP, Samples, fabric_run, ids_of
 from support.ranks import ledger_of, run_on_ranks
-from support.samplers import LOADERS
 
 from lightning_stateful.loaders import StatefulLoader, is_patched, patch_dataloader, take_over
 
@@ -51,28 +50,6 @@ class TestFabricOnOneProcess:
 
         assert flat(before["epochs"]) + flat(after["epochs"]) == flat(whole["epochs"])
         assert after["weights"] == whole["weights"]
-
-    @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-    @pytest.mark.parametrize("name", LOADERS)
-    def test_any_loader_of_others_goes_on_exactly(self, name: str, tmp_path: Path) -> None:
-        def read(loader: Any) -> list[Any]:
-            return [(batch["id"].tolist(), batch["x"].tolist()) for batch in loader]
-
-        def patched() -> Any:
-            return fabric.setup_dataloaders(patch_dataloader(LOADERS[name]()))
-
-        fabric = one_process()
-        loader = patched()
-        iterator = iter(loader)
-        [next(iterator) for _ in range(3)]
-        fabric.save(tmp_path / "last.ckpt", {"loader": loader})
-        fresh = patched()
-        fabric.load(tmp_path / "last.ckpt", {"loader": fresh})
-        expected = read(iterator)
-
-        assert expected
-        assert read(fresh) == expected
-        assert read(fresh) == read(loader)
 
     def test_a_checkpoint_is_plain_data(self, tmp_path: Path) -> None:
         fabric = one_process()
