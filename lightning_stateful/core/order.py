@@ -1,9 +1,9 @@
 """The protocol that all loaders and samplers are built on: orders of batches, and plans of the rest of an epoch.
 
-A :class:`BatchOrder` says what an epoch holds, as a pure function of (configuration, epoch, number of ranks). From a
-:class:`~lightning_stateful.core.progress.Progress` it makes an :class:`EpochPlan`: the steps from there to the end of
+A :class:`BatchOrder` gives the batches of an epoch, as a pure function of (configuration, epoch, number of ranks). From
+a :class:`~lightning_stateful.core.progress.Progress` it makes an :class:`EpochPlan`: the steps from there to the end of
 the epoch, with a batch for each rank. A run that is resumed, perhaps on other ranks, is planned from the progress that
-its checkpoint holds; nothing is replayed.
+its checkpoint holds.
 
 Orders of samples are in :mod:`lightning_stateful.core.samples`, of several datasets in
 :mod:`lightning_stateful.mixture`, of like lengths in :mod:`lightning_stateful.bucketing`, of any other sampler in
@@ -45,10 +45,10 @@ class EpochPlan(Protocol):
         """The batches of ``rank`` from ``first_step`` of this plan to its end.
 
         Yields:
-            ``(number, indices)``. The number tells a batch from all others of its epoch, on all ranks: what is drawn
-            while the batch is read is seeded from (seed, path of the loader, epoch, number). Only a batch that is
-            served twice, to keep ranks in step, has its number twice. ``indices`` is what the dataset is asked for: a
-            list of indices, or whatever a wrapped batch sampler yields.
+            ``(number, indices)``. The number tells a batch from all others of its epoch, on all ranks: random numbers
+            drawn while it is read are seeded from (seed, path of the loader, epoch, number). Only a batch that is
+            served twice, to keep ranks in step, has its number twice. ``indices`` are the dataset's indices: a list, a
+            single one where nothing is collated, or a batch as a wrapped batch sampler yields it.
         """
         ...
 

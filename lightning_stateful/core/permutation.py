@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -44,7 +45,7 @@ class KeyedPermutation:
             raise ConfigurationError(f"A permutation has 0 to 2**40 elements, got length={length}.")
         self.length = length
         self.key = key
-        self._forward: Any = _Table(length, key) if length <= _TABLE_LENGTH else _Mixer(length, key)
+        self._forward: _Table | _Mixer = _Table(length, key) if length <= _TABLE_LENGTH else _Mixer(length, key)
 
     def take(self, positions: NDArray[Any]) -> Indices:
         """Elements at ``positions``: int array of any shape in ``range(length)`` -> int64 array of the same shape."""
@@ -54,15 +55,15 @@ class KeyedPermutation:
         """Positions at which ``indices`` stand; the inverse of :meth:`take`, with the same shapes and errors."""
         return self._apply(self._forward.positions_of, indices)
 
-    def _apply(self, function: Any, values: NDArray[Any]) -> Indices:
+    def _apply(self, function: Callable[[Indices], Indices], values: NDArray[Any]) -> Indices:
+        """Check values, and call ``function`` with them as a flat int64 array."""
         given = np.asarray(values)
         if given.size and given.dtype.kind not in "iu":
             raise TypeError(f"positions and indices are integers, got an array of {given.dtype}")
         flat = given.astype(np.int64)
         if flat.size and (int(flat.min()) < 0 or int(flat.max()) >= self.length):
             raise IndexError(f"values from {flat.min()} to {flat.max()} lie outside range({self.length})")
-        result: Indices = function(flat.ravel()).reshape(flat.shape)
-        return result
+        return function(flat.ravel()).reshape(flat.shape)
 
 
 @lru_cache(maxsize=64)
@@ -135,7 +136,8 @@ class _Mixer:
     def positions_of(self, indices: Indices) -> Indices:
         return self._walk(indices, self._unmix)
 
-    def _walk(self, values: Indices, mix: Any) -> Indices:
+    def _walk(self, values: Indices, mix: Callable[[NDArray[Any]], None]) -> Indices:
+        """Mix each value in place, again and again until it lies in ``range(length)``."""
         words = values.astype(self._dtype)
         mix(words)
         outside = np.flatnonzero(words > self._last)
@@ -192,7 +194,7 @@ class ClassShuffle:
         sizes = np.diff(starts)
         self._sorted = sizes <= _SORTED
         self._table_starts, self._table = _shuffled_table(starts, self._sorted, labels)
-        # Words only for the classes that are mixed, which stand at these columns.
+        # Only classes that are mixed have words: the column of each class among them.
         self._columns = np.cumsum(~self._sorted) - 1
         mixed = sizes[~self._sorted]
         self._dtype: Any = np.uint32 if mixed.max(initial=0) <= 2**32 else np.uint64

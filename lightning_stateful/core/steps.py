@@ -41,7 +41,7 @@ class StepRule:
         num_replicas: Data-parallel ranks.
         drop_last: Leave out the last step if it is not full.
         exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.
-        pad: Fill the last step up to equal shares with samples of its own, in place of splitting it.
+        pad: Fill the last step up to equal shares by repeating samples of its own, instead of splitting it.
     """
 
     batch_size: int

@@ -97,7 +97,7 @@ def known_steps(plan: EpochPlan) -> int:
 
 
 class PlannedBatches:
-    """A batch sampler, or a sampler of single indices, that yields what a plan gives to one rank.
+    """A batch sampler, or a sampler of single indices, that yields the batches of a plan for one rank.
 
     Args:
         seed: Chooses the seed of each batch, from (seed, epoch, number of the batch), which is yielded with the
@@ -248,7 +248,7 @@ class BatchReader:
         return iterator.__next__ if self._is_plain else _counted(iterator, count, type(self.loader).__qualname__)
 
 
-def _counted(iterator: Any, count: int, name: str) -> Callable[[], Any]:
+def _counted(iterator: Iterator[Any], count: int, name: str) -> Callable[[], Any]:
     """A function that gives the next batch of an overridden ``__iter__``, and refuses more or fewer than planned."""
     served = 0
 

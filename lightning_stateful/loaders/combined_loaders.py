@@ -41,8 +41,8 @@ class CombinedLoaders:
         unknown = [path for path, loader in self.loaders.items() if not loader.is_sized]
         if unknown and len(self.loaders) > 1 and mode != "min_size":
             raise ConfigurationError(
-                f"Loaders {unknown} do not say where they end, so in the mode {mode!r} nobody knows, on a resume, "
-                "which of them had ended before. Combine them in the mode 'min_size', or say how much an epoch is: "
+                f"Loaders {unknown} do not say where they end, so in the mode {mode!r} a resume cannot know which of "
+                "them had ended before. Combine them in the mode 'min_size', or say how much an epoch is: "
                 "DDPSamplerWrapper(sampler, length=...), or for a stream StreamDataModule(..., steps_per_epoch=...)."
             )
         self.mode = mode
@@ -138,7 +138,7 @@ class CombinedLoaders:
             if isinstance(loader, IterableLoader):
                 raise ConfigurationError(
                     f"Loader {path!r}, a {loader.order.name}, gives {len(loader)} batches an epoch, and the epoch has "
-                    f"{num_steps} steps; what is no DataLoader is begun once an epoch. Combine the loaders in the mode "
+                    f"{num_steps} steps; iterables are begun only once an epoch. Combine the loaders in the mode "
                     "'min_size' or 'max_size', or let it give as many."
                 )
             if isinstance(loader, StreamLoader):

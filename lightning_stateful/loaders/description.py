@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from lightning_stateful.core.order import BatchOrder
@@ -113,7 +114,7 @@ def read_arguments(
     drop_last: bool,
     seed: int,
     exact: bool,
-    generator: Any,
+    generator: torch.Generator | None,
     accept: tuple[str, ...],
     as_one_rank: bool = True,
 ) -> LoaderDescription:
@@ -160,7 +161,7 @@ def read_arguments(
     return found._replace(batch_size=batch_size, drop_last=drop_last)
 
 
-def is_plain(sampler: Any, generator: Any = None) -> bool:
+def is_plain(sampler: Any, generator: torch.Generator | None = None) -> bool:
     """Whether a sampler stands for all samples, in order or shuffled, so that a computed order can take its place.
 
     Args:
@@ -177,7 +178,7 @@ def is_plain(sampler: Any, generator: Any = None) -> bool:
 
 
 def only_cuts(batch_sampler: Any) -> bool:
-    """Whether a batch sampler does no more than cut what a sampler yields into batches."""
+    """Whether a batch sampler only cuts the samples of its sampler into batches, as torch's own does."""
     return _is(batch_sampler, BatchSampler)
 
 

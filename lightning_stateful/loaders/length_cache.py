@@ -192,7 +192,7 @@ def _file_beside(dataset: Any, length: Callable[[Any], int]) -> Path | None:
     folder = Path(files[0]["filename"]).parent if files else None
     if folder is None or not isinstance(fingerprint, str) or not os.access(folder, os.W_OK):
         return None
-    # Slow to import, and needed by nobody who has lengths.
+    # Slow to import, and only needed where lengths are measured.
     from datasets.fingerprint import Hasher
 
     try:

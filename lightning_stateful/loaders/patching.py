@@ -73,7 +73,7 @@ def take_over(
         ConfigurationError: Each rank has a stream of its own, which cannot be resumed in its shards.
     """
     if getattr(type(loader), "is_view", False) is True:
-        # What a trainer was given in place of one of its loaders.
+        # A view, which a trainer was given in place of one of its loaders.
         loader = loader.loader
     if not exact and not isinstance(loader, DataLoader) and is_iterable(loader):
         # What it gives are batches of its own making, on each rank, and no rank's are dealt out.
@@ -159,8 +159,8 @@ def patch_dataloader(
             iterable dataset, which is read again on a resume.
         seed: Chooses the orders, and the randomness of samplers and samples; by default that of Lightning's
             ``seed_everything``, or 0.
-        num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
-        rank: This rank; by default that of the process group, or 0.
+        num_replicas: Data-parallel ranks; by default taken from the process group at the first batch, or 1.
+        rank: This rank; by default taken from the process group, or 0.
         seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, epoch,
             batch).
         accept: Names of differences to let pass when a state is loaded; ``"nondeterministic"`` lets pass a sampler
@@ -175,7 +175,7 @@ def patch_dataloader(
     if isinstance(loader, (StatefulLoader, StreamLoader)):
         return loader
     if not isinstance(loader, DataLoader):
-        # A trainer's callback knows that what it gives are batches.
+        # Any other iterable may give anything; that it gives batches is known only within a Trainer.
         raise UnsupportedLoaderError(f"Cannot take over the loader: {_reason_against(loader)}")
     return take_over(
         loader,

@@ -33,7 +33,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
 
     Args:
         dataset: A map-style dataset with a length.
-        batch_size: Samples in a batch of one rank; None to hand what the sampler yields to the dataset as it is.
+        batch_size: Samples in a batch of one rank; None to pass the sampler's items to the dataset as they are.
         shuffle: True for another random order in each epoch, False for the dataset's order.
         sampler: In place of ``shuffle``: any sampler, perhaps in a
             :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper`, or a
@@ -45,8 +45,8 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         seed: Chooses the orders and the randomness of samples; by default the seed of Lightning's ``seed_everything``,
             or 0.
         path: The loader's name among several that are served side by side; each draws from (seed, path).
-        num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
-        rank: This rank; by default that of the process group, or 0.
+        num_replicas: Data-parallel ranks; by default taken from the process group at the first batch, or 1.
+        rank: This rank; by default taken from the process group, or 0.
         seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, path, epoch,
             batch).
         exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.

@@ -35,7 +35,7 @@ class Pickled:
     """
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Lightning's record of what was set holds the same.
+        # Lightning's record of set attributes would pickle the same once more.
         state = {name: value for name, value in vars(self).items() if name != "__pl_attrs_record"}
         if state.get("_reader") is not None:
             state["_reader"] = None

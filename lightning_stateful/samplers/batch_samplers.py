@@ -19,8 +19,8 @@ class StatefulBatchSampler(TrackedSampler, Sampler[list[int]]):
 
     Args:
         order: The order to serve: of mixtures, buckets, plain samples or one of your own.
-        num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
-        rank: This rank; by default that of the process group, or 0.
+        num_replicas: Number of ranks; by default taken from the process group at the first batch, or 1.
+        rank: This rank; by default taken from the process group, or 0.
         accept: Names of differences between a state and this configuration to let pass on load.
 
     State:
@@ -55,7 +55,7 @@ class StatefulBatchSampler(TrackedSampler, Sampler[list[int]]):
         return (batch for _, batch in plan.batches(self.tracker.topology.rank, first_step))
 
     def state_dict(self, *, num_batches: int | None = None) -> dict[str, Any]:
-        """The state after what the latest iterator has yielded.
+        """The state after the batches that the latest iterator has yielded.
 
         Args:
             num_batches: Batches of this rank that the present pass has trained on, if workers have fetched more.

@@ -44,8 +44,8 @@ class BucketBatchSampler(StatefulBatchSampler):
         shuffle: False to serve the longest bucket first, in the same order in every epoch.
         drop_last: Leave out the last step if it is not full.
         seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
-        num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
-        rank: This rank; by default that of the process group, or 0.
+        num_replicas: Number of ranks; by default taken from the process group at the first batch, or 1.
+        rank: This rank; by default taken from the process group, or 0.
         accept: Names of differences between a state and this configuration to let pass on load. Settings that decide
             which samples form a batch can only change between epochs.
 

@@ -31,8 +31,8 @@ class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
 
     Args:
         sampler: Any iterable that yields an epoch of indices, or of batches of them, whenever it is iterated.
-        num_replicas: Number of ranks; by default that of the process group at the first item, or 1.
-        rank: This rank; by default that of the process group, or 0.
+        num_replicas: Number of ranks; by default taken from the process group at the first item, or 1.
+        rank: This rank; by default taken from the process group, or 0.
         tail: How to treat the last items of an epoch when they are fewer than the ranks. ``"split"``: batches are split
             over the ranks sample by sample, so that every sample comes once (single samples, of which there are fewer
             than ranks, are served twice); ``"pad"``: some items are served twice; ``"drop"``: they are left out.
@@ -67,7 +67,7 @@ class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
         seed: int | None = None,
         accept: Collection[str] = (),
     ) -> None:
-        # Wrapping twice is wrapping once; what is left at its default stays as the first wrapper has it.
+        # Wrapping twice is wrapping once; arguments left at their default are those of the first wrapper.
         if isinstance(sampler, DDPSamplerWrapper):
             first: DDPSamplerWrapper = sampler
             tail = first.tail if tail == "split" else tail
@@ -118,7 +118,7 @@ class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
         return (batch if self.order.whole_batches else batch[0] for _, batch in batches)
 
     def state_dict(self, *, num_items: int | None = None) -> dict[str, Any]:
-        """The state after what the latest iterator has yielded.
+        """The state after the items that the latest iterator has yielded.
 
         Args:
             num_items: Items of this rank that the present pass has trained on, if workers have fetched more.

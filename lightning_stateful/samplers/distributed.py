@@ -27,11 +27,11 @@ class StatefulDistributedSampler(TrackedSampler, DistributedSampler[Any]):
 
     Args:
         dataset: The dataset, or its length.
-        num_replicas: Number of ranks; by default that of the process group, or 1.
-        rank: This rank; by default that of the process group, or 0.
+        num_replicas: Number of ranks; by default taken from the process group, or 1.
+        rank: This rank; by default taken from the process group, or 0.
         shuffle: True for another random order in each epoch, False for the dataset's order.
         seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
-        drop_last: Drop the last incomplete round in place of filling it.
+        drop_last: Drop the last incomplete round instead of filling it.
         accept: Names of differences between a state and this configuration to let pass on load.
 
     State:
@@ -84,7 +84,7 @@ class StatefulDistributedSampler(TrackedSampler, DistributedSampler[Any]):
         return cast(SampleEpochPlan, plan).samples(self.rank, first_step)
 
     def state_dict(self, *, num_samples: int | None = None) -> dict[str, Any]:
-        """The state after what the latest iterator has yielded.
+        """The state after the samples that the latest iterator has yielded.
 
         Args:
             num_samples: Samples of this rank that the present pass has trained on, if workers have fetched more.

@@ -50,7 +50,7 @@ def seed_randomness(seed: int) -> None:
 
 
 def seed_or_default(seed: int | None) -> int:
-    """The seed itself; for None that of Lightning's ``seed_everything`` (``PL_GLOBAL_SEED``), or 0 where that is unset.
+    """The seed itself, or for None the one of Lightning's ``seed_everything`` (``PL_GLOBAL_SEED``), or else 0.
 
     Raises:
         ConfigurationError: A seed is no integer.

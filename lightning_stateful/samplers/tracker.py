@@ -46,13 +46,13 @@ class Tracker:
     Args:
         order: The order that is served.
         config: The configuration that a state holds and is compared with; by default the order's.
-        num_replicas: Number of ranks; by default that of the process group when a pass begins, or 1.
-        rank: This rank; by default that of the process group, or 0.
+        num_replicas: Number of ranks; by default taken from the process group when a pass begins, or 1.
+        rank: This rank; by default taken from the process group, or 0.
         accept: Names of differences between a state and this configuration to let pass on load.
 
     State:
-        An envelope of the order's kind (see :mod:`lightning_stateful.state`) with the progress after what was handed
-        over.
+        An envelope of the order's kind (see :mod:`lightning_stateful.state`) with the progress after the steps that
+        were handed over.
 
     Raises:
         ConfigurationError: The topology is out of range.
@@ -131,7 +131,7 @@ class Tracker:
 
         Args:
             read: Called with a plan and a first step; gives one item for each step from there on.
-            resumes: Go on after the last item of the latest pass, in place of beginning where that began.
+            resumes: Go on after the last item of the latest pass, instead of beginning where that pass began.
         """
         # A generator: nothing here runs before the first next(), so a state may be loaded after iter().
         self._num_passes = number = self._num_passes + 1
@@ -143,7 +143,7 @@ class Tracker:
                     num_steps = plan.num_steps
                 if self._num_passes == number:
                     self._num_handed = step
-                    # Before the last item is handed over: who has it stands at the next epoch.
+                    # Before the last item is yielded: a state taken with it is that of the next epoch.
                     if step == num_steps:
                         self._end_pass(plan)
                 yield item
@@ -174,7 +174,7 @@ class Tracker:
         """Let the next pass begin with the next epoch."""
         self._start = self.plan_epoch(plan.epoch + 1, plan.progress_after(self._num_handed)).progress_after(0)
         if not self._num_handed:
-            # Nobody stands in an epoch that has no step.
+            # An epoch without a step is over: the tracker is at the beginning of the next one.
             self._plan = None
 
     def progress_after(self, steps: int) -> Progress:
@@ -214,7 +214,7 @@ class Tracker:
         self._num_seeks += 1
 
     def state_dict(self, progress: Progress | None = None) -> dict[str, Any]:
-        """The state at ``progress``, by default after what was handed over: fresh plain data, equal on all ranks."""
+        """The state at ``progress``, by default :attr:`progress`: fresh plain data, equal on all ranks."""
         progress = self.progress if progress is None else progress
         return format_.pack(self.order.kind, self.order.version, self.config, progress.to_dict())
 
@@ -302,5 +302,5 @@ class TrackedSampler:
         return self.tracker.report()
 
     def _state_dict(self, steps: int | None) -> dict[str, Any]:
-        """The state after what was yielded, or after so many steps of the present pass."""
+        """The state after the items that were yielded, or after the first ``steps`` of the present pass."""
         return self.tracker.state_dict(None if steps is None else self.tracker.progress_after(steps))
