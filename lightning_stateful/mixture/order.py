@@ -170,6 +170,8 @@ class MixtureOrder:
         for name, length in zip(self.mixture.sources.names, self.mixture.sources.lengths, strict=True):
             # A loader adds a digest after the length.
             before = int(str(saved_sources.get(name, length)).split(" ", maxsplit=1)[0])
-            passes, offset = divmod(served.get(name, 0), before)
-            kept.append(passes * length + min(offset, length))
+            samples = served.get(name, 0)
+            # Where a pass has just been served whole, what has come to the source since is still to be served.
+            passes = max(samples - 1, 0) // before
+            kept.append(passes * length + min(samples - passes * before, length))
         return kept

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_stateful.core.order import UNKNOWN
-from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.samplers.fast_forward import STATE_STRIDE, digest
 from lightning_stateful.samplers.rng_isolation import IsolatedCopy
 
@@ -72,6 +73,30 @@ def check_determinism(order: WrappedSampler) -> CheckResult:
     return CheckResult(begins=digest(whole.digests), first=whole.first, resume_mode=mode, keeps_rows=keeps_rows)
 
 
+def check_after_pass(order: WrappedSampler, ended: IsolatedCopy, epoch: int) -> None:
+    """Make sure, when the first whole pass has been drawn, that its end has changed nothing but the copy.
+
+    Args:
+        order: The sampler.
+        ended: The copy that was iterated to its end.
+        epoch: The epoch of that pass.
+
+    Raises:
+        UnsupportedLoaderError: It has changed what copies share: how epochs begin depends on those before.
+    """
+    if not order.check().begins or order.repeats_first_epoch:
+        return
+    fresh = _begin(order, order.copied()).digests
+    if digest(fresh) != order.check().begins:
+        if "nondeterministic" in order.accept:
+            return
+        raise UnsupportedLoaderError(order.name + _CHANGES_DATA)
+    if _begin(order, ended, epoch + 1).digests == fresh:
+        return
+    if all(_begin(order, order.copied(), number).digests == fresh for number in range(1, _EPOCHS)):
+        warnings.warn(f"{order.name}{_COUNTS_LATE}", StatefulWarning, stacklevel=2)
+
+
 def has_own_state(order: WrappedSampler) -> bool:
     """Whether a sampler has a state of its own that it can be resumed by."""
     methods = ("state_dict", "load_state_dict")
@@ -99,6 +124,17 @@ _DIFFERS = (
 _COUNTS_EPOCHS = (
     " counts its epochs by itself, so a resumed run could not say which one it is. Give it set_epoch(epoch), and let "
     "the order depend on that."
+)
+
+
+_CHANGES_DATA = (
+    " changed data in the course of a pass that copies of it share: those of a dataset, or objects or lists in a list "
+    "of more than 1,024. So an epoch depends on those before it, and a resumed run could not know them. Let it copy "
+    "what it changes, or draw anew in __iter__; or accept an inexact resume with accept=('nondeterministic',)."
+)
+_COUNTS_LATE = (
+    " changes itself at the end of a pass, and a pass begins with a fresh copy of it: all epochs are alike, in the "
+    "order of the first. Give it set_epoch(epoch), and let the order depend on that."
 )
 
 
@@ -157,6 +193,12 @@ def _counts_epochs(
 
 def _state_leads_back(order: WrappedSampler, keeps_rows: bool) -> bool:
     """Whether a copy goes on from the state of another one as that does."""
+    with suppress(Exception):
+        return _goes_on(order, keeps_rows)
+    return False
+
+
+def _goes_on(order: WrappedSampler, keeps_rows: bool) -> bool:
     ahead, behind = (order.copied(shares_rows=keeps_rows) for _ in range(2))
     with ahead.entered():
         slots = ahead.begin(0, 0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 import warnings
-from collections import deque
+from array import array
+from collections import UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16
 # Others are noted at the slots 0, 1, 2, 4, 8 and so on, then at the multiples of this.
-_DIGEST_STRIDE = 8192
+_DIGEST_STRIDE = 1024
 # Prefetching workers and open accumulation windows are as far as training may lie behind what was drawn.
 _KEPT_NOTES = 512
 # Slots that are drawn at a time, and the seconds after which it should not be more.
@@ -150,6 +152,8 @@ class FastForward:
             while len(self._ready) < target and self.end is None:
                 self._pull(made, target - len(self._ready))
             seconds = time.perf_counter() - started
+        if self.end is not None:
+            self._order.check_after_pass(made, self._epoch)
         # More at a time, as long as nobody notices.
         self._size = min(2 * self._size, _MOST_DRAWN) if seconds < _LONG_DRAW else max(self._size // 2, 1)
 
@@ -163,7 +167,7 @@ class FastForward:
         slots = islice(self._iterator, wanted)
         try:
             # What a sampler yielded before it failed stays.
-            self._ready.extend(map(_kept, slots) if self._order.whole_batches else slots)
+            self._ready.extend(map(_kept, slots) if self._order.yields_containers else slots)
         finally:
             found = self._ready[before:]
             self.drawn += len(found)
@@ -243,8 +247,17 @@ def _feed(hashed: Any, item: Any, depth: int) -> None:
 _INTEGERS = (int, np.integer)
 
 
+# Containers that a sampler may fill again after it has yielded them; of another object nothing is known.
+_CONTAINERS = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray)
+
+
 def _kept(batch: Any) -> Any:
-    """A batch that stays as it was yielded: a sampler may fill the very list again that it has yielded."""
-    if type(batch) is list or isinstance(batch, np.ndarray):
+    """Copy a batch, so that it stays as it was yielded: a sampler may fill the very container again."""
+    # The common case at the speed of a list: batches hold things of one kind.
+    if type(batch) is list and (not batch or isinstance(batch[0], _INTEGERS)):
         return batch.copy()
-    return batch.clone() if isinstance(batch, torch.Tensor) else batch
+    if isinstance(batch, np.ndarray):
+        return batch.copy()
+    if isinstance(batch, torch.Tensor):
+        return batch.clone()
+    return copy.deepcopy(batch) if isinstance(batch, _CONTAINERS) else batch

@@ -173,8 +173,21 @@ class DeepCopy:
         try:
             return copy.deepcopy(value, self._memo)
         except Exception:
-            self._memo[id(value)] = value
+            # Of samplers, a proxy that hands every attribute on, or a class that cannot be called or pickled.
+            self._memo[id(value)] = made = self._rebuilt(value) if _is_sampler(value) else value
+            return made
+
+    def _rebuilt(self, value: Any) -> Any:
+        """A copy made of the attributes alone; the object itself where that cannot be."""
+        try:
+            held, made = vars(value), object.__new__(type(value))
+            # For what holds it in turn.
+            self._memo[id(value)] = made
+            for name, item in held.items():
+                object.__setattr__(made, name, copy.deepcopy(item, self._memo))
+        except Exception:
             return value
+        return made
 
     def _parts(self, value: Any) -> Iterable[tuple[Any, Any]]:
         """What a value holds, by name; nothing of what is shared or copied in one go."""
@@ -219,7 +232,11 @@ class DeepCopy:
 
     def _state(self, value: Any) -> Iterable[tuple[Any, Any]]:
         """What an object holds, as :func:`copy.deepcopy` asks for it."""
-        reduced = value.__reduce_ex__(4)
+        try:
+            reduced = value.__reduce_ex__(4)
+        except Exception:
+            # What it holds may be copied all the same.
+            reduced = (None, (), vars(value))
         if isinstance(reduced, str):
             return
         _, args, state, items, pairs = (*reduced, None, None, None)[:5]

@@ -30,7 +30,13 @@ from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.core.topology import split_evenly
 from lightning_stateful.errors import ConfigurationError, PositionError
-from lightning_stateful.samplers.determinism_check import CheckResult, ResumeMode, check_determinism, wrong_length
+from lightning_stateful.samplers.determinism_check import (
+    CheckResult,
+    ResumeMode,
+    check_after_pass,
+    check_determinism,
+    wrong_length,
+)
 from lightning_stateful.samplers.fast_forward import FastForward
 from lightning_stateful.samplers.rng_isolation import IsolatedCopy
 from lightning_stateful.state import accepted_names
@@ -175,6 +181,17 @@ class WrappedSampler:
     @cached_property
     def _checked(self) -> CheckResult:
         return CheckResult() if self.is_known else check_determinism(self)
+
+    def check_after_pass(self, ended: IsolatedCopy, epoch: int) -> None:
+        """Make sure, once, that a pass leaves alone what copies share; see :func:`check_after_pass`."""
+        if not vars(self).setdefault("_has_ended", False):
+            check_after_pass(self, ended, epoch)
+            vars(self)["_has_ended"] = True
+
+    @cached_property
+    def yields_containers(self) -> bool:
+        """Whether what it yields may be filled again by it, and has to be copied."""
+        return self.whole_batches or not (self.is_known or isinstance(self.check().first, int))
 
     def copied(self, *, shares_rows: bool | None = None) -> IsolatedCopy:
         """A fresh copy of the sampler, as the user has it now.
