@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 ResumeMode = Literal["fast_forward", "own_state"]
 
-# Slots at the beginning of an epoch that are compared, epochs in which one may chance to begin like another, and slots
-# after which a sampler is not followed further. All ranks count slots, so that they come to the same verdict.
+# Items at the beginning of an epoch that are compared, epochs in which one may chance to begin like another, and items
+# after which a sampler is not followed further. All ranks count items, so that they come to the same verdict.
 _COMPARED, _EPOCHS, _FOLLOWED = 64, 8, 4096
 
 _END = object()
@@ -33,8 +33,8 @@ class CheckResult:
     Attributes:
         begins: Digest of how epoch 0 begins, equal on all ranks and in a resumed run; empty of torch's own samplers,
             which are not looked at, and where no two runs are alike.
-        first: The first slot of epoch 0, or None.
-        resume_mode: How the sampler is brought to a slot.
+        first: The first item of epoch 0, or None.
+        resume_mode: How the sampler is brought to an item.
         is_repeatable: Whether two runs are alike.
         keeps_rows: Whether lists in a long list stay as they are when it is iterated.
     """
@@ -47,7 +47,7 @@ class CheckResult:
 
 
 def check_determinism(order: WrappedSampler) -> CheckResult:
-    """Let fresh copies of a sampler begin epoch 0, and follow one of them to its end or for some thousand slots.
+    """Let fresh copies of a sampler begin epoch 0, and follow one of them to its end or for some thousand items.
 
     Raises:
         UnsupportedLoaderError: It does not yield the same again, counts its epochs by itself or draws in a thread, and
@@ -64,9 +64,9 @@ def check_determinism(order: WrappedSampler) -> CheckResult:
         if "nondeterministic" not in order.accept:
             raise UnsupportedLoaderError(order.name + (_COUNTS_EPOCHS if is_alike else _DIFFERS))
         return CheckResult(first=whole.first, resume_mode=mode, is_repeatable=False, keeps_rows=keeps_rows)
-    if order.num_slots is not None and whole.length is not None:
-        most = UNKNOWN if order.is_cut else order.num_slots
-        if not order.num_slots <= whole.length <= most:
+    if order.num_items is not None and whole.length is not None:
+        most = UNKNOWN if order.is_cut else order.num_items
+        if not order.num_items <= whole.length <= most:
             raise wrong_length(order, whole.length, 0)
     if mode == "own_state" and len(whole.digests) > STATE_STRIDE and not _state_leads_back(order, keeps_rows):
         mode = "fast_forward"
@@ -105,7 +105,7 @@ def has_own_state(order: WrappedSampler) -> bool:
 
 def wrong_length(order: WrappedSampler, found: int | str, epoch: int) -> ConfigurationError:
     """What to say of a sampler that yields more or fewer items than it says."""
-    length = order.num_slots
+    length = order.num_items
     says = f"length={length} was given" if order.is_cut else f"its len() is {length} (when it was wrapped)"
     return ConfigurationError(
         f"{order.name} yields {found} items in epoch {epoch}, but {says}. Steps and the end of an epoch follow from "
@@ -140,7 +140,7 @@ _COUNTS_LATE = (
 
 @dataclass(slots=True)
 class _Beginning:
-    """How a pass begins: its first slot, digests of the first slots and of those that follow, and its length."""
+    """How a pass begins: its first item, digests of the first items and of those that follow, and its length."""
 
     first: Any = None
     digests: list[str] = field(default_factory=list)
@@ -183,7 +183,7 @@ def _counts_epochs(
     """Whether a second pass over one copy is another one, and nothing that it is told decides which."""
     if order.repeats_first_epoch:
         return False
-    # The other copy was left after its first slots, where some samplers go on.
+    # The other copy was left after its first items, where some samplers go on.
     again = _begin(order, other).digests in (whole.digests, whole.following)
     if again and (whole.length is None or _begin(order, followed).digests == whole.digests):
         return False

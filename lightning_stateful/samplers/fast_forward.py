@@ -1,4 +1,4 @@
-"""Iterates a sampler from any slot on: fast-forward, its own states, and a digest of what it has yielded."""
+"""Iterates a sampler from any item on: fast-forward, its own states, and a digest of what it has yielded."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16
-# Others are noted at the slots 0, 1, 2, 4, 8 and so on, then at the multiples of this.
+# Others are noted at the items 0, 1, 2, 4, 8 and so on, then at the multiples of this.
 _DIGEST_STRIDE = 1024
 # Prefetching workers and open accumulation windows are as far as training may lie behind what was drawn.
 _KEPT_NOTES = 512
-# Slots that are drawn at a time, and the seconds after which it should not be more.
+# Items that are drawn at a time, and the seconds after which it should not be more.
 _MOST_DRAWN, _LONG_DRAW = 4096, 0.002
 # Seconds from which on the cost of fast-forwarding is worth a word.
 _LONG_FAST_FORWARD = 1.0
@@ -36,22 +36,23 @@ _END = object()
 
 
 class FastForward:
-    """One pass over a fresh copy of a sampler, from any slot on.
+    """One pass over a fresh copy of a sampler, from any item on.
 
-    It begins when it is first asked for slots: by the sampler's own state, or at the pass's first slot, and drops what
-    comes before. On its way it notes slots with a digest of what was yielded there, and with the sampler's own state
+    It begins when it is first asked for items: by the sampler's own state, or at the pass's first item, and drops what
+    comes before. On its way it notes items with a digest of what was yielded there, and with the sampler's own state
     before that, if it has one. A resume compares the digest of the note that it begins from.
 
     Args:
         order: The sampler.
         epoch: Which epoch.
         cycle: Which pass within the epoch.
-        slot: The first slot that is wanted.
-        noted: A note of an earlier run: a slot, the digest there, and the sampler's own state or None. Empty for none.
+        slot: The number of the first item that is wanted.
+        noted: A note of an earlier run: the number of an item, its digest, and the sampler's own state or None. Empty
+            for none.
 
     Attributes:
-        drawn: Slots of the pass that the sampler has yielded.
-        end: Slots of the pass once the sampler was seen to end; None before that.
+        drawn: Items of the pass that the sampler has yielded.
+        end: Items of the pass once the sampler was seen to end; None before that.
     """
 
     def __init__(self, order: WrappedSampler, epoch: int, cycle: int, slot: int, noted: Sequence[Any]) -> None:
@@ -66,12 +67,12 @@ class FastForward:
         self._failure: Exception | None = None
         self._size = 1
         self._has_states = order.resume_mode == "own_state"
-        # The latest slot before which the sampler's own state was taken, and that state.
+        # The latest item before which the sampler's own state was taken, and that state.
         self._state: tuple[int, Any] = (0, None)
         self._notes: deque[list[Any]] = deque(maxlen=_KEPT_NOTES)
 
     def look_ahead(self, count: int) -> int:
-        """Draw until ``count`` slots are ready, unless the sampler ends; how many are."""
+        """Draw until ``count`` items are ready, unless the sampler ends; how many are."""
         while len(self._ready) < count and self.end is None and self._failure is None:
             try:
                 self._draw(max(count - len(self._ready), self._size))
@@ -83,12 +84,12 @@ class FastForward:
         return len(self._ready)
 
     def take(self, count: int) -> list[Any]:
-        """The next ``count`` slots, which have to be ready."""
+        """The next ``count`` items, which have to be ready."""
         taken, self._ready = self._ready[:count], self._ready[count:]
         return taken
 
     def noted_before(self, slot: int) -> list[Any]:
-        """The latest note of an earlier slot, for a progress at ``slot``; empty if there is none."""
+        """The latest note of an earlier item, for a progress at ``slot``; empty if there is none."""
         return next((note for note in reversed(self._notes) if note[0] < slot), [])
 
     # Drawing
@@ -121,7 +122,7 @@ class FastForward:
             )
 
     def _skip(self, made: IsolatedCopy) -> None:
-        """Let the sampler yield what comes before the first slot, and look at as little of it as will do."""
+        """Let the sampler yield what comes before the first item, and look at as little of it as will do."""
         while self.drawn < self._slot and self.end is None:
             if self._has_states:
                 self._pull(made, self._slot - self.drawn)
@@ -158,7 +159,7 @@ class FastForward:
         self._size = min(2 * self._size, _MOST_DRAWN) if seconds < _LONG_DRAW else max(self._size // 2, 1)
 
     def _pull(self, made: IsolatedCopy, wanted: int) -> None:
-        """Let the sampler yield many slots, or all up to where a state of its own is due."""
+        """Let the sampler yield many items, or all up to where a state of its own is due."""
         before, began = len(self._ready), self.drawn
         if self._has_states:
             if began % STATE_STRIDE == 0 and began > self._state[0]:
@@ -178,7 +179,7 @@ class FastForward:
             noted = self._next_note(noted + 1)
 
     def _next_note(self, slot: int) -> int:
-        """The first slot at or after ``slot`` that is noted."""
+        """The first item at or after ``slot`` that is noted."""
         return -(-slot // STATE_STRIDE) * STATE_STRIDE if self._has_states else next_digest_slot(slot)
 
     def _note(self, slot: int, item: Any) -> None:
@@ -189,7 +190,7 @@ class FastForward:
             self._compare(slot, found)
 
     def _compare(self, slot: int, found: str) -> None:
-        """Make sure that what stands at a slot is what stood there when a state was taken."""
+        """Make sure that what stands at an item is what stood there when a state was taken."""
         order, expected = self._order, self._expected[1]
         if found == expected or not order.check().is_repeatable:
             return
@@ -205,16 +206,16 @@ class FastForward:
 
 
 def next_digest_slot(slot: int) -> int:
-    """The first slot at or after ``slot`` at which a digest is noted."""
+    """The first item at or after ``slot`` at which a digest is noted."""
     if slot >= _DIGEST_STRIDE:
         return -(-slot // _DIGEST_STRIDE) * _DIGEST_STRIDE
     return slot if slot < 2 else 1 << (slot - 1).bit_length()
 
 
 def digest(item: Any, before: str = "") -> str:
-    """Hex digest of a slot, chained to that of an earlier one; equal for equal slots in every process.
+    """Hex digest of an item, chained to that of an earlier one; equal for equal items in every process.
 
-    Slots are told apart by the numbers, strings, arrays and containers in them; of another object its ``id`` attribute
+    Items are told apart by the numbers, strings, arrays and containers in them; of another object its ``id`` attribute
     counts, or else what it contains, or only its type.
     """
     hashed = hashlib.blake2b(before.encode(), digest_size=8)

@@ -281,7 +281,8 @@ def _costs(by: By, sources: Sources, tokens: tuple[int, ...] | None) -> list[Fra
     elif by == "token":
         if tokens is None:
             raise ConfigurationError(
-                'by="token" needs the lengths of the samples in tokens; pass them for each source.'
+                'by="token" needs the length of every sample in tokens: pass token_lengths to a batch sampler, or lengths '
+                "to a data module, an array for each source."
             )
         return [
             Fraction(total * size, length)

@@ -71,8 +71,8 @@ class IsolatedCopy:
         Args:
             epoch: Which epoch.
             cycle: Which pass within the epoch.
-            drawn: How many slots it had yielded when it gave a state.
-            state: What :meth:`state` returned then; None to begin with the first slot.
+            drawn: How many items it had yielded when it gave a state.
+            state: What :meth:`state` returned then; None to begin with the first item.
         """
         self.seed(epoch, cycle)
         for part in self._samplers:
@@ -84,7 +84,7 @@ class IsolatedCopy:
         return _only_next(iter(self.sampler))
 
     def state(self, epoch: int, cycle: int, drawn: int) -> Any:
-        """The own state of a copy that has yielded ``drawn`` slots, as plain data; within :meth:`entered`."""
+        """The own state of a copy that has yielded ``drawn`` items, as plain data; within :meth:`entered`."""
         # Seeded first: a state may hold generators, which a resume then puts where they are now.
         self.seed(epoch, cycle, drawn)
         return to_plain(self.sampler.state_dict(), f"{self._name}.state_dict()")

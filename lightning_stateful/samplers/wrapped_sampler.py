@@ -54,7 +54,7 @@ _log = logging.getLogger("lightning_stateful")
 # What the numbers of batches are apart from one pass of an epoch to the next.
 _MANY_SLOTS = 2**40
 _TORCHS_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-# Options that change how slots are dealt out, and not what the sampler yields.
+# Options that change how items are dealt out, and not what the sampler yields.
 _OF_DEALING = frozenset({"batch_size", "tail", "exact", "shuffles", "is_collated", "whole_batches"})
 
 
@@ -65,7 +65,7 @@ class WrappedSampler:
     In every pass a deep copy of the sampler is iterated, so that the user's object stays as it is and an epoch follows
     from (seed, path, epoch) alone: the copy runs under randomness seeded from these, generators that it holds included,
     is told the epoch where it has ``set_epoch``, and believes that there is one rank. So every rank, and every resumed
-    run, sees one and the same sequence of slots: samples or whole batches.
+    run, sees one and the same sequence of items: samples or whole batches.
 
     Attributes:
         sampler: Any iterable over an epoch of indices, or of batches of them.
@@ -73,13 +73,13 @@ class WrappedSampler:
         path: The place of its loader among several, which draw apart; empty for a loader that stands alone.
         whole_batches: Whether it yields whole batches.
         is_collated: Whether these are certainly batches of indices, of whatever type; else a tuple names one sample.
-        length: Slots of an epoch: ``"len"`` for its own ``len()`` if it has one, ``"unknown"`` to find out where
+        length: Items of an epoch: ``"len"`` for its own ``len()`` if it has one, ``"unknown"`` to find out where
             it ends, or a number after which an epoch is cut off.
         batch_size: Samples in a full batch of one rank; 1 where it yields whole batches.
         tail: What becomes of a last step that is not full: ``"split"`` as evenly as it goes, whole batches sample by
-            sample; ``"pad"`` with slots of its own; or ``"drop"``.
-        exact: For evaluation: never repeat a slot unless there are fewer slots than ranks.
-        shuffles: Whether the slots of a step go to ranks in a random order.
+            sample; ``"pad"`` with items of its own; or ``"drop"``.
+        exact: For evaluation: never repeat an item unless there are fewer items than ranks.
+        shuffles: Whether the items of a step go to ranks in a random order.
         as_one_rank: Whether samplers in it that deal out to ranks are told that there is one rank. Otherwise each rank
             has a sequence of its own, of which a progress keeps no more than a count.
         accept: With ``"nondeterministic"`` in it, a sampler that cannot be repeated is accepted; with ``"sequence"``,
@@ -121,7 +121,7 @@ class WrappedSampler:
             object.__setattr__(self, "length", as_int("length", self.length))
         if self.length not in ("len", "unknown") and (isinstance(self.length, str) or self.length < 1):
             raise ConfigurationError(f"length must be at least 1, 'len' or 'unknown', got {self.length!r}.")
-        self.num_slots  # noqa: B018  # asked now, because a sampler may change
+        self.num_items  # noqa: B018  # asked now, because a sampler may change
 
     @property
     def name(self) -> str:
@@ -144,7 +144,7 @@ class WrappedSampler:
     @property
     def is_sized(self) -> bool:
         """Whether the length of an epoch is known before its end."""
-        return self.num_slots is not None
+        return self.num_items is not None
 
     @property
     def is_cut(self) -> bool:
@@ -152,8 +152,8 @@ class WrappedSampler:
         return isinstance(self.length, int)
 
     @cached_property
-    def num_slots(self) -> int | None:
-        """Slots of an epoch; None where that is known only at its end."""
+    def num_items(self) -> int | None:
+        """Items of an epoch; None where that is known only at its end."""
         if self.length != "len":
             return self.length if isinstance(self.length, int) else None
         try:
@@ -163,14 +163,14 @@ class WrappedSampler:
 
     @property
     def resume_mode(self) -> ResumeMode:
-        """How it is brought to a slot; see :data:`RESUME_MODES`."""
+        """How it is brought to an item; see :data:`RESUME_MODES`."""
         return self.check().resume_mode
 
     def check(self) -> CheckResult:
         """Make sure, once, that the sampler yields the same again.
 
         Returns:
-            What was found, ``begins`` and ``first`` among it: the digest of how epoch 0 begins, and its first slot.
+            What was found, ``begins`` and ``first`` among it: the digest of how epoch 0 begins, and its first item.
 
         Raises:
             UnsupportedLoaderError: It does not, and that is not accepted.
@@ -209,7 +209,7 @@ class WrappedSampler:
 
     def config(self) -> dict[str, Any]:
         """What determines the sequence, as far as it can be read off; how an epoch begins tells the rest."""
-        length = "unknown" if self.num_slots is None else self.num_slots
+        length = "unknown" if self.num_items is None else self.num_items
         return {
             "seed": self.seed,
             "sampler": {"class": self.name, "resume_mode": self.resume_mode, "length": length},
@@ -221,13 +221,13 @@ class WrappedSampler:
         """Plan ``epoch``, or the rest of it.
 
         Raises:
-            PositionError: More slots were consumed than the epoch has.
+            PositionError: More items were consumed than the epoch has.
         """
         here = progress if progress is not None and progress.epoch == epoch else Progress(epoch=epoch)
-        if self.num_slots is not None and here.consumed > self.num_slots:
+        if self.num_items is not None and here.consumed > self.num_items:
             raise PositionError(
                 f"{here.consumed} {self.unit} of epoch {epoch} were consumed, but {self.name} yields only "
-                f"{self.num_slots}. Build it as when the checkpoint was written, or resume from another checkpoint."
+                f"{self.num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
             )
         rule = StepRule(
             batch_size=self.batch_size,
@@ -240,11 +240,11 @@ class WrappedSampler:
 
     @property
     def unit(self) -> str:
-        """What a slot is."""
+        """What an item is."""
         return "batches" if self.whole_batches else "samples"
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
-        """The same: slots are counted alike under any configuration."""
+        """The same: items are counted alike under any configuration."""
         return progress
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> WrappedSampler:
@@ -252,7 +252,7 @@ class WrappedSampler:
 
         Args:
             path: The place of its loader among several.
-            exact: Never repeat a slot.
+            exact: Never repeat an item.
             shuffle: False for the first epoch over and over.
         """
         repeats = self.repeats_first_epoch or not shuffle
@@ -281,14 +281,14 @@ class WrappedEpochPlan:
 
     Args:
         order: The sampler.
-        rule: How it is cut into steps: each gives every rank ``batch_size`` slots. Whole batches that are left at the
+        rule: How it is cut into steps: each gives every rank ``batch_size`` items. Whole batches that are left at the
             end, fewer than ranks, are split over the ranks sample by sample.
         begun: Where the plan begins.
     """
 
     def __init__(self, *, order: WrappedSampler, rule: StepRule, begun: Progress) -> None:
         self.order, self.rule, self._begun = order, rule, begun
-        self._end = order.num_slots
+        self._end = order.num_items
         self._latest: FastForward | None = None
         self._repeats = ""
 
@@ -299,7 +299,7 @@ class WrappedEpochPlan:
 
     @property
     def remaining(self) -> int | None:
-        """Slots left; None until the end of a sampler without ``len`` has been seen."""
+        """Items left; None until the end of a sampler without ``len`` has been seen."""
         if self._end is None and self._latest is not None:
             self._end = self._latest.end
         return None if self._end is None else max(self._end - self._begun.consumed, 0)
@@ -327,7 +327,7 @@ class WrappedEpochPlan:
         return self.rule.num_samples(self.remaining or 0, rank)
 
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
-        """The batches of ``rank``; numbered by its first slot, far apart for the passes of an epoch."""
+        """The batches of ``rank``; numbered by its first item, far apart for the passes of an epoch."""
         order, begun = self.order, self.progress_after(first_step)
         seen = 0 if self._latest is None else self._latest.drawn
         if self.remaining is None and seen < begun.consumed + self.rule.full:
@@ -356,7 +356,7 @@ class WrappedEpochPlan:
     def report_after(self, steps: int) -> dict[str, Any]:
         """What has been served of the epoch, and how the sampler is brought there."""
         begun, order = self.progress_after(steps), self.order
-        served = begun.cycle * (order.num_slots or 0) + begun.consumed
+        served = begun.cycle * (order.num_items or 0) + begun.consumed
         return {order.unit: served, "sampler": {"class": order.name, "resume_mode": order.resume_mode}}
 
     def repeats(self) -> str:
@@ -370,8 +370,8 @@ class WrappedEpochPlan:
         return {**vars(self), "_latest": None}
 
     def _steps(self, walk: FastForward, slot: int, rank: int) -> Iterator[tuple[int, list[Any]]]:
-        """The slots of ``rank`` step by step, each with the number of the first."""
-        rule, full, end = self.rule, self.rule.full, self.order.num_slots
+        """The items of ``rank`` step by step, each with the number of the first."""
+        rule, full, end = self.rule, self.rule.full, self.order.num_items
         while True:
             # Of an end that is not announced, the last steps have to know before they begin.
             ready = walk.look_ahead(2 * full if end is None else min(full, end - slot))
@@ -398,7 +398,7 @@ class WrappedEpochPlan:
             slot += step
 
     def _full_share(self, slots: list[Any], start: int, slot: int, rank: int) -> list[Any]:
-        """The slots of ``rank`` in a full step that begins at ``start``."""
+        """The items of ``rank`` in a full step that begins at ``start``."""
         size = self.rule.batch_size
         if not self.order.shuffles:
             return slots[start + rank * size : start + (rank + 1) * size]
@@ -406,7 +406,7 @@ class WrappedEpochPlan:
         return [slots[start + offset] for offset in self._shuffled(self.rule.full, own, slot).tolist()]
 
     def _last_share(self, slots: list[Any], left: int, slot: int, rank: int) -> list[Any]:
-        """The slots of ``rank``, or its part of them, in one of the last steps."""
+        """The items of ``rank``, or its part of them, in one of the last steps."""
         rule, ranks = self.rule, self.rule.num_replicas
         if not self.order.whole_batches or rule.pad or len(slots) == ranks:
             own = rule.share(left, rank)
@@ -450,7 +450,7 @@ class WrappedEpochPlan:
 
     def _check_end(self, walk: FastForward, slot: int) -> None:
         """Make sure, once no step is left, that a sampler with a length ends where it says."""
-        order, end = self.order, self.order.num_slots
+        order, end = self.order, self.order.num_items
         if end is None or order.is_cut or self.rule.num_steps(end - slot):
             return
         found = slot + walk.look_ahead(end - slot + 1)

@@ -342,7 +342,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no weight": ({"weights": {"a": 1}}, "Source 'b' has no weight"),
     "a weight of zero": ({"weights": [1, 0]}, "weight of source 'b' must be a positive number, got 0"),
     "an unknown by": ({"by": "word"}, r"by must be one of \('batch', 'sample', 'token'\), got 'word'"),
-    "tokens without lengths": ({"by": "token"}, 'by="token" needs the lengths of the samples in tokens'),
+    "tokens without lengths": ({"by": "token"}, 'by="token" needs the length of every sample in tokens'),
     "lengths of one": ({"token_lengths": {"a": [1] * 7}}, "Source 'b' has no array of token lengths"),
     "too few lengths": ({"token_lengths": [[1] * 7, [1] * 11]}, r"token lengths of source 'b' must be 12 .*\(11,\)"),
     "lengths that are not whole": ({"token_lengths": [[1.5] * 7, [1] * 12]}, "source 'a' must be 7 integers"),
