@@ -1,4 +1,4 @@
-"""Which source serves draw number k: whole draws in periods, with random access and counts in closed form.
+"""The source that serves draw number k: whole draws in periods, with random access and counts in closed form.
 
 A draw is one step of a mixture by batch, or one sample of a mixture by sample. Within a period the draws of a source
 stand evenly spread: its j-th of c at ``(2 j + 1) / (2 c)`` of the period. With a key, draws are shuffled within short

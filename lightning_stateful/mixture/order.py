@@ -48,7 +48,7 @@ class MixtureOrder:
         return self.mixture.num_steps is not None
 
     def config(self) -> dict[str, Any]:
-        """What determines the sequence, as plain data; ``weights`` are the draws of each source in a period."""
+        """Configuration that determines the sequence; ``weights`` are the draws of each source in a period."""
         mixture, sizes = self.mixture, self.mixture.sources.batch_sizes
         config: dict[str, Any] = {
             "stop": self._stop(),

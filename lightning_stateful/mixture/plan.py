@@ -54,7 +54,7 @@ class MixtureEpochPlan:
 
     @property
     def epoch(self) -> int:
-        """Which epoch."""
+        """The epoch that is planned."""
         return self.progress.epoch
 
     @cached_property
@@ -117,7 +117,7 @@ class MixtureEpochPlan:
         return whole.served_after(whole.total_steps)
 
     def repeats(self) -> str:
-        """What is served twice, in words."""
+        """Samples that are served twice, in words."""
         repeated = self._last.num_repeated + self._step_rule.num_repeated(self._num_draws)
         return say_repeats(repeated, sum(self.mixture.amounts))
 
@@ -176,7 +176,7 @@ class MixtureEpochPlan:
 
     @cached_property
     def _step_rule(self) -> StepRule:
-        """How draws are cut into steps: by sample as samples are, else one a step."""
+        """The rule that cuts draws into steps: by sample as samples are cut, else one draw a step."""
         mixture = self.mixture
         if mixture.by_sample:
             return mixture.rule(mixture.sources.batch_sizes[0], self.num_replicas)
@@ -184,7 +184,7 @@ class MixtureEpochPlan:
 
     @cached_property
     def _source_steps(self) -> Sequence[SourceSteps]:
-        """What each source gives in a draw: by sample a sample, else a batch for every rank."""
+        """The steps of each source: a draw takes a sample of it (by sample), or a batch for every rank."""
         mixture, result = self.mixture, []
         for source, (served, size) in enumerate(zip(self.origin, mixture.sources.batch_sizes, strict=True)):
             rule = StepRule(batch_size=1) if mixture.by_sample else mixture.rule(size, self.num_replicas)
@@ -206,7 +206,7 @@ class MixtureEpochPlan:
 
     @cached_property
     def _labels(self) -> tuple[int, ...]:
-        """What orders belong to: the seed, and the epoch unless sources go on from epoch to epoch."""
+        """Labels that orders are derived from: the seed, and the epoch unless sources go on from epoch to epoch."""
         seed = self.mixture.seed
         return (seed,) if self.mixture.num_steps is not None else (seed, self.epoch, self.progress.cycle)
 
@@ -233,7 +233,7 @@ class MixtureEpochPlan:
         return Draws.until_exhausted(mixture.draws, totals, start=start, key=key)
 
     def _counts_before(self, draw: int) -> Indices:
-        """How often every source is drawn before ``draw``."""
+        """The number of draws of every source before ``draw``."""
         first = self._first_draw
         return self._draws.counts_before(first + draw) - self._draws.counts_before(first)
 

@@ -1,4 +1,4 @@
-"""What the rest of an epoch takes of each source, in steps that give every rank a batch."""
+"""Steps through each source in the rest of an epoch, each with a batch for every rank, and the last steps of all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_stateful.core.steps import StepRule
 
 
 def shares_of_steps(length: int, rule: StepRule, steps: Indices, rank: int) -> tuple[Indices, Indices]:
-    """What ``rank`` serves in each of many steps through ``length`` samples.
+    """The samples of ``rank`` in each of many steps through ``length`` samples.
 
     Args:
         length: Samples that ``rule`` cuts into steps.
@@ -26,7 +26,7 @@ def shares_of_steps(length: int, rule: StepRule, steps: Indices, rank: int) -> t
     starts = steps * rule.full + rank * rule.batch_size
     sizes = np.full(steps.shape, rule.batch_size, dtype=np.int64)
     # Only the last two steps may differ from the others.
-    for number in np.flatnonzero(steps >= max(length // rule.full - 1, 0)).tolist():
+    for number in np.flatnonzero(steps >= rule.num_alike(length)).tolist():
         served = rule.served(length, int(steps[number]))
         share = rule.share(length - served, rank)
         starts[number], sizes[number] = served + share[0], share.size
@@ -34,7 +34,7 @@ def shares_of_steps(length: int, rule: StepRule, steps: Indices, rank: int) -> t
 
 
 class SourceSteps:
-    """What the rest of an epoch takes of one source, in steps in which every rank has a batch of it.
+    """Cuts what the rest of an epoch takes of one source into steps in which every rank has a batch of it.
 
     Every such step has at least one sample for each rank. What is left after them is gathered with what is left of
     other sources: fewer samples than ranks or, where incomplete batches are dropped, full batches for fewer than all.
@@ -62,7 +62,7 @@ class SourceSteps:
         return self._served + min(self._rule.served(self._remaining, steps), self._in_steps)
 
     def shares(self, steps: Indices, rank: int) -> tuple[Indices, Indices]:
-        """What ``rank`` serves in each of ``steps``: the first sample, and the number of consecutive ones."""
+        """The samples of ``rank`` in each of ``steps``: the first one, and the number of consecutive ones."""
         starts, sizes = shares_of_steps(self._remaining, self._rule, steps, rank)
         return self._served + starts, sizes
 

@@ -97,7 +97,7 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """How several sources are mixed, and when an epoch ends.
+    """Configuration of a mixture: its sources, their shares, and when an epoch ends.
 
     Attributes:
         sources: The datasets.
@@ -164,7 +164,7 @@ class Mixture:
         return self.by == "sample"
 
     def rule(self, batch_size: int, num_replicas: int) -> StepRule:
-        """How samples are cut into steps."""
+        """The rule that cuts samples into steps."""
         return StepRule(batch_size=batch_size, num_replicas=num_replicas, drop_last=self.drop_last)
 
     @cached_property

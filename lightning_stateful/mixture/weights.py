@@ -136,7 +136,7 @@ def whole_draws(shares: Sequence[Fraction], period: int | None = None, *, exact:
 
 
 def relative_errors(shares: Sequence[Fraction], draws: Sequence[int]) -> list[float]:
-    """How far each source's share of the draws is from the share asked for, relative to that."""
+    """The relative error of each source's share of the draws."""
     period = sum(draws)
     return [
         abs(count / period / share - 1) if share else 0.0
@@ -215,7 +215,7 @@ class DrawSchedule:
     between: Between
 
     def describe(self) -> str:
-        """What a state says about it: short, whatever the number of points."""
+        """A short description for a state, whatever the number of points."""
         return f"{self.between}, {len(self.steps)} points, {digest(self.steps, self.draws)}"
 
 

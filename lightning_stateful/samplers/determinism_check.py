@@ -28,7 +28,7 @@ _END = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """What :func:`check_determinism` found.
+    """Result of :func:`check_determinism`.
 
     Attributes:
         begins: Digest of how epoch 0 begins, equal on all ranks and in a resumed run; empty of torch's own samplers,
@@ -104,7 +104,7 @@ def has_own_state(order: WrappedSampler) -> bool:
 
 
 def wrong_length(order: WrappedSampler, found: int | str, epoch: int) -> ConfigurationError:
-    """What to say of a sampler that yields more or fewer items than it says."""
+    """The error for a sampler that yields more or fewer items than it says."""
     length = order.num_items
     says = f"length={length} was given" if order.is_cut else f"its len() is {length} (when it was wrapped)"
     return ConfigurationError(
@@ -140,7 +140,7 @@ _COUNTS_LATE = (
 
 @dataclass(slots=True)
 class _Beginning:
-    """How a pass begins: its first item, digests of the first items and of those that follow, and its length."""
+    """The beginning of a pass: its first item, digests of the first items and of those that follow, and its length."""
 
     first: Any = None
     digests: list[str] = field(default_factory=list)

@@ -273,7 +273,7 @@ def _count_tokens(sources: Sources, token_lengths: Mapping[str, Any] | Sequence[
 
 
 def _costs(by: By, sources: Sources, tokens: tuple[int, ...] | None) -> list[Fraction]:
-    """What a draw of each source adds to what the weights are shares of."""
+    """The amount that a draw of each source adds to what the weights are shares of: batches, samples or tokens."""
     if by == "sample":
         if len(set(sources.batch_sizes)) > 1:
             sizes = dict(zip(sources.names, sources.batch_sizes, strict=True))
@@ -281,8 +281,8 @@ def _costs(by: By, sources: Sources, tokens: tuple[int, ...] | None) -> list[Fra
     elif by == "token":
         if tokens is None:
             raise ConfigurationError(
-                'by="token" needs the length of every sample in tokens: pass token_lengths to a batch sampler, or lengths '
-                "to a data module, an array for each source."
+                'by="token" needs the length of every sample in tokens: pass token_lengths to a batch sampler, or '
+                "lengths to a data module, an array for each source."
             )
         return [
             Fraction(total * size, length)

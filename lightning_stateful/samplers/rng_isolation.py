@@ -190,7 +190,7 @@ class DeepCopy:
         return made
 
     def _parts(self, value: Any) -> Iterable[tuple[Any, Any]]:
-        """What a value holds, by name; nothing of what is shared or copied in one go."""
+        """Parts of a value by name; none of a value that is shared or copied in one go."""
         copied: Any = value
         if isinstance(value, torch.Tensor):
             own = not value.is_shared() and value.nbytes <= self._MOST_BYTES  # type: ignore[no-untyped-call]  # torch's
@@ -210,7 +210,7 @@ class DeepCopy:
         return ()
 
     def _items(self, value: Any) -> Iterable[tuple[Any, Any]]:
-        """What a list, tuple or dict holds."""
+        """Items of a list, tuple or dict by name."""
         items = list(value.values()) if type(value) is dict else value
         keys = value if type(value) is dict else ()
         kinds = set(map(type, _some(items, self._VERY_LONG)))
@@ -231,7 +231,7 @@ class DeepCopy:
         return chain(zip(names, keys, strict=True), zip(names, items, strict=True))
 
     def _state(self, value: Any) -> Iterable[tuple[Any, Any]]:
-        """What an object holds, as :func:`copy.deepcopy` asks for it."""
+        """Parts of an object by name, as :func:`copy.deepcopy` asks for them."""
         try:
             reduced = value.__reduce_ex__(4)
         except Exception:
@@ -340,7 +340,7 @@ def _tell_of_one_rank(samplers: Iterable[Any], dicts: Iterable[dict[Any, Any]]) 
 
 
 def _settings_of_one_rank(sampler: Any) -> dict[str, Any]:
-    """What has to be set on a sampler that deals batches out by itself; empty for others."""
+    """Attributes to set on a sampler that deals batches out by itself; empty for others."""
     held = getattr(sampler, "__dict__", {})
     settings = _ranks_in(held)
     if not settings:
@@ -359,7 +359,7 @@ def _settings_of_one_rank(sampler: Any) -> dict[str, Any]:
 
 
 def _ranks_in(held: Mapping[Any, Any]) -> dict[str, Any]:
-    """What says there, unless there is one rank, that there is one; empty where nothing does."""
+    """Rank attributes to overwrite so that a dict describes one rank; empty if there are none, or they do."""
     for replicas, rank in product(_REPLICAS, _RANK):
         if replicas in held and rank in held and (held[replicas], held[rank]) != (1, 0):
             return {replicas: 1, rank: 0}

@@ -41,7 +41,7 @@ def to_plain(value: Any, path: str = "state_dict()", owner: str = "sampler") -> 
 
 
 def from_plain(value: Any) -> Any:
-    """What :func:`to_plain` was given.
+    """The value that :func:`to_plain` was given.
 
     Raises:
         DamagedStateError: It is nothing that :func:`to_plain` makes.

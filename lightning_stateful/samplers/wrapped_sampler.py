@@ -163,7 +163,7 @@ class WrappedSampler:
 
     @property
     def resume_mode(self) -> ResumeMode:
-        """How it is brought to an item; see :data:`RESUME_MODES`."""
+        """Way in which a resume brings it to an item; see :data:`RESUME_MODES`."""
         return self.check().resume_mode
 
     def check(self) -> CheckResult:
@@ -208,7 +208,7 @@ class WrappedSampler:
         )
 
     def config(self) -> dict[str, Any]:
-        """What determines the sequence, as far as it can be read off; how an epoch begins tells the rest."""
+        """The configuration that determines the sequence, as far as can be told, and a digest of its beginning."""
         length = "unknown" if self.num_items is None else self.num_items
         return {
             "seed": self.seed,
@@ -240,7 +240,7 @@ class WrappedSampler:
 
     @property
     def unit(self) -> str:
-        """What an item is."""
+        """The unit of items: "batches" or "samples"."""
         return "batches" if self.whole_batches else "samples"
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
@@ -294,7 +294,7 @@ class WrappedEpochPlan:
 
     @property
     def epoch(self) -> int:
-        """Which epoch."""
+        """The epoch that is planned."""
         return self._begun.epoch
 
     @property
@@ -354,13 +354,13 @@ class WrappedEpochPlan:
         return replace(begun, consumed=begun.consumed + served, details={kind: noted})
 
     def report_after(self, steps: int) -> dict[str, Any]:
-        """What has been served of the epoch, and how the sampler is brought there."""
+        """Items served in the epoch, and how the sampler is brought there, as plain data."""
         begun, order = self.progress_after(steps), self.order
         served = begun.cycle * (order.num_items or 0) + begun.consumed
         return {order.unit: served, "sampler": {"class": order.name, "resume_mode": order.resume_mode}}
 
     def repeats(self) -> str:
-        """What is served twice, in words; empty if nothing is, or it is known only at the end of an epoch."""
+        """Items that are served twice, in words; empty if none are, or it is known only at the end of an epoch."""
         if self.remaining is None or (self.order.whole_batches and not self.rule.pad):
             return self._repeats
         return say_repeats(self.rule.num_repeated(self.remaining), self._end or 0, self.order.unit)

@@ -109,7 +109,7 @@ class LoaderView:
         found = self._locate()
         if found is None:
             return
-        plan: Any
+        plan: Any  # a stream's loader reads plans of its own kind
         plan, step = found
         if "batch_sampler" in vars(self):
             batches = plan.batches(self.loader.topology.rank, step)
