@@ -309,3 +309,11 @@ class TestWithoutLightning:
         taken: Any = take_over(Mine(3), num_replicas=2, rank=0)
 
         assert (type(taken), taken.scale, len(taken)) == (Mine, 3, 3)
+
+
+@pytest.mark.parametrize("how", [{"shuffle": True}, {"sampler": torch.utils.data.RandomSampler(range(6), True)}])
+def test_a_state_has_the_users_seed_and_not_the_one_derived_for_the_loaders_path(how: dict[str, Any]) -> None:
+    alone, beside = (StatefulLoader(Numbers(), batch_size=2, seed=5, path=path, **how) for path in ("", "a"))
+
+    assert alone.state_dict()["config"]["seed"] == beside.state_dict()["config"]["seed"] == 5
+    assert [batch.tolist() for batch in alone] != [batch.tolist() for batch in beside]
