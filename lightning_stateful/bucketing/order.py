@@ -21,7 +21,7 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StateMismatchError
 
 # Samples that are looked up at a time.
-_CHUNK = 2**16
+_CHUNK = 2**17
 # More batches than a pass has: the numbers of the next pass begin here.
 _BATCHES_A_CYCLE = 2**44
 
