@@ -114,7 +114,7 @@ class CombinedLoaders:
         for path, loader in self.loaders.items():
             plan, steps = self._locate_or_end(path, epoch, step)
             states[path] = loader.tracker.state_dict(plan.progress_after(steps))
-        return states[""] if list(states) == [""] else format_.pack_combined(self.mode, states)
+        return self._packed(states)
 
     def report_at(self, epoch: int, step: int) -> dict[str, dict[str, Any]]:
         """Counts of what each loader has served before a step of an epoch, by path."""
@@ -239,7 +239,11 @@ class CombinedLoaders:
     def _beginning(self) -> dict[str, Any]:
         """The state of a run that has not begun."""
         states = {path: loader.tracker.state_dict(Progress()) for path, loader in self.loaders.items()}
-        return states[""] if list(states) == [""] else format_.pack_combined(self.mode, states)
+        return self._packed(states)
+
+    def _packed(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The state of a single loader as it is; of several, their states in one envelope."""
+        return dict(states[""]) if list(states) == [""] else format_.pack_combined(self.mode, states)
 
     def _length(self, path: str) -> int:
         """Steps of a whole epoch of one loader."""

@@ -346,7 +346,7 @@ class WrappedEpochPlan:
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps, with what the latest walk has noted by then."""
         begun, remaining, kind = self._begun, self.remaining, self.order.kind
-        # Not so after no step: on other ranks there may be steps in what these leave out.
+        # After 0 steps nothing counts as served, even what drop_last drops here: fewer ranks may still serve it.
         served = steps * self.rule.full if remaining is None or not steps else self.rule.served(remaining, steps)
         noted: Sequence[Any] = begun.details.get(kind, [])
         if served and self._latest is not None and self.order.as_one_rank:
