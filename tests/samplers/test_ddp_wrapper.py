@@ -23,16 +23,6 @@ ALL: dict[str, Callable[[], Any]] = {**theirs.PERMUTATIONS, **theirs.DRAWS, **th
 every_sampler = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 
 
-class Fails(Sampler[int]):
-    """Draws, and fails in the middle."""
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(70):
-            random.random(), torch.rand(()), np.random.rand()
-            yield number
-        raise KeyError("theirs")
-
-
 class Pairs(Sampler[tuple[int, int]]):
     """Yields pairs that name a sample each."""
 
@@ -180,7 +170,7 @@ class TestOutside:
         assert process_state() == before
 
     def test_after_an_exception_which_comes_out_the_pass_begins_anew(self) -> None:
-        sampler, before = DDPSamplerWrapper(Fails()), process_state()
+        sampler, before = DDPSamplerWrapper(theirs.Fails()), process_state()
         for _ in range(2):
             with pytest.raises(KeyError, match="theirs"):
                 list(sampler)

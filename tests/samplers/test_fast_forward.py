@@ -124,17 +124,7 @@ class Range(Sampler[int]):
             index += 1
 
 
-class Fails(Sampler[int]):
-    """Draws, and fails in the middle."""
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(70):
-            random.random(), torch.rand(()), np.random.rand()
-            yield number
-        raise KeyError("theirs")
-
-
-class FailsWithLen(Fails):
+class FailsWithLen(theirs.Fails):
     """The same, and says how many there would be."""
 
     def __len__(self) -> int:
@@ -262,7 +252,7 @@ class TestDrawnAhead:
 
         assert [batch[0] for (_, batch), _ in zip(*plans, strict=True)] == expected
 
-    @pytest.mark.parametrize(("make", "served"), [(Fails, 69), (FailsWithLen, 70)], ids=["unsized", "sized"])
+    @pytest.mark.parametrize(("make", "served"), [(theirs.Fails, 69), (FailsWithLen, 70)], ids=["unsized", "sized"])
     def test_slots_before_an_exception_are_served_except_those_that_are_looked_at_for_the_end(
         self, make: Callable[[], Any], served: int
     ) -> None:

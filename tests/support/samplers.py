@@ -28,6 +28,16 @@ WEIGHTS = [1.0 + number % 5 for number in range(LENGTH)]
 BATCHES = [[0, 1], [2, 3, 4], [5], [6, 7, 8, 9], [10, 11, 12], [13, 14], [15, 16, 17, 18], [19, 20, 21]]
 
 
+class Fails(Sampler[int]):
+    """Draws, and fails in the middle."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(70):
+            random.random(), torch.rand(()), np.random.rand()
+            yield number
+        raise KeyError("theirs")
+
+
 class ClassBalanced(Sampler[list[int]]):
     """Batches of so many classes, each with so many instances, drawn with a NumPy generator of its own."""
 
