@@ -1,0 +1,80 @@
+"""Base class of the nodes of a stream, which are torchdata nodes, and how any torchdata node is read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any, TypeVar
+
+from torchdata.nodes import BaseNode
+
+T = TypeVar("T", covariant=True)
+
+# Plain JSON data that says where a node stands. Whoever is given one leaves it as it is.
+NodeState = dict[str, Any]
+
+
+class StreamNode(BaseNode[T]):
+    """A torchdata node that can give many items at once, leave items out, and close what it reads.
+
+    ``reset(state)`` opens it where a state was taken, ``reset()`` at the beginning; what it gives from there is a
+    function of its configuration and the state alone. ``get_state()`` is plain JSON data of the node's own, below 200
+    bytes with the states of its sources left out, and never holds a sample: a node that buffers keeps the state at which
+    its buffer was begun and the number of items given since. Code that raised has left a node between two items: it has
+    to be reset before it is read again.
+    """
+
+    def next_many(self, number: int) -> list[T]:
+        """The next items, up to ``number``; fewer at the end only."""
+        return list(islice(self, number))
+
+    def skip(self, number: int) -> int:
+        """Leave out items, up to ``number``; returns how many there were."""
+        return sum(1 for _ in islice(self, number))
+
+    def close(self) -> None:
+        """Let go of files and processes; the node has to be reset before it is read again."""
+        for source in sources_of(self):
+            close(source)
+
+
+def next_many(node: BaseNode[T], number: int) -> list[T]:
+    """The next items of any node, up to ``number``; fewer at the end only."""
+    return node.next_many(number) if isinstance(node, StreamNode) else list(islice(node, number))
+
+
+def skip(node: BaseNode[Any], number: int) -> int:
+    """Leave out items of any node, up to ``number``; returns how many there were."""
+    return node.skip(number) if isinstance(node, StreamNode) else sum(1 for _ in islice(node, number))
+
+
+def close(node: BaseNode[Any]) -> None:
+    """Close a node; one of torchdata's has nothing to close but what it reads from."""
+    if isinstance(node, StreamNode):
+        node.close()
+        return
+    for source in sources_of(node):
+        close(source)
+
+
+def state_of(node: BaseNode[Any]) -> NodeState:
+    """The state of any node, as a copy that it does not change any more."""
+    return node.state_dict() if isinstance(node, StreamNode) else copy.deepcopy(node.state_dict())
+
+
+def sources_of(node: BaseNode[Any]) -> list[BaseNode[Any]]:
+    """The nodes that a node reads from: its attributes ``source`` and ``source_nodes``, as torchdata has them."""
+    held = [getattr(node, "source", None), *_values(getattr(node, "source_nodes", ()))]
+    return [source for source in held if isinstance(source, BaseNode)]
+
+
+def innermost(state: NodeState) -> NodeState:
+    """The state of the node that reads the shards, within the states of the nodes after it."""
+    while "source" in state:
+        state = state["source"]
+    return state
+
+
+def _values(nodes: Any) -> list[Any]:
+    return list(nodes.values()) if isinstance(nodes, Mapping) else list(nodes)
