@@ -1,0 +1,171 @@
+"""One source of a stream: its shards, the order in which they are read, and the nodes behind them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.permutation import KeyedPermutation
+from lightning_stateful.core.seeding import derive_seed, loader_seed
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.streams2.assignment import ShardSlice, SharedReader, SlotSlice
+from lightning_stateful.streams2.nodes import StreamNode
+from lightning_stateful.streams2.shard_reader import OnError, ShardReader, check_on_error
+from lightning_stateful.streams2.shards import Shards
+from lightning_stateful.streams2.shuffle import BlockShuffle
+
+
+class StepNode(Protocol):
+    """A class of nodes that a user puts behind the samples of a source."""
+
+    context: ClassVar[tuple[str, ...]]
+
+    def __call__(self, source: BaseNode[Any], **options: Any) -> StreamNode[Any]:
+        """The node over a source."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node to be put behind the samples of a source: its class, and its arguments.
+
+    Attributes:
+        kind: The class. Its ``context`` names what else it is given: ``seed``, ``on_error``, ``where``.
+        options: Its other arguments beside the source.
+
+    Raises:
+        ConfigurationError: The class refuses them.
+    """
+
+    kind: Any
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.node(_Nothing())
+
+    def node(self, source: BaseNode[Any], **context: Any) -> StreamNode[Any]:
+        """The node over ``source``."""
+        made: StreamNode[Any] = self.kind(
+            source, **self.options, **{name: context[name] for name in self.kind.context if name in context}
+        )
+        return made
+
+    def describe(self) -> Any:
+        """Plain data to be compared."""
+        node: Any = self.node(_Nothing())
+        return node.describe()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """How one source is read.
+
+    Attributes:
+        shards: The shards.
+        shuffle: Whether each pass has an order of shards of its own.
+        buffer_size: Samples of a block that is shuffled; 0 or 1 to leave samples in the order of their shards.
+        seed: Chooses the orders, and the samples' randomness; None for the seed of Lightning's ``seed_everything``,
+            or 0.
+        path: The path of the source among several that are read side by side: each draws from (seed, path).
+        seed_samples: Whether what user code draws at a sample is a function of (seed, pass, shard, sample).
+        on_error: Whether a shard that cannot be read is an error or left out.
+        steps: What is done to the samples, one after the other.
+
+    Raises:
+        ConfigurationError: An argument is out of range.
+    """
+
+    shards: Shards
+    shuffle: bool = False
+    buffer_size: int = 0
+    seed: int | None = None
+    path: str = ""
+    seed_samples: bool = True
+    on_error: OnError = "raise"
+    steps: Sequence[Step] = field(default=())
+
+    def __post_init__(self) -> None:
+        check_on_error(self.on_error)
+        object.__setattr__(self, "buffer_size", as_int("buffer_size", self.buffer_size))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", as_int("seed", self.seed))
+        if self.buffer_size < 0:
+            raise ConfigurationError(f"buffer_size must not be negative, got {self.buffer_size}.")
+        if not self.shards.num_shards:
+            raise ConfigurationError("The stream has no shards.")
+
+    def at(self, path: str) -> Source:
+        """The same source as part of what is read at ``path``."""
+        return replace(self, seed=seed_or_default(self.seed), path=".".join(filter(None, (path, self.path))))
+
+    @property
+    def _own_seed(self) -> int:
+        return loader_seed(seed_or_default(self.seed), self.path)
+
+    def order(self, epoch: int) -> list[int]:
+        """The order in which the shards of a pass are assigned: a keyed permutation, or 0, 1, 2 and so on."""
+        numbers = np.arange(self.shards.num_shards)
+        if self.shuffle:
+            numbers = KeyedPermutation(len(numbers), derive_seed("shards", self._own_seed, epoch)).take(numbers)
+        return numbers.tolist()  # type: ignore[no-any-return]  # a list of int
+
+    def slices_again(self, epoch: int, slot: int, num_slots: int) -> list[SlotSlice]:
+        """What a worker slot reads of another pass when it begins the source again: its part of all shards."""
+        order = self.order(epoch)
+        if len(order) < num_slots and not self.shards.pinned:
+            return [SlotSlice(ShardSlice(epoch, tuple(order)), slot, num_slots)]
+        return [SlotSlice(ShardSlice(epoch, tuple(order[slot::num_slots])))] if order[slot::num_slots] else []
+
+    def open(self, slot_slice: SlotSlice) -> tuple[StreamNode[Any], ShardReader]:
+        """The node that gives the samples, or batches, of a slice, not reset yet; and the one that reads the shards."""
+        piece = slot_slice.of
+        seed = derive_seed("stream", self._own_seed, piece.epoch, piece.first)
+        sample_seed = derive_seed("stream", self._own_seed, piece.epoch) if self.seed_samples else None
+        reader = ShardReader(
+            self.shards,
+            piece.shards,
+            piece.epoch,
+            seed=sample_seed,
+            seeds_samples=self.shards.draws,
+            on_error=self.on_error,
+        )
+        node: StreamNode[Any] = reader
+        if self.buffer_size > 1:
+            node = BlockShuffle(node, self.buffer_size, seed=seed)
+        for number, step in enumerate(self.steps):
+            # Two functions of a sample do not draw the same.
+            own = derive_seed("step", seed, number)
+            context = {"seed": own if self.seed_samples else None, "order_seed": own, "on_error": self.on_error}
+            node = step.node(node, **context, where=reader.where)
+        if not slot_slice.is_bare:
+            node = SharedReader(node, piece.served, slot_slice.reader, slot_slice.num_readers)
+        return node, reader
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data to be compared."""
+        described = {
+            "dataset": self.shards.describe(),
+            "seed": seed_or_default(self.seed),
+            "shuffle": self.shuffle,
+            "buffer_size": self.buffer_size,
+        }
+        sizes = self.shards.sizes()
+        if sizes is not None:
+            # They decide which slot a shard goes to.
+            described["sizes"] = hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
+        if self.steps:
+            described["steps"] = [step.describe() for step in self.steps]
+        return described
+
+
+class _Nothing(BaseNode[Any]):
+    """A node without items, to see whether another node takes its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
