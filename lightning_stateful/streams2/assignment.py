@@ -326,17 +326,17 @@ def _trimmed(piece: ShardSlice, state: NodeState, num_opened: int) -> tuple[Shar
     """A slice from a state on, without the shards that nobody has opened, and these."""
     first = 0 if state["source"] is None else innermost(state)["shard"]
     opened, unopened = piece.shards[first:num_opened], piece.shards[num_opened:]
-    begun = replace(piece, shards=opened, state=_moved(state, first)) if opened else None
+    begun = replace(piece, shards=opened, state=behind(state, first)) if opened else None
     return begun, [(piece.epoch, shard) for shard in unopened]
 
 
-def _moved(state: NodeState, by: int) -> NodeState:
-    """A state in shards of which ``by`` fewer come before it, which counts what is skipped from here on."""
+def behind(state: NodeState, by: int) -> NodeState:
+    """The same state in a slice without its first ``by`` shards; what was left out is counted from here on."""
     counts = {name: 0 for name in ("skipped_shards", "skipped_samples", "dropped") if name in state}
     if "source" not in state:
         return {**state, **counts, "shard": state["shard"] - by}
     source = state["source"]
-    return {**state, **counts, "source": None if source is None else _moved(source, by)}
+    return {**state, **counts, "source": None if source is None else behind(source, by)}
 
 
 def _whole_rounds(
@@ -382,7 +382,5 @@ def _runs_of(numbers: Sequence[int]) -> list[list[int]]:
     breaks = [(a, b) for a, b in pairwise(numbers) if b != a + 1]
     return [
         list(run)
-        for run in zip(
-            [numbers[0], *(b for _, b in breaks)], [*(a for a, _ in breaks), numbers[-1]], strict=True
-        )
+        for run in zip([numbers[0], *(b for _, b in breaks)], [*(a for a, _ in breaks), numbers[-1]], strict=True)
     ]

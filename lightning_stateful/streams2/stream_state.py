@@ -9,16 +9,10 @@ from typing import Any
 
 from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams2.assignment import Assignment, ShardSlice, SlotProgress, SlotSlice, left_of
+from lightning_stateful.streams2.assignment import Assignment, ShardSlice, SlotSlice, behind, left_of
 from lightning_stateful.streams2.nodes import NodeState, innermost
-from lightning_stateful.streams2.worker_slot import (
-    SlotTask,
-    StreamConfig,
-    WorkerSlot,
-    progress_in,
-    skipped_in,
-    slices_in_round,
-)
+from lightning_stateful.streams2.source import Source
+from lightning_stateful.streams2.worker_slot import SlotTask, StreamConfig, WorkerSlot, progress_in, skipped_in
 
 _COUNTS = ("shards_skipped", "samples_skipped", "samples_too_long")
 
@@ -74,9 +68,7 @@ class StreamState:
     def slices(self) -> Mapping[str, list[list[SlotSlice]]]:
         """The slices of each slot, by source."""
         return {
-            name: assignment.slots(
-                self.num_slots, sizes=source.shards.sizes(), is_pinned=source.shards.pinned
-            )
+            name: assignment.slots(self.num_slots, sizes=source.shards.sizes(), is_pinned=source.shards.pinned)
             for name, assignment in self.assignments.items()
             for source in (self.config.sources[name],)
         }
@@ -129,7 +121,7 @@ class StreamState:
                 assignments[name] = self._begun_anew(name, latest + 1)
                 continue
             left = self._left(name)
-            if not self._has_plenty(left):
+            if not self._has_plenty(left, source):
                 order = tuple((latest + 1, shard) for shard in source.order(latest + 1))
                 left = Assignment(latest + 1, left.begun, (*left.whole, *order))
             assignments[name] = left
@@ -308,7 +300,7 @@ class StreamState:
         if slot is None:
             return None
         turn = max(state["turn"] for state in self.slots if state is not None)
-        of = {name: slot["of"][name] if name in names else _FRESH for name in self.assignments}
+        of = {name: _recounted(slot["of"][name]) if name in names else _FRESH for name in self.assignments}
         ended = [name for name in slot["ended"] if name in names]
         return {"batches": 0, "over": False, "turn": turn, "ended": ended, "again": [], "gone": [], "of": of}
 
@@ -325,13 +317,11 @@ class StreamState:
         others = set(range(self.num_slots)) - {piece.shards[0] for piece in begun}
         return Assignment(epoch, tuple(begun), tuple((epoch, slot) for slot in sorted(others)))
 
-    def _has_plenty(self, left: Assignment) -> bool:
+    def _has_plenty(self, left: Assignment, source: Source) -> bool:
         """Whether so much is left of a source that it is not begun anew yet, lest it pile up pass by pass."""
         mixing, number = self.config.mixing, len(left.whole)
         cut_short = mixing is not None and mixing.stop == "first_exhausted"
-        return cut_short and number >= self.num_slots and any(
-            2 * number > len(source.order(0)) for source in self.config.sources.values()
-        )
+        return cut_short and number >= self.num_slots and 2 * number > source.shards.num_shards
 
     def _latest(self, name: str) -> int:
         """The latest pass of a source's shards that a slot has come to."""
@@ -346,6 +336,7 @@ class StreamState:
         return replace(made, slots=(None,) * made.num_slots)
 
 
+# Where a slot begins to read a source.
 _FRESH = {"round": 0, "slice": 0, "opened": 0, "skipped": [0, 0, 0], "state": None}
 # What stands there is a source's or a user's own.
 _FREE = ("state", "first")
@@ -365,6 +356,12 @@ def _check_state(saved: NodeState | None, fresh: NodeState, shards: Sequence[int
         saved, fresh = saved["source"], fresh["source"]
     if not 0 <= saved["shard"] <= len(shards):
         raise PositionError(f"A state in a stream lies in shard {saved['shard']} of {len(shards)}.")
+
+
+def _recounted(held: NodeState) -> NodeState:
+    """Where a slot stands in a source, with what was left out counted from here on."""
+    state = held["state"]
+    return {**held, "skipped": [0, 0, 0], "state": None if state is None else behind(state, 0)}
 
 
 def _with_leaf(state: NodeState, changes: Mapping[str, Any]) -> NodeState:

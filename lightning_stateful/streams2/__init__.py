@@ -1,0 +1,1 @@
+"""Sources without random access: shards, and the torchdata nodes that read them."""
