@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 from torchdata.nodes import BaseNode
-
-from lightning_stateful.errors import ConfigurationError
 
 
 class Shards(ABC):

@@ -34,8 +34,8 @@ class Stream(IterableDataset[Any]):
     """A stream of samples out of shards, which knows where it stands.
 
     Iterated by itself, it gives the share of this process: of this rank, and of this worker of a DataLoader. A
-    :class:`StreamDataModule`, or a loader patched by this package, assigns its shards instead, and resumes on any ranks and
-    workers. Every method that changes something returns a new stream.
+    :class:`StreamDataModule`, or a loader patched by this package, assigns its shards instead, and resumes on any ranks
+    and workers. Every method that changes something returns a new stream.
 
     Args:
         sources: What is read.
@@ -164,8 +164,8 @@ class Stream(IterableDataset[Any]):
         if self._slot_state is not None and here != self._rank_and_worker():
             if loaded:
                 raise DamagedStateError(
-                    f"The stream was loaded for the share {here}, and is read here as {self._rank_and_worker()}. Load the state "
-                    "where it is read: in each worker, as torchdata's StatefulDataLoader does."
+                    f"The stream was loaded for the share {here}, and is read here as {self._rank_and_worker()}. "
+                    "Load the state where it is read: in each worker, as torchdata's StatefulDataLoader does."
                 )
             # Only looked at, in another process.
             self._slot_state = None

@@ -21,8 +21,8 @@ _COUNTS = ("shards_skipped", "samples_skipped", "samples_too_long")
 class StreamState:
     """A pass over a stream: what was assigned to worker slots, and where each of them stands.
 
-    Slots are numbered worker by worker: slot ``worker * num_replicas + rank``. Shards are assigned at the beginning of a
-    pass; on other ranks or workers, and where the first rank has nothing left, what is left is assigned anew.
+    Slots are numbered worker by worker: slot ``worker * num_replicas + rank``. Shards are assigned at the beginning of
+    a pass; on other ranks or workers, and where the first rank has nothing left, what is left is assigned anew.
 
     Attributes:
         config: How the stream is read.
