@@ -20,10 +20,13 @@ class StreamNode(BaseNode[T]):
 
     ``reset(state)`` opens it where a state was taken, ``reset()`` at the beginning; what it gives from there is a
     function of its configuration and the state alone. ``get_state()`` is plain JSON data of the node's own, below 200
-    bytes with the states of its sources left out, and never holds a sample: a node that buffers keeps the state at which
-    its buffer was begun and the number of items given since. Code that raised has left a node between two items: it has
-    to be reset before it is read again.
+    bytes with the states of its sources left out, and never holds a sample: a node that buffers keeps the state at
+    which its buffer was begun and the number of items given since. Code that raised has left a node between two items:
+    it has to be reset before it is read again.
     """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torchdata annotates only some of its methods
 
     def next_many(self, number: int) -> list[T]:
         """The next items, up to ``number``; fewer at the end only."""

@@ -1,0 +1,336 @@
+"""Reads the samples of shards, one shard after the other."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, Literal, get_args
+
+from torchdata.nodes import BaseNode
+
+from lightning_stateful.core.seeding import derive_seed, mixed_seed
+from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
+from lightning_stateful.samplers.rng import seed_randomness
+from lightning_stateful.state import copy_plain
+from lightning_stateful.streams2.nodes import NodeState, StreamNode, close, skip
+from lightning_stateful.streams2.shards import Shards
+
+OnError = Literal["raise", "skip"]
+
+# A state is taken after so many samples, and one more for so many of its characters as JSON: the samples since are read
+# again on a resume, which costs less than states of every batch would.
+_LEAST_GAP = 256
+_CHARACTERS_A_SAMPLE = 16
+# The same of batches.
+_CHARACTERS_A_BATCH = 2**14
+# Samples that are read together under one seed: to seed each costs more than many take to read.
+_RUN = 32
+
+
+def check_on_error(on_error: str) -> None:
+    """Refuse an ``on_error`` that is neither ``"raise"`` nor ``"skip"``.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    if on_error not in get_args(OnError):
+        raise ConfigurationError(f"on_error must be one of {get_args(OnError)}, got {on_error!r}.")
+
+
+def next_pass_state(epoch: int, state: Any, since: int, *, is_ended: bool) -> dict[str, Any] | None:
+    """The state that the next pass over a loader begins with; None where the loader has no state.
+
+    Args:
+        epoch: The pass that was read.
+        state: The loader's state in it.
+        since: Batches since that state.
+        is_ended: Whether the pass was read to its end, and not cut by a limit.
+    """
+    return None if state is None else {"after": state, "since": since, "pass": epoch, "is_ended": is_ended}
+
+
+class ShardReader(StreamNode[Any]):
+    """The samples of some shards in one epoch.
+
+    A shard's node is read by ``iter()``: one that has nothing to count may give there the iterator that it reads.
+
+    Args:
+        shards: What they are shards of.
+        numbers: Which shards, in the order in which they are read.
+        epoch: The epoch that shards are told.
+        seed: Seeds torch, NumPy and ``random`` as a shard is opened, and before each run of 32 samples, by (seed,
+            epoch, shard, number of the sample); None to leave them.
+        seeds_samples: Whether samples are seeded where user code may draw at them, or only shards as they are opened.
+            Samples that are seeded are read in runs, the same ones after a resume: up to 31 further than asked for.
+        on_error: ``"skip"`` to leave out the rest of a shard that cannot be read, and count it.
+
+    State:
+        ``shard``, the index in ``numbers``, and ``item``, the number of the next sample in it; ``state``, the latest
+        state of the shard's node that was worth its size, and ``since``, the samples since; ``skipped_shards``. Of
+        pinned shards also ``first``, what tells the pass from others.
+
+    Attributes:
+        carried: What the next pass over a loader goes on from, once this one has ended.
+
+    Raises:
+        ShardError: A shard could not be read; with its name.
+        PositionError: A shard ends before the sample where reading stopped.
+        StateError: The state of a shard's node is no plain data.
+        ConfigurationError: ``on_error`` is unknown, or what reads a shard is no node.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        numbers: Sequence[int],
+        epoch: int,
+        *,
+        seed: int | None = None,
+        seeds_samples: bool = True,
+        on_error: OnError = "raise",
+    ) -> None:
+        super().__init__()
+        check_on_error(on_error)
+        self._shards, self._numbers, self._epoch, self._on_error = shards, numbers, epoch, on_error
+        self._seed = None if seed is None else derive_seed("item", seed, epoch)
+        self._seeds_samples = seeds_samples and seed is not None
+        self._node: BaseNode[Any] | None = None
+        self.carried: Any = None
+
+    def reset(self, initial_state: NodeState | None = None) -> None:
+        """Go to the beginning of the first shard, or to where a state was taken; nothing is opened before it is read.
+
+        Args:
+            initial_state: What :meth:`get_state` gave.
+        """
+        super().reset(initial_state)
+        self.close()
+        begun = initial_state or {"shard": 0, "item": 0, "since": 0, "state": None, "skipped_shards": 0}
+        self._at: int = begun["shard"]
+        self._item: int = begun["item"]
+        # The sample at which the state was taken.
+        self._state_item: int = begun["item"] - begun["since"]
+        self._state: Any = begun["state"]
+        self._skipped: int = begun["skipped_shards"]
+        self._first: str | None = begun.get("first")
+        self._gap = self._gap_after(self._state)
+        self.carried = None
+
+    def next(self) -> Any:
+        """The next sample."""
+        for sample in self.next_many(1):
+            return sample
+        raise StopIteration
+
+    def next_many(self, number: int) -> list[Any]:
+        """The next samples, up to ``number``, of as many shards as it takes."""
+        samples: list[Any] = []
+        while len(samples) < number and self._at < len(self._numbers):
+            before, failure = len(samples), None
+            try:
+                # What comes before an error stays in the list.
+                self._extend(samples, self._open() if self._node is None else self._node, number)
+            except Exception as error:
+                failure = error
+            self._item += len(samples) - before
+            if failure is not None:
+                self._leave_out_shard(failure)
+            elif len(samples) < number:
+                self._advance()
+        return samples
+
+    def skip(self, number: int) -> int:
+        """Leave out samples, up to ``number``; returns how many there were."""
+        skipped = 0
+        while samples := self.next_many(min(number - skipped, _LEAST_GAP)):
+            skipped += len(samples)
+        return skipped
+
+    def get_state(self) -> NodeState:
+        """Where the next sample comes from, as fresh plain data."""
+        if self._node is not None and not self._draws:
+            self._take_state(self._node, self._item)
+        state = {
+            "shard": self._at,
+            "item": self._item,
+            "since": self._item - self._state_item,
+            "state": self._state,
+            "skipped_shards": self._skipped,
+        }
+        if self._shards.pinned:
+            if self._node is not None:
+                self._first = _first_of(self._node) or self._first
+            state["first"] = self._first
+        return state
+
+    def close(self) -> None:
+        """Close the shard that is open."""
+        node, self._node = self._node, None
+        # Of samples that are seeded: what is left of a run, and the error that ended it.
+        self._ahead: deque[Any] = deque()
+        self._failure: Exception | None = None
+        if node is not None:
+            close(node)
+
+    @property
+    def num_opened(self) -> int:
+        """How many of the shards have been opened, the one that is read now among them."""
+        return min(self._at + 1, len(self._numbers))
+
+    def where(self) -> str:
+        """Which sample of which shard comes next, in words."""
+        if self._at == len(self._numbers):
+            return "the end of its shards"
+        return f"{self._shards.name(self._numbers[self._at])}, at its sample {self._item}"
+
+    def _open(self) -> BaseNode[Any]:
+        if not self._item and self._state is None:
+            self._shards.begin_passes(self._epoch)
+        node = self._read_up_to_item()
+        found = _first_of(node) if self._state is None else None
+        if found is not None and self._first not in (None, found):
+            # It counts its passes itself.
+            self.close()
+            self._shards.begin_passes(self._epoch, surely=True)
+            node = self._read_up_to_item()
+            if _first_of(node) != self._first:
+                raise PositionError(
+                    f"{self._name()} begins pass {self._epoch} with other samples than before the resume, however "
+                    f"often it is begun, so that nobody can say which of its samples {self._item} were. Give it "
+                    "state_dict and load_state_dict, or an order that follows from set_epoch(epoch), and make it "
+                    'anew for a resume; or resume from the end of an epoch. accept=("nondeterministic",) reads on '
+                    "behind as many samples."
+                )
+        return node
+
+    def _read_up_to_item(self) -> BaseNode[Any]:
+        """Open a shard where its state was taken, and read again what was given since."""
+        if self._seed is not None:
+            seed_randomness(mixed_seed(self._seed, self._shard, 0))
+        node: Any = self._shards.node(self._shard, self._epoch)
+        if not isinstance(node, BaseNode):
+            raise ConfigurationError(
+                f"node() of {type(self._shards).__qualname__} gave a {type(node).__qualname__} for {self._name()}. "
+                "Let it return a torchdata.nodes.BaseNode, whose next() gives the samples."
+            )
+        self._node = node
+        # A copy, which a node may go on counting in.
+        node.reset(copy_plain(self._state))
+        self._draws = self._seeds_samples and bool(getattr(node, "draws", self._shards.draws))
+        self._next_run, since = self._state_item, self._item - self._state_item
+        missing = since - self._read_again(node, since)
+        if missing:
+            raise PositionError(
+                f"{self._item} samples of {self._name()} were used, but now it ends after {self._item - missing}. Read "
+                "the same data, or resume from another checkpoint."
+            )
+        return node
+
+    def _read_again(self, node: BaseNode[Any], since: int) -> int:
+        """Leave out what was given since the state was taken; returns how many samples there were."""
+        if not self._draws:
+            return skip(node, since)
+        found = 0
+        while found < since:
+            samples: list[Any] = []
+            self._extend(samples, node, min(since - found, _LEAST_GAP))
+            if not samples:
+                break
+            found += len(samples)
+        return found
+
+    def _extend(self, samples: list[Any], node: BaseNode[Any], number: int) -> None:
+        """Append samples of the open shard, up to ``number`` in all; fewer at its end."""
+        if not self._draws:
+            samples.extend(islice(node, number - len(samples)))
+            return
+        while len(samples) < number and (self._ahead or self._read_run(node)):
+            samples.extend(self._ahead.popleft() for _ in range(min(number - len(samples), len(self._ahead))))
+
+    def _read_run(self, node: BaseNode[Any]) -> bool:
+        """Read some samples ahead under one seed; whether there are any."""
+        if self._failure is not None:
+            raise self._failure
+        self._take_state(node, self._next_run)
+        seed_randomness(mixed_seed(self._seed or 0, self._shard, self._next_run))
+        try:
+            self._ahead.extend(islice(node, _RUN))
+        except Exception as error:
+            if not self._ahead:
+                raise
+            # What was read before it comes first.
+            self._failure = error
+        self._next_run += len(self._ahead)
+        return bool(self._ahead)
+
+    def _take_state(self, node: BaseNode[Any], item: int) -> None:
+        """Take the state that a node has before the sample ``item``, if the last one lies far enough back."""
+        if item - self._state_item < self._gap:
+            return
+        state = self._state_of(node)
+        if state is not None:
+            self._state, self._state_item, self._gap = state, item, self._gap_after(state)
+
+    def _state_of(self, node: BaseNode[Any]) -> Any:
+        """The state of a shard's node, as a copy that it does not change any more."""
+        try:
+            return copy_plain(node.state_dict())
+        except Exception as error:
+            of = f"get_state() of {type(node).__qualname__}"
+            if isinstance(error, StateError):
+                raise StateError(
+                    f"{of} gave, for {self.where()}, what cannot be kept in a checkpoint: {error} Return plain JSON "
+                    "data, numbers as int(...) or float(...)."
+                ) from error
+            raise ShardError(
+                f"{of} failed for {self.where()}: {type(error).__name__}: {error}. Mend it, or let it return None "
+                "where only reading the shard again leads there."
+            ) from error
+
+    def _gap_after(self, state: Any) -> int:
+        """Samples after which a state of this size is worth being taken again."""
+        if self._shards.is_loader:
+            begins = state is None or "after" in state
+            return 1 if begins else 1 + len(json.dumps(state)) // _CHARACTERS_A_BATCH
+        if state is None:
+            # One that is there at all is taken at once where only reading all again would lead there otherwise.
+            return 0 if self._shards.pinned else _LEAST_GAP
+        return _LEAST_GAP + len(json.dumps(state)) // _CHARACTERS_A_SAMPLE
+
+    def _advance(self) -> None:
+        if self._shards.is_loader and self._node is not None:
+            self.carried = next_pass_state(self._epoch, self._state_of(self._node), 0, is_ended=True)
+        self.close()
+        self._at, self._item, self._state_item, self._state, self._first = self._at + 1, 0, 0, None, None
+        self._gap = self._gap_after(None)
+
+    def _leave_out_shard(self, error: Exception) -> None:
+        """Go on behind a shard that cannot be read, or raise."""
+        self.close()
+        if isinstance(error, (StateError, ConfigurationError)):
+            # No bad shard, but another than the state was taken in, or none that could be read at all.
+            raise error
+        if self._on_error == "skip":
+            self._skipped += 1
+            self._advance()
+            return
+        raise ShardError(
+            f"{self._name()} could not be read at its sample {self._item}: {type(error).__name__}: {error}. Nothing is "
+            "lost: the state is that of the last batch handed over. Mend the shard and resume, or pass "
+            'on_error="skip" to leave out what is left of it.'
+        ) from error
+
+    @property
+    def _shard(self) -> int:
+        return self._numbers[self._at]
+
+    def _name(self) -> str:
+        return self._shards.name(self._shard)
+
+
+def _first_of(node: BaseNode[Any]) -> str | None:
+    """Digest of the first samples of a pass, of a node that has it."""
+    first = getattr(node, "first", None)
+    return first() if callable(first) else None
