@@ -315,7 +315,9 @@ def _left_together(
     for slot_slice, slot in readers:
         if slot is not None:
             served[slot_slice.reader] = (slot.state or begin)["seen"][-1]
-    opened = len(piece.shards) if len(reading) < len(readers) else max(slot.num_opened for slot in reading)
+    # Of a slice that was begun before, all shards were open.
+    is_open = piece.state is not None or len(reading) < len(readers)
+    opened = len(piece.shards) if is_open else max(slot.num_opened for slot in reading)
     # Whatever comes before the reader that is last was served, or is another's.
     last = min(states, key=lambda state: state["seen"][0])
     piece = replace(piece, served=(*piece.served, tuple(served)))
