@@ -101,11 +101,7 @@ class LengthBatcher(StreamNode[list[Any]]):
             )
 
     def reset(self, initial_state: NodeState | None = None) -> None:
-        """Begin, or read the window again in which a state was taken.
-
-        Args:
-            initial_state: What :meth:`get_state` gave.
-        """
+        """Begin, or read the window again in which a state was taken."""
         super().reset(initial_state)
         begun = initial_state or {"source": None, "window": 0, "served": 0, "of": 0, "dropped": 0}
         self.source.reset(begun["source"])

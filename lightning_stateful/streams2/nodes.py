@@ -14,6 +14,8 @@ T = TypeVar("T", covariant=True)
 # Plain JSON data that says where a node stands. Whoever is given one leaves it as it is.
 NodeState = dict[str, Any]
 
+_SKIPPED_AT_ONCE = 256
+
 
 class StreamNode(BaseNode[T]):
     """A torchdata node that can give many items at once, leave items out, and close what it reads.
@@ -34,7 +36,10 @@ class StreamNode(BaseNode[T]):
 
     def skip(self, number: int) -> int:
         """Leave out items, up to ``number``; returns how many there were."""
-        return sum(1 for _ in islice(self, number))
+        skipped = 0
+        while items := self.next_many(min(number - skipped, _SKIPPED_AT_ONCE)):
+            skipped += len(items)
+        return skipped
 
     def close(self) -> None:
         """Let go of files and processes; the node has to be reset before it is read again."""

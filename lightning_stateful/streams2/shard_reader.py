@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal, get_args
 
@@ -39,20 +38,8 @@ def check_on_error(on_error: str) -> None:
         raise ConfigurationError(f"on_error must be one of {get_args(OnError)}, got {on_error!r}.")
 
 
-def next_pass_state(epoch: int, state: Any, since: int, *, is_ended: bool) -> dict[str, Any] | None:
-    """The state that the next pass over a loader begins with; None where the loader has no state.
-
-    Args:
-        epoch: The pass that was read.
-        state: The loader's state in it.
-        since: Batches since that state.
-        is_ended: Whether the pass was read to its end, and not cut by a limit.
-    """
-    return None if state is None else {"after": state, "since": since, "pass": epoch, "is_ended": is_ended}
-
-
 class ShardReader(StreamNode[Any]):
-    """The samples of some shards in one epoch.
+    """Reads the samples of some shards in one epoch.
 
     A shard's node is read by ``iter()``: one that has nothing to count may give there the iterator that it reads.
 
@@ -62,8 +49,8 @@ class ShardReader(StreamNode[Any]):
         epoch: The epoch that shards are told.
         seed: Seeds torch, NumPy and ``random`` as a shard is opened, and before each run of 32 samples, by (seed,
             epoch, shard, number of the sample); None to leave them.
-        seeds_samples: Whether samples are seeded where user code may draw at them, or only shards as they are opened.
-            Samples that are seeded are read in runs, the same ones after a resume: up to 31 further than asked for.
+        seeds_samples: False to seed only shards as they are opened. Samples at which user code may draw are read in
+            whole runs, up to 31 further than asked for.
         on_error: ``"skip"`` to leave out the rest of a shard that cannot be read, and count it.
 
     State:
@@ -100,11 +87,7 @@ class ShardReader(StreamNode[Any]):
         self.carried: Any = None
 
     def reset(self, initial_state: NodeState | None = None) -> None:
-        """Go to the beginning of the first shard, or to where a state was taken; nothing is opened before it is read.
-
-        Args:
-            initial_state: What :meth:`get_state` gave.
-        """
+        """Begin, or go to where a state was taken; no shard is opened before it is read."""
         super().reset(initial_state)
         self.close()
         begun = initial_state or {"shard": 0, "item": 0, "since": 0, "state": None, "skipped_shards": 0}
@@ -130,8 +113,10 @@ class ShardReader(StreamNode[Any]):
         while len(samples) < number and self._at < len(self._numbers):
             before, failure = len(samples), None
             try:
+                if self._node is None:
+                    self._open()
                 # What comes before an error stays in the list.
-                self._extend(samples, self._open() if self._node is None else self._node, number)
+                samples.extend(islice(self._samples, number - before))
             except Exception as error:
                 failure = error
             self._item += len(samples) - before
@@ -140,13 +125,6 @@ class ShardReader(StreamNode[Any]):
             elif len(samples) < number:
                 self._advance()
         return samples
-
-    def skip(self, number: int) -> int:
-        """Leave out samples, up to ``number``; returns how many there were."""
-        skipped = 0
-        while samples := self.next_many(min(number - skipped, _LEAST_GAP)):
-            skipped += len(samples)
-        return skipped
 
     def get_state(self) -> NodeState:
         """Where the next sample comes from, as fresh plain data."""
@@ -168,9 +146,7 @@ class ShardReader(StreamNode[Any]):
     def close(self) -> None:
         """Close the shard that is open."""
         node, self._node = self._node, None
-        # Of samples that are seeded: what is left of a run, and the error that ended it.
-        self._ahead: deque[Any] = deque()
-        self._failure: Exception | None = None
+        self._samples: Iterable[Any] = ()
         if node is not None:
             close(node)
 
@@ -183,19 +159,17 @@ class ShardReader(StreamNode[Any]):
         """Which sample of which shard comes next, in words."""
         if self._at == len(self._numbers):
             return "the end of its shards"
-        return f"{self._shards.name(self._numbers[self._at])}, at its sample {self._item}"
+        return f"{self._name()}, at its sample {self._item}"
 
-    def _open(self) -> BaseNode[Any]:
+    def _open(self) -> None:
         if not self._item and self._state is None:
             self._shards.begin_passes(self._epoch)
-        node = self._read_up_to_item()
-        found = _first_of(node) if self._state is None else None
+        found = self._read_up_to_item()
         if found is not None and self._first not in (None, found):
             # It counts its passes itself.
             self.close()
             self._shards.begin_passes(self._epoch, surely=True)
-            node = self._read_up_to_item()
-            if _first_of(node) != self._first:
+            if self._read_up_to_item() != self._first:
                 raise PositionError(
                     f"{self._name()} begins pass {self._epoch} with other samples than before the resume, however "
                     f"often it is begun, so that nobody can say which of its samples {self._item} were. Give it "
@@ -203,13 +177,16 @@ class ShardReader(StreamNode[Any]):
                     'anew for a resume; or resume from the end of an epoch. accept=("nondeterministic",) reads on '
                     "behind as many samples."
                 )
-        return node
 
-    def _read_up_to_item(self) -> BaseNode[Any]:
-        """Open a shard where its state was taken, and read again what was given since."""
+    def _read_up_to_item(self) -> str | None:
+        """Open a shard where its state was taken, and leave out what was given since.
+
+        Returns:
+            What tells the pass from others, if it was read from its beginning.
+        """
         if self._seed is not None:
-            seed_randomness(mixed_seed(self._seed, self._shard, 0))
-        node: Any = self._shards.node(self._shard, self._epoch)
+            seed_randomness(mixed_seed(self._seed, self._numbers[self._at], 0))
+        node: Any = self._shards.node(self._numbers[self._at], self._epoch)
         if not isinstance(node, BaseNode):
             raise ConfigurationError(
                 f"node() of {type(self._shards).__qualname__} gave a {type(node).__qualname__} for {self._name()}. "
@@ -219,51 +196,35 @@ class ShardReader(StreamNode[Any]):
         # A copy, which a node may go on counting in.
         node.reset(copy_plain(self._state))
         self._draws = self._seeds_samples and bool(getattr(node, "draws", self._shards.draws))
-        self._next_run, since = self._state_item, self._item - self._state_item
-        missing = since - self._read_again(node, since)
-        if missing:
+        self._samples = self._in_runs(node) if self._draws else node
+        since = self._item - self._state_item
+        found = sum(1 for _ in islice(self._samples, since)) if self._draws else skip(node, since)
+        if found < since:
             raise PositionError(
-                f"{self._item} samples of {self._name()} were used, but now it ends after {self._item - missing}. Read "
-                "the same data, or resume from another checkpoint."
+                f"{self._item} samples of {self._name()} were used, but now it ends after {self._state_item + found}. "
+                "Read the same data, or resume from another checkpoint."
             )
-        return node
+        return _first_of(node) if self._state is None else None
 
-    def _read_again(self, node: BaseNode[Any], since: int) -> int:
-        """Leave out what was given since the state was taken; returns how many samples there were."""
-        if not self._draws:
-            return skip(node, since)
-        found = 0
-        while found < since:
-            samples: list[Any] = []
-            self._extend(samples, node, min(since - found, _LEAST_GAP))
-            if not samples:
+    def _in_runs(self, node: BaseNode[Any]) -> Iterator[Any]:
+        """The samples of a shard, of which some are always read together, under one seed."""
+        item = self._state_item
+        failure: Exception | None = None
+        while failure is None:
+            self._take_state(node, item)
+            seed_randomness(mixed_seed(self._seed or 0, self._numbers[self._at], item))
+            run: list[Any] = []
+            try:
+                # What comes before an error stays in the list.
+                run.extend(islice(node, _RUN))
+            except Exception as error:
+                failure = error
+            yield from run
+            item += len(run)
+            if not run:
                 break
-            found += len(samples)
-        return found
-
-    def _extend(self, samples: list[Any], node: BaseNode[Any], number: int) -> None:
-        """Append samples of the open shard, up to ``number`` in all; fewer at its end."""
-        if not self._draws:
-            samples.extend(islice(node, number - len(samples)))
-            return
-        while len(samples) < number and (self._ahead or self._read_run(node)):
-            samples.extend(self._ahead.popleft() for _ in range(min(number - len(samples), len(self._ahead))))
-
-    def _read_run(self, node: BaseNode[Any]) -> bool:
-        """Read some samples ahead under one seed; whether there are any."""
-        if self._failure is not None:
-            raise self._failure
-        self._take_state(node, self._next_run)
-        seed_randomness(mixed_seed(self._seed or 0, self._shard, self._next_run))
-        try:
-            self._ahead.extend(islice(node, _RUN))
-        except Exception as error:
-            if not self._ahead:
-                raise
-            # What was read before it comes first.
-            self._failure = error
-        self._next_run += len(self._ahead)
-        return bool(self._ahead)
+        if failure is not None:
+            raise failure
 
     def _take_state(self, node: BaseNode[Any], item: int) -> None:
         """Take the state that a node has before the sample ``item``, if the last one lies far enough back."""
@@ -278,15 +239,10 @@ class ShardReader(StreamNode[Any]):
         try:
             return copy_plain(node.state_dict())
         except Exception as error:
-            of = f"get_state() of {type(node).__qualname__}"
-            if isinstance(error, StateError):
-                raise StateError(
-                    f"{of} gave, for {self.where()}, what cannot be kept in a checkpoint: {error} Return plain JSON "
-                    "data, numbers as int(...) or float(...)."
-                ) from error
-            raise ShardError(
-                f"{of} failed for {self.where()}: {type(error).__name__}: {error}. Mend it, or let it return None "
-                "where only reading the shard again leads there."
+            raise StateError(
+                f"get_state() of {type(node).__qualname__} gave, for {self.where()}, nothing that can be kept in a "
+                f"checkpoint: {type(error).__name__}: {error} Return plain JSON data, numbers as int(...) or "
+                "float(...); or None where only reading the shard again leads there."
             ) from error
 
     def _gap_after(self, state: Any) -> int:
@@ -301,7 +257,8 @@ class ShardReader(StreamNode[Any]):
 
     def _advance(self) -> None:
         if self._shards.is_loader and self._node is not None:
-            self.carried = next_pass_state(self._epoch, self._state_of(self._node), 0, is_ended=True)
+            state = self._state_of(self._node)
+            self.carried = state and {"after": state, "since": 0, "pass": self._epoch, "is_ended": True}
         self.close()
         self._at, self._item, self._state_item, self._state, self._first = self._at + 1, 0, 0, None, None
         self._gap = self._gap_after(None)
@@ -322,15 +279,10 @@ class ShardReader(StreamNode[Any]):
             'on_error="skip" to leave out what is left of it.'
         ) from error
 
-    @property
-    def _shard(self) -> int:
-        return self._numbers[self._at]
-
     def _name(self) -> str:
-        return self._shards.name(self._shard)
+        return self._shards.name(self._numbers[self._at])
 
 
-def _first_of(node: BaseNode[Any]) -> str | None:
+def _first_of(node: Any) -> str | None:
     """Digest of the first samples of a pass, of a node that has it."""
-    first = getattr(node, "first", None)
-    return first() if callable(first) else None
+    return node.first() if hasattr(node, "first") else None

@@ -45,11 +45,7 @@ class BlockShuffle(StreamNode[T]):
             raise ConfigurationError(f"size must be at least 1, got {size}.")
 
     def reset(self, initial_state: NodeState | None = None) -> None:
-        """Begin, or read the block again in which a state was taken.
-
-        Args:
-            initial_state: What :meth:`get_state` gave.
-        """
+        """Begin, or read the block again in which a state was taken."""
         super().reset(initial_state)
         self.source.reset(None if initial_state is None else initial_state["source"])
         # The number of the next block; the items of this one as they are given, and how many of them have been.
@@ -80,13 +76,6 @@ class BlockShuffle(StreamNode[T]):
             items += self._items[self._served : stop]
             self._served = min(stop, len(self._items))
         return items
-
-    def skip(self, number: int) -> int:
-        """Leave out items, up to ``number``; returns how many there were."""
-        skipped = 0
-        while items := self.next_many(min(number - skipped, self._size)):
-            skipped += len(items)
-        return skipped
 
     def get_state(self) -> NodeState:
         """Where the block begins, and how many of its items have been given."""

@@ -13,7 +13,7 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
-from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
+from lightning_stateful.errors import ConfigurationError, PositionError, ShardError
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams2.nodes import NodeState, StreamNode, next_many, skip, state_of
@@ -38,6 +38,7 @@ class _SampleNode(StreamNode[Any]):
     """Runs a function over each sample by itself."""
 
     context: ClassVar[tuple[str, ...]] = ("seed", "on_error", "where")
+    _keeps_all: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -54,13 +55,11 @@ class _SampleNode(StreamNode[Any]):
         self.source = source
         self._function, self._on_error, self._where = function, on_error, where
         self._seed = None if seed is None else derive_seed("transform", as_int("seed", seed))
+        # Which samples are left out may not depend on how many are asked for together.
+        self._one_by_one = seed is not None and (on_error == "skip" or not self._keeps_all)
 
     def reset(self, initial_state: NodeState | None = None) -> None:
-        """Begin, or go to where a state was taken.
-
-        Args:
-            initial_state: What :meth:`get_state` gave.
-        """
+        """Begin, or go to where a state was taken."""
         super().reset(initial_state)
         begun = initial_state or {"source": None, "item": 0}
         self.source.reset(begun["source"])
@@ -78,7 +77,7 @@ class _SampleNode(StreamNode[Any]):
         """The next items, up to ``number``; the samples that are read for them together are seeded together."""
         items: list[Any] = []
         while len(items) < number:
-            samples: list[Any] = next_many(self.source, number - len(items))
+            samples: list[Any] = next_many(self.source, 1 if self._one_by_one else number - len(items))
             if not samples:
                 break
             items += self._items_of(samples)
@@ -118,14 +117,12 @@ class _SampleNode(StreamNode[Any]):
 class MapNode(_SampleNode):
     """Applies a function to each sample.
 
-    What is drawn at a sample follows from the seed, the number of samples before and how many are asked for together: a
-    batch asks for the same ones after a resume.
-
     Args:
         source: The samples.
         function: From a sample to what takes its place.
         seed: Seeds torch, NumPy and ``random`` by (seed, number of the sample): before each sample that is asked for by
-            itself, and before the first of those that are asked for together, as those of a batch; None to leave them.
+            itself or may be left out, and before the first of those that are asked for together, as those of a batch,
+            which are the same after a resume; None to leave them.
         on_error: ``"skip"`` to leave out samples on which the function fails, and count them.
         where: Says where the samples come from, for errors.
 
@@ -160,7 +157,7 @@ class FilterNode(_SampleNode):
     Args:
         source: The samples.
         function: From a sample to whether it stays.
-        seed: As :class:`MapNode`.
+        seed: Seeds torch, NumPy and ``random`` before each sample, by (seed, number of the sample); None to leave them.
         on_error: ``"skip"`` to leave out samples on which the function fails, and count them.
         where: Says where the samples come from, for errors.
 
@@ -171,6 +168,8 @@ class FilterNode(_SampleNode):
         ConfigurationError: An argument is wrong.
         ShardError: The function failed, or gave what is neither true nor false; with the sample.
     """
+
+    _keeps_all = False
 
     def describe(self) -> list[Any]:
         """Plain data to be compared."""
@@ -211,11 +210,7 @@ class WindowNode(StreamNode[tuple[T, ...]]):
             raise ConfigurationError(f"width and step must be at least 1, got width={width}, step={step}.")
 
     def reset(self, initial_state: NodeState | None = None) -> None:
-        """Begin, or go to where a state was taken.
-
-        Args:
-            initial_state: What :meth:`get_state` gave.
-        """
+        """Begin, or go to where a state was taken."""
         super().reset(initial_state)
         begun = initial_state or {"source": None, "since": 0}
         self.source.reset(begun["source"])
@@ -293,14 +288,10 @@ class RunningStateNode(StreamNode[Any]):
         super().__init__()
         check_function("function", function)
         self.source = source
-        self._function, self._initial, self._where = function, _plain_state(initial), where
+        self._function, self._initial, self._where = function, to_plain(initial, "running state", "stream"), where
 
     def reset(self, initial_state: NodeState | None = None) -> None:
-        """Begin, or go to where a state was taken.
-
-        Args:
-            initial_state: What :meth:`get_state` gave.
-        """
+        """Begin, or go to where a state was taken."""
         super().reset(initial_state)
         begun = initial_state or {"source": None, "since": 0, "state": self._initial}
         self.source.reset(begun["source"])
@@ -323,7 +314,11 @@ class RunningStateNode(StreamNode[Any]):
     def get_state(self) -> NodeState:
         """A state of some samples ago, that of the source there, and how many samples."""
         if self._since > len(json.dumps(self._plain)) // _CHARACTERS_AN_ITEM:
-            self._plain, self._source_state, self._since = _plain_state(self._state), state_of(self.source), 0
+            self._plain, self._source_state, self._since = (
+                to_plain(self._state, "running state", "stream"),
+                state_of(self.source),
+                0,
+            )
         return {"source": self._source_state, "since": self._since, "state": self._plain}
 
     def describe(self) -> list[Any]:
@@ -361,14 +356,6 @@ def failed(function: Callable[..., Any], sample: Any, error: Exception, where: W
         f"{name_of(function)} failed on {sample_in_words(sample, where)}: {type(error).__name__}: {error}. Nothing is "
         "lost: the state is that of the last batch handed over. Mend the sample or the function and resume."
     )
-
-
-def _plain_state(state: Any) -> Any:
-    try:
-        return to_plain(state, "state")
-    except StateError as error:
-        said = str(error).removeprefix("The sampler's ")
-        raise StateError(f"The running state of a stream must be plain: {said}") from None
 
 
 def _ended_early(since: int, found: int) -> PositionError:
