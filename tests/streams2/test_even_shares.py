@@ -147,6 +147,13 @@ def test_every_sample_of_a_pass_comes_once_whatever_ranks_and_workers_come_and_g
     assert sorted(served) == list(range(sum(sizes)))
 
 
+def test_a_shard_that_one_of_its_readers_has_finished_is_not_assigned_anew() -> None:
+    config = stream([0, 1, 0, 29, 0, 0, 13], batch_size=3, buffer_size=0)
+    steps, state, _ = serve_epoch(StreamState.beginning(config, 0, 4, 1), 4)
+    rest, _, _ = serve_epoch(state.on(1, 1))
+    assert sorted(flat(steps + rest)) == list(range(43))
+
+
 @pytest.mark.parametrize(
     "steps",
     [
