@@ -235,13 +235,13 @@ class SlotProgress(NamedTuple):
 
     Attributes:
         slices: The slices.
-        index: Which of them it reads; as many as there are if all are served.
+        current: Which of them it reads; as many as there are if all are served.
         state: Where it stands in that, as its node says; None if it has not begun it.
         num_opened: How many shards of that it has opened: what it has read ahead lies in them.
     """
 
     slices: Sequence[SlotSlice]
-    index: int = 0
+    current: int = 0
     state: NodeState | None = None
     num_opened: int = 0
 
@@ -260,7 +260,7 @@ def left_of(slots: Sequence[SlotProgress], epoch: int, order: Sequence[int]) -> 
     for slot in slots:
         for index, slot_slice in enumerate(slot.slices):
             # None: the slot has served all that it was to have of it.
-            here = None if index < slot.index else slot if index == slot.index else SlotProgress(slot.slices, index)
+            here = None if index < slot.current else slot if index == slot.current else SlotProgress(slot.slices, index)
             if slot_slice.number is not None:
                 together.setdefault(slot_slice.number, []).append((slot_slice, here))
             elif here is not None:
@@ -334,7 +334,7 @@ def _trimmed(piece: ShardSlice, state: NodeState, num_opened: int) -> tuple[Shar
 
 def behind(state: NodeState, by: int) -> NodeState:
     """The same state in a slice without its first ``by`` shards; what was left out is counted from here on."""
-    counts = {name: 0 for name in ("skipped_shards", "skipped_samples", "dropped") if name in state}
+    counts: NodeState = {name: 0 for name in ("skipped_shards", "skipped_samples", "dropped") if name in state}
     if "source" not in state:
         return {**state, **counts, "shard": state["shard"] - by}
     source = state["source"]

@@ -168,4 +168,4 @@ class _Nothing(BaseNode[Any]):
     """A node without items, to see whether another node takes its arguments."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torchdata's

@@ -176,8 +176,8 @@ class StreamState:
         task = self.task(slot)._replace(state=state)
         for name, source in self.config.sources.items():
             here = progress_in(source, task, name)
-            if here.index < len(here.slices):
-                names.append(source.shards.name(here.slices[here.index].of.shards[max(here.num_opened - 1, 0)]))
+            if here.current < len(here.slices):
+                names.append(source.shards.name(here.slices[here.current].of.shards[max(here.num_opened - 1, 0)]))
         return names
 
     def read_again(self, slots: Iterable[int] | None = None) -> dict[str, int]:
@@ -191,14 +191,14 @@ class StreamState:
             for name, source in self.config.sources.items():
                 here = progress_in(source, self.task(slot), name)
                 state = here.state
-                if here.index >= len(here.slices) or not source.shards.reread:
+                if here.current >= len(here.slices) or not source.shards.reread:
                     continue
-                state = here.slices[here.index].of.state if state is None else state
+                state = here.slices[here.current].of.state if state is None else state
                 if state is None or state.get("source", {}) is None:
                     continue
                 at = innermost(state)
                 if at["state"] is None and at["since"]:
-                    shard = here.slices[here.index].of.shards[at["shard"]]
+                    shard = here.slices[here.current].of.shards[at["shard"]]
                     found[source.shards.name(shard)] = at["since"]
         return found
 
@@ -273,9 +273,9 @@ class StreamState:
                 if state is None:
                     continue
                 here = progress_in(source, self.task(slot), name)
-                if not 0 <= here.index <= len(here.slices):
-                    raise PositionError(f"Worker slot {slot} stands in slice {here.index} of {len(here.slices)}.")
-                slot_slice = here.slices[here.index] if here.index < len(here.slices) else None
+                if not 0 <= here.current <= len(here.slices):
+                    raise PositionError(f"Worker slot {slot} stands in slice {here.current} of {len(here.slices)}.")
+                slot_slice = here.slices[here.current] if here.current < len(here.slices) else None
                 if slot_slice is not None:
                     wrapped = here.state is None or not slot_slice.is_bare
                     at = here.state if wrapped else {"source": here.state, "seen": [0]}
@@ -293,7 +293,7 @@ class StreamState:
         if source.shards.pinned or (mixing is not None and mixing.stop == "cycle"):
             return False
         slots = [progress_in(source, self.task(slot), name) for slot in range(self.num_slots)]
-        return mixing is None or any(here.index >= len(here.slices) for here in slots)
+        return mixing is None or any(here.current >= len(here.slices) for here in slots)
 
     def _kept(self, slot: NodeState | None, names: Iterable[str]) -> NodeState | None:
         """The state of a slot with what it has of some sources; those of others are assigned anew."""
