@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.permutation import Indices
 from lightning_stateful.core.topology import split_evenly
-from lightning_stateful.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +52,7 @@ class StepRule:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_replicas"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name} must be an int of at least 1, got {value!r}.")
+            object.__setattr__(self, name, as_int(name, getattr(self, name), least=1))
 
     @property
     def full(self) -> int:

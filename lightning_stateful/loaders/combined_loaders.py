@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning_stateful import state as format_
-from lightning_stateful.core.order import UNKNOWN, EpochPlan
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.iterable_loader import IterableLoader
 from lightning_stateful.loaders.patching import AnyLoader

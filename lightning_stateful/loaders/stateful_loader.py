@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, SampleCountingPlan
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress, SampleCountingPlan
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from lightning_stateful.core.order import seeded_at
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import Progress, seeded_at
 from lightning_stateful.errors import Difference, PositionError, StateMismatchError
 from lightning_stateful.mixture.plan import MixtureEpochPlan
 from lightning_stateful.mixture.sources import Mixture

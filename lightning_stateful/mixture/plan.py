@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stateful.core.order import read_in_chunks, say_repeats
-from lightning_stateful.core.progress import Progress
-from lightning_stateful.core.ranges import Indices, concatenated_ranges
+from lightning_stateful.core.order import Progress, read_in_chunks, say_repeats
+from lightning_stateful.core.permutation import Indices, concatenated_ranges
 from lightning_stateful.core.seeding import Label, derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError

@@ -10,8 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.permutation import MAX_LENGTH, keyed_permutation
-from lightning_stateful.core.ranges import Indices, concatenated_ranges
+from lightning_stateful.core.permutation import MAX_LENGTH, Indices, concatenated_ranges, keyed_permutation
 from lightning_stateful.core.seeding import Label, derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError
@@ -49,8 +48,7 @@ class Sources:
                 raise ConfigurationError(f"Source {name!r} is empty; leave it out.")
             if not 0 < length <= MAX_LENGTH:
                 raise ConfigurationError(f"Source {name!r} must have 1 to 2**40 samples, got {length}.")
-            if as_int(f"The batch size of source {name!r}", batch_size) < 1 or isinstance(batch_size, bool):
-                raise ConfigurationError(f"The batch size of source {name!r} must be at least 1, got {batch_size!r}.")
+            as_int(f"The batch size of source {name!r}", batch_size, least=1)
         # States hold no other integers than Python's.
         object.__setattr__(self, "lengths", tuple(map(int, self.lengths)))
         object.__setattr__(self, "batch_sizes", tuple(map(int, self.batch_sizes)))
@@ -138,11 +136,7 @@ class Mixture:
                 raise ConfigurationError(
                     f"num_steps takes the place of stop; got num_steps={self.num_steps} and stop={self.stop!r}."
                 )
-            if isinstance(self.num_steps, bool):
-                raise ConfigurationError(f"num_steps must be an integer, got {self.num_steps}.")
-            object.__setattr__(self, "num_steps", as_int("num_steps", self.num_steps))
-            if self.num_steps < 1:
-                raise ConfigurationError(f"num_steps must be at least 1, got {self.num_steps}.")
+            object.__setattr__(self, "num_steps", as_int("num_steps", self.num_steps, least=1))
         if self.schedule is not None and self.num_steps is None:
             raise ConfigurationError(
                 "With a schedule, an epoch that ends with its sources would have another length each time; pass "

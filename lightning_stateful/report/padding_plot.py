@@ -12,8 +12,7 @@ from lightning_stateful.bucketing.lengths import histogram
 from lightning_stateful.bucketing.order import BucketOrder
 from lightning_stateful.bucketing.padding import StepPadding, measure
 from lightning_stateful.core.order import BatchOrder
-from lightning_stateful.core.permutation import keyed_permutation
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.permutation import Indices, keyed_permutation
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.report.padding import order_of
 from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler

@@ -22,10 +22,8 @@ from torch.utils.data import (
 )
 
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.order import UNKNOWN, say_repeats
-from lightning_stateful.core.permutation import keyed_permutation
-from lightning_stateful.core.progress import Progress
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.order import UNKNOWN, Progress, say_repeats
+from lightning_stateful.core.permutation import Indices, keyed_permutation
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.core.topology import split_evenly

@@ -219,7 +219,7 @@ class TestBatchOrders:
 
     @pytest.mark.parametrize("make", [lambda: an_order(9, batch_size=0), lambda: an_order(9, batch_size=1.5)])
     def test_a_batch_size_that_is_no_positive_int_is_refused(self, make: Callable[[], SampleBatchOrder]) -> None:
-        with pytest.raises(ConfigurationError, match="batch_size must be an int of at least 1"):
+        with pytest.raises(ConfigurationError, match=r"batch_size must be (at least 1, got 0|an integer, got 1\.5)"):
             make().plan(0, 1)
 
     def test_an_unshuffled_order_serves_the_same_dataset_in_turn(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.mixtures import by_source, mixture, round_robin, samples_of, serve
 
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import Progress
 from lightning_stateful.errors import StateMismatchError
 from lightning_stateful.mixture import MixtureOrder, WeightSchedule
 

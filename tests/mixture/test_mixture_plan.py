@@ -23,7 +23,7 @@ from support.mixtures import (
     without_repeats,
 )
 
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.permutation import Indices
 from lightning_stateful.errors import ConfigurationError, PositionError
 from lightning_stateful.mixture import MixtureOrder, Sources
 

@@ -22,7 +22,7 @@ from support.mixtures import (
     without_repeats,
 )
 
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import Progress
 from lightning_stateful.mixture import MixtureOrder, WeightSchedule
 
 RANKS = [1, 2, 3, 4, 6, 8, 13, 64]

@@ -389,7 +389,7 @@ class TestRefusals:
             ({"a": 7, "b": -1}, 2, {}, "'b'"),
             ({1: 7, "1": 7}, 2, {}, r"Sources need different names, got \['1', '1'\]"),
             (LENGTHS, 0, {}, "batch size of source 'a' must be at least 1, got 0"),
-            (LENGTHS, True, {}, "batch size of source 'a' must be at least 1, got True"),
+            (LENGTHS, True, {}, "batch size of source 'a' must be an integer, got True"),
             (LENGTHS, {"a": 2}, {}, "Source 'b' has no batch_size"),
             (LENGTHS, {"a": 2, "b": 2, "c": 2}, {}, "a batch_size for 'c', which is none of the sources"),
             (LENGTHS, {"a": 8, "b": 2}, {"drop_last": True}, "Source 'a' has 7 samples, fewer than a batch of 8"),

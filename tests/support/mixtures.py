@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import Progress
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.mixture import Mixture, MixtureOrder, Sources, WeightSchedule
