@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.mixture.order import MixtureOrder
-from lightning_stateful.mixture.sources import By, Mixture, Sources, Stop
+from lightning_stateful.mixture.sources import By, Sources, Stop
 from lightning_stateful.mixture.weights import (
     MAX_PERIOD,
     DrawSchedule,
@@ -84,7 +84,7 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
         accept: Collection[str] = (),
     ) -> None:
         sources = sources_of(lengths, batch_size)
-        mixture = Mixture(
+        order = MixtureOrder(
             sources=sources,
             draws=(1,) * len(sources),
             in_turn=True,
@@ -94,7 +94,7 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
             stop=stop,
             num_steps=num_steps,
         )
-        super().__init__(MixtureOrder(mixture), num_replicas=num_replicas, rank=rank, accept=accept)
+        super().__init__(order, num_replicas=num_replicas, rank=rank, accept=accept)
 
 
 class MixtureBatchSampler(StatefulBatchSampler):
@@ -183,7 +183,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
         scheduled = None
         if schedule is not None:
             scheduled = DrawSchedule(tuple(map(int, schedule.points)), draws, schedule.between)
-        mixture = Mixture(
+        order = MixtureOrder(
             sources=sources,
             # Of a schedule, the most that each source ever has: evaluation serves all of them.
             draws=tuple(map(max, zip(*draws, strict=True))),
@@ -196,7 +196,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
             stop=stop,
             num_steps=num_steps,
         )
-        super().__init__(MixtureOrder(mixture), num_replicas=num_replicas, rank=rank, accept=accept)
+        super().__init__(order, num_replicas=num_replicas, rank=rank, accept=accept)
 
 
 def sources_of(lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[int]) -> Sources:
