@@ -57,8 +57,8 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
         shuffle: Whether samples have an order of their own in each pass.
         drop_last: Serve full batches only, and leave out the last step if it is not full.
         seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
-        num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
-        rank: This rank; by default that of the process group, or 0.
+        num_replicas: As in :class:`StatefulBatchSampler`.
+        rank: As in :class:`StatefulBatchSampler`.
         accept: Names of differences between a state and this configuration to let pass on load, for example
             ``("sources",)`` for datasets added or removed. Each goes on where it was.
 
@@ -124,8 +124,8 @@ class MixtureBatchSampler(StatefulBatchSampler):
         shuffle: Whether samples, and the draws within a period, have an order of their own.
         drop_last: Serve full batches only, and leave out the last step if it is not full.
         seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
-        num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
-        rank: This rank; by default that of the process group, or 0.
+        num_replicas: As in :class:`StatefulBatchSampler`.
+        rank: As in :class:`StatefulBatchSampler`.
         accept: Names of differences between a state and this configuration to let pass on load, for example
             ``("weights",)``, or ``("sources", "weights")`` for datasets added or removed.
 
@@ -165,8 +165,8 @@ class MixtureBatchSampler(StatefulBatchSampler):
         costs = _costs(by, sources, tokens)
         if block is not None and by == "sample":
             raise ConfigurationError('With by="sample" the proportions are those of every batch; leave block out.')
-        if block is not None and not 1 <= as_int("block", block) <= MAX_PERIOD:
-            raise ConfigurationError(f"block must be from 1 to {MAX_PERIOD}, got {block}.")
+        if block is not None and as_int("block", block, least=1) > MAX_PERIOD:
+            raise ConfigurationError(f"block must be at most {MAX_PERIOD}, got {block}.")
         if schedule is None:
             sizes = tokens if tokens is not None and by == "token" else sources.lengths
             asked, power = sizes if weights is None else weights, 1 if temperature is None else temperature

@@ -27,7 +27,7 @@ from lightning_stateful.errors import (
 from lightning_stateful.loaders import StatefulLoader
 from lightning_stateful.loaders.combined_loaders import MODES, CombinedLoaders
 from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler
-from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
+from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 from lightning_stateful.state import sealed
 
 WHERE = "The state of this test"

@@ -13,7 +13,7 @@ import torch
 
 from lightning_stateful.bucketing import QuadraticCost
 from lightning_stateful.errors import ConfigurationError, StateMismatchError
-from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
+from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 
 LENGTHS = [*np.random.default_rng(5).integers(1, 41, 149).tolist(), 40]
 

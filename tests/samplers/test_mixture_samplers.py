@@ -364,7 +364,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a temperature of zero": ({"temperature": 0}, "temperature must be a positive number, got 0"),
     "a temperature that leaves nothing": ({"temperature": 0.001}, "Source 'a' would be served less than once"),
-    "a block of nothing": ({"block": 0}, "block must be from 1 to 65536, got 0"),
+    "a block of nothing": ({"block": 0}, "block must be at least 1, got 0"),
     "a block of too few": ({"block": 1}, "A period of 1 draws has none for some of 2 sources"),
     "a block by sample": ({"by": "sample", "block": 4}, "those of every batch; leave block out"),
     "sizes by sample": ({"by": "sample", "batch_size": [2, 3]}, r"has one size; got \{'a': 2, 'b': 3\}"),
