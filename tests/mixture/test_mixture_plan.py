@@ -18,9 +18,7 @@ from support.mixtures import (
     samples_of,
     serve,
     simulate,
-    simulated_amounts,
     whole_epoch,
-    without_repeats,
 )
 
 from lightning_stateful.core.permutation import Indices
@@ -65,15 +63,6 @@ def test_plans_are_those_of_a_slow_simulation() -> None:
             assert len(set(rest)) == len(rest) - num_repeated(order, ranks) or order.stop == "cycle"
             assert len(rest) - num_repeated(order, ranks) == sum(left)
         compared += 1
-
-
-@pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
-def test_an_epoch_serves_as_much_of_every_source_on_any_number_of_ranks(stop: str) -> None:
-    for order, ranks, _ in random_cases(40, seed=6, stop=stop, drop_last=False):
-        steps = by_source(order, without_repeats(serve(order, 3, ranks), num_repeated(order, ranks)))
-        assert counts_of(order, samples_of(steps)) == simulated_amounts(order)
-        assert_whole_passes(order, samples_of(steps))
-        assert num_repeated(order, ranks) < ranks
 
 
 def test_every_batch_has_a_sample_and_at_most_its_batch_size_of_one_source() -> None:
