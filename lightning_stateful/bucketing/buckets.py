@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_stateful.bucketing.boundaries import check_boundaries, equal_counts, least_padding
 from lightning_stateful.bucketing.budget import Budget, QuadraticCost, TooLong, drop_too_long
-from lightning_stateful.bucketing.lengths import Histogram, LengthArray, check_lengths, chunks, digest, histogram
+from lightning_stateful.bucketing.lengths import Histogram, LengthArray, chunks, digest, histogram, open_lengths
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import ClassShuffle, Indices, bounds_of
 from lightning_stateful.core.seeding import Label
@@ -72,7 +72,7 @@ class Buckets:
         Raises:
             ConfigurationError: An argument is out of range, or samples are too long for the budget.
         """
-        lengths = check_lengths(lengths)
+        lengths = open_lengths(lengths)
         budget = Budget(
             max_tokens=max_tokens, batch_size=batch_size, max_samples=max_samples, multiple=multiple, cost=cost
         )

@@ -13,7 +13,6 @@ from torch.utils.data import Sampler
 
 from lightning_stateful.bucketing.buckets import Boundaries, Buckets
 from lightning_stateful.bucketing.budget import QuadraticCost, TooLong
-from lightning_stateful.bucketing.lengths import open_lengths
 from lightning_stateful.bucketing.order import BucketOrder
 from lightning_stateful.core.order import BatchOrder, EpochPlan
 from lightning_stateful.samplers.rng import seed_or_default
@@ -136,7 +135,7 @@ class BucketBatchSampler(StatefulBatchSampler):
         accept: Collection[str] = (),
     ) -> None:
         buckets = Buckets.of(
-            open_lengths(lengths),
+            lengths,
             max_tokens=max_tokens,
             batch_size=batch_size,
             max_samples=max_samples,

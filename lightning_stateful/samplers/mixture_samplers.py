@@ -162,11 +162,8 @@ class MixtureBatchSampler(StatefulBatchSampler):
     ) -> None:
         sources = sources_of(lengths, batch_size)
         tokens = None if token_lengths is None else _count_tokens(sources, token_lengths)
-        costs = _costs(by, sources, tokens)
-        if block is not None and by == "sample":
-            raise ConfigurationError('With by="sample" the proportions are those of every batch; leave block out.')
-        if block is not None and as_int("block", block, least=1) > MAX_PERIOD:
-            raise ConfigurationError(f"block must be at most {MAX_PERIOD}, got {block}.")
+        _check_draws(by, sources, block)
+        costs = _tokens_per_draw(sources, tokens) if by == "token" else None
         if schedule is None:
             sizes = tokens if tokens is not None and by == "token" else sources.lengths
             asked, power = sizes if weights is None else weights, 1 if temperature is None else temperature
@@ -272,25 +269,27 @@ def _count_tokens(sources: Sources, token_lengths: Mapping[str, Any] | Sequence[
     return tuple(totals)
 
 
-def _costs(by: By, sources: Sources, tokens: tuple[int, ...] | None) -> list[Fraction]:
-    """The amount that a draw of each source adds to what the weights are shares of: batches, samples or tokens."""
-    if by == "sample":
-        if len(set(sources.batch_sizes)) > 1:
-            sizes = dict(zip(sources.names, sources.batch_sizes, strict=True))
-            raise ConfigurationError(f'With by="sample" a batch holds several sources and has one size; got {sizes}.')
-    elif by == "token":
-        if tokens is None:
-            raise ConfigurationError(
-                'by="token" needs the length of every sample in tokens: pass token_lengths to a batch sampler, or '
-                "lengths to a data module, an array for each source."
-            )
-        return [
-            Fraction(total * size, length)
-            for total, size, length in zip(tokens, sources.batch_sizes, sources.lengths, strict=True)
-        ]
-    elif by != "batch":
+def _check_draws(by: By, sources: Sources, block: int | None) -> None:
+    if by not in get_args(By):
         raise ConfigurationError(f"by must be one of {get_args(By)}, got {by!r}.")
-    return [Fraction(1)] * len(sources)
+    if by == "sample" and len(set(sources.batch_sizes)) > 1:
+        sizes = dict(zip(sources.names, sources.batch_sizes, strict=True))
+        raise ConfigurationError(f'With by="sample" a batch holds several sources and has one size; got {sizes}.')
+    if block is not None and by == "sample":
+        raise ConfigurationError('With by="sample" the proportions are those of every batch; leave block out.')
+    if block is not None and as_int("block", block, least=1) > MAX_PERIOD:
+        raise ConfigurationError(f"block must be at most {MAX_PERIOD}, got {block}.")
+
+
+def _tokens_per_draw(sources: Sources, tokens: tuple[int, ...] | None) -> list[Fraction]:
+    """Tokens in a batch of each source, on average."""
+    if tokens is None:
+        raise ConfigurationError(
+            'by="token" needs the length of every sample in tokens: pass token_lengths to a batch sampler, or '
+            "lengths to a data module, an array for each source."
+        )
+    columns = zip(tokens, sources.batch_sizes, sources.lengths, strict=True)
+    return [Fraction(total * size, length) for total, size, length in columns]
 
 
 def _warn_of_rounding(
