@@ -63,6 +63,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
 
     Raises:
         ConfigurationError: An argument is out of range.
+        ValueError: Arguments contradict each other; torch's own.
         UnsupportedLoaderError: The dataset is iterable, or the sampler yields something else whenever it is begun.
     """
 
@@ -106,7 +107,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
             shuffle, sampler = False, ShuffledOrder(len(dataset), seed)
         loader = DataLoader(
             dataset,
-            batch_size=batch_size if batch_size is None else as_int("batch_size", batch_size),
+            batch_size=batch_size if batch_size is None else as_int("batch_size", batch_size, least=1),
             shuffle=shuffle,
             sampler=sampler,
             batch_sampler=batch_sampler,

@@ -132,7 +132,7 @@ class TestContradictions:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"batch_size": 0}, "batch_size .* 0"),
+            ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
             ({"batch_size": 2.0}, r"batch_size must be an integer, got 2\.0"),
             ({"in_order": False}, "in_order=False hands batches over in no fixed order"),
             ({"sampler": Reversed(DATA), "shuffle": True}, "sampler option is mutually exclusive with shuffle"),
