@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import Row, in_child, interleave, median_ratio, report, seconds, short, target, with_memory
 from lightning_stateful.bucketing.padding import measure
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import Progress
 from lightning_stateful.report.padding import order_of, padding_report
 from lightning_stateful.samplers import BucketBatchSampler, StatefulBatchSampler
 

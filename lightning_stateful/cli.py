@@ -13,7 +13,7 @@ from lightning_stateful.bucketing.budget import QuadraticCost
 from lightning_stateful.errors import StatefulError
 from lightning_stateful.report.padding import padding_report, summary
 from lightning_stateful.report.padding_plot import plot_padding
-from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
+from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ import pytest
 from lightning_stateful.bucketing import QuadraticCost
 from lightning_stateful.cli import main
 from lightning_stateful.report.padding import padding_report, summary
-from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
+from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 
 LENGTHS = np.random.default_rng(1).integers(1, 60, 400).astype(np.uint16)
 BUDGET = ("--max-tokens", "200")

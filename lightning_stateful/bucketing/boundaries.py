@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_stateful.bucketing.lengths import Histogram
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.permutation import Indices
 from lightning_stateful.errors import ConfigurationError
 
 # Lengths among which boundaries are looked for.

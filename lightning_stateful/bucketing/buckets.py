@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from lightning_stateful.bucketing.boundaries import check_boundaries, equal_counts, least_padding
 from lightning_stateful.bucketing.budget import Budget, QuadraticCost, TooLong, drop_too_long
-from lightning_stateful.bucketing.lengths import Histogram, LengthArray, check_lengths, chunks, digest, histogram
+from lightning_stateful.bucketing.lengths import Histogram, LengthArray, chunks, digest, histogram, open_lengths
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.permutation import ClassShuffle
-from lightning_stateful.core.ranges import Indices, bounds_of
+from lightning_stateful.core.permutation import ClassShuffle, Indices, bounds_of
 from lightning_stateful.core.seeding import Label
 from lightning_stateful.errors import ConfigurationError
 
@@ -73,7 +72,7 @@ class Buckets:
         Raises:
             ConfigurationError: An argument is out of range, or samples are too long for the budget.
         """
-        lengths = check_lengths(lengths)
+        lengths = open_lengths(lengths)
         budget = Budget(
             max_tokens=max_tokens, batch_size=batch_size, max_samples=max_samples, multiple=multiple, cost=cost
         )
@@ -146,9 +145,7 @@ def _choose_ends(
         # It follows from the rest, so that it need not be compared.
         num_buckets = default_num_buckets(lengths, budget)
     else:
-        num_buckets = asked["num_buckets"] = as_int("num_buckets", num_buckets)
-    if num_buckets < 1:
-        raise ConfigurationError(f"num_buckets must be at least 1, got {num_buckets}.")
+        num_buckets = asked["num_buckets"] = as_int("num_buckets", num_buckets, least=1)
     return choices[boundaries](lengths, num_buckets), asked
 
 

@@ -32,7 +32,7 @@ class QuadraticCost:
     length: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "length", _at_least_one("QuadraticCost.length", self.length))
+        object.__setattr__(self, "length", as_int("QuadraticCost.length", self.length, least=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Budget:
             )
         for name in ("max_tokens", "batch_size", "max_samples", "multiple"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _at_least_one(name, getattr(self, name)))
+                object.__setattr__(self, name, as_int(name, getattr(self, name), least=1))
         if self.max_tokens is None and (self.max_samples is not None or self.cost is not None):
             raise ConfigurationError("max_samples and cost limit batches of max_tokens; leave them out of batch_size.")
         if self.cost is not None and not isinstance(self.cost, QuadraticCost):
@@ -137,10 +137,3 @@ def drop_too_long(lengths: Histogram, budget: Budget, too_long: TooLong) -> tupl
     if not fits:
         raise ConfigurationError(f"{found}, so that too_long='drop' would leave no sample. Raise max_tokens.")
     return Histogram(lengths.values[:fits], lengths.counts[:fits]), count
-
-
-def _at_least_one(name: str, value: Any) -> int:
-    number = as_int(name, value)
-    if number < 1 or isinstance(value, bool):
-        raise ConfigurationError(f"{name} must be at least 1, got {value!r}.")
-    return number

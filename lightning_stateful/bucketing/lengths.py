@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stateful.core.checks import check_length
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.permutation import Indices
 from lightning_stateful.errors import ConfigurationError
 
 LengthArray = NDArray[np.integer[Any]]

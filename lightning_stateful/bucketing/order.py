@@ -13,10 +13,8 @@ from lightning_stateful.bucketing.buckets import Buckets
 from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.bucketing.lengths import LengthArray
 from lightning_stateful.bucketing.plan import BucketSteps, Remainder, Segment
-from lightning_stateful.core.order import read_in_chunks, say_repeats, seeded_at
-from lightning_stateful.core.permutation import ClassShuffle
-from lightning_stateful.core.progress import Progress
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.order import Progress, read_in_chunks, say_repeats, seeded_at
+from lightning_stateful.core.permutation import ClassShuffle, Indices
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StateMismatchError
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.bucketing.order import BucketEpochPlan
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.permutation import Indices
 
 # Samples looked at at once.
 _CHUNK = 2**20

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_stateful.core.permutation import keyed_permutation
-from lightning_stateful.core.ranges import Indices, bounds_of, concatenated_ranges
+from lightning_stateful.core.permutation import Indices, bounds_of, concatenated_ranges, keyed_permutation
 
 
 class StepRanges(NamedTuple):

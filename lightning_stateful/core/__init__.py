@@ -1,8 +1,7 @@
 """Orders, plans and progress: pure arithmetic with NumPy. Nothing here holds state or knows torch."""
 
-from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
+from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
 from lightning_stateful.core.permutation import KeyedPermutation
-from lightning_stateful.core.progress import Progress
 from lightning_stateful.core.samples import (
     BlockShuffledOrder,
     SampleBatchOrder,

@@ -9,20 +9,26 @@ from lightning_stateful.core.permutation import MAX_LENGTH
 from lightning_stateful.errors import ConfigurationError
 
 
-def as_int(name: str, value: Any) -> int:
+def as_int(name: str, value: Any, *, least: int | None = None) -> int:
     """Convert any integer, NumPy's among them, to a Python int; a state can hold no other kind.
 
     Args:
         name: The argument's name, for the error.
         value: Its value.
+        least: The smallest value that is allowed, if there is one.
 
     Raises:
-        ConfigurationError: ``value`` is no integer.
+        ConfigurationError: ``value`` is no integer, or too small.
     """
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
-        raise ConfigurationError(f"{name} must be an integer, got {value!r}.") from None
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be an integer, got {value!r}.")
+    if least is not None and number < least:
+        raise ConfigurationError(f"{name} must be at least {least}, got {number}.")
+    return number
 
 
 def check_length(length: int) -> None:

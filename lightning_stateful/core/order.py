@@ -1,7 +1,7 @@
-"""The protocol that all loaders and samplers are built on: orders of batches, and plans of the rest of an epoch.
+"""The protocol that all loaders and samplers are built on: orders, plans of the rest of an epoch, and progress.
 
 A :class:`BatchOrder` gives the batches of an epoch, as a pure function of (configuration, epoch, number of ranks). From
-a :class:`~lightning_stateful.core.progress.Progress` it makes an :class:`EpochPlan`: the steps from there to the end of
+a :class:`Progress` it makes an :class:`EpochPlan`: the steps from there to the end of
 the epoch, with a batch for each rank. A run that is resumed, perhaps on other ranks, is planned from the progress that
 its checkpoint holds.
 
@@ -12,13 +12,15 @@ Orders of samples are in :mod:`lightning_stateful.core.samples`, of several data
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from lightning_stateful.core.progress import Progress
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.permutation import Indices
 from lightning_stateful.core.seeding import loader_seed
+from lightning_stateful.errors import DamagedStateError, PositionError
 
 # ``num_steps`` of an epoch whose end is not known beforehand. It is larger than any number of steps, so that min(),
 # max() and comparisons with it need no special case.
@@ -26,6 +28,57 @@ UNKNOWN = 2**62
 
 # The first batch should not wait for many; later ones are computed many at a time.
 _FIRST_CHUNK, _LARGEST_CHUNK = 8, 8192
+
+
+_COUNTS = ("epoch", "cycle", "consumed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A position in training: an epoch, and how much of it the model has been trained on. Equal on every rank.
+
+    Attributes:
+        epoch: The epoch that the next batch belongs to, from 0.
+        cycle: Passes over the data that came before within the epoch: a short loader starts over beside a longer one
+            (``max_size_cycle``).
+        consumed: How much of this pass the model has been trained on, counted over all ranks. The unit is the order's:
+            samples of a plain dataset, steps of mixtures, buckets and streams, items of a wrapped sampler.
+        details: Whatever else the order needs to plan the rest of the epoch: plain JSON data of its own.
+
+    Raises:
+        PositionError: A count is negative.
+    """
+
+    epoch: int = 0
+    cycle: int = 0
+    consumed: int = 0
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            object.__setattr__(self, name, as_int(name, getattr(self, name)))
+        if min(self.epoch, self.cycle, self.consumed) < 0:
+            raise PositionError(
+                f"A progress counts from 0, got epoch={self.epoch}, cycle={self.cycle}, consumed={self.consumed}."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fresh plain data for a state."""
+        return {name: getattr(self, name) for name in _COUNTS} | copy.deepcopy(dict(self.details))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Progress:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            DamagedStateError: A count is missing or no integer.
+            PositionError: A count is negative.
+        """
+        for name in _COUNTS:
+            if type(data.get(name)) is not int:
+                raise DamagedStateError(f"progress.{name} must be an int, got {data.get(name)!r}.")
+        details = {name: copy.deepcopy(value) for name, value in data.items() if name not in _COUNTS}
+        return cls(**{name: data[name] for name in _COUNTS}, details=details)
 
 
 class EpochPlan(Protocol):

@@ -1,22 +1,26 @@
-"""A keyed permutation of ``range(n)`` with random access both ways and constant memory."""
+"""Keyed permutations of ``range(n)``, and of many ranges at once, with random access and constant memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stateful.core.ranges import Indices, concatenated_ranges
 from lightning_stateful.core.seeding import Label, derive_words
 from lightning_stateful.errors import ConfigurationError
+
+Indices = NDArray[np.int64]
 
 MAX_LENGTH = 2**40
 _TABLE_LENGTH = 2**16
 # With 6, one key in 130 shows at strides of n/2 just above the table's length; with 8, none of 20,000 does.
 _NUM_ROUNDS = 8
+# Up to here the elements of a class are sorted by hashed words: mixing is no good shuffle of few. With 8 rounds some
+# keys show at strides of half a class, with 10 none does.
+_SORTED = 2**10
+_CLASS_ROUNDS = 10
 
 
 class KeyedPermutation:
@@ -26,7 +30,7 @@ class KeyedPermutation:
     Above, each element is mixed on its own by rounds of xor, odd multiplication and xor-shift in the smallest power of
     two that holds ``length``; results that fall outside are mixed again until they fall inside ("cycle walking"),
     which takes fewer than two tries on average. Every round is a bijection of the power of two, so the whole is a
-    bijection of ``range(length)``, and it runs backwards as well.
+    bijection of ``range(length)``.
 
     Args:
         length: Number of elements, ``0 <= length <= 2**40``.
@@ -45,25 +49,23 @@ class KeyedPermutation:
             raise ConfigurationError(f"A permutation has 0 to 2**40 elements, got length={length}.")
         self.length = length
         self.key = key
-        self._forward: _Table | _Mixer = _Table(length, key) if length <= _TABLE_LENGTH else _Mixer(length, key)
+        self._table: Indices | None = None
+        if length <= _TABLE_LENGTH:
+            # No two words are equal, so every sorting algorithm gives this order; the default is the fastest.
+            self._table = np.argsort(hashed_words(np.arange(length), "permutation table", length, key)).astype(np.int64)
+        else:
+            words = np.array(derive_words(2 * _NUM_ROUNDS, "permutation mixer", length, key), dtype=np.uint64)
+            self._mixer = _Mixer([length], words[0::2, None], words[1::2, None])
 
     def take(self, positions: NDArray[Any]) -> Indices:
         """Elements at ``positions``: int array of any shape in ``range(length)`` -> int64 array of the same shape."""
-        return self._apply(self._forward.take, positions)
-
-    def positions_of(self, indices: NDArray[Any]) -> Indices:
-        """Positions at which ``indices`` stand; the inverse of :meth:`take`, with the same shapes and errors."""
-        return self._apply(self._forward.positions_of, indices)
-
-    def _apply(self, function: Callable[[Indices], Indices], values: NDArray[Any]) -> Indices:
-        """Check values, and call ``function`` with them as a flat int64 array."""
-        given = np.asarray(values)
+        given = np.asarray(positions)
         if given.size and given.dtype.kind not in "iu":
-            raise TypeError(f"positions and indices are integers, got an array of {given.dtype}")
+            raise TypeError(f"positions are integers, got an array of {given.dtype}")
         flat = given.astype(np.int64)
         if flat.size and (int(flat.min()) < 0 or int(flat.max()) >= self.length):
             raise IndexError(f"values from {flat.min()} to {flat.max()} lie outside range({self.length})")
-        return function(flat.ravel()).reshape(flat.shape)
+        return self._mixer.take(flat.ravel(), 0).reshape(flat.shape) if self._table is None else self._table[flat]
 
 
 @lru_cache(maxsize=64)
@@ -88,89 +90,49 @@ def hashed_words(numbers: NDArray[Any], *labels: Label) -> NDArray[np.uint64]:
     return splitmix64(splitmix64(numbers.astype(np.uint64) ^ np.uint64(first)) ^ np.uint64(second))
 
 
-class _Table:
-    """A small permutation, sorted once."""
-
-    def __init__(self, length: int, key: int) -> None:
-        words = hashed_words(np.arange(length), "permutation table", length, key)
-        # No two words are equal, so every sorting algorithm gives this order; the default is the fastest.
-        self._table: Indices = np.argsort(words).astype(np.int64)
-
-    def take(self, positions: Indices) -> Indices:
-        return self._table[positions]
-
-    def positions_of(self, indices: Indices) -> Indices:
-        return self._inverse[indices]
-
-    @cached_property
-    def _inverse(self) -> Indices:
-        inverse = np.empty_like(self._table)
-        inverse[self._table] = np.arange(self._table.size)
-        return inverse
-
-
 class _Mixer:
-    """A large permutation, mixed element by element in ``range(2**bits)``.
+    """Mixes the elements of large ranges one by one, each in the smallest power of two that holds its range.
 
     All words have one unsigned type: NumPy turns a mixture of int64 and uint64 into float64, which cannot tell
     neighbours above 2**53 apart.
+
+    Args:
+        sizes: Elements of each range.
+        keys: What each round adds by xor, uint64 of shape ``(rounds, ranges)``; words are cut to the bits of a range.
+        multipliers: What each round multiplies by; of the same shape, and made odd.
     """
 
-    def __init__(self, length: int, key: int) -> None:
-        bits = (length - 1).bit_length()
-        self._dtype: Any = np.uint32 if bits <= 32 else np.uint64
-        self._last = self._dtype(length - 1)
-        self._mask = self._dtype(2**bits - 1)
-        # A shift of at least half the bits makes x ^ (x >> shift) its own inverse.
-        self._shift = self._dtype((bits + 1) // 2)
-        words = derive_words(2 * _NUM_ROUNDS, "permutation mixer", length, key)
-        modulus = 2**bits
-        odd = [(word % modulus) | 1 for word in words[1::2]]
-        self._keys = [self._dtype(word % modulus) for word in words[0::2]]
-        self._multipliers = [self._dtype(multiplier) for multiplier in odd]
-        self._inverses = [self._dtype(pow(multiplier, -1, modulus)) for multiplier in odd]
+    def __init__(self, sizes: list[int], keys: NDArray[np.uint64], multipliers: NDArray[np.uint64]) -> None:
+        self._dtype: Any = np.uint32 if max(sizes, default=0) <= 2**32 else np.uint64
+        bits = np.array([(size - 1).bit_length() for size in sizes], dtype=np.uint64)
+        masks = np.uint64(2**64 - 1) >> (np.uint64(64) - bits)
+        self._keys = (keys & masks).astype(self._dtype)
+        self._multipliers = (multipliers & masks).astype(self._dtype) | self._dtype(1)
+        self._masks = masks.astype(self._dtype)
+        # A shift of at least half the bits makes x ^ (x >> shift) a bijection.
+        self._shifts = ((bits + np.uint64(1)) // np.uint64(2)).astype(self._dtype)
+        self._lasts = np.array([size - 1 for size in sizes], dtype=self._dtype)
 
-    def take(self, positions: Indices) -> Indices:
-        return self._walk(positions, self._mix)
-
-    def positions_of(self, indices: Indices) -> Indices:
-        return self._walk(indices, self._unmix)
-
-    def _walk(self, values: Indices, mix: Callable[[NDArray[Any]], None]) -> Indices:
-        """Mix each value in place, again and again until it lies in ``range(length)``."""
-        words = values.astype(self._dtype)
-        mix(words)
-        outside = np.flatnonzero(words > self._last)
+    def take(self, offsets: Indices, ranges: Indices | int) -> Indices:
+        """The elements at ``offsets`` of their ranges, int64 ``(n,)``; ``ranges`` are their numbers, or one for all."""
+        words = offsets.astype(self._dtype)
+        lasts = self._lasts[ranges]
+        self._mix(words, ranges)
+        outside = np.flatnonzero(words > lasts)
         while outside.size:
             again = words[outside]
-            mix(again)
+            self._mix(again, ranges if isinstance(ranges, int) else ranges[outside])
             words[outside] = again
-            outside = outside[again > self._last]
+            outside = outside[again > (lasts if isinstance(ranges, int) else lasts[outside])]
         return words.astype(np.int64)
 
-    def _mix(self, words: NDArray[Any]) -> None:
-        scratch = np.empty_like(words)
-        for key, multiplier in zip(self._keys, self._multipliers, strict=True):
-            np.bitwise_xor(words, key, out=words)
-            np.multiply(words, multiplier, out=words)
-            np.bitwise_and(words, self._mask, out=words)
-            np.right_shift(words, self._shift, out=scratch)
-            np.bitwise_xor(words, scratch, out=words)
-
-    def _unmix(self, words: NDArray[Any]) -> None:
-        scratch = np.empty_like(words)
-        for key, inverse in zip(reversed(self._keys), reversed(self._inverses), strict=True):
-            np.right_shift(words, self._shift, out=scratch)
-            np.bitwise_xor(words, scratch, out=words)
-            np.multiply(words, inverse, out=words)
-            np.bitwise_and(words, self._mask, out=words)
-            np.bitwise_xor(words, key, out=words)
-
-
-# Up to here elements are sorted by hashed words: mixing is no good shuffle of few. With 8 rounds some keys show at
-# strides of half a class, with 10 none does.
-_SORTED = 2**10
-_CLASS_ROUNDS = 10
+    def _mix(self, words: NDArray[Any], ranges: Indices | int) -> None:
+        masks, shifts = self._masks[ranges], self._shifts[ranges]
+        for keys, multipliers in zip(self._keys, self._multipliers, strict=True):
+            words ^= keys[ranges]
+            words *= multipliers[ranges]
+            words &= masks
+            words ^= words >> shifts
 
 
 class ClassShuffle:
@@ -194,20 +156,11 @@ class ClassShuffle:
         sizes = np.diff(starts)
         self._sorted = sizes <= _SORTED
         self._table_starts, self._table = _shuffled_table(starts, self._sorted, labels)
-        # Only classes that are mixed have words: the column of each class among them.
-        self._columns = np.cumsum(~self._sorted) - 1
-        mixed = sizes[~self._sorted]
-        self._dtype: Any = np.uint32 if mixed.max(initial=0) <= 2**32 else np.uint64
-        bits = np.array([(size - 1).bit_length() for size in mixed.tolist()], dtype=np.uint64)
-        masks = np.uint64(2**64 - 1) >> (np.uint64(64) - bits)
+        # Only classes that are mixed have words: the number of each class among them.
+        self._numbers = np.cumsum(~self._sorted) - 1
         numbers = starts[:-1][~self._sorted] * (2 * _CLASS_ROUNDS) + np.arange(2 * _CLASS_ROUNDS)[:, None]
-        words = hashed_words(numbers, "class shuffle", *labels).reshape(2, _CLASS_ROUNDS, len(mixed))
-        keys = (words & masks).astype(self._dtype)
-        self._keys, self._multipliers = keys[0], keys[1] | self._dtype(1)
-        self._masks = masks.astype(self._dtype)
-        # A shift of at least half the bits makes x ^ (x >> shift) a bijection.
-        self._shifts = ((bits + np.uint64(1)) // np.uint64(2)).astype(self._dtype)
-        self._lasts = (mixed - 1).astype(self._dtype)
+        words = hashed_words(numbers, "class shuffle", *labels)
+        self._mixer = _Mixer(sizes[~self._sorted].tolist(), words[:_CLASS_ROUNDS], words[_CLASS_ROUNDS:])
 
     def take(self, positions: Indices) -> Indices:
         """The elements at ``positions``, each of the class of its position: int64 of shape ``(n,)`` -> the same."""
@@ -216,32 +169,11 @@ class ClassShuffle:
         offsets = positions - result
         in_table = self._sorted[classes]
         if not in_table.any():
-            result += self._walk(offsets, self._columns[classes])
+            result += self._mixer.take(offsets, self._numbers[classes])
             return result
         result[in_table] = self._table[self._table_starts[classes[in_table]] + offsets[in_table]]
-        result[~in_table] += self._walk(offsets[~in_table], self._columns[classes[~in_table]])
+        result[~in_table] += self._mixer.take(offsets[~in_table], self._numbers[classes[~in_table]])
         return result
-
-    def _walk(self, offsets: Indices, columns: Indices) -> Indices:
-        # All words have one unsigned type; with int64 NumPy would make them float64.
-        words = offsets.astype(self._dtype)
-        lasts = self._lasts[columns]
-        self._mix(words, columns)
-        outside = np.flatnonzero(words > lasts)
-        while outside.size:
-            again = words[outside]
-            self._mix(again, columns[outside])
-            words[outside] = again
-            outside = outside[again > lasts[outside]]
-        return words.astype(np.int64)
-
-    def _mix(self, words: NDArray[Any], columns: Indices) -> None:
-        masks, shifts = self._masks[columns], self._shifts[columns]
-        for keys, multipliers in zip(self._keys, self._multipliers, strict=True):
-            words ^= keys[columns]
-            words *= multipliers[columns]
-            words &= masks
-            words ^= words >> shifts
 
 
 def _shuffled_table(starts: Indices, chosen: NDArray[np.bool_], labels: tuple[Label, ...]) -> tuple[Indices, Indices]:
@@ -255,3 +187,30 @@ def _shuffled_table(starts: Indices, chosen: NDArray[np.bool_], labels: tuple[La
     elements = concatenated_ranges(starts[:-1], counts)
     words = hashed_words(elements, "class tables", *labels)
     return table_starts, elements[np.lexsort((words, np.repeat(np.arange(len(counts)), counts)))]
+
+
+def bounds_of(sizes: Indices) -> Indices:
+    """Cumulative sizes, led by 0: ``(ranges,)`` -> int64 ``(ranges + 1,)``."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def concatenated_ranges(starts: Indices, sizes: Indices, step: int = 1) -> Indices:
+    """Concatenate ``start, start + step, ...`` with ``size`` elements, of every range.
+
+    Args:
+        starts: The first element of each range, int64 of shape ``(ranges,)``.
+        sizes: Its number of elements, of the same shape.
+        step: The distance between elements.
+
+    Returns:
+        int64 of shape ``(sizes.sum(),)``.
+    """
+    if not sizes.size:
+        return starts
+    size = int(sizes[0])
+    if (sizes == size).all():
+        return (starts[:, None] + np.arange(size) * step).ravel() if size != 1 else starts
+    ends = np.cumsum(sizes)
+    within = np.arange(int(ends[-1])) - np.repeat(ends - sizes, sizes)
+    result: Indices = np.repeat(starts, sizes) + within * step
+    return result

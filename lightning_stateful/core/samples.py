@@ -9,14 +9,12 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from lightning_stateful.core.checks import check_length
-from lightning_stateful.core.order import say_repeats, seeded_at
-from lightning_stateful.core.permutation import keyed_permutation
-from lightning_stateful.core.progress import Progress
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.checks import as_int, check_length
+from lightning_stateful.core.order import Progress, say_repeats, seeded_at
+from lightning_stateful.core.permutation import Indices, keyed_permutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
-from lightning_stateful.errors import ConfigurationError, PositionError
+from lightning_stateful.errors import PositionError
 
 # Samples that are looked up at a time.
 _CHUNK = 8192
@@ -135,10 +133,8 @@ class BlockShuffledOrder:
 
     def __post_init__(self) -> None:
         check_length(self.length)
-        if self.block_size < 1 or self.window < 1:
-            raise ConfigurationError(
-                f"block_size and window must be at least 1, got block_size={self.block_size}, window={self.window}."
-            )
+        for name in ("block_size", "window"):
+            object.__setattr__(self, name, as_int(name, getattr(self, name), least=1))
 
     def __len__(self) -> int:
         return self.length
@@ -151,10 +147,10 @@ class BlockShuffledOrder:
     def _take(self, key: int, offsets: Indices) -> Indices:
         num_blocks = -(-self.length // self.block_size)
         window = min(self.window, num_blocks)
-        blocks = keyed_permutation(num_blocks, derive_seed("blocks", key))
-        # The one short block stands somewhere among the permuted blocks; everything after it comes `missing` earlier.
+        blocks = keyed_permutation(num_blocks - 1, derive_seed("blocks", key))
+        # The last block, which may be short, stands somewhere among the others; all after it come `missing` earlier.
         missing = num_blocks * self.block_size - self.length
-        short_at = int(blocks.positions_of(np.array([num_blocks - 1]))[0])
+        short_at = derive_seed("last block", key) % num_blocks
         short_window = short_at // window
         span = window * self.block_size
 
@@ -169,7 +165,11 @@ class BlockShuffledOrder:
             unshuffled = start + within.take(offsets[chosen] - start)
             # Now an unshuffled offset among the permuted blocks: skip the hole behind the short block.
             unshuffled += missing * (unshuffled >= (short_at + 1) * self.block_size - missing)
-            result[chosen] = blocks.take(unshuffled // self.block_size) * self.block_size + unshuffled % self.block_size
+            place, sample = np.divmod(unshuffled, self.block_size)
+            block = np.full_like(place, num_blocks - 1)
+            full = place != short_at
+            block[full] = blocks.take(place[full] - (place[full] > short_at))
+            result[chosen] = block * self.block_size + sample
         return result
 
     def config(self) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.permutation import Indices
 from lightning_stateful.core.topology import split_evenly
-from lightning_stateful.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,57 +52,45 @@ class StepRule:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_replicas"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name} must be an int of at least 1, got {value!r}.")
+            object.__setattr__(self, name, as_int(name, getattr(self, name), least=1))
 
     @property
     def full(self) -> int:
         """Samples in a full step, over all ranks."""
         return self.batch_size * self.num_replicas
 
+    def num_alike(self, remaining: int) -> int:
+        """Full steps at the beginning that are all alike: all steps but the last one or two."""
+        return self._cut(remaining)[0]
+
     def num_steps(self, remaining: int) -> int:
         """Steps that serve ``remaining`` samples."""
-        quotient, rest = divmod(remaining, self.full)
-        return quotient + (rest > 0 and not self.drop_last and not self._joins_rest(quotient, rest))
+        num_alike, last_sizes = self._cut(remaining)
+        return num_alike + len(last_sizes)
 
     def step_size(self, remaining: int) -> int:
         """Samples of the next step (0 when there is none), not counting repeated ones."""
-        quotient, rest = divmod(remaining, self.full)
-        if quotient == 0:
-            return 0 if self.drop_last else rest
-        if quotient == 1:
-            return self.full + self._extra_in_last_full(quotient, rest)
-        return self.full
+        num_alike, last_sizes = self._cut(remaining)
+        return self.full if num_alike else sum(last_sizes[:1])
 
     def served(self, remaining: int, steps: int) -> int:
         """Samples that ``steps`` steps serve; all ``remaining`` ones (dropped ones too) once no step is left."""
-        if steps >= self.num_steps(remaining):
+        num_alike, last_sizes = self._cut(remaining)
+        if steps >= num_alike + len(last_sizes):
             return remaining
-        quotient, rest = divmod(remaining, self.full)
-        return steps * self.full + (self._extra_in_last_full(quotient, rest) if steps >= quotient else 0)
+        return steps * self.full if steps <= num_alike else num_alike * self.full + last_sizes[0]
 
     def share(self, remaining: int, rank: int) -> Indices:
         """The samples of ``rank`` in the next step: offsets from the first remaining one, int64, ``(batch,)``."""
-        size = self.step_size(remaining)
-        if self.pad and size:
-            equal = -(-size // self.num_replicas)
-            return (rank * equal + np.arange(equal, dtype=np.int64)) % size
-        if 0 < size < self.num_replicas:
-            return np.array([rank % size], dtype=np.int64)
-        part = split_evenly(size, self.num_replicas, rank)
-        return np.arange(part.start, part.stop, dtype=np.int64)
-
-    def num_alike(self, remaining: int) -> int:
-        """Full steps at the beginning that are all alike: all steps but the last one or two."""
-        return max(remaining // self.full - 1, 0)
+        return self._share(self.step_size(remaining), rank)
 
     def last_shares(self, remaining: int, rank: int) -> Iterator[Indices]:
         """The samples of ``rank`` in each step after the :meth:`num_alike` first: offsets as in :meth:`share`."""
-        served = self.num_alike(remaining) * self.full
-        while self.num_steps(remaining - served):
-            yield served + self.share(remaining - served, rank)
-            served += self.step_size(remaining - served)
+        num_alike, last_sizes = self._cut(remaining)
+        served = num_alike * self.full
+        for size in last_sizes:
+            yield served + self._share(size, rank)
+            served += size
 
     def num_samples(self, remaining: int, rank: int) -> int:
         """Samples of ``rank`` in all steps, repeated ones included."""
@@ -111,34 +99,37 @@ class StepRule:
 
     def num_repeated(self, remaining: int) -> int:
         """Samples that are served a second time in the rest of the epoch: fewer than ``num_replicas``."""
-        rest = remaining - self.served(remaining, self.num_steps(remaining) - 1) if remaining else 0
-        if self.pad and self.num_steps(remaining):
-            return 0 if self.drop_last else -rest % self.num_replicas
-        is_too_short = 0 < rest < self.num_replicas and self.num_steps(remaining) > 0
-        return self.num_replicas - rest if is_too_short else 0
+        last_sizes = self._cut(remaining)[1]
+        if not last_sizes:
+            return 0
+        return -last_sizes[-1] % self.num_replicas if self.pad else max(self.num_replicas - last_sizes[-1], 0)
 
     def merges(self, remaining: int) -> bool:
         """Whether the last full step also serves what is left, in batches of two."""
-        return self._joins_rest(*divmod(remaining, self.full))
+        return sum(self._cut(remaining)[1][:1]) > self.full
 
     def num_dropped(self, remaining: int) -> int:
         """Samples that ``drop_last`` leaves out."""
         return remaining % self.full if self.drop_last else 0
 
-    # Below, `remaining` is `quotient` full steps and a `rest` of fewer samples than a full step.
+    def _cut(self, remaining: int) -> tuple[int, tuple[int, ...]]:
+        """The number of full steps that are all alike, and the sizes of the last one or two steps."""
+        quotient, rest = divmod(remaining, self.full)
+        num_alike, last_full = max(quotient - 1, 0), (self.full,) * (quotient > 0)
+        if not rest or self.drop_last:
+            return num_alike, last_full
+        if rest >= self.num_replicas or not quotient or self.pad:
+            return num_alike, (*last_full, rest)
+        if self.batch_size > 1:
+            return num_alike, (self.full + rest - self.num_replicas, self.num_replicas)
+        return num_alike, (self.full + rest,) if self.exact else (*last_full, rest)
 
-    def _lacks_samples(self, quotient: int, rest: int) -> bool:
-        """Whether the rest has fewer samples than ranks, and there is a full step before it that may help."""
-        return quotient > 0 and 0 < rest < self.num_replicas and not self.drop_last and not self.pad
-
-    def _joins_rest(self, quotient: int, rest: int) -> bool:
-        """Whether the rest is served with the last full step, in batches of two: ``2 2 1 1`` above."""
-        return self.exact and self.batch_size == 1 and self._lacks_samples(quotient, rest)
-
-    def _extra_in_last_full(self, quotient: int, rest: int) -> int:
-        """Samples that the last full step serves beyond ``full``: 2 for ``2 2 1 1`` above, -3 for ``4 3 3 3``."""
-        if not self._lacks_samples(quotient, rest):
-            return 0
-        if self.batch_size == 1:
-            return rest if self.exact else 0
-        return rest - self.num_replicas
+    def _share(self, size: int, rank: int) -> Indices:
+        """The samples of ``rank`` in a step of ``size`` samples."""
+        if self.pad and size:
+            equal = -(-size // self.num_replicas)
+            return (rank * equal + np.arange(equal, dtype=np.int64)) % size
+        if 0 < size < self.num_replicas:
+            return np.array([rank % size], dtype=np.int64)
+        part = split_evenly(size, self.num_replicas, rank)
+        return np.arange(part.start, part.stop, dtype=np.int64)

@@ -24,12 +24,8 @@ class Topology:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_replicas", "rank"):
-            if isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name} must be an integer, got {getattr(self, name)}.")
-            object.__setattr__(self, name, as_int(name, getattr(self, name)))
-        if self.num_replicas < 1:
-            raise ConfigurationError(f"num_replicas must be at least 1, got {self.num_replicas}.")
+        object.__setattr__(self, "num_replicas", as_int("num_replicas", self.num_replicas, least=1))
+        object.__setattr__(self, "rank", as_int("rank", self.rank))
         if not 0 <= self.rank < self.num_replicas:
             raise ConfigurationError(f"rank must be in range({self.num_replicas}), got {self.rank}.")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -11,20 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.loaders.user_class import is_torchdatas
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
 
-# Options of a StatefulLoader that its reader gets, if this version of torch has them.
-OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-)
+# Attributes of a DataLoader that say what it reads, and not how.
+_WHAT = {"dataset", "sampler", "batch_sampler", "generator", "_iterator"}
 # A pass that has more steps than this to go is one whose end is not known: it ends when the sampler does.
 _NEVER = 2**40
 _END = object()
@@ -96,6 +89,12 @@ def known_steps(plan: EpochPlan) -> int:
     return plan.num_steps
 
 
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The attributes of a DataLoader that say how it reads, at least all that this version of torch knows."""
+    defaults = vars(DataLoader([])).items()  # type: ignore[arg-type]  # a list is a dataset
+    return {name: getattr(loader, name, value) for name, value in defaults if name not in _WHAT}
+
+
 class PlannedBatches:
     """A batch sampler, or a sampler of single indices, that yields the batches of a plan for one rank.
 
@@ -107,12 +106,10 @@ class PlannedBatches:
 
     def __init__(self, seed: int | None, *, is_batched: bool) -> None:
         self.seed, self.is_batched = seed, is_batched
-        self.plan: EpochPlan | None = None
+        self.plan: EpochPlan
         self.rank = self.first_step = 0
 
     def __iter__(self) -> Iterator[Any]:
-        if self.plan is None:
-            return iter(())
         batches = self.plan.batches(self.rank, self.first_step)
         if self.seed is None:
             return (batch for _, batch in batches)
@@ -123,7 +120,7 @@ class PlannedBatches:
         return (SeededIndex(mixed_seed(seed, number), index) for number, index in batches)
 
     def __len__(self) -> int:
-        return 0 if self.plan is None else known_steps(self.plan) - self.first_step
+        return known_steps(self.plan) - self.first_step
 
 
 class BatchReader:
@@ -132,10 +129,10 @@ class BatchReader:
     Args:
         dataset: The user's dataset.
         seed: Seeds the reading of samples; None to leave random generators alone.
-        options: Options of torch's DataLoader.
+        options: Attributes of the loader, see :func:`options_of`.
         is_batched: Whether batches are collated.
         original: A copy of the user's own loader, to be read with so that its class, attributes and further options
-            stay in force; None for a plain DataLoader.
+            stay in force.
     """
 
     def __init__(
@@ -145,23 +142,26 @@ class BatchReader:
         options: dict[str, Any],
         *,
         is_batched: bool,
-        original: DataLoader[Any] | None = None,
+        original: DataLoader[Any],
     ) -> None:
         self.options = options
         self._dataset = dataset
         self._batches = batches = PlannedBatches(seed, is_batched=is_batched)
         self._generator = torch.Generator()
         self._isolate = IsolatedReads()
-        read = dataset if seed is None else SeededDataset(dataset)
-        if original is None:
-            how: dict[str, Any] = {"batch_sampler": batches} if is_batched else {"batch_size": None, "sampler": batches}
-            self.loader: DataLoader[Any] = DataLoader(read, **how, generator=self._generator, **options)
-        else:
-            known = {name: value for name, value in options.items() if name in vars(original)}
-            known["batch_sampler" if is_batched else "sampler"] = batches
-            # Past torch's guard against changes: workers begin anew.
-            vars(original).update({**known, "dataset": read, "generator": self._generator, "_iterator": None})
-            self.loader = original
+        if is_torchdatas(original):
+            # torchdata's would keep a state of its own.
+            original = DataLoader.__new__(DataLoader)
+        self.loader: DataLoader[Any] = original
+        sampler: Any = {"batch_sampler": batches} if is_batched else {"batch_sampler": None, "sampler": batches}
+        # Past torch's guard against changes: workers begin anew.
+        vars(original).update(
+            options,
+            dataset=dataset if seed is None else SeededDataset(dataset),
+            generator=self._generator,
+            _iterator=None,
+            **sampler,
+        )
 
     def read(self, plan: EpochPlan, rank: int, first_step: int, base_seed: int, *, isolated: bool) -> Iterator[Any]:
         """Read the batches of ``rank`` from a step of a plan to its end.
@@ -181,26 +181,22 @@ class BatchReader:
             ConfigurationError: The dataset, its collate function or an overridden ``__iter__`` gives more or fewer
                 batches than planned.
         """
-        batches = self._batches
+        batches, loader = self._batches, self.loader
         batches.plan, batches.rank, batches.first_step = plan, rank, first_step
         count = plan.num_steps - first_step
-        loader = self.loader
-        in_process = not (loader.num_workers or loader.pin_memory) and self._is_plain
-        if in_process:
+        if self._is_plain and not (loader.num_workers or loader.pin_memory):
             fetch = self._fetch_in_process(isolated)
         else:
             # torch draws a base seed for its workers here; not from the generator that the model uses.
             self._generator.manual_seed(base_seed)
-            fetch = self._fetch(count)
-        keeps = not in_process and isolated and batches.seed is not None and not loader.num_workers
+            iterator = iter(loader)
+            fetch = partial(next, iterator if self._is_plain else _counted(iterator, count, type(loader).__qualname__))
+            if isolated and batches.seed is not None and not loader.num_workers:
+                # Worker processes have generators of their own; here the model uses the same ones.
+                fetch = keep_randomness()(fetch)
         for served in range(count):
             try:
-                if keeps:
-                    # Worker processes have generators of their own; here the model uses the same ones.
-                    with keep_randomness():
-                        batch = fetch()
-                else:
-                    batch = fetch()
+                batch = fetch()
             except StopIteration:
                 if count < _NEVER:
                     raise ConfigurationError(
@@ -218,54 +214,31 @@ class BatchReader:
 
     def _fetch_in_process(self, isolated: bool) -> Callable[[], Any]:
         """A function that reads the next batch as torch does without workers, but without its cost for each batch."""
-        dataset, collate, batches = self._dataset, self.loader.collate_fn, iter(self._batches)
-        if self._batches.is_batched:
-
-            def read(index: Any) -> Any:
-                return collate(read_batch(dataset, index))
-
-        else:
-
-            def read(index: Any) -> Any:
-                return collate(dataset[index])
-
+        collate, batches, isolate = self.loader.collate_fn, iter(self._batches), self._isolate
+        read = partial(read_batch if self._batches.is_batched else getitem, self._dataset)
         if self._batches.seed is None:
-            return lambda: read(next(batches))
-        isolate = self._isolate
+            return lambda: collate(read(next(batches)))
 
         def fetch() -> Any:
             seed, index = next(batches)
             if isolated:
-                return isolate(seed, lambda: read(index))
+                return isolate(seed, lambda: collate(read(index)))
             seed_randomness(seed)
-            return read(index)
+            return collate(read(index))
 
         return fetch
 
-    def _fetch(self, count: int) -> Callable[[], Any]:
-        """A function that gives the next of ``count`` batches from the loader's own iterator."""
-        iterator = iter(self.loader)
-        return iterator.__next__ if self._is_plain else _counted(iterator, count, type(self.loader).__qualname__)
 
-
-def _counted(iterator: Iterator[Any], count: int, name: str) -> Callable[[], Any]:
-    """A function that gives the next batch of an overridden ``__iter__``, and refuses more or fewer than planned."""
+def _counted(batches: Iterator[Any], count: int, name: str) -> Iterator[Any]:
+    """The batches of an overridden ``__iter__``; refuses more or fewer than planned."""
     served = 0
-
-    def fetch() -> Any:
-        nonlocal served
-        batch = next(iterator, _END)
-        if batch is _END and served < count and count < _NEVER:
-            raise _other_count(name, f"only {served}", count)
-        if batch is _END:
-            raise StopIteration
-        served += 1
+    for served, batch in enumerate(batches, 1):
         # What it does after its last batch is part of it.
-        if served == count and next(iterator, _END) is not _END:
+        if served == count and next(batches, _END) is not _END:
             raise _other_count(name, "more", count)
-        return batch
-
-    return fetch
+        yield batch
+    if served < count < _NEVER:
+        raise _other_count(name, f"only {served}", count)
 
 
 def _other_count(name: str, served: str, count: int) -> ConfigurationError:

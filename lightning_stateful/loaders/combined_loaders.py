@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning_stateful import state as format_
-from lightning_stateful.core.order import UNKNOWN, EpochPlan
-from lightning_stateful.core.progress import Progress
-from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
+from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.iterable_loader import IterableLoader
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
@@ -83,11 +82,11 @@ class CombinedLoaders:
         for path, config in self.configs_of_this_rank().items():
             config.update(_by_rank([of_rank[path] for of_rank in configs]), ranks=len(configs))
 
-    def locate(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int] | None:
+    def plan_at(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int]:
         """Find the plan that gives the batch of the loader at ``path`` for a step of an epoch.
 
         Returns:
-            The plan, and the step of that plan; None when the loader is exhausted.
+            The plan, and the step of that plan: its end when the loader is exhausted.
         """
         if not step:
             self._end_streams_together(epoch - 1)
@@ -95,32 +94,26 @@ class CombinedLoaders:
         if self._resumed_plans.get(path) is plan:
             # An accumulation window may have begun, on other ranks, before the step of resuming: stay there.
             step = max(step - self._resumed_step, 0)
-        if not length:
-            return None
-        # From here on the step is counted from the beginning of the plan.
         cycle = plan.progress_after(0).cycle
         plan_ends_at = plan.num_steps if self._cycles or not cycle else 0
         if step < plan_ends_at:
             return plan, step
-        if not self._cycles or self.loaders[path].order.carries_over:
-            return None
+        if not length or not self._cycles or self.loaders[path].order.carries_over:
+            return plan, plan.num_steps
         # The loader starts over: whole passes of `length` steps follow within the epoch.
         num_whole, step = divmod(step - plan_ends_at, length)
         return self._plan_of_cycle(path, epoch, cycle + 1 + num_whole), step
 
     def state_at(self, epoch: int, step: int) -> dict[str, Any]:
         """The state before a step of an epoch: fresh plain data, equal on all ranks."""
-        states = {}
-        for path, loader in self.loaders.items():
-            plan, steps = self._locate_or_end(path, epoch, step)
-            states[path] = loader.tracker.state_dict(plan.progress_after(steps))
-        return self._packed(states)
+        found = {path: self.plan_at(path, epoch, step) for path in self.loaders}
+        return self._state({path: plan.progress_after(steps) for path, (plan, steps) in found.items()})
 
     def report_at(self, epoch: int, step: int) -> dict[str, dict[str, Any]]:
         """Counts of what each loader has served before a step of an epoch, by path."""
         reports = {}
         for path in self.loaders:
-            plan, steps = self._locate_or_end(path, epoch, step)
+            plan, steps = self.plan_at(path, epoch, step)
             reports[path] = {"epoch": epoch, **plan.report_after(steps)}
         return reports
 
@@ -135,22 +128,14 @@ class CombinedLoaders:
         for path, loader in self.loaders.items() if self._cycles else ():
             if not loader.order.carries_over or len(loader) >= num_steps:
                 continue
+            remedy = f"pass num_steps={num_steps}"
             if isinstance(loader, IterableLoader):
-                raise ConfigurationError(
-                    f"Loader {path!r}, a {loader.order.name}, gives {len(loader)} batches an epoch, and the epoch has "
-                    f"{num_steps} steps; iterables are begun only once an epoch. Combine the loaders in the mode "
-                    "'min_size' or 'max_size', or let it give as many."
-                )
-            if isinstance(loader, StreamLoader):
-                raise ConfigurationError(
-                    f"Stream {path!r} has {len(loader)} steps an epoch, and the epoch has {num_steps}; it cannot start "
-                    f"over within an epoch. Pass steps_per_epoch={num_steps}, and it goes on through its passes, or "
-                    "combine the loaders in the mode 'min_size' or 'max_size'."
-                )
+                remedy = "let it give as many batches"
+            elif isinstance(loader, StreamLoader):
+                remedy = f"pass steps_per_epoch={num_steps}"
             raise ConfigurationError(
-                f"Loader {path!r} has num_steps={len(loader)} an epoch, and the epoch has {num_steps}; its sources go "
-                f"on from one epoch to the next, so it cannot start over within one. Pass num_steps={num_steps}, or "
-                "combine the loaders in the mode 'min_size' or 'max_size'."
+                f"Loader {path!r} has {len(loader)} steps an epoch, and the epoch has {num_steps}; it cannot start "
+                f"over within one. Combine the loaders in the mode 'min_size' or 'max_size', or {remedy}."
             )
 
     def continue_from(self, other: CombinedLoaders, epoch: int) -> None:
@@ -217,17 +202,16 @@ class CombinedLoaders:
             *format_.accepted_names(accept),
             *(name for loader in self.loaders.values() for name in loader.accept),
         )
-        format_.refuse_differences(state, self._beginning(), accept=accepted, where=where)
+        format_.refuse_differences(
+            state, self._state(dict.fromkeys(self.loaders, Progress())), accept=accepted, where=where
+        )
         saved = dict(format_.walk(state))
         found = {
             path: loader.progress_in(saved[path], where=where) for path, loader in self.loaders.items() if path in saved
         }
         # Where all loaders are new, and accepted as such, they begin with the epoch of the old ones.
-        known = found.values() or [Progress.from_dict(part["progress"]) for part in saved.values()]
-        epochs = {progress.epoch for progress in known}
-        if len(epochs) != 1:
-            raise DamagedStateError(f"{where} has loaders in the epochs {sorted(epochs)}; all must be in the same.")
-        epoch = epochs.pop()
+        known = [*found.values(), *(Progress.from_dict(part["progress"]) for part in saved.values())]
+        epoch = known[0].epoch
         # A loader that the state does not know (its absence was accepted) begins with the epoch.
         plans = {path: loader.plan(epoch, found.get(path)) for path, loader in self.loaders.items()}
         self._plans, self._resumed_plans, self._cycle_plans = plans, dict(plans), {}
@@ -236,13 +220,9 @@ class CombinedLoaders:
         self._resumed_step = max(self.num_batches() - of_epoch, 0)
         return epoch, self._resumed_step
 
-    def _beginning(self) -> dict[str, Any]:
-        """The state of a run that has not begun."""
-        states = {path: loader.tracker.state_dict(Progress()) for path, loader in self.loaders.items()}
-        return self._packed(states)
-
-    def _packed(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def _state(self, progress: Mapping[str, Progress]) -> dict[str, Any]:
         """The state of a single loader as it is; of several, their states in one envelope."""
+        states = {path: loader.tracker.state_dict(progress[path]) for path, loader in self.loaders.items()}
         return dict(states[""]) if list(states) == [""] else format_.pack_combined(self.mode, states)
 
     def _length(self, path: str) -> int:
@@ -282,14 +262,6 @@ class CombinedLoaders:
         if plan is None or (plan.epoch, plan.progress_after(0).cycle) != (epoch, cycle):
             plan = self._cycle_plans[path] = self.loaders[path].plan(epoch, Progress(epoch=epoch, cycle=cycle))
         return plan
-
-    def _locate_or_end(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int]:
-        """As :meth:`locate`; the end of the epoch's plan when the loader is exhausted."""
-        found = self.locate(path, epoch, step)
-        if found is not None:
-            return found
-        plan = self._plan(path, epoch)
-        return plan, plan.num_steps
 
     def _end_streams_together(self, epoch: int) -> None:
         """Let streams of unknown length end an epoch with the shortest; the next epoch goes on in their rests."""

@@ -1,15 +1,14 @@
-"""Turns a DataLoader's arguments (sampler, batch sampler, shuffle, batch size) into the order that they stand for."""
+"""Reads the order that a DataLoader stands for from its sampler, batch sampler and batch size."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.samples import SampleBatchOrder, SampleOrder, SequentialOrder, ShuffledOrder
-from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.source_datasets import describe_sources
 from lightning_stateful.loaders.user_class import is_lightnings, is_torchdatas
@@ -21,7 +20,7 @@ from lightning_stateful.samplers.wrapped_sampler import RESUME_MODES, WrappedSam
 
 
 class LoaderDescription(NamedTuple):
-    """The order of a loader and the arguments that it was read from, to build the loader for any ranks and path.
+    """The order of a loader, to build the loader again for any ranks and path.
 
     Attributes:
         order: The order, as for a loader that is served alone.
@@ -31,8 +30,6 @@ class LoaderDescription(NamedTuple):
         accept: Names of differences that the sampler lets pass.
         batch_size: Samples in a batch that the loader cuts; None for whole batches, or where nothing is collated.
         drop_last: Whether the loader leaves out an incomplete last step.
-        resume_note: A sentence on how a wrapped sampler is resumed; empty for others.
-        counts_samples: Whether the order was made for the dataset's length; a wrapped sampler looks at that itself.
     """
 
     order: BatchOrder
@@ -42,21 +39,25 @@ class LoaderDescription(NamedTuple):
     accept: tuple[str, ...] = ()
     batch_size: int | None = None
     drop_last: bool = False
-    resume_note: str = ""
-    counts_samples: bool = True
 
     @property
     def is_plain(self) -> bool:
         """Whether all samples of the dataset are cut into batches, in its order or shuffled."""
-        return self.counts_samples and not self.has_whole_batches
+        return not self.has_whole_batches and not isinstance(self.order, WrappedSampler)
 
     @property
     def is_planned(self) -> bool:
         """Whether batches are whole and planned for all ranks, as those of mixtures and buckets are."""
-        return self.counts_samples and self.has_whole_batches
+        return self.has_whole_batches and not isinstance(self.order, WrappedSampler)
+
+    @property
+    def resume_note(self) -> str:
+        """A sentence on how a wrapped sampler is resumed; empty for others."""
+        order = self.order
+        return f"{order.name} {RESUME_MODES[order.resume_mode]}" if isinstance(order, WrappedSampler) else ""
 
     def adapted(
-        self, dataset: Any, *, exact: bool = False, shuffle: bool = True, as_one_rank: bool = True
+        self, dataset: Dataset[Any], *, exact: bool = False, shuffle: bool = True, as_one_rank: bool = True
     ) -> LoaderDescription:
         """A copy for another use of the loader; see :meth:`BatchOrder.adapted`.
 
@@ -68,14 +69,14 @@ class LoaderDescription(NamedTuple):
                 run it as each rank has it.
         """
         order = self.order
-        if not shuffle and self.batch_size is not None and not self.has_whole_batches:
+        if not shuffle and self.batch_size is not None:
             in_order = SampleBatchOrder(
-                samples=SequentialOrder(len(dataset)),
+                samples=SequentialOrder(len(dataset)),  # type: ignore[arg-type]  # one with a length, as checked before
                 batch_size=self.batch_size,
                 drop_last=self.drop_last,
                 exact=exact or getattr(order, "exact", False),
             )
-            return self._replace(order=in_order, resume_note="", counts_samples=True)
+            return self._replace(order=in_order)
         if isinstance(order, WrappedSampler) and not as_one_rank:
             order = order.replaced(as_one_rank=False)
         return self._replace(order=order.adapted(exact=exact, shuffle=shuffle))
@@ -94,8 +95,7 @@ class LoaderDescription(NamedTuple):
             # As the user gave it, and not as it is derived for a loader's path.
             config["seed"] = self.order.config()["seed"]
         if isinstance(config.get("sources"), dict):
-            described: dict[str, Any] = describe_sources(dataset, config)
-            return described
+            return describe_sources(dataset, config)
         if isinstance(config.get("lengths"), dict) and len(dataset) != config["lengths"]["samples"]:
             raise ConfigurationError(
                 f"There are {config['lengths']['samples']} lengths, and the dataset has {len(dataset)} samples. Pass "
@@ -104,80 +104,62 @@ class LoaderDescription(NamedTuple):
         return {**config, "dataset": describe_dataset(dataset)}
 
 
-def read_arguments(
-    dataset: Any,
+def describe_loader(
+    loader: DataLoader[Any],
     *,
-    batch_size: int | None,
-    shuffle: bool,
-    sampler: Any,
-    batch_sampler: Any,
-    drop_last: bool,
     seed: int,
-    exact: bool,
-    generator: torch.Generator | None,
-    accept: tuple[str, ...],
+    exact: bool = False,
+    shuffle: bool = True,
     as_one_rank: bool = True,
+    accept: tuple[str, ...] = (),
+    drop_last: bool = False,
 ) -> LoaderDescription:
-    """Read the arguments of a ``StatefulLoader``, which documents them.
-
-    Raises:
-        ConfigurationError: Arguments contradict each other, or are out of range.
-        UnsupportedLoaderError: A sampler cannot be repeated.
-    """
-    if batch_sampler is not None:
-        if batch_size != 1 or shuffle or sampler is not None or drop_last:
-            raise ConfigurationError(
-                "batch_sampler takes the place of batch_size, shuffle, sampler and drop_last; pass either."
-            )
-        if isinstance(batch_sampler, (StatefulBatchSampler, BatchOrder)):
-            return _of_batches(batch_sampler, exact)
-        if not only_cuts(batch_sampler):
-            found = _wrapped(
-                dataset, batch_sampler, seed, accept, exact=exact, as_one_rank=as_one_rank, is_collated=True
-            )
-            return found._replace(has_whole_batches=True)
-        batch_size, drop_last, sampler = batch_sampler.batch_size, batch_sampler.drop_last, batch_sampler.sampler
-    if sampler is not None and shuffle:
-        raise ConfigurationError("sampler takes the place of shuffle; pass one or the other.")
-    # Checks the batch size now: the number of ranks, and so the rule, is known only when batches are asked for.
-    StepRule(batch_size=1 if batch_size is None else batch_size)
-    # What is not collated cannot be served two at a time.
-    exact = exact and batch_size is not None
-    if is_plain(sampler, generator):
-        samples = _samples_of(dataset, sampler, shuffle=shuffle, seed=seed)
-        order = SampleBatchOrder(samples=samples, batch_size=batch_size, drop_last=drop_last, exact=exact)
-        accepted = sampler.tracker.accept if isinstance(sampler, StatefulDistributedSampler) else ()
-        return LoaderDescription(order, batch_size=batch_size, drop_last=drop_last, accept=accepted)
-    found = _wrapped(
-        dataset,
-        sampler,
-        seed,
-        accept,
-        exact=exact,
-        as_one_rank=as_one_rank,
-        batch_size=batch_size,
-        **({"tail": "drop"} if drop_last else {}),
-    )
-    return found._replace(batch_size=batch_size, drop_last=drop_last)
-
-
-def is_plain(sampler: Any, generator: torch.Generator | None = None) -> bool:
-    """Whether a sampler stands for all samples, in order or shuffled, so that a computed order can take its place.
+    """Read the order of a loader over a map-style dataset.
 
     Args:
-        sampler: A sampler, an order of samples, or None.
-        generator: The loader's generator, if it has one.
+        loader: A loader that is not yet stateful.
+        seed: Chooses the order where its sampler has no seed of its own.
+        exact: For evaluation; whole batches of this package's cannot promise it, and stay as they are.
+        shuffle: As in :meth:`LoaderDescription.adapted`; if False, a sampler whose samples are cut is not asked.
+        as_one_rank: As in :meth:`LoaderDescription.adapted`.
+        accept: Names of differences to let pass, ``"nondeterministic"`` among them.
+        drop_last: Leave out an incomplete last step of samples that are not collated, for which torch has no option.
+
+    Raises:
+        ConfigurationError: A sampler cannot be iterated.
+        UnsupportedLoaderError: A sampler cannot be repeated.
     """
-    ours = type(sampler) is StatefulDistributedSampler or isinstance(sampler, SampleOrder)
-    if sampler is None or ours or _is(sampler, SequentialSampler):
-        return True
-    if _is(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
-        # What shuffle=True makes: it names a distribution, and no sequence of one's own.
-        return is_torchdatas(sampler) or sampler.generator is None or sampler.generator is generator
-    return False
+    dataset: Any = loader.dataset
+    batches: Any = without_lightnings(loader.batch_sampler)
+    how: dict[str, Any] = {"seed": seed, "accept": accept, "exact": exact, "as_one_rank": as_one_rank}
+    if isinstance(batches, StatefulBatchSampler):
+        tracker = batches.tracker
+        found = LoaderDescription(tracker.order, True, tracker.num_replicas, tracker.rank, tracker.accept)
+    elif isinstance(batches, BatchOrder):
+        found = LoaderDescription(batches, has_whole_batches=True)
+    elif batches is not None and not only_cuts(batches):
+        found = _wrapped(dataset, batches, **how, is_collated=True)._replace(has_whole_batches=True)
+    else:
+        sampler, batch_size = loader.sampler, None
+        if batches is not None:
+            batch_size, drop_last = batches.batch_size, batches.drop_last
+            sampler = batches.sampler if shuffle else SequentialSampler(dataset)
+        sampler = without_lightnings(sampler)
+        # What is not collated cannot be served two at a time.
+        how["exact"] = exact = exact and batch_size is not None
+        samples = _plain_samples(dataset, sampler, seed, loader.generator)
+        if samples is None:
+            how |= {"tail": "drop"} if drop_last else {}
+            found = _wrapped(dataset, sampler, **how, batch_size=batch_size)
+        else:
+            order = SampleBatchOrder(samples=samples, batch_size=batch_size, drop_last=drop_last, exact=exact)
+            accepted = sampler.tracker.accept if isinstance(sampler, StatefulDistributedSampler) else ()
+            found = LoaderDescription(order, accept=accepted)
+        found = found._replace(batch_size=batch_size, drop_last=drop_last)
+    return found if shuffle else found.adapted(dataset, shuffle=False, as_one_rank=as_one_rank)
 
 
-def only_cuts(batch_sampler: Any) -> bool:
+def only_cuts(batch_sampler: object) -> bool:
     """Whether a batch sampler only cuts the samples of its sampler into batches, as torch's own does."""
     return _is(batch_sampler, BatchSampler)
 
@@ -192,27 +174,24 @@ def without_lightnings(sampler: Any) -> Any:
     return sampler
 
 
-def _of_batches(batches: StatefulBatchSampler | BatchOrder, exact: bool) -> LoaderDescription:
-    if exact:
-        raise ConfigurationError(
-            "exact=True never repeats a sample, which whole batches cannot promise; leave it out, or evaluate with "
-            "batch_size in place of batch_sampler."
-        )
-    if isinstance(batches, BatchOrder):
-        counts = not isinstance(batches, WrappedSampler)
-        return LoaderDescription(batches, has_whole_batches=True, counts_samples=counts)
-    tracker = batches.tracker
-    return LoaderDescription(
-        tracker.order,
-        has_whole_batches=True,
-        num_replicas=tracker.num_replicas,
-        rank=tracker.rank,
-        accept=tracker.accept,
-    )
+def _plain_samples(dataset: Any, sampler: Any, seed: int, generator: torch.Generator | None) -> SampleOrder | None:
+    """The computed order that stands for a sampler of all samples, in order or shuffled; None for any other sampler."""
+    if isinstance(sampler, SampleOrder):
+        return sampler
+    if type(sampler) is StatefulDistributedSampler:
+        # Its own seed, unless that is the default.
+        return ShuffledOrder(len(dataset), sampler.seed or seed) if sampler.shuffle else SequentialOrder(len(dataset))
+    if _is(sampler, SequentialSampler):
+        return SequentialOrder(len(sampler))
+    if not _is(sampler, RandomSampler) or sampler.replacement or sampler.num_samples != len(sampler.data_source):
+        return None
+    # What shuffle=True makes names a distribution; one with a generator of its own names a sequence.
+    names_sequence = not (is_torchdatas(sampler) or sampler.generator is None or sampler.generator is generator)
+    return None if names_sequence else ShuffledOrder(len(sampler), seed)
 
 
 def _wrapped(
-    dataset: Any, sampler: Any, seed: int, accept: tuple[str, ...], *, batch_size: int | None = None, **how: Any
+    dataset: Any, sampler: Any, *, seed: int, accept: tuple[str, ...], batch_size: int | None = None, **how: Any
 ) -> LoaderDescription:
     """Describe a user's sampler, which may be in a wrapper that says how it is dealt out."""
     how |= {"dataset": dataset, "whole_batches": batch_size is None, "batch_size": batch_size or 1}
@@ -225,23 +204,9 @@ def _wrapped(
         accept = (*accept, *wrapper.accept)
     order = WrappedSampler(sampler, seed=seed, accept=accept, **how)
     order.check()
-    note = f"{order.name} {RESUME_MODES[order.resume_mode]}"
-    return LoaderDescription(
-        order, False, num_replicas, rank, tuple(order.accept), resume_note=note, counts_samples=False
-    )
+    return LoaderDescription(order, num_replicas=num_replicas, rank=rank, accept=tuple(order.accept))
 
 
-def _samples_of(dataset: Any, sampler: Any, *, shuffle: bool, seed: int) -> SampleOrder:
-    if isinstance(sampler, SampleOrder):
-        return sampler
-    if isinstance(sampler, StatefulDistributedSampler):
-        # Its own seed, unless that is the default.
-        shuffle, seed = sampler.shuffle, sampler.seed or seed
-    elif sampler is not None:
-        return ShuffledOrder(len(sampler), seed) if _is(sampler, RandomSampler) else SequentialOrder(len(sampler))
-    return ShuffledOrder(len(dataset), seed) if shuffle else SequentialOrder(len(dataset))
-
-
-def _is(sampler: Any, kind: type) -> bool:
+def _is(sampler: object, kind: type) -> bool:
     # A subclass may yield anything; torchdata's samplers of the same names only add a state to the same sequence.
     return type(sampler) is kind or (is_torchdatas(sampler) and type(sampler).__name__ == kind.__name__)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -201,97 +200,88 @@ def _file_beside(dataset: Any, length: Callable[[Any], int]) -> Path | None:
         return None
 
 
+class _MisfitError(Exception):
+    """A file holds no lengths of the dataset; with the reason, unless there is no file."""
+
+
 def _read_or_measure(path: Path, dataset: Any, length: Callable[[Any], int], num_workers: int | None) -> LengthArray:
     """Read lengths from a file, memory-mapped; measure and write them first if it holds none that fit.
 
     Of the processes that ask at the same time, one measures, and the others wait for its lock and read: no process
     group is needed.
     """
-    found, _ = _read(path, dataset, length)
-    if found is not None:
-        return found
+    measured = _Measured(dataset, length)
+    with suppress(_MisfitError):
+        return _read(path, measured)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path.with_name(path.name + ".lock"))
-        lock.acquire()
+        lock = FileLock(path.with_name(path.name + ".lock")).acquire()
     except (OSError, NotImplementedError) as error:  # the latter where a file system knows no locks
         raise ConfigurationError(
             f"Lengths cannot be kept in {str(path)!r}: {error}. Pass a cache_file that can be written."
         ) from None
-    try:
-        found, reason = _read(path, dataset, length)
-        if found is not None:
-            return found
-        if reason:
-            warnings.warn(
-                f"The lengths in {str(path)!r} are not used, because {reason}. All samples are measured again.",
-                StatefulWarning,
-                stacklevel=3,
-            )
+    with lock:
+        try:
+            return _read(path, measured)
+        except _MisfitError as reason:
+            if path.exists():
+                warnings.warn(
+                    f"The lengths in {str(path)!r} are not used, because {reason}. All samples are measured again.",
+                    StatefulWarning,
+                    stacklevel=3,
+                )
         _write(path, measure_samples(dataset, length, num_workers=num_workers))
         return read_array(path)
-    finally:
-        lock.release()
 
 
-def _read(path: Path, dataset: Any, length: Callable[[Any], int]) -> tuple[LengthArray | None, str]:
-    """Read lengths from a file.
-
-    Returns:
-        The lengths, or None if there are none that fit; and the reason why a file that exists is not used.
+def _read(path: Path, measured: _Measured) -> LengthArray:
+    """Read lengths from a file, and measure the shortest, the longest and some random samples again.
 
     Raises:
+        _MisfitError: There is no such file, or it is damaged, or of other data or another function.
         ConfigurationError: The file was not written by :func:`_write`.
     """
     if not path.exists():
-        return None, ""
-    if not _header(path).exists():
+        raise _MisfitError
+    if not _digest_file(path).exists():
         raise ConfigurationError(
             f"cache_file={str(path)!r} was not written by this function, which would overwrite it. Name another file, "
             "or pass this one as lengths if it holds them."
         )
     try:
-        header = json.loads(_header(path).read_text())
         lengths = read_array(path)
+        is_row = lengths.ndim == 1 and lengths.dtype.kind in "iu"
+        is_whole = is_row and _digest_file(path).read_text() == digest(lengths)
     except (OSError, ValueError) as error:
-        return None, f"the file cannot be read ({error})"
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or header != _describe(lengths):
-        return None, "the file is damaged"
-    if lengths.shape != (len(dataset),):
-        return None, f"there are {len(lengths)} of them for {len(dataset)} samples"
-    return _check_some(lengths, _Measured(dataset, length))
-
-
-def _check_some(lengths: LengthArray, measured: _Measured) -> tuple[LengthArray | None, str]:
-    """Measure the shortest, the longest and some random samples again; returns what :func:`_read` does."""
+        raise _MisfitError(f"the file cannot be read ({error})") from None
+    if not is_whole:
+        raise _MisfitError("the file is damaged")
+    if len(lengths) != len(measured):
+        raise _MisfitError(f"there are {len(lengths)} of them for {len(measured)} samples")
     if not len(lengths):
-        return lengths, ""
+        return lengths
     chosen = np.random.default_rng().choice(len(lengths), min(_SPOT_CHECKS, len(lengths)), replace=False)
     with keep_randomness():
         for index in (int(lengths.argmin()), int(lengths.argmax()), *chosen.tolist()):
             now = measured[index]
             if now != lengths[index]:
-                return None, (
+                raise _MisfitError(
                     f"sample {index} has length {now}, and they say {lengths[index]}: data or function have changed, "
                     "or give another length each time"
                 )
-    return lengths, ""
+    return lengths
 
 
 def _write(path: Path, lengths: LengthArray) -> None:
-    # The header first: with the lengths of before, or with none, it leads to measuring again.
-    with _replacing(_header(path)) as file:
-        file.write(json.dumps(_describe(lengths)).encode())
+    # The digest first: with the lengths of before, or with none, it leads to measuring again.
+    with _replacing(_digest_file(path)) as file:
+        file.write(digest(lengths).encode())
     with _replacing(path) as file:
         np.save(file, lengths)
 
 
-def _describe(lengths: LengthArray) -> dict[str, Any]:
-    return {"samples": len(lengths), "digest": digest(lengths)}
-
-
-def _header(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
+def _digest_file(path: Path) -> Path:
+    return path.with_name(path.name + ".digest")
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from torch.utils.data import (
 
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
-from lightning_stateful.loaders.batch_reader import OPTIONS
-from lightning_stateful.loaders.description import LoaderDescription, only_cuts, read_arguments, without_lightnings
+from lightning_stateful.loaders.description import LoaderDescription, describe_loader, only_cuts, without_lightnings
 from lightning_stateful.loaders.iterable_loader import IterableLoader, of_batches
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loaders.stream_loader import StreamLoader
@@ -72,70 +71,52 @@ def take_over(
         UnsupportedLoaderError: The loader's batches cannot be computed from a position; with the reason.
         ConfigurationError: Each rank has a stream of its own, which cannot be resumed in its shards.
     """
-    if getattr(type(loader), "is_view", False) is True:
-        # A view, which a trainer was given in place of one of its loaders.
+    if is_view(loader):
+        # A trainer was given it in place of one of its loaders.
         loader = loader.loader
     if not exact and not isinstance(loader, DataLoader) and is_iterable(loader):
         # What it gives are batches of its own making, on each rank, and no rank's are dealt out.
         return IterableLoader(of_batches(loader), path=path, num_replicas=num_replicas, rank=rank, accept=accept)
     if isinstance(loader, IterableLoader):
         return loader.again(path=path, num_replicas=num_replicas, rank=rank)
-    if own_rank is not None and not exact and _is_stream(loader, exact):
+    is_stream = _is_stream(loader, exact)
+    if own_rank is not None and is_stream and not exact:
         _refuse_shards(loader, where)
     elif own_rank is not None:
         num_replicas, rank = 1, 0
     if isinstance(loader, StreamLoader):
         # Whatever limits a trainer sets are its own.
         return loader.again(path=path, num_replicas=num_replicas, rank=rank, exact=exact)
-    if _is_stream(loader, exact) and getattr(loader, "in_order", True):
-        stream: Any = class_of_patched(StreamLoader, type(loader))
-        taken: StreamLoader = stream(
-            loader,
-            options=StreamOptions(exact=exact),
-            seed=seed,
-            path=path,
-            seed_samples=seed_samples,
-            num_replicas=num_replicas,
-            rank=rank,
-            accept=accept,
-        )
-        return taken
-    if isinstance(loader, StatefulLoader):
-        seed, seed_samples, accept = loader.seed, loader.seed_samples, (*loader.accept, *accepted_names(accept))
-        if (loader.tracker.num_replicas, loader.tracker.rank) != (None, None):
-            num_replicas, rank = loader.tracker.num_replicas, loader.tracker.rank
-    elif reason := _reason_against(loader):
-        raise UnsupportedLoaderError(f"Cannot take over {where}: {reason}")
-    original = loader._original if isinstance(loader, StatefulLoader) else loader
+    how: dict[str, Any] = {"path": path, "num_replicas": num_replicas, "rank": rank}
+    reason = "" if isinstance(loader, StatefulLoader) else _reason_against(loader, is_stream)
+    if is_stream and not reason:
+        stream: type[StreamLoader] = class_of_patched(StreamLoader, type(loader))
+        options = StreamOptions(exact=exact)
+        return stream(loader, options=options, seed=seed, seed_samples=seed_samples, accept=accept, **how)
+    accept = accepted_names(accept)
+    use: dict[str, bool] = {"exact": exact, "shuffle": shuffle is not False, "as_one_rank": own_rank is None}
     try:
-        description = _describe(loader, seed, exact=exact, shuffle=shuffle, accept=accept, as_one_rank=own_rank is None)
+        if reason:
+            raise UnsupportedLoaderError(reason)
+        if isinstance(loader, StatefulLoader):
+            seed, seed_samples, accept = loader.seed, loader.seed_samples, (*loader.accept, *accept)
+            if (loader.tracker.num_replicas, loader.tracker.rank) != (None, None):
+                how |= {"num_replicas": loader.tracker.num_replicas, "rank": loader.tracker.rank}
+            description = loader.description.adapted(loader.dataset, **use)
+        else:
+            seed = seed_or_default(seed)
+            description = describe_loader(loader, seed=seed, accept=accept, **use)
     except UnsupportedLoaderError as error:
         raise UnsupportedLoaderError(f"Cannot take over {where}: {error}") from None
-    kind: Any = type(loader if original is None else original)
-    kind = class_of_patched(StatefulLoader, kind)
-    made: StatefulLoader = kind.__new__(kind)
+    if own_rank is not None:
+        how["path"] = _own_path(path, own_rank, description)
+    kind: type[StatefulLoader] = class_of_patched(StatefulLoader, type(loader))
     # Not the constructor of a user's class, which may ask for anything.
-    StatefulLoader.__init__(
-        made,
-        loader.dataset,
-        description=description,
-        seed=seed,
-        path=path if own_rank is None else _own_path(path, own_rank, description),
-        num_replicas=num_replicas,
-        rank=rank,
-        seed_samples=seed_samples,
-        generator=loader.generator,
-        accept=accept,
-        **{name: getattr(loader, name) for name in OPTIONS if getattr(loader, name, None)},
-    )
+    made = kind.__new__(kind)
+    made.set_up(loader, description, seed=seed, seed_samples=seed_samples, accept=accept, **how)
     if own_rank is not None:
         # Ranks draw apart at their samples.
-        made.own_rank, made._own_seed = own_rank, loader_seed(made.seed, f"{path}@{own_rank}")
-    if original is not None:
-        made.adopt(original)
-    elif isinstance(loader, StatefulLoader):
-        # What a subclass of StatefulLoader has beside.
-        vars(made).update({name: value for name, value in vars(loader).items() if name not in vars(made)})
+        made.own_rank, made._own_seed = own_rank, loader_seed(seed, f"{path}@{own_rank}")
     return made
 
 
@@ -187,13 +168,13 @@ def patch_dataloader(
     )
 
 
-def deals_itself(loader: Any) -> bool:
+def deals_itself(loader: object) -> bool:
     """Whether a loader's own arguments, or a sampler of this package in it, say that it is dealt out to ranks."""
     if isinstance(loader, StatefulLoader):
         return loader.tracker.num_replicas is not None
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    batches = without_lightnings(loader.batch_sampler)
+    batches: Any = without_lightnings(loader.batch_sampler)
     if isinstance(batches, StatefulBatchSampler):
         return batches.tracker.num_replicas is not None
     sampler = batches.sampler if only_cuts(batches) else loader.sampler if batches is None else batches
@@ -211,7 +192,7 @@ def _own_path(path: str, rank: int, description: LoaderDescription) -> str:
     return path if alike else f"{path}@{rank}"
 
 
-def _refuse_shards(loader: Any, where: str) -> None:
+def _refuse_shards(loader: DataLoader[Any], where: str) -> None:
     """Refuse a stream that each rank reads for itself, if its state counts the shards of all ranks together."""
     if as_stream(loader.dataset) is not None:
         raise ConfigurationError(
@@ -222,70 +203,36 @@ def _refuse_shards(loader: Any, where: str) -> None:
         )
 
 
-def _describe(
-    loader: Any,
-    seed: int | None,
-    *,
-    exact: bool,
-    shuffle: bool | None,
-    accept: Collection[str],
-    as_one_rank: bool,
-) -> LoaderDescription:
-    """Describe a loader, adapted to its use."""
-    if isinstance(loader, StatefulLoader):
-        return loader.description.adapted(
-            loader.dataset, exact=exact, shuffle=shuffle is not False, as_one_rank=as_one_rank
-        )
-    batches, batch_size, drop_last = without_lightnings(loader.batch_sampler), None, False
-    sampler = None
-    if batches is None or only_cuts(batches):
-        sampler = without_lightnings(loader.sampler if batches is None else batches.sampler)
-        if batches is not None:
-            batch_size, drop_last, batches = batches.batch_size, batches.drop_last, None
-            # It will not be asked.
-            sampler = None if shuffle is False else sampler
-    found = read_arguments(
-        loader.dataset,
-        batch_size=1 if batches is not None else batch_size,
-        shuffle=False,
-        sampler=sampler,
-        batch_sampler=batches,
-        drop_last=drop_last,
-        seed=seed_or_default(seed),
-        # Whole batches of this package's cannot promise it; that is said elsewhere.
-        exact=exact and not isinstance(batches, StatefulBatchSampler),
-        generator=loader.generator,
-        accept=accepted_names(accept),
-        as_one_rank=as_one_rank,
-    )
-    return found if shuffle is not False else found.adapted(loader.dataset, shuffle=False, as_one_rank=as_one_rank)
-
-
-def is_iterable(loader: Any) -> bool:
+def is_iterable(loader: object) -> bool:
     """Whether ``iter()`` accepts it; it is not called, because some iterables count that."""
     return hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
 
 
-def _is_stream(loader: Any, exact: bool) -> bool:
+def is_view(loader: object) -> bool:
+    """Whether it is what a trainer was given in place of a loader of this package, which it holds as ``loader``."""
+    return getattr(type(loader), "is_view", False) is True
+
+
+def _is_stream(loader: object, exact: bool) -> bool:
     """Whether a loader reads a stream; for evaluation, one whose shards can be dealt out."""
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return False
     return not exact or as_stream(loader.dataset) is not None
 
 
-def _reason_against(loader: Any) -> str:
+def _reason_against(loader: object, is_stream: bool = False) -> str:
     """The reason why a loader cannot be taken over; empty if it can."""
-    name = type(loader).__qualname__
     if not isinstance(loader, DataLoader):
+        name = type(loader).__qualname__
         return f"it is a {name} and not a torch.utils.data.DataLoader, so its batches cannot be reached by position."
     if not getattr(loader, "in_order", True):
         return "in_order=False hands batches over in no fixed order."
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset) and not is_stream:
         return f"{type(loader.dataset).__qualname__} is an IterableDataset, which has no random access."
     return ""
 
 
-def is_patched(loaders: Any) -> bool:
+def is_patched(loaders: object) -> bool:
     """Whether all loaders in a structure are loaders of this package.
 
     Args:
@@ -300,20 +247,18 @@ def is_patched(loaders: Any) -> bool:
     return bool(leaves) and all(isinstance(leaf, (StatefulLoader, StreamLoader)) for leaf in leaves)
 
 
-def _leaves(loaders: Any) -> Iterator[Any]:
+# Attributes under which wrappers of Lightning hold loaders.
+_HELD = {"CombinedLoader": "iterables", "_FabricDataLoader": "_dataloader"}
+
+
+def _leaves(loaders: Any) -> Iterator[object]:
     """The loaders in a structure, without the wrappers of Fabric and of the callback."""
-    if isinstance(loaders, Mapping):
-        loaders = list(loaders.values())
-    elif _is_lightnings(loaders, "CombinedLoader"):
-        loaders = loaders.iterables
-    if isinstance(loaders, (Mapping, list, tuple)) or _is_lightnings(loaders, "CombinedLoader"):
+    if is_view(loaders):
+        yield loaders.loader
+    elif is_lightnings(loaders) and (held := _HELD.get(type(loaders).__name__)):
+        yield from _leaves(getattr(loaders, held))
+    elif isinstance(loaders, (Mapping, list, tuple)):
         for part in loaders.values() if isinstance(loaders, Mapping) else loaders:
             yield from _leaves(part)
-    elif _is_lightnings(loaders, "_FabricDataLoader"):
-        yield from _leaves(loaders._dataloader)
     else:
-        yield getattr(loaders, "loader", None) if getattr(type(loaders), "is_view", False) is True else loaders
-
-
-def _is_lightnings(value: Any, name: str) -> bool:
-    return is_lightnings(value) and type(value).__name__ == name
+        yield loaders

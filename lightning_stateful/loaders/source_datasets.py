@@ -24,30 +24,13 @@ class Sample(NamedTuple):
     value: Any
 
 
-class SourceDataset(ConcatDataset[Any]):
-    """A ``ConcatDataset`` of named datasets, whose samples can tell their source.
+class SourceDataset(ConcatDataset[Sample]):
+    """A ``ConcatDataset`` whose samples tell their source, for a :class:`SourceCollate`."""
 
-    Args:
-        datasets: Map-style datasets by name.
-        tells_source: Whether samples come as :class:`Sample`, for a :class:`SourceCollate`.
-    """
-
-    def __init__(self, datasets: Mapping[str, Any], *, tells_source: bool = False) -> None:
-        super().__init__(list(datasets.values()))
-        self.names = tuple(datasets)
-        self.tells_source = tells_source
-
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Sample:
         """The sample at ``index``, counted over all datasets."""
-        if not self.tells_source:
-            return super().__getitem__(index)  # type: ignore[no-untyped-call]  # torch's own
-        if index < 0:
-            index += len(self)
-        if not 0 <= index < len(self):
-            raise IndexError(f"index {index} lies outside the {len(self)} samples of the sources {list(self.names)}")
-        source = bisect_right(self.cumulative_sizes, index)
-        start = self.cumulative_sizes[source - 1] if source else 0
-        return Sample(source, self.datasets[source][index - start])
+        value = super().__getitem__(index)  # type: ignore[no-untyped-call]  # torch's own
+        return Sample(bisect_right(self.cumulative_sizes, index % len(self)), value)
 
 
 class SourceCollate:
@@ -58,7 +41,6 @@ class SourceCollate:
         collate_fn: One function for all, one for each by name or in order, or None for torch's own.
         tag: Key under which a batch that is a dict gets the name of its source.
         mixes: Whether a batch holds several sources; it gets a list of names then, one a sample.
-        told: Whether samples come as :class:`Sample`; otherwise they are all from the only source.
 
     Raises:
         ConfigurationError: A source has no function; with its name.
@@ -71,12 +53,8 @@ class SourceCollate:
         *,
         tag: str | None = None,
         mixes: bool = False,
-        told: bool = True,
     ) -> None:
-        self.names = names
-        self.told = told
-        self.tag = tag
-        self.mixes = mixes
+        self.names, self.tag, self.mixes = names, tag, mixes
         if isinstance(collate_fn, (Mapping, Sequence)):
             if mixes:
                 raise ConfigurationError(
@@ -87,9 +65,10 @@ class SourceCollate:
             self._functions = [collate_fn] * len(names)
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Make a batch of samples."""
-        sources = [sample.source for sample in samples] if self.told else [0] * len(samples)
-        values = [sample.value for sample in samples] if self.told else samples
+        """Make a batch of samples; those that are no :class:`Sample` are from the only source."""
+        sources, values = [0] * len(samples), samples
+        if isinstance(samples[0], Sample):
+            sources, values = [sample.source for sample in samples], [sample.value for sample in samples]
         name = self.names[sources[0]]
         batch = (self._functions[sources[0]] or default_collate)(values)
         if self.tag is None:
@@ -136,18 +115,11 @@ def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
                 f"Source {name!r} has {length} samples, and the dataset in its place {len(part)}. "  # type: ignore[arg-type]  # as above
                 "Concatenate the datasets in the order of the sources."
             )
-        stable, fingerprint = without_fingerprint(describe_dataset(part))
-        sources[name] = _digest(stable, length)
+        described, fingerprint = without_fingerprint(describe_dataset(part))
         if fingerprint is not None:
             fingerprints[name] = fingerprint
-    found = {"fingerprint": fingerprints} if fingerprints else {}
-    return {**config, "sources": sources, **found}
-
-
-def _digest(described: dict[str, Any], length: int) -> int | str:
-    """A length, followed by a digest of the rest of a description: short, because a state lists every source."""
-    more = {key: value for key, value in described.items() if key != "length"}
-    if not more:
-        return length
-    digest = hashlib.blake2b(json.dumps(more, sort_keys=True).encode(), digest_size=3).hexdigest()
-    return f"{length} {digest}"
+        # Short, because a state lists every source: the length, and a digest of all else.
+        more = json.dumps({key: value for key, value in described.items() if key != "length"}, sort_keys=True)
+        digest = hashlib.blake2b(more.encode(), digest_size=3).hexdigest()
+        sources[name] = length if more == "{}" else f"{length} {digest}"
+    return {**config, "sources": sources, **({"fingerprint": fingerprints} if fingerprints else {})}

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sized
+from itertools import chain
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, SampleCountingPlan
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress, SampleCountingPlan
+from lightning_stateful.core.samples import ShuffledOrder
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
-from lightning_stateful.loaders.batch_reader import OPTIONS, BatchReader, known_steps
-from lightning_stateful.loaders.description import LoaderDescription, read_arguments
-from lightning_stateful.loaders.user_class import Pickled, copied, is_torchdatas
+from lightning_stateful.loaders.batch_reader import BatchReader, known_steps, options_of
+from lightning_stateful.loaders.description import LoaderDescription, describe_loader
+from lightning_stateful.loaders.user_class import Pickled, copied
+from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracker
+from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
 
 
@@ -51,7 +55,6 @@ class StatefulLoader(Pickled, DataLoader[Any]):
             batch).
         exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.
         accept: Names of differences between a state and the present data to let pass on load: ``"dataset.length"``.
-        description: In place of the arguments above: the description of another loader, to build the same again.
         **options: Any other option of :class:`torch.utils.data.DataLoader`.
 
     State:
@@ -60,6 +63,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
 
     Raises:
         ConfigurationError: An argument is out of range.
+        ValueError: Arguments contradict each other; torch's own.
         UnsupportedLoaderError: The dataset is iterable, or the sampler yields something else whenever it is begun.
     """
 
@@ -82,10 +86,9 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         seed_samples: bool = True,
         exact: bool = False,
         accept: Collection[str] = (),
-        description: LoaderDescription | None = None,
         **options: Any,
     ) -> None:
-        by_sampler = sampler is not None or batch_sampler is not None or description is not None
+        by_sampler = sampler is not None or batch_sampler is not None
         if isinstance(dataset, IterableDataset) or not (by_sampler or hasattr(dataset, "__len__")):
             raise UnsupportedLoaderError(
                 f"{type(dataset).__name__} has no random access by index; StatefulLoader needs a map-style dataset "
@@ -93,48 +96,90 @@ class StatefulLoader(Pickled, DataLoader[Any]):
             )
         if not options.pop("in_order", True):
             raise ConfigurationError("in_order=False hands batches over in no fixed order and cannot be resumed.")
-        self._original: DataLoader[Any] | None = None
-        self._reader: BatchReader | None = None
-        self.seed = seed = seed_or_default(seed)
-        self.path, self._own_seed = path, loader_seed(seed, path)
-        self.seed_samples = seed_samples
-        asked = accepted_names(accept)
-        if description is None:
-            description = read_arguments(
-                dataset,
-                batch_size=batch_size,
-                shuffle=shuffle,
-                sampler=sampler,
-                batch_sampler=batch_sampler,
-                drop_last=drop_last,
-                seed=seed,
-                exact=exact,
-                generator=options.get("generator"),
-                accept=asked,
+        if exact and isinstance(batch_sampler, (StatefulBatchSampler, BatchOrder)):
+            raise ConfigurationError(
+                "exact=True never repeats a sample, which whole batches cannot promise; leave it out, or evaluate with "
+                "batch_size in place of batch_sampler."
             )
+        seed, accept = seed_or_default(seed), accepted_names(accept)
+        if shuffle and not by_sampler:
+            # torch's sampler cannot shuffle a dataset without samples.
+            shuffle, sampler = False, ShuffledOrder(len(dataset), seed)
+        loader = DataLoader(
+            dataset,
+            batch_size=batch_size if batch_size is None else as_int("batch_size", batch_size, least=1),
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last and batch_size is not None,
+            **options,
+        )
+        description = describe_loader(loader, seed=seed, exact=exact, accept=accept, drop_last=drop_last)
+        self.set_up(
+            loader,
+            description,
+            seed=seed,
+            path=path,
+            num_replicas=num_replicas,
+            rank=rank,
+            seed_samples=seed_samples,
+            accept=accept,
+        )
+
+    def set_up(
+        self,
+        loader: DataLoader[Any],
+        description: LoaderDescription,
+        *,
+        seed: int,
+        path: str,
+        num_replicas: int | None,
+        rank: int | None,
+        seed_samples: bool,
+        accept: tuple[str, ...],
+    ) -> None:
+        """Construct the loader from another one, whose dataset, options and attributes it takes over.
+
+        Args:
+            loader: A DataLoader over a map-style dataset; a copy of it reads the batches.
+            description: Its order.
+            seed: As in the constructor.
+            path: As in the constructor.
+            num_replicas: As in the constructor.
+            rank: As in the constructor.
+            seed_samples: As in the constructor.
+            accept: As in the constructor.
+        """
+        # Not torch's constructor: the loader has been constructed. Nor is anything the original's yet.
+        vars(self).update(options_of(loader), dataset=loader.dataset, generator=loader.generator)
+        self._reader: BatchReader | None = None
+        self.seed, self.path, self.seed_samples = seed, path, seed_samples
+        self._own_seed = loader_seed(seed, path)
         if (num_replicas, rank) == (None, None):
             num_replicas, rank = description.num_replicas, description.rank
         # Without path and ranks: from it, the same loader is built for others.
         self.description = description
-        order = description.order.adapted(path=path)
+        order, dataset = description.order.adapted(path=path), loader.dataset
         self.tracker = Tracker(
             order,
             description.config(order, dataset),
             num_replicas=num_replicas,
             rank=rank,
-            accept=tuple(dict.fromkeys([*description.accept, *asked])),
+            accept=tuple(dict.fromkeys([*description.accept, *accept])),
         )
-        self._length = len(dataset) if description.counts_samples and hasattr(dataset, "__len__") else None
-        batch_size, drop_last = description.batch_size, description.drop_last
-        indices = _PassIndices(self.tracker, is_batched=description.has_whole_batches or batch_size is not None)
-        # Not super(): between this class and torch's there may be a user's, which has been constructed already.
+        # A wrapped sampler looks at the dataset's length itself.
+        self._length = len(dataset) if isinstance(dataset, Sized) and not isinstance(order, WrappedSampler) else None
+        size, drop_last = description.batch_size, description.drop_last
+        indices = _PassSampler(self.tracker, flat=description.has_whole_batches or size is not None)
+        batches: Any = None if size is None else BatchSampler(indices, size, drop_last)
         if description.has_whole_batches:
-            DataLoader.__init__(self, dataset, batch_sampler=_PassBatches(self.tracker), **options)
-            # torch puts a sampler of its own beside a batch sampler, in which Fabric would see something to replace.
-            object.__setattr__(self, "sampler", indices)
-        else:
-            how: dict[str, Any] = {"drop_last": drop_last} if batch_size is not None else {}
-            DataLoader.__init__(self, dataset, batch_size=batch_size, sampler=indices, **how, **options)
+            batches = _PassSampler(self.tracker)
+        # torch guards these against changes.
+        vars(self).update(batch_size=size, drop_last=drop_last, sampler=indices, batch_sampler=batches)
+        if isinstance(loader, StatefulLoader):
+            # What a subclass of StatefulLoader has beside.
+            vars(self).update({name: value for name, value in vars(loader).items() if name not in vars(self)})
+        self._original: DataLoader[Any] = copied(loader._original if isinstance(loader, StatefulLoader) else loader)
 
     @property
     def order(self) -> BatchOrder:
@@ -202,9 +247,11 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         self._refuse_other_length()
         if first_step >= plan.num_steps:
             return iter(())
-        options = {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None)}
+        options = options_of(self)
         if self._reader is None or self._reader.options != options:
-            self._reader = self._build_reader(options)
+            seed = self._own_seed if self.seed_samples else None
+            is_batched = self.batch_sampler is not None
+            self._reader = BatchReader(self.dataset, seed, options, is_batched=is_batched, original=self._original)
         rank = self.topology.rank
         base_seed = derive_seed("workers", self._own_seed, rank, plan.epoch, plan.progress_after(first_step).consumed)
         return self._reader.read(plan, rank, first_step, base_seed, isolated=isolated)
@@ -239,16 +286,6 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         if self._reader is not None:
             self._reader.loader._iterator = iterator
 
-    def _build_reader(self, options: dict[str, Any]) -> BatchReader:
-        original = self._original
-        return BatchReader(
-            self.dataset,
-            self._own_seed if self.seed_samples else None,
-            options,
-            is_batched=self.batch_sampler is not None,
-            original=None if original is None or is_torchdatas(original) else original,
-        )
-
     def _refuse_other_length(self) -> None:
         """Refuse a dataset that has shrunk since its batches were planned; warn of one that has grown."""
         dataset: Any = self.dataset
@@ -263,10 +300,6 @@ class StatefulLoader(Pickled, DataLoader[Any]):
             raise ConfigurationError(f"{changed}: some that are still to be served are not there any more. {remedy}")
         warnings.warn(f"{changed}. New ones are not served. {remedy}", StatefulWarning, stacklevel=3)
 
-    def adopt(self, original: DataLoader[Any]) -> None:
-        """Take over the attributes of the user's loader that this one replaces, and read with a copy of it."""
-        self._original = copied(original)
-
     def __getattr__(self, name: str) -> Any:
         original = vars(self).get("_original")
         if original is None or name.startswith("__"):
@@ -275,8 +308,9 @@ class StatefulLoader(Pickled, DataLoader[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         original = vars(self).get("_original")
-        # What this class knows nothing of belongs to the loader that it was made of.
-        if original is not None and name not in vars(self) and not hasattr(StatefulLoader, name):
+        # What this class knows nothing of belongs to the user's loader that it was made of.
+        is_users = original is not None and type(original) is not DataLoader
+        if is_users and name not in vars(self) and not hasattr(StatefulLoader, name):
             setattr(original, name, value)
         else:
             super().__setattr__(name, value)
@@ -302,41 +336,31 @@ class _Pass:
             raise
 
 
-class _PassIndices(DistributedSampler[Any]):
-    """``loader.sampler``: the indices of this rank in the current pass, from its beginning.
+class _PassSampler(DistributedSampler[Any]):
+    """The loader's ``sampler`` or ``batch_sampler``: what this rank is served in the current pass, from its beginning.
 
     It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of. The epoch
     that they set here only counts their ``iter()`` calls, and is ignored.
+
+    Args:
+        tracker: The loader's.
+        flat: Whether to yield the indices of batches one by one.
     """
 
-    def __init__(self, tracker: Tracker, *, is_batched: bool) -> None:
-        self._tracker, self._is_batched = tracker, is_batched
+    def __init__(self, tracker: Tracker, *, flat: bool = False) -> None:
+        self._tracker, self._flat = tracker, flat
 
     def __iter__(self) -> Iterator[Any]:
-        for _, batch in self._tracker.current_plan().batches(self._tracker.topology.rank):
-            if self._is_batched:
-                yield from batch
-            else:
-                yield batch
+        batches = (batch for _, batch in self._tracker.current_plan().batches(self._tracker.topology.rank))
+        return chain.from_iterable(batches) if self._flat else batches
 
     def __len__(self) -> int:
         plan = self._tracker.plan_epoch(0)
+        if not self._flat:
+            return known_steps(plan)
         if not isinstance(plan, SampleCountingPlan):
             raise TypeError("The samples of whole batches are counted only when they are served.")
         return plan.num_samples(self._tracker.topology.rank)
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the loader's own :meth:`StatefulLoader.set_epoch` decides."""
-
-
-class _PassBatches(Sampler[Any]):
-    """``loader.batch_sampler``: the batches of this rank in the current pass, from its beginning."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
-
-    def __iter__(self) -> Iterator[Any]:
-        return (batch for _, batch in self._tracker.current_plan().batches(self._tracker.topology.rank))
-
-    def __len__(self) -> int:
-        return known_steps(self._tracker.plan_epoch(0))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed
 
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import Progress
 from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.pass_run import PassRun
 from lightning_stateful.loaders.rank_reader import RankReader

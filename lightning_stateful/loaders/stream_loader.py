@@ -9,8 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_stateful.core.order import UNKNOWN
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import DamagedStateError, PositionError, StateMismatchError
 from lightning_stateful.loaders.pass_run import END

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NoReturn
 
-from lightning_stateful.core.order import UNKNOWN
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.stream_course import StreamCourse
 

@@ -38,12 +38,10 @@ class Pickled:
         # Lightning's record of set attributes would pickle the same once more.
         state = {name: value for name, value in vars(self).items() if name != "__pl_attrs_record"}
         if state.get("_reader") is not None:
-            state["_reader"] = None
-            if state["_original"] is not None:
-                # The reader may read with it. A generator's pickle names a tensor in shared memory, which is gone
-                # before a worker has opened it.
-                state["_original"] = copied(state["_original"])
-                vars(state["_original"]).update(_iterator=None, generator=None)
+            # The reader may read with the original. A generator's pickle names a tensor in shared memory, which is gone
+            # before a worker has opened it.
+            state |= {"_reader": None, "_original": copied(state["_original"])}
+            vars(state["_original"]).update(_iterator=None, generator=None)
         return _blank, getattr(type(self), "_made_of", (type(self), type(self))), state
 
 

@@ -12,8 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_stateful.core.permutation import hashed_words
-from lightning_stateful.core.ranges import Indices, concatenated_ranges
+from lightning_stateful.core.permutation import Indices, concatenated_ranges, hashed_words
 from lightning_stateful.mixture.weights import DrawSchedule
 
 # Draws that are shuffled together: a period, or so many of a longer one, so that shares hold over short stretches too.

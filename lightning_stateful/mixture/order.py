@@ -1,23 +1,38 @@
-"""The order of a mixture: batches from several sources, in turn or in proportion."""
+"""The order of a mixture, batches from several sources in turn or in proportion, and its epoch plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import cached_property
+from itertools import count
+from typing import Any, ClassVar, get_args
 
-from lightning_stateful.core.order import seeded_at
-from lightning_stateful.core.progress import Progress
-from lightning_stateful.errors import Difference, PositionError, StateMismatchError
-from lightning_stateful.mixture.plan import MixtureEpochPlan
-from lightning_stateful.mixture.sources import Mixture
-from lightning_stateful.mixture.weights import digest
+import numpy as np
+
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.order import Progress, read_in_chunks, say_repeats, seeded_at
+from lightning_stateful.core.permutation import Indices, concatenated_ranges
+from lightning_stateful.core.seeding import Label, derive_seed
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StateMismatchError
+from lightning_stateful.mixture.draws import Draws, Period
+from lightning_stateful.mixture.source_steps import LastSteps, SourceSteps, gather, shares_of_steps
+from lightning_stateful.mixture.sources import By, Sources, Stop, present
+from lightning_stateful.mixture.weights import DrawSchedule, digest
 
 # A state of many sources stays short: beyond so many, their draws are told apart by a digest alone.
 _MOST_LISTED = 8
 
+# Samples that are looked up at a time, and steps.
+_MOST_SAMPLES, _MOST_STEPS = 2**17, 8192
+# More than a pass has, over all ranks: the numbers of the batches of the next pass begin here.
+_STEPS_A_CYCLE = 2**44
+# More steps than any source is asked for, where an epoch has as many as it is told to.
+_ENDLESS = 2**40
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True)
 class MixtureOrder:
     """Batches that come from one source each or, by sample, from several in proportion.
 
@@ -31,40 +46,88 @@ class MixtureOrder:
       ``steps`` and samples ``served``. On other ranks it is planned anew from ``served``; with ``num_steps``, always.
 
     Attributes:
-        mixture: How the sources are mixed.
+        sources: The datasets.
+        draws: Draws of each source in a period. A draw is a step or, by sample, a sample.
+        stop: When an epoch ends, unless ``num_steps`` says it; by default, when all are exhausted.
+        num_steps: Steps of an epoch; each source goes on in the next one where it was.
+        seed: Chooses the orders.
+        shuffle: Whether samples, and draws within a period, have an order of their own.
+        drop_last: Serve full batches only, and leave out the last step if it is not full.
+        in_turn: Round robin: draws stand evenly spread in their period.
+        by: What the weights were shares of. By sample, a batch holds several sources, and all batch sizes are equal.
+        tokens: Tokens in every source, if they are known.
+        schedule: Draws that change as training goes on, in place of ``draws``.
+
+    Raises:
+        ConfigurationError: The values contradict each other.
     """
 
-    mixture: Mixture
+    sources: Sources
+    draws: tuple[int, ...]
+    stop: Stop | None = None
+    num_steps: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    in_turn: bool = False
+    by: By = "batch"
+    tokens: tuple[int, ...] | None = None
+    schedule: DrawSchedule | None = None
     version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.num_steps is None:
+            object.__setattr__(self, "stop", self.stop or "all_exhausted")
+            if self.stop not in get_args(Stop):
+                raise ConfigurationError(f"stop must be one of {get_args(Stop)}, got {self.stop!r}.")
+        elif self.stop is not None:
+            raise ConfigurationError(
+                f"num_steps takes the place of stop; got num_steps={self.num_steps} and stop={self.stop!r}."
+            )
+        else:
+            object.__setattr__(self, "num_steps", as_int("num_steps", self.num_steps, least=1))
+        if self.schedule is not None and self.num_steps is None:
+            raise ConfigurationError(
+                "With a schedule, an epoch that ends with its sources would have another length each time; pass "
+                "num_steps, and each source goes on in the next epoch where it was."
+            )
+        if self.drop_last and self.by != "sample":
+            sources = self.sources
+            for name, length, size in zip(sources.names, sources.lengths, sources.batch_sizes, strict=True):
+                if size > length:
+                    raise ConfigurationError(
+                        f"Source {name!r} has {length} samples, fewer than a batch of {size}; with drop_last=True it "
+                        "would never be served. Give it a smaller batch size, or pass drop_last=False."
+                    )
 
     @property
     def kind(self) -> str:
         """The name under which a state knows this order."""
-        return "round_robin" if self.mixture.in_turn else "mixture"
+        return "round_robin" if self.in_turn else "mixture"
 
     @property
     def carries_over(self) -> bool:
         """Whether sources go on in an epoch where the one before left them."""
-        return self.mixture.num_steps is not None
+        return self.num_steps is not None
 
     def config(self) -> dict[str, Any]:
         """Configuration that determines the sequence; ``weights`` are the draws of each source in a period."""
-        mixture, sizes = self.mixture, self.mixture.sources.batch_sizes
+        sizes = self.sources.batch_sizes
         config: dict[str, Any] = {
             "stop": self._stop(),
-            "seed": mixture.seed,
-            "shuffle": mixture.shuffle,
-            "drop_last": mixture.drop_last,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
             "batch_size": sizes[0] if len(set(sizes)) == 1 else list(sizes),
-            "sources": dict(zip(mixture.sources.names, mixture.sources.lengths, strict=True)),
+            "sources": dict(zip(self.sources.names, self.sources.lengths, strict=True)),
         }
-        if not mixture.in_turn:
-            weights: Any = list(mixture.draws)
-            if mixture.schedule is not None:
-                weights = mixture.schedule.describe()
+        if not self.in_turn:
+            weights: Any = list(self.draws)
+            if self.schedule is not None:
+                weights = self.schedule.describe()
             elif len(weights) > _MOST_LISTED:
                 weights = f"of {len(weights)} sources, {digest(weights)}"
-            config |= {"by": mixture.by, "weights": weights}
+            config |= {"by": self.by, "weights": weights}
         return config
 
     def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> MixtureEpochPlan:
@@ -78,14 +141,14 @@ class MixtureOrder:
         if self.carries_over:
             here = self._carried_over(epoch, num_replicas, progress or Progress())
         if not here.details:
-            ranks, nothing = 0 if self.carries_over else num_replicas, (0,) * len(self.mixture.sources)
+            ranks, nothing = 0 if self.carries_over else num_replicas, (0,) * len(self.sources)
             here = replace(here, details=self._details(nothing, here.consumed * num_replicas, ranks))
         details = here.details
         planned = {"steps": 0, "served": {}, **details["planned"]}
         if planned.get("ranks") != num_replicas:
             planned = {"steps": here.consumed, "served": details["served"]}
         origin = self._in_order(planned["served"])
-        plan = MixtureEpochPlan(self.mixture, num_replicas, here, planned["steps"], origin)
+        plan = MixtureEpochPlan(self, num_replicas, here, planned["steps"], origin)
         if not planned["steps"] <= here.consumed <= planned["steps"] + plan.total_steps:
             raise PositionError(
                 f"{here.consumed} steps of epoch {epoch} were taken, and on {num_replicas} ranks the rest of it "
@@ -115,27 +178,58 @@ class MixtureOrder:
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> MixtureOrder:
         """The same batches for another use; unshuffled epochs do not go on where the one before ended."""
-        mixture = seeded_at(self.mixture, path)
+        order = seeded_at(self, path)
         if not shuffle:
-            mixture = replace(mixture, shuffle=False)
+            order = replace(order, shuffle=False)
             if self.carries_over:
-                mixture = replace(mixture, num_steps=None, schedule=None, stop="cycle")
-        return MixtureOrder(mixture)
+                order = replace(order, num_steps=None, schedule=None, stop="cycle")
+        return order
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether a draw is a sample, and not a step."""
+        return self.by == "sample"
+
+    def rule(self, batch_size: int, num_replicas: int) -> StepRule:
+        """The rule that cuts samples into steps."""
+        return StepRule(batch_size=batch_size, num_replicas=num_replicas, drop_last=self.drop_last)
+
+    @cached_property
+    def amounts(self) -> tuple[int, ...]:
+        """Samples that an epoch serves of every source, where a stop rule ends it.
+
+        They are those of a run on one rank with draws evenly spread, so that they depend on neither ranks nor epochs.
+        """
+        lengths = self.sources.lengths
+        if self.stop == "all_exhausted":
+            return lengths
+        sizes = [1] * len(lengths) if self.by_sample else self.sources.batch_sizes
+        whole = [(n if self.drop_last else n + size - 1) // size for n, size in zip(lengths, sizes, strict=True)]
+        period = Period(self.draws)
+        if self.stop == "cycle":
+            end = max(period.draw_of(source, count - 1) for source, count in enumerate(whole)) + 1
+        else:
+            end = min(period.draw_of(source, count) for source, count in enumerate(whole))
+        # A source that has just been served whole does not begin again for the sake of a full batch.
+        return tuple(
+            length if count == of_a_pass else count * size
+            for count, of_a_pass, length, size in zip(period.before(end).tolist(), whole, lengths, sizes, strict=True)
+        )
 
     def _stop(self) -> str:
-        return str(self.mixture.stop) if self.mixture.num_steps is None else f"{self.mixture.num_steps} steps"
+        return str(self.stop) if self.num_steps is None else f"{self.num_steps} steps"
 
     def _in_order(self, served: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(served.get(name, 0) for name in self.mixture.sources.names)
+        return tuple(served.get(name, 0) for name in self.sources.names)
 
     def _details(self, served: Sequence[int], batches: int, ranks: int = 0) -> dict[str, Any]:
         """Details of a progress where nothing is planned or, for so many ranks, the whole epoch."""
-        named = dict(zip(self.mixture.sources.names, served, strict=True))
+        named = dict(zip(self.sources.names, served, strict=True))
         return {"served": named, "batches": batches, "planned": {"ranks": ranks} if ranks else {}}
 
     def _carried_over(self, epoch: int, num_replicas: int, progress: Progress) -> Progress:
         """The progress in ``epoch`` of a run whose sources go on, from its progress in that or an earlier one."""
-        steps = self.mixture.num_steps or 0
+        steps = self.num_steps or 0
         if progress.epoch > epoch:
             progress = Progress()
         if progress.consumed > steps:
@@ -148,7 +242,7 @@ class MixtureOrder:
         if (known.epoch, known.consumed) == (epoch, consumed):
             return known
         origin = self._in_order(known.details.get("served", {}))
-        before = MixtureEpochPlan(self.mixture, num_replicas, known, known.consumed, origin)
+        before = MixtureEpochPlan(self, num_replicas, known, known.consumed, origin)
         served = before.served_after((epoch - known.epoch) * steps - known.consumed + consumed)
         return Progress(epoch=epoch, consumed=consumed, details=self._details(served, consumed * num_replicas))
 
@@ -159,7 +253,7 @@ class MixtureOrder:
                 "With num_steps passes go on from epoch to epoch, and without they begin with each, in other orders: "
                 "this cannot be changed within an epoch. Train to its end under the saved stop."
             )
-        if carried and self.mixture.schedule is not None and stop != self._stop():
+        if carried and self.schedule is not None and stop != self._stop():
             remedy = "A schedule counts steps by num_steps; keep it, or give weights without a schedule."
         if remedy:
             raise StateMismatchError([Difference(path="stop", saved=stop, present=self._stop(), remedy=remedy)])
@@ -167,7 +261,7 @@ class MixtureOrder:
     def _in_present_lengths(self, served: Mapping[str, int], saved_sources: Mapping[str, Any]) -> list[int]:
         """Samples served of each source, which may have another length now; one that is new begins."""
         kept = []
-        for name, length in zip(self.mixture.sources.names, self.mixture.sources.lengths, strict=True):
+        for name, length in zip(self.sources.names, self.sources.lengths, strict=True):
             # A loader adds a digest after the length.
             before = int(str(saved_sources.get(name, length)).split(" ", maxsplit=1)[0])
             samples = served.get(name, 0)
@@ -175,3 +269,231 @@ class MixtureOrder:
             passes = max(samples - 1, 0) // before
             kept.append(passes * length + min(samples - passes * before, length))
         return kept
+
+
+@dataclass(frozen=True)
+class MixtureEpochPlan:
+    """The rest of an epoch of a mixture; a plan in the sense of :class:`~lightning_stateful.core.order.EpochPlan`.
+
+    A source is cut into steps of its own, and draws say which source has the next one; by sample, a source gives a
+    sample a draw, and the draws are cut into steps.
+
+    Attributes:
+        order: The order that was planned.
+        num_replicas: Number of ranks.
+        progress: Where this plan begins.
+        planned_steps: Steps of the epoch that had been taken when its rest was planned; the plan begins there or later.
+        origin: Samples of every source that had been served then: in the epoch or, with ``num_steps``, since training
+            began.
+    """
+
+    order: MixtureOrder
+    num_replicas: int
+    progress: Progress
+    planned_steps: int
+    origin: tuple[int, ...]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is planned."""
+        return self.progress.epoch
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps to the end of the epoch."""
+        return self.total_steps - self._taken
+
+    def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, list[int]]]:
+        """The batches of ``rank``; numbered through all steps of the epoch and the ranks of each."""
+        work = max(self.order.sources.batch_sizes) * (self.num_replicas if self.order.by_sample else 1)
+        largest = min(max(_MOST_SAMPLES // work, 1), _MOST_STEPS)
+        batches = read_in_chunks(
+            lambda begin, end: self._read(begin, end, rank), self._taken + first_step, self.total_steps, largest=largest
+        )
+        before = self.progress.cycle * _STEPS_A_CYCLE + self.progress.details["batches"]
+        return zip(count(before + first_step * self.num_replicas + rank, self.num_replicas), batches, strict=False)
+
+    def progress_after(self, steps: int) -> Progress:
+        """The progress after ``steps`` steps: the samples served of every source, and whence the rest was planned."""
+        if not steps:
+            return self.progress
+        names, done = self.order.sources.names, self._taken + steps
+        planned: dict[str, Any] = {}
+        if self.order.num_steps is None:
+            planned["ranks"] = self.num_replicas
+            if self.planned_steps:
+                planned |= {"steps": self.planned_steps, "served": dict(zip(names, self.origin, strict=True))}
+        details = {
+            "served": dict(zip(names, self.served_after(done), strict=True)),
+            "batches": self.progress.details["batches"] + steps * self.num_replicas,
+            "planned": planned,
+        }
+        return replace(self.progress, consumed=self.planned_steps + done, details=details)
+
+    def report_after(self, steps: int) -> dict[str, Any]:
+        """Of each of the ``sources``: samples, passes ("epochs"), share of samples and, if known, tokens.
+
+        Counted in the epoch or, with ``num_steps``, since training began. Tokens of a pass that is not complete are
+        its samples times their mean length.
+        """
+        pairs = zip(self.served_after(self._taken + steps), self._served_in_a_pass, strict=True)
+        served = [samples + self.progress.cycle * of_pass for samples, of_pass in pairs]
+        total, sources, tokens = sum(served), self.order.sources, self.order.tokens
+        result: dict[str, dict[str, float]] = {}
+        for source, (name, length, samples) in enumerate(zip(sources.names, sources.lengths, served, strict=True)):
+            share = samples / total if total else 0.0
+            result[name] = {"samples": samples, "epochs": samples / length, "share": share}
+            if tokens is not None:
+                result[name]["tokens"] = (2 * samples * tokens[source] + length) // (2 * length)
+        return {"sources": result}
+
+    @cached_property
+    def _served_in_a_pass(self) -> tuple[int, ...]:
+        """Samples that a whole pass before this one has served of every source; of no use where there was none."""
+        nothing = (0,) * len(self.order.sources)
+        if not self.progress.cycle:
+            return nothing
+        whole = replace(self, progress=Progress(epoch=self.epoch), planned_steps=0, origin=nothing)
+        return whole.served_after(whole.total_steps)
+
+    def repeats(self) -> str:
+        """Samples that are served twice, in words."""
+        repeated = self._last.num_repeated + self._step_rule.num_repeated(self._num_draws)
+        return say_repeats(repeated, sum(self.order.amounts))
+
+    @cached_property
+    def total_steps(self) -> int:
+        """Steps from where the rest of the epoch was planned to its end."""
+        if self.order.num_steps is not None:
+            return self.order.num_steps - self.planned_steps
+        return self._step_rule.num_steps(self._num_draws) + self._last.num_steps
+
+    def served_after(self, steps: int) -> tuple[int, ...]:
+        """Samples served of every source after ``steps`` steps."""
+        rule, draws = self._step_rule, self._num_draws
+        # What drop_last leaves out has not been served.
+        counts = self._counts_before(min(rule.served(draws, steps), draws - rule.num_dropped(draws)))
+        last = self._last.served(max(steps - rule.num_steps(draws), 0), len(self.origin))
+        each = zip(self._source_steps, counts.tolist(), last.tolist(), strict=True)
+        return tuple(of.served_after(count) + more for of, count, more in each)
+
+    def refuse_empty(self) -> None:
+        """Refuse a whole epoch without a step, or one that leaves a source out.
+
+        Raises:
+            ConfigurationError: With the source's name.
+        """
+        order, sources = self.order, self.order.sources
+        if not self.total_steps:
+            raise ConfigurationError(
+                f"With stop={order.stop!r}, drop_last={order.drop_last} and {self.num_replicas} ranks, an epoch of "
+                f"the sources {dict(zip(sources.names, sources.lengths, strict=True))} would have no step. Train on "
+                "fewer ranks, or with smaller batches or another stop."
+            )
+        if not order.drop_last or order.num_steps is not None:
+            return
+        served = self.served_after(self.total_steps)
+        for name, samples, amount in zip(sources.names, served, order.amounts, strict=True):
+            if amount and not samples:
+                raise ConfigurationError(
+                    f"Source {name!r} has {amount} samples for an epoch, too few for a full step of "
+                    f"{self.num_replicas} ranks; with drop_last=True it would never be served. Give it a smaller "
+                    "batch size, or pass drop_last=False."
+                )
+
+    @property
+    def _taken(self) -> int:
+        return self.progress.consumed - self.planned_steps
+
+    @cached_property
+    def _step_rule(self) -> StepRule:
+        """The rule that cuts draws into steps: by sample as samples are cut, else one draw a step."""
+        order = self.order
+        if order.by_sample:
+            return order.rule(order.sources.batch_sizes[0], self.num_replicas)
+        return StepRule(batch_size=1)
+
+    @cached_property
+    def _source_steps(self) -> Sequence[SourceSteps]:
+        """The steps of each source: a draw takes a sample of it (by sample), or a batch for every rank."""
+        order, result = self.order, []
+        for source, (served, size) in enumerate(zip(self.origin, order.sources.batch_sizes, strict=True)):
+            rule = StepRule(batch_size=1) if order.by_sample else order.rule(size, self.num_replicas)
+            endless = _ENDLESS * rule.full * self._step_rule.full
+            remaining = max(order.amounts[source] - served, 0) if order.num_steps is None else endless
+            result.append(SourceSteps(served, remaining, rule))
+        return result
+
+    @cached_property
+    def _num_draws(self) -> int:
+        return sum(of.num_steps for of in self._source_steps)
+
+    @cached_property
+    def _last(self) -> LastSteps:
+        order, left = self.order, [of.left for of in self._source_steps]
+        return gather(left, order.sources.batch_sizes, self.num_replicas, drop_last=order.drop_last)
+
+    @cached_property
+    def _labels(self) -> tuple[int, ...]:
+        """Labels that orders are derived from: the seed, and the epoch unless sources go on from epoch to epoch."""
+        seed = self.order.seed
+        return (seed,) if self.order.num_steps is not None else (seed, self.epoch, self.progress.cycle)
+
+    @cached_property
+    def _first_draw(self) -> int:
+        """Draws that were made before, where they go on from epoch to epoch; else 0."""
+        steps = self.order.num_steps
+        return 0 if steps is None else (self.epoch * steps + self.planned_steps) * self._step_rule.full
+
+    @cached_property
+    def _draws(self) -> Draws:
+        order = self.order
+        # By sample, draws stay evenly spread: each batch has its share of every source.
+        shuffled = order.shuffle and not order.in_turn and not order.by_sample
+        key = derive_seed("draws", *self._labels) if shuffled else None
+        if order.schedule is not None:
+            return Draws.scheduled(order.schedule, self._step_rule.full, key=key)
+        if order.num_steps is not None:
+            return Draws.repeated(order.draws, key=key)
+        # Round robin goes on where it was, as long as all sources still have draws.
+        start = self.planned_steps if order.in_turn else 0
+        totals = [of.num_steps for of in self._source_steps]
+        return Draws.until_exhausted(order.draws, totals, start=start, key=key)
+
+    def _counts_before(self, draw: int) -> Indices:
+        """The number of draws of every source before ``draw``."""
+        first = self._first_draw
+        return self._draws.counts_before(first + draw) - self._draws.counts_before(first)
+
+    def _read(self, first: int, last: int, rank: int) -> tuple[Indices, Indices]:
+        """The batches of ``rank`` in the steps ``first <= step < last``: indices, and the size of each batch."""
+        rule, by_sample = self._step_rule, self.order.by_sample
+        end = rule.num_steps(self._num_draws)
+        steps = np.arange(first, min(last, end), dtype=np.int64)
+        firsts, counts = shares_of_steps(self._num_draws, rule, steps, rank if by_sample else 0)
+        numbers, starts, sizes = self._samples_of(concatenated_ranges(firsts, counts), 0 if by_sample else rank)
+        batch_sizes = counts if by_sample else sizes
+        if last > end:
+            gathered, chosen = self._last, slice(max(first - end, 0), last - end)
+            of = gathered.sources[chosen, rank]
+            begun = np.array(self.served_after(end), dtype=np.int64)[of]
+            numbers = np.concatenate([numbers, of])
+            starts = np.concatenate([starts, begun + gathered.starts[chosen, rank]])
+            sizes = batch_sizes = np.concatenate([sizes, gathered.sizes[chosen, rank]])
+        seed: tuple[Label, ...] | None = ("mixture", *self._labels) if self.order.shuffle else None
+        return self.order.sources.take(numbers, starts, sizes, seed), batch_sizes
+
+    def _samples_of(self, draws: Indices, rank: int) -> tuple[Indices, Indices, Indices]:
+        """Of each of ``draws``, which rise: the source, the first sample of it that ``rank`` serves, and how many."""
+        if not draws.size:
+            return draws, draws, draws
+        first, last = int(draws[0]), int(draws[-1]) + 1
+        numbers = self._draws.sources(self._first_draw + first, self._first_draw + last)
+        drawn_before = self._counts_before(first)
+        starts, sizes = np.empty_like(numbers), np.empty_like(numbers)
+        for source in present(numbers):
+            chosen = np.flatnonzero(numbers == source)
+            steps = drawn_before[source] + np.arange(chosen.size)
+            starts[chosen], sizes[chosen] = self._source_steps[source].shares(steps, rank)
+        asked = draws - first
+        return numbers[asked], starts[asked], sizes[asked]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.permutation import Indices
 from lightning_stateful.core.steps import StepRule
 
 

@@ -13,7 +13,7 @@ from lightning_stateful.bucketing.padding import StepPadding, measure
 from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
+from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

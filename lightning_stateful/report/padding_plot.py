@@ -12,11 +12,10 @@ from lightning_stateful.bucketing.lengths import histogram
 from lightning_stateful.bucketing.order import BucketOrder
 from lightning_stateful.bucketing.padding import StepPadding, measure
 from lightning_stateful.core.order import BatchOrder
-from lightning_stateful.core.permutation import keyed_permutation
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.permutation import Indices, keyed_permutation
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.report.padding import order_of
-from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
+from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 
 _TOKENS, _PADDING, _LINE = "#3b6ea5", "#d9a441", "#444444"
 _MOST_BATCHES = 300

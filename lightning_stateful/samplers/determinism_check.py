@@ -23,10 +23,8 @@ ResumeMode = Literal["fast_forward", "own_state"]
 # after which a sampler is not followed further. All ranks count items, so that they come to the same verdict.
 _COMPARED, _EPOCHS, _FOLLOWED = 64, 8, 4096
 
-_END = object()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CheckResult:
     """Result of :func:`check_determinism`.
 
@@ -36,14 +34,14 @@ class CheckResult:
         first: The first item of epoch 0, or None.
         resume_mode: How the sampler is brought to an item.
         is_repeatable: Whether two runs are alike.
-        keeps_rows: Whether lists in a long list stay as they are when it is iterated.
+        has_ended: Whether the end of a pass was looked at, too.
     """
 
     begins: str = ""
     first: Any = None
     resume_mode: ResumeMode = "fast_forward"
     is_repeatable: bool = True
-    keeps_rows: bool = False
+    has_ended: bool = False
 
 
 def check_determinism(order: WrappedSampler) -> CheckResult:
@@ -54,23 +52,21 @@ def check_determinism(order: WrappedSampler) -> CheckResult:
             that is not accepted.
         ConfigurationError: It yields more or fewer items than its ``len``.
     """
-    followed = order.copied(shares_rows=False)
+    followed, other = order.copied(), order.copied()
     whole = _begin(order, followed, to_the_end=True)
-    keeps_rows = followed.keeps_rows
-    other = order.copied(shares_rows=keeps_rows)
     is_alike = _begin(order, other).digests == whole.digests
     mode: ResumeMode = "own_state" if has_own_state(order) else "fast_forward"
-    if not is_alike or _counts_epochs(order, whole, followed, other, keeps_rows):
+    if not is_alike or _counts_epochs(order, whole, followed, other):
         if "nondeterministic" not in order.accept:
             raise UnsupportedLoaderError(order.name + (_COUNTS_EPOCHS if is_alike else _DIFFERS))
-        return CheckResult(first=whole.first, resume_mode=mode, is_repeatable=False, keeps_rows=keeps_rows)
+        return CheckResult(first=whole.first, resume_mode=mode, is_repeatable=False)
     if order.num_items is not None and whole.length is not None:
         most = UNKNOWN if order.is_cut else order.num_items
         if not order.num_items <= whole.length <= most:
             raise wrong_length(order, whole.length, 0)
-    if mode == "own_state" and len(whole.digests) > STATE_STRIDE and not _state_leads_back(order, keeps_rows):
+    if mode == "own_state" and len(whole.digests) > STATE_STRIDE and not _state_leads_back(order):
         mode = "fast_forward"
-    return CheckResult(begins=digest(whole.digests), first=whole.first, resume_mode=mode, keeps_rows=keeps_rows)
+    return CheckResult(begins=digest(whole.digests), first=whole.first, resume_mode=mode)
 
 
 def check_after_pass(order: WrappedSampler, ended: IsolatedCopy, epoch: int) -> None:
@@ -84,17 +80,16 @@ def check_after_pass(order: WrappedSampler, ended: IsolatedCopy, epoch: int) -> 
     Raises:
         UnsupportedLoaderError: It has changed what copies share: how epochs begin depends on those before.
     """
-    if not order.check().begins or order.repeats_first_epoch:
+    checked = order.check()
+    if checked.has_ended or not checked.begins or order.repeats_first_epoch:
         return
     fresh = _begin(order, order.copied()).digests
-    if digest(fresh) != order.check().begins:
-        if "nondeterministic" in order.accept:
-            return
-        raise UnsupportedLoaderError(order.name + _CHANGES_DATA)
-    if _begin(order, ended, epoch + 1).digests == fresh:
-        return
-    if all(_begin(order, order.copied(), number).digests == fresh for number in range(1, _EPOCHS)):
+    if digest(fresh) != checked.begins:
+        if "nondeterministic" not in order.accept:
+            raise UnsupportedLoaderError(order.name + _CHANGES_DATA)
+    elif _begin(order, ended, epoch + 1).digests != fresh and _epochs_are_alike(order, fresh):
         warnings.warn(f"{order.name}{_COUNTS_LATE}", StatefulWarning, stacklevel=2)
+    checked.has_ended = True
 
 
 def has_own_state(order: WrappedSampler) -> bool:
@@ -118,19 +113,22 @@ _DIFFERS = (
     " yields something else when the same epoch is begun a second time, though torch, NumPy, random and the generators "
     "that it holds were seeded alike. So neither could ranks agree on it, nor a resumed run go on in it. Let it draw "
     "from those (not from the time, the system or the order of a set), or from a generator seeded in set_epoch(epoch), "
-    "and begin anew whenever it is iterated, as an iterator does not; or accept an inexact resume with "
-    "accept=('nondeterministic',)."
+    "and begin anew whenever it is iterated, as an iterator does not; let it copy lists before it changes them, if it "
+    "holds more than 65,536 in one list; or accept an inexact resume with accept=('nondeterministic',)."
 )
 _COUNTS_EPOCHS = (
     " counts its epochs by itself, so a resumed run could not say which one it is. Give it set_epoch(epoch), and let "
     "the order depend on that."
 )
-
-
+_DRAWS_IN_A_THREAD = (
+    " draws in a thread of its own, whose randomness cannot be told from the process's. Let it draw in __iter__ "
+    "itself, or accept an inexact resume with accept=('nondeterministic',)."
+)
 _CHANGES_DATA = (
-    " changed data in the course of a pass that copies of it share: those of a dataset, or objects or lists in a list "
-    "of more than 1,024. So an epoch depends on those before it, and a resumed run could not know them. Let it copy "
-    "what it changes, or draw anew in __iter__; or accept an inexact resume with accept=('nondeterministic',)."
+    " changed data in the course of a pass that copies of it share: those of a dataset, objects in a list of more than "
+    "1,024, or lists in one of more than 65,536. So an epoch depends on those before it, and a resumed run could not "
+    "know them. Let it copy what it changes, or draw anew in __iter__; or accept an inexact resume with "
+    "accept=('nondeterministic',)."
 )
 _COUNTS_LATE = (
     " changes itself at the end of a pass, and a pass begins with a fresh copy of it: all epochs are alike, in the "
@@ -152,34 +150,25 @@ def _begin(order: WrappedSampler, made: IsolatedCopy, epoch: int = 0, *, to_the_
     found = _Beginning()
     with made.entered():
         threads = set(threading.enumerate())
-        slots = made.begin(epoch, 0)
-        while len(found.digests) < _COMPARED and (slot := next(slots, _END)) is not _END:
+        items = made.begin(epoch, 0)
+        for item in islice(items, _COMPARED):
             if not found.digests:
-                found.first = slot
-                _refuse_threads(order, set(threading.enumerate()) - threads)
+                found.first = item
+                if set(threading.enumerate()) - threads and "nondeterministic" not in order.accept:
+                    raise UnsupportedLoaderError(order.name + _DRAWS_IN_A_THREAD)
             # Digests, because a sampler may change later what it has yielded.
-            found.digests.append(digest(slot))
+            found.digests.append(digest(item))
         # A sampler that fails further on is another matter, to be seen when it gets there.
         with suppress(Exception):
             if to_the_end:
-                found.following = [digest(slot) for slot in islice(slots, _COMPARED)]
+                found.following = [digest(item) for item in islice(items, _COMPARED)]
                 compared = len(found.digests) + len(found.following)
-                rest = 0 if compared < 2 * _COMPARED else sum(1 for _ in islice(slots, _FOLLOWED - compared))
+                rest = 0 if compared < 2 * _COMPARED else sum(1 for _ in islice(items, _FOLLOWED - compared))
                 found.length = compared + rest if compared + rest < _FOLLOWED else None
     return found
 
 
-def _refuse_threads(order: WrappedSampler, threads: set[threading.Thread]) -> None:
-    if threads and "nondeterministic" not in order.accept:
-        raise UnsupportedLoaderError(
-            f"{order.name} draws in a thread of its own, whose randomness cannot be told from the process's. Let it "
-            "draw in __iter__ itself, or accept an inexact resume with accept=('nondeterministic',)."
-        )
-
-
-def _counts_epochs(
-    order: WrappedSampler, whole: _Beginning, followed: IsolatedCopy, other: IsolatedCopy, keeps_rows: bool
-) -> bool:
+def _counts_epochs(order: WrappedSampler, whole: _Beginning, followed: IsolatedCopy, other: IsolatedCopy) -> bool:
     """Whether a second pass over one copy is another one, and nothing that it is told decides which."""
     if order.repeats_first_epoch:
         return False
@@ -187,25 +176,25 @@ def _counts_epochs(
     again = _begin(order, other).digests in (whole.digests, whole.following)
     if again and (whole.length is None or _begin(order, followed).digests == whole.digests):
         return False
-    epochs = (_begin(order, order.copied(shares_rows=keeps_rows), epoch) for epoch in range(1, _EPOCHS))
-    return all(epoch.digests == whole.digests for epoch in epochs)
+    return _epochs_are_alike(order, whole.digests)
 
 
-def _state_leads_back(order: WrappedSampler, keeps_rows: bool) -> bool:
+def _epochs_are_alike(order: WrappedSampler, first: list[str]) -> bool:
+    """Whether fresh copies begin all epochs like the first one."""
+    return all(_begin(order, order.copied(), epoch).digests == first for epoch in range(1, _EPOCHS))
+
+
+def _state_leads_back(order: WrappedSampler) -> bool:
     """Whether a copy goes on from the state of another one as that does."""
+    ahead, behind = order.copied(), order.copied()
     with suppress(Exception):
-        return _goes_on(order, keeps_rows)
+        with ahead.entered():
+            items = ahead.begin(0, 0)
+            for _ in range(STATE_STRIDE):
+                next(items)
+            state = ahead.state(0, 0, STATE_STRIDE)
+            expected = [digest(item) for item in islice(items, STATE_STRIDE)]
+        with behind.entered():
+            items = behind.begin(0, 0, STATE_STRIDE, state)
+            return [digest(item) for item in islice(items, STATE_STRIDE)] == expected
     return False
-
-
-def _goes_on(order: WrappedSampler, keeps_rows: bool) -> bool:
-    ahead, behind = (order.copied(shares_rows=keeps_rows) for _ in range(2))
-    with ahead.entered():
-        slots = ahead.begin(0, 0)
-        for _ in range(STATE_STRIDE):
-            next(slots)
-        state = ahead.state(0, 0, STATE_STRIDE)
-        expected = [digest(slot) for slot in islice(slots, STATE_STRIDE)]
-    with behind.entered():
-        slots = behind.begin(0, 0, STATE_STRIDE, state)
-        return [digest(slot) for slot in islice(slots, STATE_STRIDE)] == expected

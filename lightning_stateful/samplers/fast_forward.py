@@ -32,8 +32,6 @@ _MOST_DRAWN, _LONG_DRAW = 4096, 0.002
 # Seconds from which on the cost of fast-forwarding is worth a word.
 _LONG_FAST_FORWARD = 1.0
 
-_END = object()
-
 
 class FastForward:
     """One pass over a fresh copy of a sampler, from any item on.
@@ -46,8 +44,8 @@ class FastForward:
         order: The sampler.
         epoch: Which epoch.
         cycle: Which pass within the epoch.
-        slot: The number of the first item that is wanted.
-        noted: A note of an earlier run: the number of an item, its digest, and the sampler's own state or None. Empty
+        first: The index of the first item that is wanted.
+        noted: A note of an earlier run: the index of an item, its digest, and the sampler's own state or None. Empty
             for none.
 
     Attributes:
@@ -55,20 +53,18 @@ class FastForward:
         end: Items of the pass once the sampler was seen to end; None before that.
     """
 
-    def __init__(self, order: WrappedSampler, epoch: int, cycle: int, slot: int, noted: Sequence[Any]) -> None:
+    def __init__(self, order: WrappedSampler, epoch: int, cycle: int, first: int, noted: Sequence[Any]) -> None:
         self.drawn = 0
         self.end: int | None = None
-        self._order, self._epoch, self._slot = order, epoch, slot
+        self._order, self._epoch, self._first = order, epoch, first
         self._pass = (0, 0) if order.repeats_first_epoch else (epoch, cycle)
-        self._expected = noted or (-1, "", None)
+        self._expected = noted or (0, "", None)
+        self._has_states = order.resume_mode == "own_state"
         self._copy: IsolatedCopy | None = None
         self._iterator: Iterator[Any] = iter(())
         self._ready: list[Any] = []
         self._failure: Exception | None = None
         self._size = 1
-        self._has_states = order.resume_mode == "own_state"
-        # The latest item before which the sampler's own state was taken, and that state.
-        self._state: tuple[int, Any] = (0, None)
         self._notes: deque[list[Any]] = deque(maxlen=_KEPT_NOTES)
 
     def look_ahead(self, count: int) -> int:
@@ -88,67 +84,17 @@ class FastForward:
         taken, self._ready = self._ready[:count], self._ready[count:]
         return taken
 
-    def noted_before(self, slot: int) -> list[Any]:
-        """The latest note of an earlier item, for a progress at ``slot``; empty if there is none."""
-        return next((note for note in reversed(self._notes) if note[0] < slot), [])
-
-    # Drawing
-
-    def _begin(self) -> None:
-        order, started = self._order, time.perf_counter()
-        if self._slot and not order.check().is_repeatable:
-            warnings.warn(
-                f"{order.name} differs from run to run. What is left of epoch {self._epoch} is not what was left "
-                "when the checkpoint was written: some samples come twice, and others never.",
-                StatefulWarning,
-                stacklevel=2,
-            )
-        made = order.copied()
-        with made.entered():
-            at, _, state = self._expected
-            if state is not None:
-                self.drawn, self._state = at, (at, state)
-            self._iterator = made.begin(*self._pass, at, state)
-            distance = self._slot - self.drawn
-            self._skip(made)
-        self._copy = made
-        seconds = time.perf_counter() - started
-        if distance > 0 and seconds > _LONG_FAST_FORWARD:
-            warnings.warn(
-                f"{order.name} was fast-forwarded by {distance} items to slot {self._slot} of epoch {self._epoch}, "
-                f"which took {seconds:.1f} s. A sampler with state_dict() and load_state_dict() is there at once.",
-                StatefulWarning,
-                stacklevel=2,
-            )
-
-    def _skip(self, made: IsolatedCopy) -> None:
-        """Let the sampler yield what comes before the first item, and look at as little of it as will do."""
-        while self.drawn < self._slot and self.end is None:
-            if self._has_states:
-                self._pull(made, self._slot - self.drawn)
-                self._ready.clear()
-                continue
-            noted = self._next_note(self.drawn)
-            stop = min(noted + 1, self._slot)
-            # At the speed of the sampler itself: nothing here runs between two notes.
-            item = next(islice(self._iterator, stop - self.drawn - 1, None), _END)
-            if item is _END:
-                self.end = self.drawn
-                break
-            self.drawn = stop
-            if stop == noted + 1:
-                self._note(noted, item)
-        if self.drawn < self._slot:
-            raise PositionError(
-                f"{self._slot} items of {self._order.name} were used in epoch {self._epoch}, but now it ends before "
-                "that. Build it as when the checkpoint was written, or resume from another checkpoint."
-            )
+    def noted_before(self, index: int) -> list[Any]:
+        """The latest note of an earlier item, for a progress at ``index``; empty if there is none."""
+        return next((note for note in reversed(self._notes) if note[0] < index), [])
 
     def _draw(self, count: int) -> None:
-        if self._copy is None:
-            self._begin()
-        made: Any = self._copy
+        """Draw ``count`` items, or fewer at the end."""
+        made = self._copy or self._order.copied()
         with made.entered():
+            if self._copy is None:
+                self._begin(made)
+                self._copy = made
             started, target = time.perf_counter(), len(self._ready) + count
             while len(self._ready) < target and self.end is None:
                 self._pull(made, target - len(self._ready))
@@ -158,58 +104,85 @@ class FastForward:
         # More at a time, as long as nobody notices.
         self._size = min(2 * self._size, _MOST_DRAWN) if seconds < _LONG_DRAW else max(self._size // 2, 1)
 
+    def _begin(self, made: IsolatedCopy) -> None:
+        """Iterate the copy, and drop what comes before the first item."""
+        order, started = self._order, time.perf_counter()
+        if self._first and not order.check().is_repeatable:
+            _warn(
+                f"{order.name} differs from run to run. What is left of epoch {self._epoch} is not what was left "
+                "when the checkpoint was written: some samples come twice, and others never."
+            )
+        index, _, state = self._expected
+        self.drawn = index if state is not None else 0
+        self._iterator = made.begin(*self._pass, index, state)
+        distance = self._first - self.drawn
+        while self.drawn < self._first and self.end is None:
+            self._pull(made, self._first - self.drawn)
+            self._ready.clear()
+        if self.drawn < self._first:
+            raise PositionError(
+                f"{self._first} items of {order.name} were used in epoch {self._epoch}, but now it ends before "
+                "that. Build it as when the checkpoint was written, or resume from another checkpoint."
+            )
+        seconds = time.perf_counter() - started
+        if distance and seconds > _LONG_FAST_FORWARD:
+            _warn(
+                f"{order.name} was fast-forwarded by {distance} items to item {self._first} of epoch {self._epoch}, "
+                f"which took {seconds:.1f} s. A sampler with state_dict() and load_state_dict() is there at once."
+            )
+
     def _pull(self, made: IsolatedCopy, wanted: int) -> None:
-        """Let the sampler yield many items, or all up to where a state of its own is due."""
-        before, began = len(self._ready), self.drawn
-        if self._has_states:
-            if began % STATE_STRIDE == 0 and began > self._state[0]:
-                self._state = (began, made.state(*self._pass, began))
-            wanted = min(wanted, STATE_STRIDE - began % STATE_STRIDE)
-        slots = islice(self._iterator, wanted)
+        """Let the sampler yield items as far as the next one that is noted, or that one alone."""
+        began, before, state = self.drawn, len(self._ready), None
+        is_noted = began == (noted := self._next_note(began))
+        if is_noted and self._has_states:
+            index, _, state = self._expected
+            if began != index:
+                state = made.state(*self._pass, began) if began else None
+        wanted = 1 if is_noted else min(wanted, noted - began)
+        items = islice(self._iterator, wanted)
         try:
-            # What a sampler yielded before it failed stays.
-            self._ready.extend(map(_kept, slots) if self._order.yields_containers else slots)
+            # What a sampler yielded before it failed stays. What is dropped need not be copied.
+            copies = began >= self._first and self._order.yields_containers
+            self._ready.extend(map(_kept, items) if copies else items)
         finally:
-            found = self._ready[before:]
-            self.drawn += len(found)
-        self.end = None if len(found) == wanted else self.drawn
-        noted = self._next_note(began)
-        while noted < self.drawn:
-            self._note(noted, found[noted - began])
-            noted = self._next_note(noted + 1)
+            self.drawn += len(self._ready) - before
+        if self.drawn < began + wanted:
+            self.end = self.drawn
+        elif is_noted:
+            self._note(began, self._ready[-1], state)
 
-    def _next_note(self, slot: int) -> int:
-        """The first item at or after ``slot`` that is noted."""
-        return -(-slot // STATE_STRIDE) * STATE_STRIDE if self._has_states else next_digest_slot(slot)
+    def _next_note(self, index: int) -> int:
+        """The first item at or after ``index`` that is noted."""
+        return -(-index // STATE_STRIDE) * STATE_STRIDE if self._has_states else next_digest_index(index)
 
-    def _note(self, slot: int, item: Any) -> None:
+    def _note(self, index: int, item: Any, state: Any) -> None:
         # Chained where a resume comes by the same notes again, and so sees all of them changed.
         found = digest(item, self._notes[-1][1] if self._notes and not self._has_states else "")
-        self._notes.append([slot, found, self._state[1] if self._state[0] == slot else None])
-        if slot == self._expected[0]:
-            self._compare(slot, found)
-
-    def _compare(self, slot: int, found: str) -> None:
-        """Make sure that what stands at an item is what stood there when a state was taken."""
-        order, expected = self._order, self._expected[1]
-        if found == expected or not order.check().is_repeatable:
+        self._notes.append([index, found, state])
+        order, (at, expected, _) = self._order, self._expected
+        if index != at or found == expected or not expected or not order.check().is_repeatable:
             return
         remedy = (
-            f"{order.name} no longer yields what it did up to this slot: build it with the same data and settings. If "
+            f"{order.name} no longer yields what it did up to this item: build it with the same data and settings. If "
             "it depends on anything else (training, time, the order of a set, another process), make it depend on its "
             "epoch alone. accept=('sequence',) goes on all the same."
         )
-        changed = Difference(path=f"sequence at slot {slot}", saved=expected, present=found, remedy=remedy)
+        changed = Difference(path=f"sequence at item {index}", saved=expected, present=found, remedy=remedy)
         if "sequence" not in order.accept:
             raise StateMismatchError([changed], where=f"The state within epoch {self._epoch}")
-        warnings.warn(f"Accepted: {changed}", StatefulWarning, stacklevel=2)
+        _warn(f"Accepted: {changed}")
 
 
-def next_digest_slot(slot: int) -> int:
-    """The first item at or after ``slot`` at which a digest is noted."""
-    if slot >= _DIGEST_STRIDE:
-        return -(-slot // _DIGEST_STRIDE) * _DIGEST_STRIDE
-    return slot if slot < 2 else 1 << (slot - 1).bit_length()
+def _warn(message: str) -> None:
+    warnings.warn(message, StatefulWarning, stacklevel=3)
+
+
+def next_digest_index(index: int) -> int:
+    """The first item at or after ``index`` of which a digest is noted."""
+    if index >= _DIGEST_STRIDE:
+        return -(-index // _DIGEST_STRIDE) * _DIGEST_STRIDE
+    return index if index < 2 else 1 << (index - 1).bit_length()
 
 
 def digest(item: Any, before: str = "") -> str:
@@ -246,10 +219,8 @@ def _feed(hashed: Any, item: Any, depth: int) -> None:
 
 
 _INTEGERS = (int, np.integer)
-
-
 # Containers that a sampler may fill again after it has yielded them; of another object nothing is known.
-_CONTAINERS = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray)
+_CONTAINERS = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray, np.ndarray, torch.Tensor)
 
 
 def _kept(batch: Any) -> Any:
@@ -257,8 +228,4 @@ def _kept(batch: Any) -> Any:
     # The common case at the speed of a list: batches hold things of one kind.
     if type(batch) is list and (not batch or isinstance(batch[0], _INTEGERS)):
         return batch.copy()
-    if isinstance(batch, np.ndarray):
-        return batch.copy()
-    if isinstance(batch, torch.Tensor):
-        return batch.clone()
     return copy.deepcopy(batch) if isinstance(batch, _CONTAINERS) else batch

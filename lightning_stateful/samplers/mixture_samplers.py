@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.mixture.order import MixtureOrder
-from lightning_stateful.mixture.sources import By, Mixture, Sources, Stop
+from lightning_stateful.mixture.sources import By, Sources, Stop
 from lightning_stateful.mixture.weights import (
     MAX_PERIOD,
     DrawSchedule,
@@ -57,8 +57,8 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
         shuffle: Whether samples have an order of their own in each pass.
         drop_last: Serve full batches only, and leave out the last step if it is not full.
         seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
-        num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
-        rank: This rank; by default that of the process group, or 0.
+        num_replicas: As in :class:`StatefulBatchSampler`.
+        rank: As in :class:`StatefulBatchSampler`.
         accept: Names of differences between a state and this configuration to let pass on load, for example
             ``("sources",)`` for datasets added or removed. Each goes on where it was.
 
@@ -84,7 +84,7 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
         accept: Collection[str] = (),
     ) -> None:
         sources = sources_of(lengths, batch_size)
-        mixture = Mixture(
+        order = MixtureOrder(
             sources=sources,
             draws=(1,) * len(sources),
             in_turn=True,
@@ -94,7 +94,7 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
             stop=stop,
             num_steps=num_steps,
         )
-        super().__init__(MixtureOrder(mixture), num_replicas=num_replicas, rank=rank, accept=accept)
+        super().__init__(order, num_replicas=num_replicas, rank=rank, accept=accept)
 
 
 class MixtureBatchSampler(StatefulBatchSampler):
@@ -124,8 +124,8 @@ class MixtureBatchSampler(StatefulBatchSampler):
         shuffle: Whether samples, and the draws within a period, have an order of their own.
         drop_last: Serve full batches only, and leave out the last step if it is not full.
         seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
-        num_replicas: Number of ranks; by default that of the process group at the first batch, or 1.
-        rank: This rank; by default that of the process group, or 0.
+        num_replicas: As in :class:`StatefulBatchSampler`.
+        rank: As in :class:`StatefulBatchSampler`.
         accept: Names of differences between a state and this configuration to let pass on load, for example
             ``("weights",)``, or ``("sources", "weights")`` for datasets added or removed.
 
@@ -162,11 +162,8 @@ class MixtureBatchSampler(StatefulBatchSampler):
     ) -> None:
         sources = sources_of(lengths, batch_size)
         tokens = None if token_lengths is None else _count_tokens(sources, token_lengths)
-        costs = _costs(by, sources, tokens)
-        if block is not None and by == "sample":
-            raise ConfigurationError('With by="sample" the proportions are those of every batch; leave block out.')
-        if block is not None and not 1 <= as_int("block", block) <= MAX_PERIOD:
-            raise ConfigurationError(f"block must be from 1 to {MAX_PERIOD}, got {block}.")
+        _check_draws(by, sources, block)
+        costs = _tokens_per_draw(sources, tokens) if by == "token" else None
         if schedule is None:
             sizes = tokens if tokens is not None and by == "token" else sources.lengths
             asked, power = sizes if weights is None else weights, 1 if temperature is None else temperature
@@ -183,7 +180,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
         scheduled = None
         if schedule is not None:
             scheduled = DrawSchedule(tuple(map(int, schedule.points)), draws, schedule.between)
-        mixture = Mixture(
+        order = MixtureOrder(
             sources=sources,
             # Of a schedule, the most that each source ever has: evaluation serves all of them.
             draws=tuple(map(max, zip(*draws, strict=True))),
@@ -196,7 +193,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
             stop=stop,
             num_steps=num_steps,
         )
-        super().__init__(MixtureOrder(mixture), num_replicas=num_replicas, rank=rank, accept=accept)
+        super().__init__(order, num_replicas=num_replicas, rank=rank, accept=accept)
 
 
 def sources_of(lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[int]) -> Sources:
@@ -272,25 +269,27 @@ def _count_tokens(sources: Sources, token_lengths: Mapping[str, Any] | Sequence[
     return tuple(totals)
 
 
-def _costs(by: By, sources: Sources, tokens: tuple[int, ...] | None) -> list[Fraction]:
-    """The amount that a draw of each source adds to what the weights are shares of: batches, samples or tokens."""
-    if by == "sample":
-        if len(set(sources.batch_sizes)) > 1:
-            sizes = dict(zip(sources.names, sources.batch_sizes, strict=True))
-            raise ConfigurationError(f'With by="sample" a batch holds several sources and has one size; got {sizes}.')
-    elif by == "token":
-        if tokens is None:
-            raise ConfigurationError(
-                'by="token" needs the length of every sample in tokens: pass token_lengths to a batch sampler, or '
-                "lengths to a data module, an array for each source."
-            )
-        return [
-            Fraction(total * size, length)
-            for total, size, length in zip(tokens, sources.batch_sizes, sources.lengths, strict=True)
-        ]
-    elif by != "batch":
+def _check_draws(by: By, sources: Sources, block: int | None) -> None:
+    if by not in get_args(By):
         raise ConfigurationError(f"by must be one of {get_args(By)}, got {by!r}.")
-    return [Fraction(1)] * len(sources)
+    if by == "sample" and len(set(sources.batch_sizes)) > 1:
+        sizes = dict(zip(sources.names, sources.batch_sizes, strict=True))
+        raise ConfigurationError(f'With by="sample" a batch holds several sources and has one size; got {sizes}.')
+    if block is not None and by == "sample":
+        raise ConfigurationError('With by="sample" the proportions are those of every batch; leave block out.')
+    if block is not None and as_int("block", block, least=1) > MAX_PERIOD:
+        raise ConfigurationError(f"block must be at most {MAX_PERIOD}, got {block}.")
+
+
+def _tokens_per_draw(sources: Sources, tokens: tuple[int, ...] | None) -> list[Fraction]:
+    """Tokens in a batch of each source, on average."""
+    if tokens is None:
+        raise ConfigurationError(
+            'by="token" needs the length of every sample in tokens: pass token_lengths to a batch sampler, or '
+            "lengths to a data module, an array for each source."
+        )
+    columns = zip(tokens, sources.batch_sizes, sources.lengths, strict=True)
+    return [Fraction(total * size, length) for total, size, length in columns]
 
 
 def _warn_of_rounding(

@@ -36,28 +36,20 @@ class IsolatedCopy:
         seed: Chooses the randomness, together with the labels of :meth:`seed`.
         dataset: What the copy shares with the original, beside what :class:`DeepCopy` shares.
         as_one_rank: Whether samplers in it are told that there is one rank.
-        shares_rows: Whether lists in a long list are shared, which were seen to stay as they are.
 
     Attributes:
         sampler: The copy.
     """
 
-    def __init__(
-        self, sampler: Any, *, seed: int, dataset: Any = None, as_one_rank: bool = True, shares_rows: bool = False
-    ) -> None:
+    def __init__(self, sampler: Any, *, seed: int, dataset: Any = None, as_one_rank: bool = True) -> None:
         self._seed = seed
         self._name = type(sampler).__qualname__
         with _gc_paused():
-            made = DeepCopy(sampler, dataset, shares_rows=shares_rows)
-        self.sampler, self._rows = made.sampler, made.rows
+            made = DeepCopy(sampler, dataset)
+        self.sampler = made.sampler
         self._generators, self._samplers = made.generators, list(made.samplers.values())
         self._was_told = as_one_rank and _tell_of_one_rank(self._samplers, made.dicts)
         self._inner: Randomness | None = None
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether all lists in long lists still hold what those of the original hold."""
-        return all(copies == rows for rows, copies in self._rows)
 
     def seed(self, *labels: int) -> None:
         """Seed everything that the copy may draw from; to be called within :meth:`entered`."""
@@ -117,27 +109,23 @@ class DeepCopy:
     """A deep copy of a sampler, by :func:`copy.deepcopy`, and the generators and samplers in it.
 
     Datasets, modules, functions, iterators, memory that is mapped, read-only or very large, and whatever cannot be
-    copied are shared with the original; so are objects in long lists, which are data.
+    copied are shared with the original; so are objects in long lists and lists in very long ones, which are data.
 
     Args:
         sampler: The original.
         dataset: Another object to be shared, or None.
-        shares_rows: Whether flat lists in a long list are shared.
 
     Attributes:
         sampler: The copy.
         generators: Generators in the copy by where they are held, such as ``"sampler.rngs.0"``.
         samplers: Samplers in the copy, each after those that it holds; the last is the copy itself, under ``""``.
         dicts: The dicts in the copy.
-        rows: Long lists of flat lists, and the copies of these.
     """
 
     # Longer lists hold data; of very long ones some items say what kind of items they hold.
     _LONG, _VERY_LONG, _MOST_BYTES = 1024, 2**16, 2**28
 
-    def __init__(self, sampler: Any, dataset: Any = None, *, shares_rows: bool = False) -> None:
-        self.rows: list[tuple[list[Any], list[Any]]] = []
-        self._shares_rows = shares_rows
+    def __init__(self, sampler: Any, dataset: Any = None) -> None:
         # What stands in the copy for an original, by its id: what is shared, and what is copied in one go.
         self._memo: dict[int, Any] = {} if dataset is None else {id(dataset): dataset}
         # Originals by where they are held, each after what it holds.
@@ -217,11 +205,10 @@ class DeepCopy:
         has_rows = kinds in ({list}, {tuple}) and len(items) > self._LONG
         has_rows = has_rows and set(map(type, chain(*_some(items, 4 * self._LONG)))) <= _PLAIN
         if set(map(type, keys)) <= _PLAIN and (kinds <= _PLAIN or has_rows):
-            if kinds == {list} and not self._shares_rows:
+            if kinds == {list} and len(items) <= self._VERY_LONG:
                 # A list may stand there twice, or elsewhere as well.
                 self._memo.update(zip(map(id, items), map(list.copy, items), strict=True))
-                self.rows.append((list(items), [self._memo[id(row)] for row in items]))
-                items = self.rows[-1][1]
+                items = [self._memo[id(row)] for row in items]
             self._memo[id(value)] = dict(zip(keys, items, strict=True)) if keys else type(value)(items)
             return ()
         if not keys:

@@ -6,8 +6,7 @@ import base64
 import io
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pickle import UnpicklingError
 from typing import Any
 
@@ -18,9 +17,9 @@ from lightning_stateful.errors import DamagedStateError, StateError
 
 # A value that JSON has no type for stands as {_TAG: [kind, ...]}.
 _TAG = "__of__"
-_SEQUENCES: dict[Any, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
-_MAPPINGS: dict[Any, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-_TYPES: dict[str, Any] = {kind: made for made, kind in (_SEQUENCES | _MAPPINGS).items()}
+_CONTAINERS: dict[str, Any] = {
+    kind.__name__: kind for kind in (tuple, set, frozenset, deque, dict, OrderedDict, Counter)
+}
 
 
 def to_plain(value: Any, path: str = "state_dict()", owner: str = "sampler") -> Any:
@@ -53,69 +52,57 @@ def from_plain(value: Any) -> Any:
     if _TAG not in value:
         return {key: from_plain(item) for key, item in value.items()}
     try:
-        kind, *parts = value[_TAG]
-        return _from_tagged(kind, parts)
+        return _from_tagged(*value[_TAG])
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError, EOFError, UnpicklingError) as error:
         raise DamagedStateError(f"A state holds {value!r}, which nothing can be made of.") from error
 
 
 def _to_plain(value: Any, path: str) -> Any:
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+    kind = type(value)
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
-    if type(value) is float:
-        return {_TAG: ["float", repr(value)]}
-    if type(value) is list:
+    if kind is list:
         return [_to_plain(item, f"{path}[{number}]") for number, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        return _mapping_to_plain(value, path)
-    if kind := _SEQUENCES.get(type(value)):
-        # Sets have no order: sorted, equal sets give equal states.
-        parts = _to_plain(sorted(value, key=repr) if kind.endswith("set") else list(value), path)
-        return {_TAG: [kind, parts, *([value.maxlen] if kind == "deque" else [])]}
-    if type(value) in (bytes, bytearray):
-        return {_TAG: [type(value).__name__, base64.b64encode(value).decode()]}
-    if isinstance(value, torch.Tensor):
-        return {_TAG: ["tensor", _saved(partial(torch.save, value.detach().cpu().clone()))]}
-    if isinstance(value, np.generic) and not value.dtype.hasobject:
-        return {_TAG: ["scalar", base64.b64encode(value.tobytes()).decode(), value.dtype.str]}
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return {_TAG: ["array", _saved(lambda file: np.save(file, value, allow_pickle=False))]}
-    raise StateError(
-        f"{path} is a {type(value).__qualname__}, which cannot be kept in a checkpoint. Return numbers, "
-        "strings, containers, arrays or tensors."
-    )
-
-
-def _saved(save: Callable[[Any], Any]) -> str:
-    file = io.BytesIO()
-    save(file)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def _mapping_to_plain(value: Mapping[Any, Any], path: str) -> Any:
-    if type(value) not in _MAPPINGS:
-        raise StateError(
-            f"{path} is a {type(value).__qualname__}, which cannot be kept in a checkpoint. Return a dict."
-        )
-    if _TAG not in value and all(type(key) is str for key in value) and type(value) is dict:
+    if kind is dict and _TAG not in value and all(type(key) is str for key in value):
         return {key: _to_plain(item, f"{path}[{key!r}]") for key, item in value.items()}
-    pairs = [[_to_plain(key, path), _to_plain(item, f"{path}[{key!r}]")] for key, item in value.items()]
-    return {_TAG: [_MAPPINGS[type(value)], pairs]}
+    if kind in _CONTAINERS.values():
+        if isinstance(value, dict):
+            parts = [[_to_plain(key, path), _to_plain(item, f"{path}[{key!r}]")] for key, item in value.items()]
+        else:
+            # Sets have no order: sorted, equal sets give equal states.
+            parts = _to_plain(sorted(value, key=repr) if kind in (set, frozenset) else list(value), path)
+        return {_TAG: [kind.__name__, parts, *([value.maxlen] if kind is deque else [])]}
+    if kind is float:
+        return {_TAG: ["float", repr(value)]}
+    file = io.BytesIO()
+    if kind in (bytes, bytearray):
+        file.write(value)
+    elif isinstance(value, torch.Tensor):
+        kind = torch.Tensor
+        torch.save(value.detach().cpu().clone(), file)
+    elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        kind = np.generic if isinstance(value, np.generic) else np.ndarray
+        np.save(file, value, allow_pickle=False)
+    else:
+        raise StateError(
+            f"{path} is a {kind.__qualname__}, which cannot be kept in a checkpoint. Return numbers, strings, bytes, "
+            "lists, tuples, sets, dicts, arrays or tensors."
+        )
+    return {_TAG: [kind.__name__, base64.b64encode(file.getvalue()).decode()]}
 
 
-def _from_tagged(kind: str, parts: list[Any]) -> Any:
-    if kind in _TYPES:
-        items = [from_plain(item) for item in parts[0]]
-        return _TYPES[kind](dict(items) if kind in _MAPPINGS.values() else items, *parts[1:])
+def _from_tagged(kind: str, value: Any, *options: Any) -> Any:
+    if kind in _CONTAINERS:
+        made, items = _CONTAINERS[kind], from_plain(value)
+        return made(dict(items) if issubclass(made, dict) else items, *options)
     if kind == "float":
-        return float(parts[0])
-    raw = base64.b64decode(parts[0], validate=True)
+        return float(value)
+    raw = base64.b64decode(value, validate=True)
     if kind in ("bytes", "bytearray"):
         return raw if kind == "bytes" else bytearray(raw)
-    if kind == "tensor":
+    if kind == "Tensor":
         return torch.load(io.BytesIO(raw), weights_only=True)
-    if kind == "scalar":
-        return np.frombuffer(raw, dtype=parts[1])[0]
-    if kind == "array":
-        return np.load(io.BytesIO(raw), allow_pickle=False)
+    if kind in ("ndarray", "generic"):
+        array = np.load(io.BytesIO(raw), allow_pickle=False)
+        return array if kind == "ndarray" else array[()]
     raise ValueError(kind)

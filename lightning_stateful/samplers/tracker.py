@@ -9,8 +9,7 @@ import torch.distributed
 
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import (
     ConfigurationError,

@@ -22,10 +22,8 @@ from torch.utils.data import (
 )
 
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.order import UNKNOWN, say_repeats
-from lightning_stateful.core.permutation import keyed_permutation
-from lightning_stateful.core.progress import Progress
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.order import UNKNOWN, Progress, say_repeats
+from lightning_stateful.core.permutation import Indices, keyed_permutation
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.core.topology import split_evenly
@@ -52,7 +50,7 @@ TAILS = ("split", "pad", "drop")
 
 _log = logging.getLogger("lightning_stateful")
 # What the numbers of batches are apart from one pass of an epoch to the next.
-_MANY_SLOTS = 2**40
+_MANY_ITEMS = 2**40
 _TORCHS_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 # Options that change how items are dealt out, and not what the sampler yields.
 _OF_DEALING = frozenset({"batch_size", "tail", "exact", "shuffles", "is_collated", "whole_batches"})
@@ -157,7 +155,7 @@ class WrappedSampler:
         if self.length != "len":
             return self.length if isinstance(self.length, int) else None
         try:
-            return len(self.copied(shares_rows=True).sampler)
+            return len(self.copied().sampler)
         except (TypeError, NotImplementedError):
             return None
 
@@ -184,27 +182,20 @@ class WrappedSampler:
 
     def check_after_pass(self, ended: IsolatedCopy, epoch: int) -> None:
         """Make sure, once, that a pass leaves alone what copies share; see :func:`check_after_pass`."""
-        if not vars(self).setdefault("_has_ended", False):
-            check_after_pass(self, ended, epoch)
-            vars(self)["_has_ended"] = True
+        check_after_pass(self, ended, epoch)
 
     @cached_property
     def yields_containers(self) -> bool:
         """Whether what it yields may be filled again by it, and has to be copied."""
         return self.whole_batches or not (self.is_known or isinstance(self.check().first, int))
 
-    def copied(self, *, shares_rows: bool | None = None) -> IsolatedCopy:
-        """A fresh copy of the sampler, as the user has it now.
-
-        Args:
-            shares_rows: Whether lists in long lists are shared; by default where the check saw them stay as they are.
-        """
+    def copied(self) -> IsolatedCopy:
+        """A fresh copy of the sampler, as the user has it now."""
         return IsolatedCopy(
             self.sampler,
             seed=loader_seed(self.seed, self.path),
             dataset=self.dataset,
             as_one_rank=self.as_one_rank,
-            shares_rows=self.check().keeps_rows if shares_rows is None else shares_rows,
         )
 
     def config(self) -> dict[str, Any]:
@@ -337,9 +328,9 @@ class WrappedEpochPlan:
             first_step = 0
         walk = FastForward(order, self.epoch, begun.cycle, begun.consumed, begun.details[order.kind])
         self._latest = walk
-        for slot, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
+        for first, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
             yield (
-                begun.cycle * _MANY_SLOTS + slot,
+                begun.cycle * _MANY_ITEMS + first,
                 own if not order.whole_batches else own[0] if len(own) == 1 else _joined(own),
             )
 
@@ -369,52 +360,52 @@ class WrappedEpochPlan:
         # A walk cannot be copied; a copy begins one of its own.
         return {**vars(self), "_latest": None}
 
-    def _steps(self, walk: FastForward, slot: int, rank: int) -> Iterator[tuple[int, list[Any]]]:
+    def _steps(self, walk: FastForward, index: int, rank: int) -> Iterator[tuple[int, list[Any]]]:
         """The items of ``rank`` step by step, each with the number of the first."""
         rule, full, end = self.rule, self.rule.full, self.order.num_items
         while True:
             # Of an end that is not announced, the last steps have to know before they begin.
-            ready = walk.look_ahead(2 * full if end is None else min(full, end - slot))
-            left = ready if end is None else end - slot
+            ready = walk.look_ahead(2 * full if end is None else min(full, end - index))
+            left = ready if end is None else end - index
             plain = min(ready // full, rule.num_alike(left))
             if plain:
-                slots = walk.take(plain * full)
+                items = walk.take(plain * full)
                 for start in range(0, plain * full, full):
-                    yield slot + start + rank * rule.batch_size, self._full_share(slots, start, slot + start, rank)
-                slot += plain * full
+                    yield index + start + rank * rule.batch_size, self._full_share(items, start, index + start, rank)
+                index += plain * full
                 continue
             if not rule.num_steps(left):
                 return
             step = rule.step_size(left)
             ready = walk.look_ahead(step)
             if ready < step:
-                raise wrong_length(self.order, f"only {slot + ready}", self.epoch)
-            slots = walk.take(step)
+                raise wrong_length(self.order, f"only {index + ready}", self.epoch)
+            items = walk.take(step)
             # Before what may be the last batch that anybody asks for.
-            self._check_end(walk, slot + step)
+            self._check_end(walk, index + step)
             # Parts of one batch have numbers of their own.
             first = rank if self.order.whole_batches else int(rule.share(left, rank)[0])
-            yield slot + first, self._last_share(slots, left, slot, rank)
-            slot += step
+            yield index + first, self._last_share(items, left, index, rank)
+            index += step
 
-    def _full_share(self, slots: list[Any], start: int, slot: int, rank: int) -> list[Any]:
+    def _full_share(self, items: list[Any], start: int, index: int, rank: int) -> list[Any]:
         """The items of ``rank`` in a full step that begins at ``start``."""
         size = self.rule.batch_size
         if not self.order.shuffles:
-            return slots[start + rank * size : start + (rank + 1) * size]
+            return items[start + rank * size : start + (rank + 1) * size]
         own = rank * size + np.arange(size, dtype=np.int64)
-        return [slots[start + offset] for offset in self._shuffled(self.rule.full, own, slot).tolist()]
+        return [items[start + offset] for offset in self._shuffled(self.rule.full, own, index).tolist()]
 
-    def _last_share(self, slots: list[Any], left: int, slot: int, rank: int) -> list[Any]:
+    def _last_share(self, items: list[Any], left: int, index: int, rank: int) -> list[Any]:
         """The items of ``rank``, or its part of them, in one of the last steps."""
         rule, ranks = self.rule, self.rule.num_replicas
-        if not self.order.whole_batches or rule.pad or len(slots) == ranks:
+        if not self.order.whole_batches or rule.pad or len(items) == ranks:
             own = rule.share(left, rank)
-            own = self._shuffled(len(slots), own, slot) if self.order.shuffles else own
-            return [slots[offset] for offset in own.tolist()]
-        if not all(_can_be_split(batch, self.order.is_collated) for batch in slots):
-            return [self._part_of_objects(slots, rank)]
-        whole, rest = slots[: len(slots) // ranks * ranks], slots[len(slots) // ranks * ranks :]
+            own = self._shuffled(len(items), own, index) if self.order.shuffles else own
+            return [items[offset] for offset in own.tolist()]
+        if not all(_can_be_split(batch, self.order.is_collated) for batch in items):
+            return [self._part_of_objects(items, rank)]
+        whole, rest = items[: len(items) // ranks * ranks], items[len(items) // ranks * ranks :]
         # Evaluation serves what is left together with the last full step, which has a batch for each rank.
         own_batch = [whole[rank]] if whole else []
         samples = _joined(rest)
@@ -425,20 +416,20 @@ class WrappedEpochPlan:
             share = [samples[rank % len(samples)]]
         return [*own_batch, share] if share else own_batch
 
-    def _part_of_objects(self, slots: list[Any], rank: int) -> Any:
+    def _part_of_objects(self, items: list[Any], rank: int) -> Any:
         """The part of ``rank`` of batches that are objects: split if they know how to, as lhotse's do."""
         ranks = self.rule.num_replicas
-        if all(map(knows_how_to_split, slots)):
-            joined = reduce(add, slots)
+        if all(map(knows_how_to_split, items)):
+            joined = reduce(add, items)
             if len(joined) >= ranks:
                 return joined.split(ranks)[rank]
-        self._log_repeats("batches", len(slots), rank)
-        return slots[rank % len(slots)]
+        self._log_repeats("batches", len(items), rank)
+        return items[rank % len(items)]
 
-    def _shuffled(self, count: int, own: Indices, slot: int) -> Indices:
+    def _shuffled(self, count: int, own: Indices, index: int) -> Indices:
         order = self.order
         labels = (0, 0) if order.repeats_first_epoch else (self.epoch, self._begun.cycle)
-        seed = derive_seed("ranks", loader_seed(order.seed, order.path), *labels, slot)
+        seed = derive_seed("ranks", loader_seed(order.seed, order.path), *labels, index)
         return keyed_permutation(count, seed).take(own)
 
     def _log_repeats(self, what: str, count: int, rank: int) -> None:
@@ -448,12 +439,12 @@ class WrappedEpochPlan:
         if rank == ranks - 1:
             _log.warning("%s: %s.", self.order.name, self._repeats)
 
-    def _check_end(self, walk: FastForward, slot: int) -> None:
+    def _check_end(self, walk: FastForward, index: int) -> None:
         """Make sure, once no step is left, that a sampler with a length ends where it says."""
         order, end = self.order, self.order.num_items
-        if end is None or order.is_cut or self.rule.num_steps(end - slot):
+        if end is None or order.is_cut or self.rule.num_steps(end - index):
             return
-        found = slot + walk.look_ahead(end - slot + 1)
+        found = index + walk.look_ahead(end - index + 1)
         if found != end:
             raise wrong_length(order, f"more than {end}" if found > end else f"only {found}", self.epoch)
 

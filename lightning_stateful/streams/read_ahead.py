@@ -15,8 +15,7 @@ import numpy as np
 from lightning_stateful.bucketing.budget import Budget, TooLong, check_too_long
 from lightning_stateful.bucketing.lengths import MAX_SAMPLE_LENGTH
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.permutation import KeyedPermutation
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.permutation import Indices, KeyedPermutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
 from lightning_stateful.streams.naming import NameShard, by_number, name_of, sample_of

@@ -14,7 +14,7 @@ from lightning_stateful.bucketing.budget import QuadraticCost, TooLong
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.length_cache import lengths_of, names_lengths
-from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler, Lengths
+from lightning_stateful.samplers.batch_samplers import BucketBatchSampler, Lengths
 from lightning_stateful.trainer.datamodule import StatefulDataModule
 
 

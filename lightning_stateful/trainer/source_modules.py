@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.source_datasets import Collate, SourceCollate, SourceDataset
@@ -76,17 +76,16 @@ class SourcesDataModule(StatefulDataModule):
     def _told_apart(self, datasets: Mapping[str, Any], collate_fn: Any) -> tuple[Any, Any]:
         """The datasets one after the other, and a collate function that knows them apart where that matters."""
         if self._tag is None and not isinstance(collate_fn, (Mapping, Sequence)):
-            return SourceDataset(datasets), collate_fn
+            return ConcatDataset(datasets.values()), collate_fn
         collate = SourceCollate(tuple(datasets), collate_fn, tag=self._tag, mixes=self._mixes)
-        return SourceDataset(datasets, tells_source=True), collate
+        return SourceDataset(datasets.values()), collate
 
     def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
         how["batch_size"] = self._of_source(self.batch_size, name, "batch_size")
         collate_fn = self._of_source(self._collate_fn, name, "collate_fn")
         if self._tag is not None and name is not None:
-            told = not isinstance(dataset, IterableDataset)
-            collate_fn = SourceCollate((name,), collate_fn, tag=self._tag, mixes=self._mixes, told=told)
-            dataset = SourceDataset({name: dataset}, tells_source=True) if told else dataset
+            collate_fn = SourceCollate((name,), collate_fn, tag=self._tag, mixes=self._mixes)
+            dataset = dataset if isinstance(dataset, IterableDataset) else SourceDataset([dataset])
         return super()._loader(dataset, name, collate_fn=collate_fn, **how)
 
     def _of_source(self, setting: Any, name: str | None, what: str) -> Any:

@@ -137,9 +137,9 @@ class TrainingData:
         for path, loader in self.combined.loaders.items():
             if isinstance(loader.order, BucketOrder):
                 # Of an exhausted loader nothing: zeros, lest its last figures be logged again.
-                plan, step = self.combined.locate(path, epoch, batch) or (loader.plan(epoch), None)
-                first, last = (0, 0) if step is None else (step, step + 1)
-                found[path] = measure(cast(BucketEpochPlan, plan), first, last), loader.order.budget
+                plan, step = self.combined.plan_at(path, epoch, batch)
+                last = min(step + 1, plan.num_steps)
+                found[path] = measure(cast(BucketEpochPlan, plan), step, last), loader.order.budget
         return found
 
     def num_batches(self) -> int:
@@ -283,7 +283,10 @@ class TrainingData:
             self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
         # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
         is_over = epoch == self._ended_epoch or counters.step_is_beyond_epoch(self._trainer, step)
-        return None if is_over else self.combined.locate(path, epoch, step)
+        if is_over:
+            return None
+        plan, step = self.combined.plan_at(path, epoch, step)
+        return (plan, step) if step < plan.num_steps else None
 
     def _before_batch(self, path: str, seed: int, rank: int) -> None:
         if path == self._first_path:

@@ -88,7 +88,7 @@ def test_the_configuration_leaves_out_what_is_not_set():
         ({}, "either max_tokens or batch_size, got max_tokens=None, batch_size=None"),
         ({"max_tokens": 5, "batch_size": 3}, "either max_tokens or batch_size, got max_tokens=5, batch_size=3"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"batch_size": True}, "batch_size must be at least 1, got True"),
+        ({"batch_size": True}, "batch_size must be an integer, got True"),
         ({"batch_size": [4, 2]}, r"batch_size must be an integer, got \[4, 2\]"),
         ({"max_tokens": 2.5}, "max_tokens must be an integer, got 2.5"),
         ({"max_tokens": 5, "multiple": 0}, "multiple must be at least 1, got 0"),

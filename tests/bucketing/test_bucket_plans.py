@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -26,30 +25,12 @@ def make(lengths=LENGTHS, *, seed=0, shuffle=True, drop_last=False, **options):
     return BucketOrder(Buckets.of(lengths, **options), seed=seed, shuffle=shuffle, drop_last=drop_last)
 
 
-def served_samples(order):
-    return set(order.buckets.take(np.arange(len(order.buckets))).tolist())
-
-
 # Whole epochs, and epochs in which the number of ranks changes
 
 
 def test_an_unshuffled_epoch_is_that_of_lists_of_samples():
     for history in random_histories(40, seed=0, shuffle=False, drop_last=False):
         assert history.steps == unshuffled_steps(history.order, history.segments)
-
-
-def test_every_sample_is_served_once_apart_from_repeats_in_the_last_step():
-    for history in random_histories(60, seed=1, drop_last=False):
-        times = Counter(samples_of(history.steps))
-        assert set(times) == served_samples(history.order)
-        assert set(Counter(samples_of(history.steps[:-1])).values()) <= {1}
-        assert times.total() - len(times) < max(history.num_replicas, len(history.steps[-1]))
-
-
-def test_with_drop_last_no_sample_is_served_twice_and_all_steps_are_full():
-    for history in random_histories(40, seed=2, drop_last=True):
-        assert set(Counter(samples_of(history.steps)).values()) <= {1}
-        assert all(len({len(batch) for batch in step}) == 1 for step in history.steps)
 
 
 def test_no_batch_exceeds_its_budget():
@@ -107,9 +88,6 @@ def test_segments_that_contradict_the_steps_are_refused():
         make(max_tokens=20).plan(0, 1, Progress(consumed=3, details={"segments": [[1, 2]]}))
 
 
-# Shuffling
-
-
 # Configuration
 
 
@@ -147,12 +125,6 @@ def test_within_an_epoch_other_batches_are_refused_with_every_difference():
         "lengths": lengths,
     }
     assert "beginning of an epoch" in str(caught.value)
-
-
-def test_at_the_beginning_of_an_epoch_other_batches_are_let_pass():
-    saved, present = make(max_tokens=80), make(batch_size=3)
-    progress = saved.plan(3, 2).progress_after(0)
-    assert present.convert(progress, saved.config()) == progress
 
 
 # Sizes, and golden values

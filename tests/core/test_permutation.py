@@ -1,4 +1,4 @@
-"""Keyed permutations against a plain reference: one range, and many ranges at once."""
+"""Keyed permutations against a plain reference: one range, and many ranges at once; and ranges laid end to end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from lightning_stateful.core import KeyedPermutation
-from lightning_stateful.core.permutation import ClassShuffle, keyed_permutation, splitmix64
+from lightning_stateful.core.permutation import (
+    ClassShuffle,
+    bounds_of,
+    concatenated_ranges,
+    keyed_permutation,
+    splitmix64,
+)
 from lightning_stateful.core.seeding import derive_words
 from lightning_stateful.errors import ConfigurationError
 
@@ -21,7 +27,6 @@ MIXED = [2**16 + 1, 100_003, 2**17, 2**17 + 1]
 LARGE = [2**32 - 1, 2**32, 2**32 + 1, 10**12, 2**40]
 KEYS = st.integers(0, 2**64 - 1)
 SIZES = st.lists(st.sampled_from([0, 1, 2, 3, 17, 300, 1024, 1025, 1500, 2048]), min_size=1, max_size=12)
-both_methods = pytest.mark.parametrize("method", ["take", "positions_of"])
 
 
 def hash_word(word: int) -> int:
@@ -66,13 +71,11 @@ class TestKeyedPermutation:
 
         assert KeyedPermutation(length, 11).take(positions).tolist() == by_hand
 
-    @given(st.integers(1, 2**18) | st.integers(1, 2**40), KEYS, st.data())
-    def test_both_ways_undo_each_other(self, length: int, key: int, data: st.DataObject) -> None:
-        values = np.array(data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20)))
-        permutation = KeyedPermutation(length, key)
+    @given(st.integers(0, 2**18), KEYS)
+    def test_every_element_comes_once(self, length: int, key: int) -> None:
+        taken = KeyedPermutation(length, key).take(np.arange(length))
 
-        assert np.array_equal(permutation.positions_of(permutation.take(values)), values)
-        assert np.array_equal(permutation.take(permutation.positions_of(values)), values)
+        assert np.array_equal(np.sort(taken), np.arange(length))
 
     @pytest.mark.parametrize("length", LARGE)
     def test_no_bit_of_a_large_range_is_lost(self, length: int) -> None:
@@ -102,17 +105,15 @@ class TestKeyedPermutation:
 
         assert permutation.take(np.arange(100)).tolist() == expected
 
-    @both_methods
     @pytest.mark.parametrize("length", [0, 1, 1000, 100_003, 2**40])
-    def test_a_value_past_the_end_is_refused_with_the_range(self, length: int, method: str) -> None:
+    def test_a_value_past_the_end_is_refused_with_the_range(self, length: int) -> None:
         with pytest.raises(IndexError, match=rf"values from {length} to {length} lie outside range\({length}\)"):
-            getattr(KeyedPermutation(length, 0), method)(np.array([length]))
+            KeyedPermutation(length, 0).take(np.array([length]))
 
-    @both_methods
     @pytest.mark.parametrize("length", [1000, 100_003])
-    def test_a_negative_value_does_not_count_from_the_end(self, length: int, method: str) -> None:
+    def test_a_negative_value_does_not_count_from_the_end(self, length: int) -> None:
         with pytest.raises(IndexError, match="values from -1 to 5 lie outside"):
-            getattr(KeyedPermutation(length, 0), method)(np.array([5, -1]))
+            KeyedPermutation(length, 0).take(np.array([5, -1]))
 
     def test_floats_are_no_positions(self) -> None:
         with pytest.raises(TypeError, match="integers"):
@@ -162,7 +163,7 @@ class TestKeyedPermutation:
 
 
 def starts_of(sizes: list[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return bounds_of(np.array(sizes, dtype=np.int64))
 
 
 class TestClassShuffle:
@@ -233,3 +234,35 @@ class TestClassShuffle:
 
         assert found[:8].tolist() == [0, 4, 3, 1, 2, 930, 1038, 924]
         assert found[1303:].tolist() == [1256, 190, 1305, 1306]
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 2**41), st.integers(0, 5)), max_size=12)
+
+
+def arrays(ranges: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    table = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+@given(RANGES, st.integers(1, 9))
+def test_concatenated_ranges_are_those_that_numpy_makes_one_by_one(ranges: list[tuple[int, int]], step: int) -> None:
+    expected = [start + step * number for start, size in ranges for number in range(size)]
+
+    assert concatenated_ranges(*arrays(ranges), step).tolist() == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_ranges_of_one_size_are_concatenated_too(size: int) -> None:
+    found = concatenated_ranges(*arrays([(7, size), (2, size), (2**40, size)]), 2)
+
+    assert found.tolist() == [start + 2 * number for start in (7, 2, 2**40) for number in range(size)]
+    assert found.dtype == np.int64
+
+
+@given(RANGES)
+def test_bounds_are_the_sums_of_the_sizes_before(ranges: list[tuple[int, int]]) -> None:
+    sizes = arrays(ranges)[1]
+    bounds = bounds_of(sizes)
+
+    assert bounds.dtype == np.int64
+    assert bounds.tolist() == [sum(sizes[:number].tolist()) for number in range(len(sizes) + 1)]

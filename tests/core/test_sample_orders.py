@@ -129,17 +129,6 @@ class TestPlans:
             expected = [sample for batch in batches[first_step:] for sample in batch]
             assert list(plan.samples(num_replicas - 1, first_step)) == expected
 
-    @given(ORDERS, RANKS, st.data())
-    def test_no_step_leaves_the_progress_and_all_steps_lead_to_the_end_of_the_epoch(
-        self, order: SampleBatchOrder, num_replicas: int, data: st.DataObject
-    ) -> None:
-        start = Progress(epoch=3, consumed=data.draw(st.integers(0, len(order.samples))))
-        plan = order.plan(3, num_replicas, start)
-        end = Progress(epoch=3, consumed=len(order.samples))
-
-        assert plan.progress_after(0) == start
-        assert plan.progress_after(plan.num_steps) == (end if plan.num_steps else start)
-
     @pytest.mark.parametrize("rank", [0, 2])
     @pytest.mark.parametrize(("length", "batch_size"), [(50_001, 2), (50_001, 9_000), (24_576, 1)])
     def test_epochs_that_are_read_in_many_chunks_are_cut_like_short_ones(
@@ -219,7 +208,7 @@ class TestBatchOrders:
 
     @pytest.mark.parametrize("make", [lambda: an_order(9, batch_size=0), lambda: an_order(9, batch_size=1.5)])
     def test_a_batch_size_that_is_no_positive_int_is_refused(self, make: Callable[[], SampleBatchOrder]) -> None:
-        with pytest.raises(ConfigurationError, match="batch_size must be an int of at least 1"):
+        with pytest.raises(ConfigurationError, match=r"batch_size must be (at least 1, got 0|an integer, got 1\.5)"):
             make().plan(0, 1)
 
     def test_an_unshuffled_order_serves_the_same_dataset_in_turn(self) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful.errors import ConfigurationError, StateMismatchError
 from lightning_stateful.loaders import StatefulLoader, take_over
-from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
+from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 
 LENGTHS = [random.Random(seed).randint(1, 12) for seed in range(60)]
 Draws = list[list[tuple[int, float]]]

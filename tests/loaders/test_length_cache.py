@@ -419,9 +419,9 @@ class TestFilesThatDoNotFit:
 
     @pytest.mark.parametrize("header", ["", "[]"])
     def test_a_damaged_header(self, written: Path, header: str) -> None:
-        written.with_name("lengths.npy.json").write_text(header)
+        written.with_name("lengths.npy.digest").write_text(header)
 
-        self.found(written, "the file (cannot be read|is damaged)")
+        self.found(written, "the file is damaged")
 
     def test_an_array_that_is_in_use_is_not_changed_when_it_is_measured_again(self, written: Path) -> None:
         held = lengths_of(TEXTS, len, cache_file=written)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,53 +32,25 @@ class Numbered(Dataset[dict[str, int]]):
         return self.words
 
 
-class WithFiles(Numbered):
-    def __init__(self, length: int, files: list[Path]) -> None:
-        super().__init__(length)
-        self.files = files
-
-
 def datasets(**words: Any) -> dict[str, Dataset[Any]]:
     return {"a": Numbered(5, **words), "b": Numbered(8, 100)}
 
 
 def a_loader(parts: dict[str, Any], **options: Any) -> StatefulLoader:
-    return StatefulLoader(SourceDataset(parts), batch_sampler=RoundRobinBatchSampler(parts, 2, **options))
+    return StatefulLoader(ConcatDataset(parts.values()), batch_sampler=RoundRobinBatchSampler(parts, 2, **options))
 
 
-class TestSourceDataset:
-    def test_samples_are_those_of_the_datasets_one_after_the_other(self) -> None:
-        dataset = SourceDataset(datasets())
+def test_samples_tell_their_source_in_worker_processes_too() -> None:
+    dataset = pickle.loads(pickle.dumps(SourceDataset(datasets().values())))
 
-        assert [dataset[index]["id"] for index in range(len(dataset))] == [*range(5), *range(100, 108)]
-        assert dataset.names == ("a", "b")
-
-    def test_a_sample_tells_its_source(self) -> None:
-        dataset = SourceDataset(datasets(), tells_source=True)
-
-        assert [dataset[index] for index in (0, 4, 5, 12)] == [
-            Sample(0, {"id": 0}),
-            Sample(0, {"id": 4}),
-            Sample(1, {"id": 100}),
-            Sample(1, {"id": 107}),
-        ]
-
-    @pytest.mark.parametrize("index", [13, 99])
-    @pytest.mark.parametrize("tells_source", [False, True])
-    def test_an_index_past_the_end_is_an_index_error(self, index: int, tells_source: bool) -> None:
-        with pytest.raises(IndexError):
-            SourceDataset({"a": [1] * 5, "b": [2] * 8}, tells_source=tells_source)[index]
-
-    def test_a_negative_index_counts_from_the_end_of_all(self) -> None:
-        dataset = SourceDataset({"a": [1, 2], "b": [3, 4]}, tells_source=True)
-
-        assert dataset[-1] == Sample(1, 4)
-
-    def test_it_can_be_pickled_for_worker_processes(self) -> None:
-        dataset = pickle.loads(pickle.dumps(SourceDataset(datasets(), tells_source=True)))
-
-        assert dataset[5] == Sample(1, {"id": 100})
-        assert dataset.names == ("a", "b")
+    assert [dataset[index] for index in (0, 4, 5, -1)] == [
+        Sample(0, {"id": 0}),
+        Sample(0, {"id": 4}),
+        Sample(1, {"id": 100}),
+        Sample(1, {"id": 107}),
+    ]
+    with pytest.raises(IndexError):
+        dataset[13]
 
 
 def told(*sources: int) -> list[Sample]:
@@ -87,11 +58,6 @@ def told(*sources: int) -> list[Sample]:
 
 
 class TestSourceCollate:
-    def test_without_a_function_batches_are_torchs(self) -> None:
-        batch = SourceCollate(("a", "b"), None)(told(1, 1))
-
-        assert torch.equal(batch["id"], torch.tensor([10, 11]))
-
     @pytest.mark.parametrize("functions", [{"b": sum, "a": len}, [len, sum]], ids=["by name", "in order"])
     def test_each_source_has_a_function_of_its_own(self, functions: Any) -> None:
         collate = SourceCollate(("a", "b"), functions)
@@ -103,11 +69,6 @@ class TestSourceCollate:
         collate = SourceCollate(("a", "b"), {"a": None, "b": sum})
 
         assert torch.equal(collate([Sample(0, 7)]), torch.tensor([7]))
-
-    def test_a_tag_is_the_name_of_the_source(self) -> None:
-        batch = SourceCollate(("a", "b"), None, tag="source")(told(1, 1))
-
-        assert batch["source"] == "b"
 
     def test_a_batch_of_several_sources_is_tagged_sample_by_sample(self) -> None:
         batch = SourceCollate(("a", "b"), None, tag="source", mixes=True)(told(1, 0, 1))
@@ -137,13 +98,13 @@ class TestSourceCollate:
         with pytest.raises(ConfigurationError, match='With by="sample" a batch holds several sources'):
             SourceCollate(("a", "b"), [len, len], mixes=True)
 
-    def test_a_tag_on_a_batch_that_is_no_dict_is_refused_with_the_source(self) -> None:
-        with pytest.raises(ConfigurationError, match="a batch of source 'b' is a list"):
-            SourceCollate(("a", "b"), list, tag="source")(told(1))
-
-    def test_a_tag_that_is_taken_is_refused_with_the_source(self) -> None:
-        with pytest.raises(ConfigurationError, match="A batch of source 'b' already has the key 'id'"):
-            SourceCollate(("a", "b"), None, tag="id")(told(1))
+    @pytest.mark.parametrize(
+        ("collate_fn", "message"),
+        [(list, "a batch of source 'b' is a list"), (None, "A batch of source 'b' already has the key 'id'")],
+    )
+    def test_a_tag_without_room_for_it_is_refused_with_the_source(self, collate_fn: Any, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            SourceCollate(("a", "b"), collate_fn, tag="id")(told(1))
 
 
 class TestThroughALoader:
@@ -151,7 +112,7 @@ class TestThroughALoader:
     def test_batches_are_tagged_with_where_they_come_from(self, num_workers: int) -> None:
         parts = datasets()
         loader = StatefulLoader(
-            SourceDataset(parts, tells_source=True),
+            SourceDataset(parts.values()),
             batch_sampler=RoundRobinBatchSampler(parts, 2),
             collate_fn=SourceCollate(tuple(parts), None, tag="source"),
             num_workers=num_workers,
@@ -164,7 +125,7 @@ class TestThroughALoader:
     def test_samples_of_a_mixed_batch_are_tagged_each(self) -> None:
         parts = datasets()
         loader = StatefulLoader(
-            SourceDataset(parts, tells_source=True),
+            SourceDataset(parts.values()),
             batch_sampler=MixtureBatchSampler(parts, 4, by="sample"),
             collate_fn=SourceCollate(tuple(parts), None, tag="source", mixes=True),
         )
@@ -180,7 +141,7 @@ class TestThroughALoader:
             return [sample["id"] for sample in samples]
 
         loader = StatefulLoader(
-            SourceDataset(parts), batch_sampler=RoundRobinBatchSampler(parts, 2), collate_fn=collate
+            ConcatDataset(parts.values()), batch_sampler=RoundRobinBatchSampler(parts, 2), collate_fn=collate
         )
         batches = iter(loader)
         with pytest.raises(RuntimeError, match="once"):
@@ -194,20 +155,13 @@ def described(dataset: Any, lengths: dict[str, int] | None = None) -> dict[str, 
 
 
 class TestDescriptions:
-    def test_of_a_dataset_that_says_nothing_only_the_length_is_known(self) -> None:
-        assert described(ConcatDataset([range(5), range(8)])) == {"sources": LENGTHS, "seed": 0}
-
     def test_what_a_dataset_says_follows_its_length_in_short(self) -> None:
-        sources = described(SourceDataset(datasets(version="1.0")))["sources"]
+        given = {"sources": dict(LENGTHS)}
+        sources = describe_sources(ConcatDataset(datasets(version="1.0").values()), given)["sources"]
 
         assert sources["b"] == 8
         assert sources["a"].startswith("5 ")
         assert len(sources["a"]) == len("5 ") + 6
-
-    def test_the_description_given_is_not_changed(self) -> None:
-        given = {"sources": dict(LENGTHS)}
-        describe_sources(SourceDataset(datasets(version=1)), given)
-
         assert given == {"sources": LENGTHS}
 
     def test_any_other_dataset_of_as_many_samples_is_described_as_a_whole(self) -> None:
@@ -245,13 +199,6 @@ class TestDescriptions:
 class TestChangedData:
     """A checkpoint is refused for other data, source by source."""
 
-    def test_a_source_with_another_fingerprint_is_named(self) -> None:
-        state = a_loader(datasets(version="1.0")).state_dict()
-        with pytest.raises(StateMismatchError) as caught:
-            a_loader(datasets(version="1.1")).load_state_dict(state)
-
-        assert [difference.path for difference in caught.value.differences] == ["sources.a"]
-
     def test_a_source_whose_fingerprint_alone_has_changed_is_a_warning(self) -> None:
         parts = datasets()
         parts["a"]._fingerprint = "one"
@@ -261,23 +208,20 @@ class TestChangedData:
         with pytest.warns(StatefulWarning, match=r"fingerprint.a \(saved 'one', now 'other'\)"):
             a_loader(parts).load_state_dict(state)
 
-    def test_a_source_of_other_files_is_named(self, tmp_path: Path) -> None:
-        file = tmp_path / "part.txt"
-        parts = {"a": Numbered(5), "b": WithFiles(8, [file])}
-        file.write_text("one")
-        state = a_loader(parts).state_dict()
-        file.write_text("other")
+    @pytest.mark.parametrize(
+        ("parts", "named"),
+        [
+            (datasets(version="1.1"), {"sources.a"}),
+            ({"a": Numbered(6), "c": Numbered(8)}, {"sources.a", "sources.b", "sources.c"}),
+        ],
+        ids=["another version", "renamed, and of another length"],
+    )
+    def test_a_changed_source_is_named(self, parts: dict[str, Any], named: set[str]) -> None:
+        state = a_loader(datasets(version="1.0")).state_dict()
         with pytest.raises(StateMismatchError) as caught:
             a_loader(parts).load_state_dict(state)
 
-        assert [difference.path for difference in caught.value.differences] == ["sources.b"]
-
-    def test_a_renamed_source_and_one_of_another_length_are_named(self) -> None:
-        state = a_loader(datasets()).state_dict()
-        with pytest.raises(StateMismatchError) as caught:
-            a_loader({"a": Numbered(6), "c": Numbered(8)}).load_state_dict(state)
-
-        assert {difference.path for difference in caught.value.differences} == {"sources.a", "sources.b", "sources.c"}
+        assert {difference.path for difference in caught.value.differences} == named
 
     def test_an_accepted_fingerprint_goes_on_in_the_same_place(self) -> None:
         first = a_loader(datasets(version="1.0"))

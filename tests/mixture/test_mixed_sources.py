@@ -71,7 +71,7 @@ def test_a_source_of_one_sample_makes_no_order_a_pass(monkeypatch: pytest.Monkey
         ([3, 0], [1, 1], "Source 'b' is empty"),
         ([3, 4.5], [1, 1], "The length of source 'b' must be an integer"),
         ([3, 4], [1, 0], "The batch size of source 'b' must be at least 1"),
-        ([3, 4], [1, True], "The batch size of source 'b' must be at least 1"),
+        ([3, 4], [1, True], "The batch size of source 'b' must be an integer"),
         ([3, 4], [1, 1.5], "The batch size of source 'b' must be an integer"),
         ([3, 2**40 + 1], [1, 1], r"must have 1 to 2"),
     ],

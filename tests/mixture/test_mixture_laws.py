@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from support.orders import OrderCase, every_law
 
-from lightning_stateful.mixture import Mixture, MixtureOrder, Sources
+from lightning_stateful.mixture import MixtureOrder, Sources
 
 LENGTHS = (31, 17, 24)
 
 
 def an_order(lengths: tuple[int, ...], sizes: tuple[int, ...], draws: tuple[int, ...], **options: Any) -> MixtureOrder:
     sources = Sources(tuple("abc"), lengths, sizes)
-    return MixtureOrder(Mixture(sources=sources, draws=draws, seed=3, **options))
+    return MixtureOrder(sources=sources, draws=draws, seed=3, **options)
 
 
 def case(

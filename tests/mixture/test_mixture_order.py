@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.mixtures import by_source, mixture, round_robin, samples_of, serve
 
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import Progress
 from lightning_stateful.errors import StateMismatchError
 from lightning_stateful.mixture import MixtureOrder, WeightSchedule
 
@@ -116,8 +116,8 @@ def test_passes_that_are_counted_otherwise_begin_anew_with_an_epoch() -> None:
 
 def test_the_end_of_an_epoch_goes_on_with_other_sources() -> None:
     before = mixture([9, 6], 2, num_steps=5)
-    sources = replace(before.mixture.sources, names=("c", "d"))
-    after = MixtureOrder(replace(before.mixture, sources=sources))
+    sources = replace(before.sources, names=("c", "d"))
+    after = replace(before, sources=sources)
     progress = moved(before, before.plan(0, 2).progress_after(5), after)
     assert progress.details["served"] == {"c": 0, "d": 0}
     assert (after.plan(0, 2, progress).num_steps, after.plan(1, 2, progress).num_steps) == (0, 5)

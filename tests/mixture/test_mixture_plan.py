@@ -18,12 +18,10 @@ from support.mixtures import (
     samples_of,
     serve,
     simulate,
-    simulated_amounts,
     whole_epoch,
-    without_repeats,
 )
 
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.permutation import Indices
 from lightning_stateful.errors import ConfigurationError, PositionError
 from lightning_stateful.mixture import MixtureOrder, Sources
 
@@ -31,7 +29,7 @@ from lightning_stateful.mixture import MixtureOrder, Sources
 def passes_of(order: MixtureOrder, samples: list[tuple[int, int]]) -> list[list[list[int]]]:
     """Of every source, what its passes served."""
     found = []
-    for source, length in enumerate(order.mixture.sources.lengths):
+    for source, length in enumerate(order.sources.lengths):
         own = [index for of, index in samples if of == source]
         found.append([own[first : first + length] for first in range(0, len(own), length)])
     return found
@@ -39,54 +37,45 @@ def passes_of(order: MixtureOrder, samples: list[tuple[int, int]]) -> list[list[
 
 def assert_whole_passes(order: MixtureOrder, samples: list[tuple[int, int]]) -> None:
     """Each source serves every sample of a pass once before the next pass begins."""
-    for passes, length in zip(passes_of(order, samples), order.mixture.sources.lengths, strict=True):
+    for passes, length in zip(passes_of(order, samples), order.sources.lengths, strict=True):
         assert all(sorted(each) == list(range(length)) for each in passes[:-1])
         assert not passes or len(set(passes[-1])) == len(passes[-1])
 
 
 def counts_of(order: MixtureOrder, samples: list[tuple[int, int]]) -> list[int]:
     counts = Counter(source for source, _ in samples)
-    return [counts[source] for source in range(len(order.mixture.sources))]
+    return [counts[source] for source in range(len(order.sources))]
 
 
 def test_plans_are_those_of_a_slow_simulation() -> None:
     rng, compared = random.Random(0), 0
     while compared < 150:
         order, ranks = random_order(rng, shuffle=False), rng.choice([1, 1, 2, 3, 5, 8])
-        if order.carries_over or order.mixture.by_sample or not whole_epoch(order, ranks):
+        if order.carries_over or order.by_sample or not whole_epoch(order, ranks):
             continue
-        lengths = order.mixture.sources.lengths
+        lengths = order.sources.lengths
         expected, left = simulate(order, ranks)
         found = by_source(order, serve(order, 0, ranks))
         for (source, shares), step in zip(expected, found, strict=False):
             assert step == [[(source, offset % lengths[source]) for offset in share] for share in shares]
         rest = [sample for step in found[len(expected) :] for sample in samples_of([step])]
-        if not order.mixture.drop_last:
-            assert len(set(rest)) == len(rest) - num_repeated(order, ranks) or order.mixture.stop == "cycle"
+        if not order.drop_last:
+            assert len(set(rest)) == len(rest) - num_repeated(order, ranks) or order.stop == "cycle"
             assert len(rest) - num_repeated(order, ranks) == sum(left)
         compared += 1
 
 
-@pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
-def test_an_epoch_serves_as_much_of_every_source_on_any_number_of_ranks(stop: str) -> None:
-    for order, ranks, _ in random_cases(40, seed=6, stop=stop, drop_last=False):
-        steps = by_source(order, without_repeats(serve(order, 3, ranks), num_repeated(order, ranks)))
-        assert counts_of(order, samples_of(steps)) == simulated_amounts(order)
-        assert_whole_passes(order, samples_of(steps))
-        assert num_repeated(order, ranks) < ranks
-
-
 def test_every_batch_has_a_sample_and_at_most_its_batch_size_of_one_source() -> None:
     for order, ranks, _ in random_cases(40, seed=2):
-        sizes = order.mixture.sources.batch_sizes
+        sizes = order.sources.batch_sizes
         for batch in (batch for step in by_source(order, serve(order, 0, ranks)) for batch in step):
             assert 1 <= len(batch) <= sizes[batch[0][0]]
-            assert order.mixture.by_sample or len({source for source, _ in batch}) == 1
+            assert order.by_sample or len({source for source, _ in batch}) == 1
 
 
 def test_all_ranks_of_a_step_serve_one_source_until_the_last_steps() -> None:
     for order, ranks, _ in random_cases(40, seed=3, drop_last=False):
-        if not order.mixture.by_sample:
+        if not order.by_sample:
             steps = by_source(order, serve(order, 0, ranks))
             mixed = [len({batch[0][0] for batch in step}) > 1 for step in steps]
             assert mixed == sorted(mixed)
@@ -95,11 +84,11 @@ def test_all_ranks_of_a_step_serve_one_source_until_the_last_steps() -> None:
 
 def test_drop_last_serves_full_batches_in_as_many_full_steps_as_there_are() -> None:
     for order, ranks, _ in random_cases(40, seed=5, stop="all_exhausted", drop_last=True):
-        steps, sources = by_source(order, serve(order, 0, ranks)), order.mixture.sources
+        steps, sources = by_source(order, serve(order, 0, ranks)), order.sources
         assert max(Counter(samples_of(steps)).values()) == 1
         assert all(len(batch) == sources.batch_sizes[batch[0][0]] for step in steps for batch in step)
         batches = sum(length // size for length, size in zip(sources.lengths, sources.batch_sizes, strict=True))
-        if order.mixture.by_sample:
+        if order.by_sample:
             batches = sum(sources.lengths) // sources.batch_sizes[0]
         assert len(steps) == batches // ranks
 
@@ -110,7 +99,7 @@ def test_num_steps_serves_full_batches_pass_after_pass_over_epochs() -> None:
         for epoch in range(rng.randint(1, 4)):
             steps = by_source(order, serve(order, epoch, ranks, progress))
             assert len(steps) == 6
-            assert all(len(b) == order.mixture.sources.batch_sizes[b[0][0]] for step in steps for b in step)
+            assert all(len(b) == order.sources.batch_sizes[b[0][0]] for step in steps for b in step)
             samples += samples_of(steps)
             progress = order.plan(epoch, ranks, progress).progress_after(6)
         assert progress is not None

@@ -22,7 +22,7 @@ from support.mixtures import (
     without_repeats,
 )
 
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import Progress
 from lightning_stateful.mixture import MixtureOrder, WeightSchedule
 
 RANKS = [1, 2, 3, 4, 6, 8, 13, 64]
@@ -57,8 +57,8 @@ def test_every_history_serves_as_much_of_every_source_as_no_history(stop: str) -
     for order, steps, repeated in histories(30, seed=3, stop=stop, drop_last=False):
         times = Counter(samples_of(without_repeats(steps, repeated)))
         served = Counter(source for source, _ in times.elements())
-        assert [served[source] for source in range(len(order.mixture.sources))] == simulated_amounts(order)
-        for source, length in enumerate(order.mixture.sources.lengths):
+        assert [served[source] for source in range(len(order.sources))] == simulated_amounts(order)
+        for source, length in enumerate(order.sources.lengths):
             of_source = [count for (of, _), count in times.items() if of == source]
             assert max(of_source, default=0) - min(of_source, default=0) <= 1
             assert not of_source or max(of_source) == -(-served[source] // length)
@@ -67,7 +67,7 @@ def test_every_history_serves_as_much_of_every_source_as_no_history(stop: str) -
 @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted"])
 def test_with_drop_last_every_history_serves_full_batches_and_no_sample_twice(stop: str) -> None:
     for order, steps, _ in histories(30, seed=5, stop=stop, drop_last=True):
-        sizes = order.mixture.sources.batch_sizes
+        sizes = order.sources.batch_sizes
         assert all(len(batch) == sizes[batch[0][0]] for step in steps for batch in step)
         assert max(Counter(samples_of(steps)).values()) == 1
 
@@ -75,7 +75,7 @@ def test_with_drop_last_every_history_serves_full_batches_and_no_sample_twice(st
 def test_with_num_steps_every_history_has_as_many_steps_and_whole_passes() -> None:
     for order, steps, _ in histories(30, seed=6, num_steps=12):
         assert len(steps) == 12
-        for source, length in enumerate(order.mixture.sources.lengths):
+        for source, length in enumerate(order.sources.lengths):
             own = [index for of, index in samples_of(steps) if of == source]
             for first in range(0, len(own), length):
                 assert len(set(own[first : first + length])) == len(own[first : first + length])

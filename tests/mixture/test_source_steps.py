@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stateful.core.ranges import Indices
+from lightning_stateful.core.permutation import Indices
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.mixture.source_steps import LastSteps, SourceSteps, gather, shares_of_steps
 

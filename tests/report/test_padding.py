@@ -12,8 +12,7 @@ from lightning_stateful.bucketing import QuadraticCost
 from lightning_stateful.core import SampleBatchOrder, SequentialOrder
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.report.padding import PaddingFigures, padding_report, summary
-from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
-from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
+from lightning_stateful.samplers.batch_samplers import BucketBatchSampler, StatefulBatchSampler
 
 LENGTHS = [1 + (index * index) % 37 for index in range(211)]
 

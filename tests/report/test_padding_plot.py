@@ -13,7 +13,7 @@ from lightning_stateful.bucketing import QuadraticCost
 from lightning_stateful.core import SampleBatchOrder, SequentialOrder
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.report.padding_plot import plot_padding
-from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
+from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 
 LENGTHS = np.random.default_rng(1).integers(1, 200, 600)
 

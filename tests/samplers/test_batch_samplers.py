@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.bucketing import BucketOrder, Buckets
 from lightning_stateful.core import SampleBatchOrder, ShuffledOrder
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StateMismatchError
-from lightning_stateful.mixture import Mixture, MixtureOrder, Sources
+from lightning_stateful.mixture import MixtureOrder, Sources
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 
 LENGTHS = [1 + 7 * number % 23 for number in range(60)]
@@ -23,7 +23,7 @@ DATASET = [100 * number for number in range(60)]
 ORDERS = {
     "samples": SampleBatchOrder(samples=ShuffledOrder(60, 3), batch_size=4),
     "buckets": BucketOrder(Buckets.of(LENGTHS, max_tokens=60, num_buckets=4), seed=3),
-    "sources": MixtureOrder(Mixture(sources=Sources(("a", "b"), (15, 45), (2, 3)), draws=(1, 2), seed=3)),
+    "sources": MixtureOrder(sources=Sources(("a", "b"), (15, 45), (2, 3)), draws=(1, 2), seed=3),
 }
 every_order = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 

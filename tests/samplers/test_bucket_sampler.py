@@ -13,7 +13,7 @@ import torch
 
 from lightning_stateful.bucketing import QuadraticCost
 from lightning_stateful.errors import ConfigurationError, StateMismatchError
-from lightning_stateful.samplers.bucket_sampler import BucketBatchSampler
+from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 
 LENGTHS = [*np.random.default_rng(5).integers(1, 41, 149).tolist(), 40]
 
@@ -122,12 +122,6 @@ class TestEpochs:
 
 
 class TestResizing:
-    def test_the_next_epoch_comes_as_if_there_had_been_no_resize(self) -> None:
-        sampler = resumed(state_after(3, num_replicas=3, rank=0), num_replicas=2, rank=1)
-        list(sampler)
-
-        assert list(sampler) == epochs(make(num_replicas=2, rank=1), 2)[1]
-
     def test_however_often_it_is_resized_a_state_stays_small_and_exact(self) -> None:
         longer = LENGTHS * 20
         state, served = make(longer).state_dict(), 0

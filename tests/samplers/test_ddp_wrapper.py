@@ -227,7 +227,7 @@ class TestStates:
         list(islice(sampler, 3))
         with pytest.raises(StateMismatchError, match=r"sequence: saved .* does not begin an epoch as it did"):
             fresh_with(lambda: other, sampler.state_dict())
-        with pytest.warns(UserWarning, match="Accepted: sequence at slot 2"):
+        with pytest.warns(UserWarning, match="Accepted: sequence at item 2"):
             assert list(fresh_with(lambda: other, sampler.state_dict(), accept="sequence")) == other[3:]
 
     def test_it_can_be_pickled_and_copied(self) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 from lightning_stateful.core import Progress
 from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers import fast_forward
-from lightning_stateful.samplers.fast_forward import digest, next_digest_slot
+from lightning_stateful.samplers.fast_forward import digest, next_digest_index
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 
 
@@ -166,7 +166,7 @@ class TestDigests:
     def test_what_changed_before_the_last_digest_is_refused_at_the_first_slot(self, slot: int, count: int) -> None:
         progress = stopped(Listed(changed()), count)
         for _ in range(2):
-            with pytest.raises(StateMismatchError, match=r"sequence at slot \d+: .*Listed no longer yields"):
+            with pytest.raises(StateMismatchError, match=r"sequence at item \d+: .*Listed no longer yields"):
                 resumed(Listed(changed(slot)), progress)
 
     @pytest.mark.parametrize("slot", [70, 71, 199])
@@ -184,7 +184,7 @@ class TestDigests:
         order = WrappedSampler(Listed(changed(64, 80)), accept="sequence")
         plan = order.plan(0, 1, stopped(Listed(changed()), 70))
         batches = plan.batches(0)
-        with pytest.warns(StatefulWarning, match="Accepted: sequence at slot 64"):
+        with pytest.warns(StatefulWarning, match="Accepted: sequence at item 64"):
             next(batches)
 
         assert resumed(Listed(changed(64, 80)), plan.progress_after(1)) == changed(64, 80)[71:]
@@ -192,7 +192,7 @@ class TestDigests:
     def test_they_are_close_at_the_beginning_and_then_evenly_apart(self) -> None:
         found, slot = [], 0
         while slot <= 3 * 1024:
-            found.append(next_digest_slot(slot))
+            found.append(next_digest_index(slot))
             slot = found[-1] + 1
 
         assert found == [0, *(2**power for power in range(10)), 1024, 2 * 1024, 3 * 1024]
@@ -299,7 +299,7 @@ class TestCost:
     def test_a_long_fast_forward_is_worth_a_word(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fast_forward, "_LONG_FAST_FORWARD", 0)
         batches = WrappedSampler(Range()).plan(0, 1, Progress(consumed=100)).batches(0)
-        with pytest.warns(StatefulWarning, match=r"Range was fast-forwarded by 100 items to slot 100 of epoch 0"):
+        with pytest.warns(StatefulWarning, match=r"Range was fast-forwarded by 100 items to item 100 of epoch 0"):
             next(batches)
 
 

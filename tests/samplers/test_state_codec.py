@@ -152,7 +152,7 @@ class TestRefusals:
     )
     def test_other_mappings_are_refused_with_the_place(self, value: Any) -> None:
         with pytest.raises(
-            StateError, match=rf"state_dict\(\)\['seen'\] is a {type(value).__name__}, .* Return a dict"
+            StateError, match=rf"state_dict\(\)\['seen'\] is a {type(value).__name__}, .* Return numbers"
         ):
             to_plain({"seen": value})
 

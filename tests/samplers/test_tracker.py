@@ -25,7 +25,7 @@ from lightning_stateful.errors import (
     PositionError,
     StateMismatchError,
 )
-from lightning_stateful.mixture import Mixture, MixtureOrder, Sources
+from lightning_stateful.mixture import MixtureOrder, Sources
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
 from lightning_stateful.state import sealed
 
@@ -58,7 +58,7 @@ class OpenOrder(SampleBatchOrder):
 
 SAMPLES = SampleBatchOrder(samples=ShuffledOrder(31, 3), batch_size=2)
 BUCKETS = BucketOrder(Buckets.of([1 + n % 9 for n in range(40)], max_tokens=12, num_buckets=3), seed=3)
-MIXED = MixtureOrder(Mixture(sources=Sources(("a", "b"), (15, 40), (2, 3)), draws=(1, 2), num_steps=9, seed=3))
+MIXED = MixtureOrder(sources=Sources(("a", "b"), (15, 40), (2, 3)), draws=(1, 2), num_steps=9, seed=3)
 ORDERS = {
     "samples": SAMPLES,
     "buckets": BUCKETS,

@@ -54,6 +54,6 @@ def measure(folder: Path, num_workers: int) -> None:
 
 
 def measure_and_die_before_the_lengths(folder: Path) -> None:
-    """Ask for the lengths, and be killed once the header is written, and before the lengths are."""
+    """Ask for the lengths, and be killed once the digest is written, and before the lengths are."""
     length_cache.np.save = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     measure(folder, 0)

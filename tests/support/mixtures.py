@@ -9,10 +9,10 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from lightning_stateful.core.progress import Progress
+from lightning_stateful.core.order import Progress
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.mixture import Mixture, MixtureOrder, Sources, WeightSchedule
+from lightning_stateful.mixture import MixtureOrder, Sources, WeightSchedule
 from lightning_stateful.mixture.weights import DrawSchedule, shares_of, whole_draws
 
 NAMES = tuple("abcdefgh")
@@ -31,7 +31,7 @@ def make_sources(lengths: Sequence[int], batch_sizes: int | Sequence[int]) -> So
 def round_robin(lengths: Sequence[int], batch_sizes: int | Sequence[int], **options: Any) -> MixtureOrder:
     """Whole batches in turn."""
     sources = make_sources(lengths, batch_sizes)
-    return MixtureOrder(Mixture(sources=sources, draws=(1,) * len(sources), in_turn=True, **options))
+    return MixtureOrder(sources=sources, draws=(1,) * len(sources), in_turn=True, **options)
 
 
 def mixture(
@@ -48,7 +48,7 @@ def mixture(
     if schedule is not None:
         points = tuple(whole_draws(point) for point in schedule.shares(sources.names))
         options["schedule"] = DrawSchedule(tuple(schedule.points), points, schedule.between)
-    return MixtureOrder(Mixture(sources=sources, draws=draws, **options))
+    return MixtureOrder(sources=sources, draws=draws, **options)
 
 
 def serve(order: MixtureOrder, epoch: int, ranks: int, progress: Progress | None = None) -> list[Step]:
@@ -60,7 +60,7 @@ def serve(order: MixtureOrder, epoch: int, ranks: int, progress: Progress | None
 
 def by_source(order: MixtureOrder, steps: list[Step]) -> list[Step]:
     """Steps with pairs of source and index within it, in place of indices."""
-    starts = list(accumulate(order.mixture.sources.lengths, initial=0))
+    starts = list(accumulate(order.sources.lengths, initial=0))
 
     def locate(index: int) -> tuple[int, int]:
         source = bisect_right(starts, index) - 1
@@ -133,7 +133,7 @@ def endless_draws(draws: Sequence[int]) -> Iterator[int]:
 
 def simulated_amounts(order: MixtureOrder) -> list[int]:
     """Samples that an epoch serves of every source, from a slow simulation of one rank."""
-    mixed, lengths = order.mixture, order.mixture.sources.lengths
+    mixed, lengths = order, order.sources.lengths
     sizes = [1] * len(lengths) if mixed.by_sample else mixed.sources.batch_sizes
     whole = [
         length // size if mixed.drop_last else -(-length // size) for length, size in zip(lengths, sizes, strict=True)
@@ -160,7 +160,7 @@ def simulate(order: MixtureOrder, ranks: int) -> tuple[list[tuple[int, list[list
         Of every step in which all ranks serve one source, that source and each rank's samples of it, counted on from
         pass to pass; and what is left of every source after them.
     """
-    mixed = order.mixture
+    mixed = order
     left, served = simulated_amounts(order), [0] * len(mixed.sources)
     rules = [
         StepRule(batch_size=size, num_replicas=ranks, drop_last=mixed.drop_last) for size in mixed.sources.batch_sizes

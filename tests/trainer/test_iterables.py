@@ -212,7 +212,7 @@ def test_an_iterable_that_begins_otherwise_each_time_is_refused(tmp_path: Path) 
 def test_one_that_is_too_short_to_go_round_with_others_is_refused_with_the_remedy() -> None:
     sides = {"a": Sized(), "b": DataLoader(Numbers(30), batch_size=2)}
 
-    with pytest.raises(ConfigurationError, match=r"'a', a Sized, gives 11 batches an epoch, .* 15 steps.*'min_size'"):
+    with pytest.raises(ConfigurationError, match=r"'a' has 11 steps an epoch, and the epoch has 15.*'min_size'"):
         run(lambda: sides)
 
 

@@ -239,7 +239,7 @@ def test_a_sampler_that_has_changed_since_is_refused_even_at_the_end_of_an_epoch
 def test_other_weights_for_a_run_accepted_to_go_on_elsewhere_are_warned_of(tmp_path: Path) -> None:
     before, after, _ = CHANGED["other labels"]
     path = stopped(tmp_path, before)
-    with pytest.warns(StatefulWarning, match="Accepted: sequence at slot 4"):
+    with pytest.warns(StatefulWarning, match="Accepted: sequence at item 4"):
         run = train_with(after, ckpt_path=path, settings={"accept": ("sequence",)}, max_epochs=1)
     assert len(trained(run.ledger)) == 4
 
