@@ -7,17 +7,20 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-# Characters from which on a value under the key "state" is large, and from which on a whole node state is.
-_LARGE, _LARGE_WHOLE = 1024, 4096
+_LARGE = 1024  # Characters from which on what stands under a key "state" is large.
+_LARGE_WHOLE = 4096  # And from which on what is left of a state is.
+_PIECE = 2**20  # A large part is cut into pieces of so many: a TCPStore takes no more than 8 MiB at once.
+
+Path = tuple[str | int, ...]
 
 
 class StateText(NamedTuple):
     """A node state as JSON text.
 
     Attributes:
-        text: The state without its large parts and, for each of them, the path to it and its digest; one line.
-        digests: Digests of the large parts.
-        large: JSON text of large parts by digest: of all, or of those that the text before did not have.
+        text: ``[state, [path, digests], ...]``: the state without its large parts, and where each belongs; one line.
+        digests: Of all pieces of large parts.
+        large: Pieces of large parts by digest: all, or those that the text before did not have.
     """
 
     text: str
@@ -26,75 +29,67 @@ class StateText(NamedTuple):
 
 
 class StateEncoder:
-    """Encodes the node states of one worker slot, one after the other.
+    """Encodes the states of one worker slot, one after the other.
 
-    What stands in a state under the key ``"state"`` is that of a dataset, which may be large: it is encoded once for as
-    long as it is the same object, which must not change after it was handed over.
+    What stands under a key ``"state"`` may be the state of a user's dataset, and large: it is encoded once for as long
+    as it is the same object, which must not be changed in place.
     """
 
     def __init__(self) -> None:
-        # By path: the latest object, kept alive so that no other takes its id; its digest and text if it is large.
-        self._known: dict[tuple[str | int, ...], tuple[Any, tuple[str, str] | None]] = {}
+        # By path: the latest object, kept alive so that it is not taken for another; its pieces, none if it is small.
+        self._known: dict[Path, tuple[Any, list[tuple[str, str]]]] = {}
         self._before: tuple[str, ...] = ()
 
     def encode(self, state: Any) -> StateText:
         """Encode a state, plain JSON data."""
-        places: list[tuple[tuple[str | int, ...], str]] = []
-        large: dict[str, str] = {}
-        text = _dumps(self._without_large(state, (), places, large))
+        parts: dict[Path, list[tuple[str, str]]] = {}
+        text = _dumps(self._short(state, (), parts))
         if len(text) >= _LARGE_WHOLE:
-            digest = digest_of(text)
-            large[digest], text = text, "null"
-            places.insert(0, ((), digest))
-        found = "".join(f",{_dumps(place)}" for place in places)
-        return StateText(f"[{text}{found}]", tuple(large), large)
+            text, parts = "null", {(): _pieces(text), **parts}
+        places = [f",{_dumps([path, [digest for digest, _ in pieces]])}" for path, pieces in parts.items()]
+        large = {digest: piece for pieces in parts.values() for digest, piece in pieces}
+        return StateText(f"[{text}{''.join(places)}]", tuple(large), large)
 
     def encode_changes(self, state: Any) -> StateText:
-        """Encode a state for somebody who has been given all states before: without the large parts of the last one."""
+        """Encode a state for somebody who was given all before, which :func:`complete` puts together again."""
         encoded, before = self.encode(state), self._before
         self._before = encoded.digests
-        return encoded._replace(large={key: text for key, text in encoded.large.items() if key not in before})
+        return encoded._replace(large={key: piece for key, piece in encoded.large.items() if key not in before})
 
-    def _without_large(self, value: Any, path: tuple[str | int, ...], places: list[Any], large: dict[str, str]) -> Any:
+    def _short(self, value: Any, path: Path, parts: dict[Path, list[tuple[str, str]]]) -> Any:
+        """A copy without large parts, which are put into ``parts``."""
         if not isinstance(value, (dict, list, tuple)):
             return value
-        items: Iterable[tuple[str | int, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
-        changed: dict[Any, Any] = {}
+        short: Any = dict(value) if isinstance(value, dict) else list(value)
+        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in items:
-            if key == "state" and isinstance(part, (dict, list, tuple, str)):
-                if (found := self._if_large(part, (*path, key))) is not None:
-                    large[found[0]], changed[key] = found[1], None
-                    places.append(((*path, key), found[0]))
-            elif isinstance(part, (dict, list, tuple)):
-                short = self._without_large(part, (*path, key), places, large)
-                if short is not part:
-                    changed[key] = short
-        if not changed:
-            return value
-        if isinstance(value, dict):
-            return {**value, **changed}
-        return [changed.get(index, part) for index, part in enumerate(value)]
+            here = (*path, key)
+            if key != "state":
+                short[key] = self._short(part, here, parts)
+            elif pieces := self._pieces_if_large(part, here):
+                short[key], parts[here] = None, pieces
+        return short
 
-    def _if_large(self, state: Any, path: tuple[str | int, ...]) -> tuple[str, str] | None:
-        known, found = self._known.get(path, (None, None))
+    def _pieces_if_large(self, state: Any, path: Path) -> list[tuple[str, str]]:
+        known, pieces = self._known.get(path, (None, []))
         if known is not state:
             text = _dumps(state)
-            found = (digest_of(text), text) if len(text) >= _LARGE else None
-            self._known[path] = state, found
-        return found
+            pieces = _pieces(text) if len(text) >= _LARGE else []
+            self._known[path] = state, pieces
+        return pieces
 
 
 def complete(changes: StateText, before: StateText | None) -> StateText:
-    """What :meth:`StateEncoder.encode_changes` gave, with the large parts that the text before has."""
+    """What :meth:`StateEncoder.encode_changes` gave, with the pieces that the text before it has."""
     known = {**(before.large if before else {}), **changes.large}
     return changes._replace(large={digest: known[digest] for digest in changes.digests})
 
 
 def decode(text: str | list[Any], large: Mapping[str, str]) -> Any:
-    """The state in a text, which may be parsed already, with its large parts by digest."""
+    """The state in :attr:`StateText.text`, which may be parsed already."""
     state, *places = json.loads(text) if isinstance(text, str) else text
-    for path, digest in places:
-        part = json.loads(large[digest])
+    for path, digests in places:
+        part = json.loads("".join(large[digest] for digest in digests))
         if not path:
             state = part
             continue
@@ -105,9 +100,14 @@ def decode(text: str | list[Any], large: Mapping[str, str]) -> Any:
     return state
 
 
-def digest_of(text: str) -> str:
-    """The digest under which a large part is kept."""
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def digest_of(piece: str) -> str:
+    """The digest under which a piece of a large part is kept."""
+    return hashlib.blake2b(piece.encode(), digest_size=16).hexdigest()
+
+
+def _pieces(text: str) -> list[tuple[str, str]]:
+    pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+    return [(digest_of(piece), piece) for piece in pieces]
 
 
 def _dumps(value: Any) -> str:
