@@ -17,8 +17,8 @@ from lightning_stateful.mixture.sources import Stop
 from lightning_stateful.samplers.mixture_samplers import refuse_splits
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.streams2.hugging_face import HuggingFaceShards, is_hugging_face
-from lightning_stateful.streams2.iterables import NodeShards
 from lightning_stateful.streams2.mixing import By, Mixing
+from lightning_stateful.streams2.node_shards import NodeShards
 from lightning_stateful.streams2.nodes import NodeState
 from lightning_stateful.streams2.shards import Shards
 from lightning_stateful.streams2.source import Source, Step
