@@ -1,0 +1,175 @@
+"""Streams of chunks, such as files, each of which is opened by a function."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
+from pathlib import PurePath
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.streams2.nodes import NodeState, StreamNode
+from lightning_stateful.streams2.shards import Shards
+
+# Of a name in an error; what stands for a chunk may be all its samples.
+_MOST_CHARACTERS = 80
+
+
+class Chunks(Shards):
+    """Chunks as shards; a resume reads a chunk again up to where it stood.
+
+    A chunk is known by the value of its reference: by numbers, strings, bytes, and containers of these, and by paths
+    below the longest folder that is common to all. Of any other object only its class counts.
+
+    Args:
+        refs: What stands for each chunk: a path, or anything that can be pickled.
+        read_chunk: Opens a chunk: gives its samples, one after the other or all at once.
+        chunk_sizes: Samples of each chunk, if they are known.
+
+    Raises:
+        ConfigurationError: ``read_chunk`` is no function, or the sizes are none of these chunks.
+    """
+
+    draws = True
+
+    def __init__(
+        self,
+        refs: Sequence[Any],
+        read_chunk: Callable[[Any], Iterable[Any]],
+        chunk_sizes: Sequence[int] | None = None,
+    ) -> None:
+        if not callable(read_chunk):
+            raise ConfigurationError(f"read_chunk_fn must be a function, got {read_chunk!r}.")
+        self._refs, self._read_chunk = list(refs), read_chunk
+        self._sizes = None if chunk_sizes is None else _checked(chunk_sizes, len(self._refs))
+        self._depth = _common_depth(self._refs)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of chunks."""
+        return len(self._refs)
+
+    def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+        """The samples of a chunk."""
+        return ChunkNode(self._read_chunk, self._refs[shard])
+
+    def name(self, shard: int) -> str:
+        """Number and reference of a chunk."""
+        name = _name_of(self._refs[shard], self._depth)
+        more = "..." if len(name) > _MOST_CHARACTERS else ""
+        return f"chunk {shard} of {len(self._refs)} ({name[:_MOST_CHARACTERS]}{more})"
+
+    def describe(self) -> dict[str, Any]:
+        """The number of chunks, and a digest of their names."""
+        return {"chunks": len(self._refs), "names": self._digest}
+
+    def sizes(self) -> list[int] | None:
+        """Samples of each chunk, if they were given."""
+        return self._sizes
+
+    @cached_property
+    def _digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=8)
+        for ref in self._refs:
+            # A name may hold what is no text.
+            digest.update(f"{_name_of(ref, self._depth)}\n".encode(errors="surrogatepass"))
+        return digest.hexdigest()
+
+
+class ChunkNode(StreamNode[Any]):
+    """The samples of a chunk.
+
+    Args:
+        read_chunk: Opens the chunk.
+        ref: What stands for it.
+
+    Attributes:
+        draws: Whether the chunk is made as it is read, by code that may draw at each sample; a list is there at once.
+
+    State:
+        None: only reading again leads to a sample.
+    """
+
+    def __init__(self, read_chunk: Callable[[Any], Iterable[Any]], ref: Any) -> None:
+        super().__init__()
+        self._read_chunk, self._ref = read_chunk, ref
+        self._samples: Any = None
+        self.draws = True
+
+    def reset(self, initial_state: NodeState | None = None) -> None:
+        """Open the chunk at its beginning."""
+        super().reset(initial_state)
+        self.close()
+        samples = self._read_chunk(self._ref)
+        self._samples, self.draws = iter(samples), not hasattr(samples, "__getitem__")
+
+    def __iter__(self) -> Iterator[Any]:
+        # Without a call in between where many are taken at once.
+        return self if self._samples is None else self._samples
+
+    def next(self) -> Any:
+        """The next sample."""
+        return next(self._samples)
+
+    def get_state(self) -> Any:
+        """None: there is no state."""
+        return None
+
+    def close(self) -> None:
+        """Close a generator."""
+        if callable(close := getattr(self._samples, "close", None)):
+            close()
+        self._samples = None
+
+
+def _name_of(ref: Any, depth: int) -> str:
+    """A reference as text that is equal in other folders and processes; of a path, what is below ``depth`` folders."""
+    if isinstance(ref, (str, os.PathLike)):
+        parts = _parts(ref)[depth:]
+        return PurePath(*parts).as_posix() if parts else str(ref)
+    return _text_of(ref)
+
+
+def _text_of(ref: Any) -> str:
+    if callable(getattr(ref, "tolist", None)):
+        # Numbers and arrays of NumPy and torch.
+        ref = ref.tolist()
+    if ref is None or isinstance(ref, (int, float, complex, str, bytes)):
+        return repr(ref)
+    if isinstance(ref, Mapping):
+        return f"{{{', '.join(f'{_text_of(key)}: {_text_of(value)}' for key, value in ref.items())}}}"
+    if isinstance(ref, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_text_of, ref)))}}}"
+    if isinstance(ref, (list, tuple)):
+        inside = ", ".join(map(_text_of, ref))
+        return f"[{inside}]" if isinstance(ref, list) else f"({inside})"
+    return repr(os.fspath(ref)) if isinstance(ref, os.PathLike) else type(ref).__qualname__
+
+
+def _common_depth(refs: Sequence[Any]) -> int:
+    """How many folders, from the first on, all paths among references have in common."""
+    folders = [_parts(ref)[:-1] for ref in refs if isinstance(ref, (str, os.PathLike))]
+    pairs = zip(min(folders), max(folders), strict=False) if folders else ()
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _parts(path: str | os.PathLike[Any]) -> tuple[str, ...]:
+    return PurePath(os.fsdecode(path)).parts
+
+
+def _checked(sizes: Any, num_chunks: int) -> list[int]:
+    try:
+        checked = [as_int("A size in chunk_sizes", size) for size in sizes]
+    except TypeError:
+        raise ConfigurationError(f"chunk_sizes must be a size for each chunk, got {sizes!r}.") from None
+    if len(checked) != num_chunks:
+        raise ConfigurationError(f"chunk_sizes has {len(checked)} sizes for {num_chunks} chunks.")
+    if min(checked, default=0) < 0:
+        raise ConfigurationError(f"A size in chunk_sizes must not be negative, got {min(checked)}.")
+    return checked
