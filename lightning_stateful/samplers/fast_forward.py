@@ -185,7 +185,7 @@ def next_digest_index(index: int) -> int:
     return index if index < 2 else 1 << (index - 1).bit_length()
 
 
-def digest(item: Any, before: str = "") -> str:
+def digest(item: object, before: str = "") -> str:
     """Hex digest of an item, chained to that of an earlier one; equal for equal items in every process.
 
     Items are told apart by the numbers, strings, arrays and containers in them; of another object its ``id`` attribute
@@ -196,7 +196,7 @@ def digest(item: Any, before: str = "") -> str:
     return hashed.hexdigest()
 
 
-def _feed(hashed: Any, item: Any, depth: int) -> None:
+def _feed(hashed: hashlib.blake2b, item: object, depth: int) -> None:
     if isinstance(item, (int, np.integer)):
         hashed.update(b"i%d;" % int(item))
     elif isinstance(item, (str, bytes, float, type(None))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import random
 import sys
@@ -26,7 +27,7 @@ class Randomness(NamedTuple):
     """States of the CPU generators of torch, ``random`` and NumPy."""
 
     of_torch: torch.Tensor
-    of_python: Any
+    of_python: tuple[Any, ...]
     of_numpy: Any
 
     @classmethod
@@ -77,7 +78,7 @@ def keep_randomness() -> Iterator[None]:
         before.restore()
 
 
-def seed_generator(generator: Any, seed: int) -> None:
+def seed_generator(generator: object, seed: int) -> None:
     """Seed one of :data:`GENERATORS` in place."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
@@ -86,7 +87,7 @@ def seed_generator(generator: Any, seed: int) -> None:
         bits.state = type(bits)(derive_seed("generator", seed)).state
     elif isinstance(generator, np.random.RandomState):
         generator.seed(seed & 0xFFFFFFFF)
-    else:
+    elif isinstance(generator, random.Random):
         generator.seed(seed)
 
 
@@ -118,34 +119,24 @@ class IsolatedReads:
     _NUM_TRIED = 8
 
     def __init__(self) -> None:
-        # Reads so far that have drawn neither from NumPy nor from ``random``; None once one has.
-        self._num_idle: int | None = 0
+        # Reads so far that have drawn neither from NumPy nor from ``random``; below 0 for good once one has.
+        self._num_idle: float = 0
 
     def __call__(self, seed: int, read: Callable[[], T]) -> T:
         """Run ``read()`` under ``seed`` and return its result."""
-        of_torch = torch.default_generator.get_state()
-        try:
-            if self._num_idle is not None and self._num_idle >= self._NUM_TRIED:
+        if self._num_idle >= self._NUM_TRIED:
+            with keep_if_drawn():
                 before = _memory()
                 torch.default_generator.manual_seed(seed)
-                try:
-                    result = read()
-                finally:
-                    has_drawn = _memory() != before
-                    if has_drawn and before is not None:
-                        _put_back(before)
-                if not has_drawn:
-                    return result
-                self._num_idle = None
-            with keep_randomness():
-                seed_randomness(seed)
-                seeded = _memory()
                 result = read()
-                if self._num_idle is not None:
-                    self._num_idle = self._num_idle + 1 if seeded is not None and _memory() == seeded else None
-                return result
-        finally:
-            torch.default_generator.set_state(of_torch)
+                if _memory() == before:
+                    return result
+        with keep_randomness():
+            seed_randomness(seed)
+            before = _memory()
+            result = read()
+            self._num_idle += 1 if before is not None and _memory() == before else -math.inf
+            return result
 
 
 _NUM_WORDS = 624

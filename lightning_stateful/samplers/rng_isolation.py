@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import chain, product, repeat
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -44,8 +43,7 @@ class IsolatedCopy:
     def __init__(self, sampler: Any, *, seed: int, dataset: Any = None, as_one_rank: bool = True) -> None:
         self._seed = seed
         self._name = type(sampler).__qualname__
-        with _gc_paused():
-            made = DeepCopy(sampler, dataset)
+        made = DeepCopy(sampler, dataset)
         self.sampler = made.sampler
         self._generators, self._samplers = made.generators, made.samplers
         self._was_told = as_one_rank and _tell_of_one_rank(self._samplers, made.dicts)
@@ -235,18 +233,7 @@ class DeepCopy:
         yield from chain(items or (), *(pairs or ()))
 
 
-@contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Keep the garbage collector from going through a million new lists again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
+T = TypeVar("T")
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), range, np.int64, np.int32, np.float64, np.bool_})
 _CONTAINERS = (list, tuple, dict, set, np.ndarray, torch.Tensor)
 _SHARED = (
@@ -258,12 +245,12 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 _COUNTS = ("num_samples", "total_size", "num_selected_samples")
 
 
-def _some(values: Sequence[Any], most: int) -> Sequence[Any]:
+def _some(values: Sequence[T], most: int) -> Sequence[T]:
     """All of them, or some thousand evenly apart where there are more than ``most``."""
     return values if len(values) <= most else values[:: len(values) // 4096]
 
 
-def _is_shared(value: Any, is_held: bool) -> bool:
+def _is_shared(value: object, is_held: bool) -> bool:
     if isinstance(value, Iterator) and not hasattr(type(value).__iter__, "__code__"):
         return True
     if not is_held or isinstance(value, Sampler):
@@ -279,14 +266,14 @@ def _is_shared(value: Any, is_held: bool) -> bool:
     return is_data and not type(value).__module__.startswith(("builtins", "collections", "array"))
 
 
-def _is_mapped(array: Any) -> bool:
+def _is_mapped(array: object) -> bool:
     # What is written there goes to a file, which others may read as well.
     while array is not None and not isinstance(array, np.memmap):
         array = getattr(array, "base", None)
     return array is not None
 
 
-def _is_sampler(value: Any) -> bool:
+def _is_sampler(value: object) -> bool:
     if isinstance(value, Sampler):
         return True
     if isinstance(value, (*_SHARED, *_CONTAINERS)) or hasattr(value, "__getitem__"):
@@ -300,7 +287,7 @@ _next: Callable[[Iterator[Any]], Any] = next
 # Ranks
 
 
-def _tell_of_one_rank(samplers: Iterable[Any], dicts: Iterable[dict[Any, Any]]) -> bool:
+def _tell_of_one_rank(samplers: Iterable[object], dicts: Iterable[dict[object, object]]) -> bool:
     """Tell copies of samplers, and the arguments that they keep, that there is one rank; whether any had to be told."""
     was_told = False
     for sampler in samplers:
@@ -318,9 +305,9 @@ def _tell_of_one_rank(samplers: Iterable[Any], dicts: Iterable[dict[Any, Any]]) 
     return was_told
 
 
-def _settings_of_one_rank(sampler: Any) -> dict[str, Any]:
+def _settings_of_one_rank(sampler: object) -> dict[str, int]:
     """Attributes to set on a sampler that deals batches out by itself; empty for others."""
-    held = getattr(sampler, "__dict__", {})
+    held: dict[str, Any] = getattr(sampler, "__dict__", {})
     settings = _ranks_in(held)
     if not settings:
         return {}
@@ -337,7 +324,7 @@ def _settings_of_one_rank(sampler: Any) -> dict[str, Any]:
     return settings
 
 
-def _ranks_in(held: Mapping[Any, Any]) -> dict[str, Any]:
+def _ranks_in(held: Mapping[Any, object]) -> dict[str, int]:
     """Rank attributes to overwrite so that a dict describes one rank; empty if there are none, or they do."""
     for replicas, rank in product(_REPLICAS, _RANK):
         if replicas in held and rank in held and (held[replicas], held[rank]) != (1, 0):

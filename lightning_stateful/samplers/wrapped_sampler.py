@@ -53,7 +53,7 @@ _log = logging.getLogger("lightning_stateful")
 _MANY_ITEMS = 2**40
 _TORCHS_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 # Options that change how items are dealt out, and not what the sampler yields.
-_OF_DEALING = frozenset({"batch_size", "tail", "exact", "shuffles", "is_collated", "whole_batches"})
+_OF_DEALING = frozenset({"batch_size", "tail", "exact", "shuffles", "is_collated"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +69,10 @@ class WrappedSampler:
         sampler: Any iterable over an epoch of indices, or of batches of them.
         seed: Chooses its randomness.
         path: The place of its loader among several, which draw apart; empty for a loader that stands alone.
-        whole_batches: Whether it yields whole batches.
-        is_collated: Whether these are certainly batches of indices, of whatever type; else a tuple names one sample.
         length: Items of an epoch: ``"len"`` for its own ``len()`` if it has one, ``"unknown"`` to find out where
             it ends, or a number after which an epoch is cut off.
-        batch_size: Samples in a full batch of one rank; 1 where it yields whole batches.
+        batch_size: Samples in a full batch of one rank; None for a sampler that yields whole batches.
+        is_collated: Whether these are certainly batches of indices, of whatever type; else a tuple names one sample.
         tail: What becomes of a last step that is not full: ``"split"`` as evenly as it goes, whole batches sample by
             sample; ``"pad"`` with items of its own; or ``"drop"``.
         exact: For evaluation: never repeat an item unless there are fewer items than ranks.
@@ -94,10 +93,9 @@ class WrappedSampler:
     _: KW_ONLY
     seed: int = 0
     path: str = ""
-    whole_batches: bool = False
-    is_collated: bool = False
     length: Length = "len"
-    batch_size: int = 1
+    batch_size: int | None = 1
+    is_collated: bool = False
     tail: Tail = "split"
     exact: bool = False
     shuffles: bool = False
@@ -130,6 +128,16 @@ class WrappedSampler:
     def kind(self) -> str:
         """The name under which a state knows such a sequence."""
         return "batch_sampler" if self.whole_batches else "sampler"
+
+    @property
+    def whole_batches(self) -> bool:
+        """Whether its items are whole batches."""
+        return self.batch_size is None
+
+    @property
+    def unit(self) -> str:
+        """The unit of items: "batches" or "samples"."""
+        return "batches" if self.whole_batches else "samples"
 
     @property
     def is_known(self) -> bool:
@@ -221,18 +229,13 @@ class WrappedSampler:
                 f"{self.num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
             )
         rule = StepRule(
-            batch_size=self.batch_size,
+            batch_size=1 if self.batch_size is None else self.batch_size,
             num_replicas=num_replicas,
             drop_last=self.tail == "drop",
             exact=self.exact,
             pad=self.tail == "pad",
         )
         return WrappedEpochPlan(order=self, rule=rule, begun=here)
-
-    @property
-    def unit(self) -> str:
-        """The unit of items: "batches" or "samples"."""
-        return "batches" if self.whole_batches else "samples"
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
         """The same: items are counted alike under any configuration."""
@@ -281,7 +284,6 @@ class WrappedEpochPlan:
         self.order, self.rule, self._begun = order, rule, begun
         self._end = order.num_items
         self._latest: FastForward | None = None
-        self._repeats = ""
 
     @property
     def epoch(self) -> int:
@@ -351,9 +353,9 @@ class WrappedEpochPlan:
         return {order.unit: served, "sampler": {"class": order.name, "resume_mode": order.resume_mode}}
 
     def repeats(self) -> str:
-        """Items that are served twice, in words; empty if none are, or it is known only at the end of an epoch."""
+        """Items that are served twice, in words; empty if none are, or it is known only at the end of the epoch."""
         if self.remaining is None or (self.order.whole_batches and not self.rule.pad):
-            return self._repeats
+            return ""
         return say_repeats(self.rule.num_repeated(self.remaining), self._end or 0, self.order.unit)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -434,10 +436,9 @@ class WrappedEpochPlan:
 
     def _log_repeats(self, what: str, count: int, rank: int) -> None:
         ranks = self.rule.num_replicas
-        left = f"{count} {what} were left for the last step of epoch {self.epoch} on {ranks} ranks"
-        self._repeats = f"{left}; {ranks - count} of them are served twice"
         if rank == ranks - 1:
-            _log.warning("%s: %s.", self.order.name, self._repeats)
+            left = f"{count} {what} were left for the last step of epoch {self.epoch} on {ranks} ranks"
+            _log.warning("%s: %s; %d of them are served twice.", self.order.name, left, ranks - count)
 
     def _check_end(self, walk: FastForward, index: int) -> None:
         """Make sure, once no step is left, that a sampler with a length ends where it says."""
@@ -449,13 +450,13 @@ class WrappedEpochPlan:
             raise wrong_length(order, f"more than {end}" if found > end else f"only {found}", self.epoch)
 
 
-def knows_how_to_split(batch: Any) -> bool:
+def knows_how_to_split(batch: object) -> bool:
     """Whether a batch is an object that can be joined with others and split, as lhotse's are."""
     others = (str, bytes, bytearray, torch.Tensor)
     return not isinstance(batch, others) and all(hasattr(type(batch), name) for name in ("__add__", "__len__", "split"))
 
 
-def _can_be_split(batch: Any, is_collated: bool) -> bool:
+def _can_be_split(batch: object, is_collated: bool) -> bool:
     if isinstance(batch, (np.ndarray, torch.Tensor)):
         return batch.ndim > 0
     plain = isinstance(batch, Sequence) and not isinstance(batch, (str, bytes))

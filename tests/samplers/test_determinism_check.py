@@ -285,13 +285,13 @@ def test_a_sampler_that_ends_before_the_length_to_cut_at_is_found_at_once() -> N
 
 
 def test_a_state_that_leads_nowhere_is_done_without() -> None:
-    assert WrappedSampler(StatesItsEpochOnly(), whole_batches=True).resume_mode == "fast_forward"
+    assert WrappedSampler(StatesItsEpochOnly(), batch_size=None).resume_mode == "fast_forward"
 
 
 @pytest.mark.parametrize("make", [ShufflesRows, KeepsRows])
 def test_samplers_that_shuffle_many_batches_in_place_are_repeatable_and_stay_as_they_are(make: Any) -> None:
     sampler, expected = make(), make().batches
-    order = WrappedSampler(sampler, whole_batches=True)
+    order = WrappedSampler(sampler, batch_size=None)
     epochs = [serve(order, epoch, 1).batches for epoch in (0, 1, 0)]
 
     assert sampler.batches == expected
