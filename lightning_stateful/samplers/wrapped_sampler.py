@@ -61,14 +61,13 @@ class WrappedSampler:
     """Deals what any sampler yields out to the ranks, and resumes it exactly.
 
     In every pass a deep copy of the sampler is iterated, so that the user's object stays as it is and an epoch follows
-    from (seed, path, epoch) alone: the copy runs under randomness seeded from these, generators that it holds included,
+    from (seed, epoch) alone: the copy runs under randomness seeded from these, generators that it holds included,
     is told the epoch where it has ``set_epoch``, and believes that there is one rank. So every rank, and every resumed
     run, sees one and the same sequence of items: samples or whole batches.
 
     Attributes:
         sampler: Any iterable over an epoch of indices, or of batches of them.
         seed: Chooses its randomness.
-        path: The place of its loader among several, which draw apart; empty for a loader that stands alone.
         length: Items of an epoch: ``"len"`` for its own ``len()`` if it has one, ``"unknown"`` to find out where
             it ends, or a number after which an epoch is cut off.
         batch_size: Samples in a full batch of one rank; None for a sampler that yields whole batches.
@@ -92,7 +91,6 @@ class WrappedSampler:
     sampler: Any
     _: KW_ONLY
     seed: int = 0
-    path: str = ""
     length: Length = "len"
     batch_size: int | None = 1
     is_collated: bool = False
@@ -201,7 +199,7 @@ class WrappedSampler:
         """A fresh copy of the sampler, as the user has it now."""
         return IsolatedCopy(
             self.sampler,
-            seed=loader_seed(self.seed, self.path),
+            seed=self.seed,
             dataset=self.dataset,
             as_one_rank=self.as_one_rank,
         )
@@ -250,7 +248,7 @@ class WrappedSampler:
             shuffle: False for the first epoch over and over.
         """
         repeats = self.repeats_first_epoch or not shuffle
-        return self.replaced(path=path or self.path, exact=self.exact or exact, repeats_first_epoch=repeats)
+        return self.replaced(seed=loader_seed(self.seed, path), exact=self.exact or exact, repeats_first_epoch=repeats)
 
     def with_repeats(self) -> WrappedSampler:
         """The same, with samples served twice in place of the two at once that ``exact`` makes of single ones."""
@@ -431,7 +429,7 @@ class WrappedEpochPlan:
     def _shuffled(self, count: int, own: Indices, index: int) -> Indices:
         order = self.order
         labels = (0, 0) if order.repeats_first_epoch else (self.epoch, self._begun.cycle)
-        seed = derive_seed("ranks", loader_seed(order.seed, order.path), *labels, index)
+        seed = derive_seed("ranks", order.seed, *labels, index)
         return keyed_permutation(count, seed).take(own)
 
     def _log_repeats(self, what: str, count: int, rank: int) -> None:

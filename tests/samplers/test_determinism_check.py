@@ -263,8 +263,13 @@ def test_torchs_own_samplers_are_not_looked_at_but_a_users_within_them_is() -> N
 
 
 def test_how_an_epoch_begins_follows_from_seed_and_path() -> None:
-    options: list[dict[str, Any]] = [{}, {"seed": 1}, {"path": "a"}, {}]
-    found = [WrappedSampler(theirs.GlobalRandom(), **each).check() for each in options]
+    order = WrappedSampler(theirs.GlobalRandom())
+    others = (
+        WrappedSampler(theirs.GlobalRandom(), seed=1),
+        order.adapted(path="a"),
+        WrappedSampler(theirs.GlobalRandom()),
+    )
+    found = [each.check() for each in (order, *others)]
 
     assert found[0] == found[3]
     assert len({each.begins for each in found}) == 3
