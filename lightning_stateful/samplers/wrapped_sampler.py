@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import UNKNOWN, Progress, say_repeats
-from lightning_stateful.core.permutation import Indices, keyed_permutation
+from lightning_stateful.core.permutation import keyed_permutation
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.core.topology import split_evenly
@@ -369,10 +369,10 @@ class WrappedEpochPlan:
             left = ready if end is None else end - index
             plain = min(ready // full, rule.num_alike(left))
             if plain:
-                items = walk.take(plain * full)
+                items, own = walk.take(plain * full), slice(rank * rule.batch_size, (rank + 1) * rule.batch_size)
                 for start in range(0, plain * full, full):
-                    yield index + start + rank * rule.batch_size, self._full_share(items, start, index + start, rank)
-                index += plain * full
+                    yield index + own.start, self._in_order(items[start : start + full], index)[own]
+                    index += full
                 continue
             if not rule.num_steps(left):
                 return
@@ -388,21 +388,12 @@ class WrappedEpochPlan:
             yield index + first, self._last_share(items, left, index, rank)
             index += step
 
-    def _full_share(self, items: list[Any], start: int, index: int, rank: int) -> list[Any]:
-        """The items of ``rank`` in a full step that begins at ``start``."""
-        size = self.rule.batch_size
-        if not self.order.shuffles:
-            return items[start + rank * size : start + (rank + 1) * size]
-        own = rank * size + np.arange(size, dtype=np.int64)
-        return [items[start + offset] for offset in self._shuffled(self.rule.full, own, index).tolist()]
-
     def _last_share(self, items: list[Any], left: int, index: int, rank: int) -> list[Any]:
         """The items of ``rank``, or its part of them, in one of the last steps."""
         rule, ranks = self.rule, self.rule.num_replicas
         if not self.order.whole_batches or rule.pad or len(items) == ranks:
-            own = rule.share(left, rank)
-            own = self._shuffled(len(items), own, index) if self.order.shuffles else own
-            return [items[offset] for offset in own.tolist()]
+            ordered = self._in_order(items, index)
+            return [ordered[offset] for offset in rule.share(left, rank).tolist()]
         if not all(_can_be_split(batch, self.order.is_collated) for batch in items):
             return [self._part_of_objects(items, rank)]
         whole, rest = items[: len(items) // ranks * ranks], items[len(items) // ranks * ranks :]
@@ -426,11 +417,14 @@ class WrappedEpochPlan:
         self._log_repeats("batches", len(items), rank)
         return items[rank % len(items)]
 
-    def _shuffled(self, count: int, own: Indices, index: int) -> Indices:
+    def _in_order(self, items: list[Any], index: int) -> list[Any]:
+        """The items of a step that begins at ``index``, in the order in which ranks take them."""
         order = self.order
+        if not order.shuffles:
+            return items
         labels = (0, 0) if order.repeats_first_epoch else (self.epoch, self._begun.cycle)
-        seed = derive_seed("ranks", order.seed, *labels, index)
-        return keyed_permutation(count, seed).take(own)
+        shuffled = keyed_permutation(len(items), derive_seed("ranks", order.seed, *labels, index))
+        return [items[offset] for offset in shuffled.take(np.arange(len(items), dtype=np.int64)).tolist()]
 
     def _log_repeats(self, what: str, count: int, rank: int) -> None:
         ranks = self.rule.num_replicas
