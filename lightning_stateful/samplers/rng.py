@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import random
 import sys
@@ -119,24 +118,34 @@ class IsolatedReads:
     _NUM_TRIED = 8
 
     def __init__(self) -> None:
-        # Reads so far that have drawn neither from NumPy nor from ``random``; below 0 for good once one has.
-        self._num_idle: float = 0
+        # Reads so far that have drawn neither from NumPy nor from ``random``; None once one has.
+        self._num_idle: int | None = 0
 
     def __call__(self, seed: int, read: Callable[[], T]) -> T:
         """Run ``read()`` under ``seed`` and return its result."""
-        if self._num_idle >= self._NUM_TRIED:
-            with keep_if_drawn():
+        of_torch = torch.default_generator.get_state()
+        try:
+            if self._num_idle is not None and self._num_idle >= self._NUM_TRIED:
                 before = _memory()
                 torch.default_generator.manual_seed(seed)
-                result = read()
-                if _memory() == before:
+                try:
+                    result = read()
+                finally:
+                    has_drawn = _memory() != before
+                    if has_drawn and before is not None:
+                        _put_back(before)
+                if not has_drawn:
                     return result
-        with keep_randomness():
-            seed_randomness(seed)
-            before = _memory()
-            result = read()
-            self._num_idle += 1 if before is not None and _memory() == before else -math.inf
-            return result
+                self._num_idle = None
+            with keep_randomness():
+                seed_randomness(seed)
+                seeded = _memory()
+                result = read()
+                if self._num_idle is not None:
+                    self._num_idle = self._num_idle + 1 if seeded is not None and _memory() == seeded else None
+                return result
+        finally:
+            torch.default_generator.set_state(of_torch)
 
 
 _NUM_WORDS = 624
