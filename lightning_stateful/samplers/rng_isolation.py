@@ -72,8 +72,8 @@ class IsolatedCopy:
             self.seed(epoch, cycle, drawn)
             self.sampler.load_state_dict(from_plain(state))
         iterator = iter(self.sampler)
-        # One that is its own iterator may begin anew whenever islice() or a loop asks it for its iterator.
-        return map(_next, repeat(iterator)) if iterator is self.sampler else iterator
+        # A sampler that is its own iterator may begin anew at iter(), which islice() calls: let only next() be called.
+        return map(_next, repeat(iterator)) if hasattr(type(iterator).__iter__, "__code__") else iterator
 
     def state(self, epoch: int, cycle: int, drawn: int) -> Any:
         """The own state of a copy that has yielded ``drawn`` items, as plain data; within :meth:`entered`."""

@@ -67,6 +67,16 @@ class BeginsAnew(ByteCounter):
         return self
 
 
+class HandsOn:
+    """Is iterated as the sampler that it holds."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+
 class CountsAtTheEnd(Sampler[int]):
     """Has another order by a count of its own, which it raises when an epoch is over."""
 
@@ -222,8 +232,9 @@ def test_a_sampler_that_goes_on_where_it_was_left_does_not_count_epochs(length: 
     assert serve(order, 1, 1).samples == list(range(length))
 
 
-def test_a_sampler_that_is_its_own_iterator_and_begins_anew_is_served() -> None:
-    order = WrappedSampler(BeginsAnew())
+@pytest.mark.parametrize("make", [BeginsAnew, lambda: HandsOn(BeginsAnew())], ids=["itself", "held by another"])
+def test_a_sampler_that_is_its_own_iterator_and_begins_anew_is_served(make: Callable[[], Any]) -> None:
+    order = WrappedSampler(make())
 
     assert serve(order, 0, 1).samples == serve(order, 1, 1).samples == list(range(1, 10))
 
