@@ -15,7 +15,8 @@ def as_int(name: str, value: Any, *, least: int | None = None) -> int:
     Args:
         name: The argument's name, for the error.
         value: Its value.
-        least: The smallest value that is allowed, if there is one.
+        least: The smallest value of a count; True and False are no counts. By default any integer will do, and they
+            are 1 and 0.
 
     Raises:
         ConfigurationError: ``value`` is no integer, or too small.
@@ -24,7 +25,7 @@ def as_int(name: str, value: Any, *, least: int | None = None) -> int:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool):
+    if number is None or (least is not None and isinstance(value, bool)):
         raise ConfigurationError(f"{name} must be an integer, got {value!r}.")
     if least is not None and number < least:
         raise ConfigurationError(f"{name} must be at least {least}, got {number}.")

@@ -25,6 +25,8 @@ class Topology:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_replicas", as_int("num_replicas", self.num_replicas, least=1))
+        if isinstance(self.rank, bool):
+            raise ConfigurationError(f"rank must be an integer, got {self.rank}.")
         object.__setattr__(self, "rank", as_int("rank", self.rank))
         if not 0 <= self.rank < self.num_replicas:
             raise ConfigurationError(f"rank must be in range({self.num_replicas}), got {self.rank}.")

@@ -194,7 +194,7 @@ def _wrapped(
     dataset: Any, sampler: Any, *, seed: int, accept: tuple[str, ...], batch_size: int | None = None, **how: Any
 ) -> LoaderDescription:
     """Describe a user's sampler, which may be in a wrapper that says how it is dealt out."""
-    how |= {"dataset": dataset, "whole_batches": batch_size is None, "batch_size": batch_size or 1}
+    how |= {"dataset": dataset, "batch_size": batch_size}
     num_replicas = rank = None
     if isinstance(sampler, DDPSamplerWrapper):
         wrapper, sampler = sampler, sampler.sampler

@@ -87,7 +87,7 @@ def lengths_of(
     return found
 
 
-def names_lengths(lengths: Any) -> bool:
+def names_lengths(lengths: object) -> bool:
     """Whether lengths are given by a name or function that fits any dataset, and not as the integers of one."""
     return callable(lengths) if not isinstance(lengths, str) else Path(lengths).suffix != ".npy"
 

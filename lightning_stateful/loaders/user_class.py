@@ -34,7 +34,7 @@ class Pickled:
     A data module or trainer that holds loaders is pickled where a worker is spawned that needs one of its methods.
     """
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         # Lightning's record of set attributes would pickle the same once more.
         state = {name: value for name, value in vars(self).items() if name != "__pl_attrs_record"}
         if state.get("_reader") is not None:
@@ -80,11 +80,11 @@ def _of_original(name: str) -> Any:
     return property(read, write)
 
 
-def is_lightnings(value: Any) -> bool:
+def is_lightnings(value: object) -> bool:
     """Whether the class of ``value`` is one of Lightning's, which this layer does not import."""
     return type(value).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
-def is_torchdatas(value: Any) -> bool:
+def is_torchdatas(value: object) -> bool:
     """Whether the class of ``value`` is torchdata's: one of torch's with a state, which this package keeps itself."""
     return type(value).__module__.startswith("torchdata.")

@@ -92,7 +92,7 @@ class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
             shuffles=shuffle_samples_between_gpus,
             accept=self.accept,
         )
-        order = order.replaced(whole_batches=_yields_batches(order))
+        order = order.replaced(batch_size=None if _yields_batches(order) else 1)
         self.tracker = Tracker(order, num_replicas=num_replicas, rank=rank, accept=self.accept)
 
     @property

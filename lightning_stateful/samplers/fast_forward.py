@@ -32,6 +32,8 @@ _MOST_DRAWN, _LONG_DRAW = 4096, 0.002
 # Seconds from which on the cost of fast-forwarding is worth a word.
 _LONG_FAST_FORWARD = 1.0
 
+_END = object()
+
 
 class FastForward:
     """One pass over a fresh copy of a sampler, from any item on.
@@ -118,7 +120,6 @@ class FastForward:
         distance = self._first - self.drawn
         while self.drawn < self._first and self.end is None:
             self._pull(made, self._first - self.drawn)
-            self._ready.clear()
         if self.drawn < self._first:
             raise PositionError(
                 f"{self._first} items of {order.name} were used in epoch {self._epoch}, but now it ends before "
@@ -140,17 +141,22 @@ class FastForward:
             if began != index:
                 state = made.state(*self._pass, began) if began else None
         wanted = 1 if is_noted else min(wanted, noted - began)
-        items = islice(self._iterator, wanted)
-        try:
-            # What a sampler yielded before it failed stays. What is dropped need not be copied.
-            copies = began >= self._first and self._order.yields_containers
-            self._ready.extend(map(_kept, items) if copies else items)
-        finally:
-            self.drawn += len(self._ready) - before
+        if began < self._first:
+            # Dropped at the speed of the sampler itself.
+            item = next(islice(self._iterator, wanted - 1, None), _END)
+            self.drawn += 0 if item is _END else wanted
+        else:
+            items = islice(self._iterator, wanted)
+            try:
+                # What a sampler yielded before it failed stays.
+                self._ready.extend(map(_kept, items) if self._order.yields_containers else items)
+            finally:
+                self.drawn += len(self._ready) - before
+            item = self._ready[-1] if self._ready else _END
         if self.drawn < began + wanted:
             self.end = self.drawn
         elif is_noted:
-            self._note(began, self._ready[-1], state)
+            self._note(began, item, state)
 
     def _next_note(self, index: int) -> int:
         """The first item at or after ``index`` that is noted."""
@@ -185,7 +191,7 @@ def next_digest_index(index: int) -> int:
     return index if index < 2 else 1 << (index - 1).bit_length()
 
 
-def digest(item: Any, before: str = "") -> str:
+def digest(item: object, before: str = "") -> str:
     """Hex digest of an item, chained to that of an earlier one; equal for equal items in every process.
 
     Items are told apart by the numbers, strings, arrays and containers in them; of another object its ``id`` attribute
@@ -196,7 +202,7 @@ def digest(item: Any, before: str = "") -> str:
     return hashed.hexdigest()
 
 
-def _feed(hashed: Any, item: Any, depth: int) -> None:
+def _feed(hashed: hashlib.blake2b, item: object, depth: int) -> None:
     if isinstance(item, (int, np.integer)):
         hashed.update(b"i%d;" % int(item))
     elif isinstance(item, (str, bytes, float, type(None))):

@@ -26,7 +26,7 @@ class Randomness(NamedTuple):
     """States of the CPU generators of torch, ``random`` and NumPy."""
 
     of_torch: torch.Tensor
-    of_python: Any
+    of_python: tuple[Any, ...]
     of_numpy: Any
 
     @classmethod
@@ -77,7 +77,7 @@ def keep_randomness() -> Iterator[None]:
         before.restore()
 
 
-def seed_generator(generator: Any, seed: int) -> None:
+def seed_generator(generator: object, seed: int) -> None:
     """Seed one of :data:`GENERATORS` in place."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
@@ -86,7 +86,7 @@ def seed_generator(generator: Any, seed: int) -> None:
         bits.state = type(bits)(derive_seed("generator", seed)).state
     elif isinstance(generator, np.random.RandomState):
         generator.seed(seed & 0xFFFFFFFF)
-    else:
+    elif isinstance(generator, random.Random):
         generator.seed(seed)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import chain, product, repeat
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -44,18 +43,17 @@ class IsolatedCopy:
     def __init__(self, sampler: Any, *, seed: int, dataset: Any = None, as_one_rank: bool = True) -> None:
         self._seed = seed
         self._name = type(sampler).__qualname__
-        with _gc_paused():
-            made = DeepCopy(sampler, dataset)
+        made = DeepCopy(sampler, dataset)
         self.sampler = made.sampler
-        self._generators, self._samplers = made.generators, list(made.samplers.values())
+        self._generators, self._samplers = made.generators, made.samplers
         self._was_told = as_one_rank and _tell_of_one_rank(self._samplers, made.dicts)
         self._inner: Randomness | None = None
 
     def seed(self, *labels: int) -> None:
         """Seed everything that the copy may draw from; to be called within :meth:`entered`."""
         seed_randomness(derive_seed("sampler", self._seed, *labels))
-        for path, generator in self._generators.items():
-            seed_generator(generator, derive_seed("sampler", path, self._seed, *labels))
+        for number, generator in enumerate(self._generators):
+            seed_generator(generator, derive_seed("held generator", number, self._seed, *labels))
 
     def begin(self, epoch: int, cycle: int, drawn: int = 0, state: Any = None) -> Iterator[Any]:
         """Iterate the copy; to be called, and iterated, within :meth:`entered`.
@@ -73,7 +71,9 @@ class IsolatedCopy:
         if state is not None:
             self.seed(epoch, cycle, drawn)
             self.sampler.load_state_dict(from_plain(state))
-        return _only_next(iter(self.sampler))
+        iterator = iter(self.sampler)
+        # A sampler that is its own iterator may begin anew at iter(), which islice() calls: let only next() be called.
+        return map(_next, repeat(iterator)) if hasattr(type(iterator).__iter__, "__code__") else iterator
 
     def state(self, epoch: int, cycle: int, drawn: int) -> Any:
         """The own state of a copy that has yielded ``drawn`` items, as plain data; within :meth:`entered`."""
@@ -117,8 +117,8 @@ class DeepCopy:
 
     Attributes:
         sampler: The copy.
-        generators: Generators in the copy by where they are held, such as ``"sampler.rngs.0"``.
-        samplers: Samplers in the copy, each after those that it holds; the last is the copy itself, under ``""``.
+        generators: Generators in the copy, in the order in which they are found.
+        samplers: Samplers in the copy, each after those that it holds; the last is the copy itself.
         dicts: The dicts in the copy.
     """
 
@@ -128,34 +128,34 @@ class DeepCopy:
     def __init__(self, sampler: Any, dataset: Any = None) -> None:
         # What stands in the copy for an original, by its id: what is shared, and what is copied in one go.
         self._memo: dict[int, Any] = {} if dataset is None else {id(dataset): dataset}
-        # Originals by where they are held, each after what it holds.
-        self._found: list[tuple[str, Any]] = []
+        # Originals, each after what it holds.
+        self._found: list[Any] = []
         self._seen: set[int] = set()
-        self._look_at(sampler, "")
-        copies = [(path, value, self._copied(value)) for path, value in self._found]
-        own = [(path, copied) for path, value, copied in copies if copied is not value]
+        self._look_at(sampler, is_held=False)
+        own = [copied for value in self._found if (copied := self._copied(value)) is not value]
         self.sampler = self._copied(sampler)
-        self.generators = {path: copied for path, copied in own if isinstance(copied, GENERATORS)}
-        self.samplers = {path: copied for path, copied in own if path and _is_sampler(copied)} | {"": self.sampler}
-        self.dicts = [copied for _, copied in own if type(copied) is dict]
+        self.generators = [copied for copied in own if isinstance(copied, GENERATORS)]
+        self.samplers = [copied for copied in own if copied is not self.sampler and _is_sampler(copied)]
+        self.samplers.append(self.sampler)
+        self.dicts = [copied for copied in own if type(copied) is dict]
 
-    def _look_at(self, value: Any, path: str, in_data: bool = False) -> None:
+    def _look_at(self, value: Any, in_data: bool = False, is_held: bool = True) -> None:
         """Note a value and all that it holds."""
         if type(value) in _PLAIN or id(value) in self._memo or id(value) in self._seen:
             return
         self._seen.add(id(value))
         is_datum = in_data and not isinstance(value, (*GENERATORS, *_CONTAINERS))
         try:
-            if is_datum or _is_shared(value, path):
+            if is_datum or _is_shared(value, is_held):
                 self._memo[id(value)] = value
             else:
                 is_long = type(value) in (list, tuple, dict) and len(value) > self._LONG
-                for name, item in self._parts(value):
-                    self._look_at(item, f"{path}.{name}" if path else str(name), is_long)
+                for item in self._parts(value):
+                    self._look_at(item, is_long)
         except Exception:
             # It cannot be copied, like a lock or an open file.
             self._memo[id(value)] = value
-        self._found.append((path, value))
+        self._found.append(value)
 
     def _copied(self, value: Any) -> Any:
         try:
@@ -177,15 +177,15 @@ class DeepCopy:
             return value
         return made
 
-    def _parts(self, value: Any) -> Iterable[tuple[Any, Any]]:
-        """Parts of a value by name; none of a value that is shared or copied in one go."""
+    def _parts(self, value: Any) -> Iterable[Any]:
+        """What a value holds; nothing for a value that is shared or copied in one go."""
         copied: Any = value
         if isinstance(value, torch.Tensor):
             own = not value.is_shared() and value.nbytes <= self._MOST_BYTES  # type: ignore[no-untyped-call]  # torch's
             copied = value.detach().clone().requires_grad_(value.requires_grad) if own else value
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and value.nbytes <= self._MOST_BYTES and not _is_mapped(value):
-                return enumerate(value.flat) if value.dtype.hasobject else ()
+                return value.flat if value.dtype.hasobject else ()
         elif isinstance(value, torch.Generator):
             copied = torch.Generator(value.device).set_state(value.get_state())
         elif type(value) is set:
@@ -197,8 +197,8 @@ class DeepCopy:
         self._memo[id(value)] = copied
         return ()
 
-    def _items(self, value: Any) -> Iterable[tuple[Any, Any]]:
-        """Items of a list, tuple or dict by name."""
+    def _items(self, value: Any) -> Iterable[Any]:
+        """Keys and items of a list, tuple or dict; nothing if they are plain, or many lists of plain values."""
         items = list(value.values()) if type(value) is dict else value
         keys = value if type(value) is dict else ()
         kinds = set(map(type, _some(items, self._VERY_LONG)))
@@ -211,14 +211,10 @@ class DeepCopy:
                 items = [self._memo[id(row)] for row in items]
             self._memo[id(value)] = dict(zip(keys, items, strict=True)) if keys else type(value)(items)
             return ()
-        if not keys:
-            return enumerate(items)
-        # A key that is an object has no name that is the same in every process.
-        names = [key if type(key) in _PLAIN else number for number, key in enumerate(keys)]
-        return chain(zip(names, keys, strict=True), zip(names, items, strict=True))
+        return chain(keys, items)
 
-    def _state(self, value: Any) -> Iterable[tuple[Any, Any]]:
-        """Parts of an object by name, as :func:`copy.deepcopy` asks for them."""
+    def _state(self, value: Any) -> Iterable[Any]:
+        """What an object holds, as :func:`copy.deepcopy` asks for it."""
         try:
             reduced = value.__reduce_ex__(4)
         except Exception:
@@ -227,29 +223,17 @@ class DeepCopy:
         if isinstance(reduced, str):
             return
         _, args, state, items, pairs = (*reduced, None, None, None)[:5]
-        yield from enumerate(args)
+        yield from args
         for held in state if type(state) is tuple else (state,):
             for name, item in held.items() if type(held) is dict else (("", held),):
                 if str(name).startswith("__pl_saved"):
                     # Lightning notes the arguments of samplers that are made while it asks for loaders.
                     self._memo[id(item)] = item
-                yield name, item
-        yield from enumerate(items or ())
-        yield from pairs or ()
+                yield item
+        yield from chain(items or (), *(pairs or ()))
 
 
-@contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Keep the garbage collector from going through a million new lists again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
+T = TypeVar("T")
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), range, np.int64, np.int32, np.float64, np.bool_})
 _CONTAINERS = (list, tuple, dict, set, np.ndarray, torch.Tensor)
 _SHARED = (
@@ -261,15 +245,15 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 _COUNTS = ("num_samples", "total_size", "num_selected_samples")
 
 
-def _some(values: Sequence[Any], most: int) -> Sequence[Any]:
+def _some(values: Sequence[T], most: int) -> Sequence[T]:
     """All of them, or some thousand evenly apart where there are more than ``most``."""
     return values if len(values) <= most else values[:: len(values) // 4096]
 
 
-def _is_shared(value: Any, path: str) -> bool:
+def _is_shared(value: object, is_held: bool) -> bool:
     if isinstance(value, Iterator) and not hasattr(type(value).__iter__, "__code__"):
         return True
-    if not path or isinstance(value, Sampler):
+    if not is_held or isinstance(value, Sampler):
         return False
     if isinstance(value, _SHARED):
         return True
@@ -282,14 +266,14 @@ def _is_shared(value: Any, path: str) -> bool:
     return is_data and not type(value).__module__.startswith(("builtins", "collections", "array"))
 
 
-def _is_mapped(array: Any) -> bool:
+def _is_mapped(array: object) -> bool:
     # What is written there goes to a file, which others may read as well.
     while array is not None and not isinstance(array, np.memmap):
         array = getattr(array, "base", None)
     return array is not None
 
 
-def _is_sampler(value: Any) -> bool:
+def _is_sampler(value: object) -> bool:
     if isinstance(value, Sampler):
         return True
     if isinstance(value, (*_SHARED, *_CONTAINERS)) or hasattr(value, "__getitem__"):
@@ -297,18 +281,13 @@ def _is_sampler(value: Any) -> bool:
     return hasattr(value, "__iter__") and hasattr(value, "__dict__")
 
 
-def _only_next(iterator: Iterator[Any]) -> Iterator[Any]:
-    """An iterator of which only ``next`` is asked: a sampler that is its own iterator may begin anew at ``iter()``."""
-    if not hasattr(type(iterator).__iter__, "__code__"):
-        return iterator
-    step: Callable[[Iterator[Any]], Any] = next
-    return map(step, repeat(iterator))
+_next: Callable[[Iterator[Any]], Any] = next
 
 
 # Ranks
 
 
-def _tell_of_one_rank(samplers: Iterable[Any], dicts: Iterable[dict[Any, Any]]) -> bool:
+def _tell_of_one_rank(samplers: Iterable[object], dicts: Iterable[dict[object, object]]) -> bool:
     """Tell copies of samplers, and the arguments that they keep, that there is one rank; whether any had to be told."""
     was_told = False
     for sampler in samplers:
@@ -326,9 +305,9 @@ def _tell_of_one_rank(samplers: Iterable[Any], dicts: Iterable[dict[Any, Any]]) 
     return was_told
 
 
-def _settings_of_one_rank(sampler: Any) -> dict[str, Any]:
+def _settings_of_one_rank(sampler: object) -> dict[str, int]:
     """Attributes to set on a sampler that deals batches out by itself; empty for others."""
-    held = getattr(sampler, "__dict__", {})
+    held: dict[str, Any] = getattr(sampler, "__dict__", {})
     settings = _ranks_in(held)
     if not settings:
         return {}
@@ -345,7 +324,7 @@ def _settings_of_one_rank(sampler: Any) -> dict[str, Any]:
     return settings
 
 
-def _ranks_in(held: Mapping[Any, Any]) -> dict[str, Any]:
+def _ranks_in(held: Mapping[Any, object]) -> dict[str, int]:
     """Rank attributes to overwrite so that a dict describes one rank; empty if there are none, or they do."""
     for replicas, rank in product(_REPLICAS, _RANK):
         if replicas in held and rank in held and (held[replicas], held[rank]) != (1, 0):

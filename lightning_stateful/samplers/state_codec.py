@@ -36,7 +36,39 @@ def to_plain(value: Any, path: str = "state_dict()", owner: str = "sampler") -> 
     Raises:
         StateError: Something in it is none of these.
     """
-    return _to_plain(value, f"The {owner}'s {path}")
+    kind = type(value)
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        return value
+    if kind is list:
+        return [to_plain(item, f"{path}[{number}]", owner) for number, item in enumerate(value)]
+    if kind is dict and _TAG not in value and all(type(key) is str for key in value):
+        return {key: to_plain(item, f"{path}[{key!r}]", owner) for key, item in value.items()}
+    if kind in _CONTAINERS.values():
+        if isinstance(value, dict):
+            parts = [
+                [to_plain(key, path, owner), to_plain(item, f"{path}[{key!r}]", owner)] for key, item in value.items()
+            ]
+        else:
+            # Sets have no order: sorted, equal sets give equal states.
+            parts = to_plain(sorted(value, key=repr) if kind in (set, frozenset) else list(value), path, owner)
+        return {_TAG: [kind.__name__, parts, *([value.maxlen] if kind is deque else [])]}
+    if kind is float:
+        return {_TAG: ["float", repr(value)]}
+    file = io.BytesIO()
+    if kind in (bytes, bytearray):
+        file.write(value)
+    elif isinstance(value, torch.Tensor):
+        kind = torch.Tensor
+        torch.save(value.detach().cpu().clone(), file)
+    elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        kind = np.generic if isinstance(value, np.generic) else np.ndarray
+        np.save(file, value, allow_pickle=False)
+    else:
+        raise StateError(
+            f"The {owner}'s {path} is a {kind.__qualname__}, which cannot be kept in a checkpoint. Return numbers, "
+            "strings, bytes, lists, tuples, sets, dicts, arrays or tensors."
+        )
+    return {_TAG: [kind.__name__, base64.b64encode(file.getvalue()).decode()]}
 
 
 def from_plain(value: Any) -> Any:
@@ -55,40 +87,6 @@ def from_plain(value: Any) -> Any:
         return _from_tagged(*value[_TAG])
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError, EOFError, UnpicklingError) as error:
         raise DamagedStateError(f"A state holds {value!r}, which nothing can be made of.") from error
-
-
-def _to_plain(value: Any, path: str) -> Any:
-    kind = type(value)
-    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
-        return value
-    if kind is list:
-        return [_to_plain(item, f"{path}[{number}]") for number, item in enumerate(value)]
-    if kind is dict and _TAG not in value and all(type(key) is str for key in value):
-        return {key: _to_plain(item, f"{path}[{key!r}]") for key, item in value.items()}
-    if kind in _CONTAINERS.values():
-        if isinstance(value, dict):
-            parts = [[_to_plain(key, path), _to_plain(item, f"{path}[{key!r}]")] for key, item in value.items()]
-        else:
-            # Sets have no order: sorted, equal sets give equal states.
-            parts = _to_plain(sorted(value, key=repr) if kind in (set, frozenset) else list(value), path)
-        return {_TAG: [kind.__name__, parts, *([value.maxlen] if kind is deque else [])]}
-    if kind is float:
-        return {_TAG: ["float", repr(value)]}
-    file = io.BytesIO()
-    if kind in (bytes, bytearray):
-        file.write(value)
-    elif isinstance(value, torch.Tensor):
-        kind = torch.Tensor
-        torch.save(value.detach().cpu().clone(), file)
-    elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-        kind = np.generic if isinstance(value, np.generic) else np.ndarray
-        np.save(file, value, allow_pickle=False)
-    else:
-        raise StateError(
-            f"{path} is a {kind.__qualname__}, which cannot be kept in a checkpoint. Return numbers, strings, bytes, "
-            "lists, tuples, sets, dicts, arrays or tensors."
-        )
-    return {_TAG: [kind.__name__, base64.b64encode(file.getvalue()).decode()]}
 
 
 def _from_tagged(kind: str, value: Any, *options: Any) -> Any:

@@ -93,11 +93,6 @@ class Tracker:
         return detect_topology(self.num_replicas, self.rank)
 
     @property
-    def num_handed(self) -> int:
-        """Steps of the latest pass that were handed over."""
-        return self._num_handed
-
-    @property
     def progress(self) -> Progress:
         """The progress of a model that has been trained on everything that was handed over."""
         return self._progress_in(self.current_plan(), self._num_handed)

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import UNKNOWN, Progress, say_repeats
-from lightning_stateful.core.permutation import Indices, keyed_permutation
+from lightning_stateful.core.permutation import keyed_permutation
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.core.topology import split_evenly
@@ -53,7 +53,7 @@ _log = logging.getLogger("lightning_stateful")
 _MANY_ITEMS = 2**40
 _TORCHS_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 # Options that change how items are dealt out, and not what the sampler yields.
-_OF_DEALING = frozenset({"batch_size", "tail", "exact", "shuffles", "is_collated", "whole_batches"})
+_OF_DEALING = frozenset({"batch_size", "tail", "exact", "shuffles", "is_collated"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,19 +61,17 @@ class WrappedSampler:
     """Deals what any sampler yields out to the ranks, and resumes it exactly.
 
     In every pass a deep copy of the sampler is iterated, so that the user's object stays as it is and an epoch follows
-    from (seed, path, epoch) alone: the copy runs under randomness seeded from these, generators that it holds included,
+    from (seed, epoch) alone: the copy runs under randomness seeded from these, generators that it holds included,
     is told the epoch where it has ``set_epoch``, and believes that there is one rank. So every rank, and every resumed
     run, sees one and the same sequence of items: samples or whole batches.
 
     Attributes:
         sampler: Any iterable over an epoch of indices, or of batches of them.
         seed: Chooses its randomness.
-        path: The place of its loader among several, which draw apart; empty for a loader that stands alone.
-        whole_batches: Whether it yields whole batches.
-        is_collated: Whether these are certainly batches of indices, of whatever type; else a tuple names one sample.
         length: Items of an epoch: ``"len"`` for its own ``len()`` if it has one, ``"unknown"`` to find out where
             it ends, or a number after which an epoch is cut off.
-        batch_size: Samples in a full batch of one rank; 1 where it yields whole batches.
+        batch_size: Samples in a full batch of one rank; None for a sampler that yields whole batches.
+        is_collated: Whether these are certainly batches of indices, of whatever type; else a tuple names one sample.
         tail: What becomes of a last step that is not full: ``"split"`` as evenly as it goes, whole batches sample by
             sample; ``"pad"`` with items of its own; or ``"drop"``.
         exact: For evaluation: never repeat an item unless there are fewer items than ranks.
@@ -93,11 +91,9 @@ class WrappedSampler:
     sampler: Any
     _: KW_ONLY
     seed: int = 0
-    path: str = ""
-    whole_batches: bool = False
-    is_collated: bool = False
     length: Length = "len"
-    batch_size: int = 1
+    batch_size: int | None = 1
+    is_collated: bool = False
     tail: Tail = "split"
     exact: bool = False
     shuffles: bool = False
@@ -130,6 +126,16 @@ class WrappedSampler:
     def kind(self) -> str:
         """The name under which a state knows such a sequence."""
         return "batch_sampler" if self.whole_batches else "sampler"
+
+    @property
+    def whole_batches(self) -> bool:
+        """Whether its items are whole batches."""
+        return self.batch_size is None
+
+    @property
+    def unit(self) -> str:
+        """The unit of items: "batches" or "samples"."""
+        return "batches" if self.whole_batches else "samples"
 
     @property
     def is_known(self) -> bool:
@@ -193,7 +199,7 @@ class WrappedSampler:
         """A fresh copy of the sampler, as the user has it now."""
         return IsolatedCopy(
             self.sampler,
-            seed=loader_seed(self.seed, self.path),
+            seed=self.seed,
             dataset=self.dataset,
             as_one_rank=self.as_one_rank,
         )
@@ -221,18 +227,13 @@ class WrappedSampler:
                 f"{self.num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
             )
         rule = StepRule(
-            batch_size=self.batch_size,
+            batch_size=1 if self.batch_size is None else self.batch_size,
             num_replicas=num_replicas,
             drop_last=self.tail == "drop",
             exact=self.exact,
             pad=self.tail == "pad",
         )
         return WrappedEpochPlan(order=self, rule=rule, begun=here)
-
-    @property
-    def unit(self) -> str:
-        """The unit of items: "batches" or "samples"."""
-        return "batches" if self.whole_batches else "samples"
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
         """The same: items are counted alike under any configuration."""
@@ -247,7 +248,7 @@ class WrappedSampler:
             shuffle: False for the first epoch over and over.
         """
         repeats = self.repeats_first_epoch or not shuffle
-        return self.replaced(path=path or self.path, exact=self.exact or exact, repeats_first_epoch=repeats)
+        return self.replaced(seed=loader_seed(self.seed, path), exact=self.exact or exact, repeats_first_epoch=repeats)
 
     def with_repeats(self) -> WrappedSampler:
         """The same, with samples served twice in place of the two at once that ``exact`` makes of single ones."""
@@ -281,7 +282,6 @@ class WrappedEpochPlan:
         self.order, self.rule, self._begun = order, rule, begun
         self._end = order.num_items
         self._latest: FastForward | None = None
-        self._repeats = ""
 
     @property
     def epoch(self) -> int:
@@ -351,9 +351,9 @@ class WrappedEpochPlan:
         return {order.unit: served, "sampler": {"class": order.name, "resume_mode": order.resume_mode}}
 
     def repeats(self) -> str:
-        """Items that are served twice, in words; empty if none are, or it is known only at the end of an epoch."""
+        """Items that are served twice, in words; empty if none are, or it is known only at the end of the epoch."""
         if self.remaining is None or (self.order.whole_batches and not self.rule.pad):
-            return self._repeats
+            return ""
         return say_repeats(self.rule.num_repeated(self.remaining), self._end or 0, self.order.unit)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -369,10 +369,10 @@ class WrappedEpochPlan:
             left = ready if end is None else end - index
             plain = min(ready // full, rule.num_alike(left))
             if plain:
-                items = walk.take(plain * full)
+                items, own = walk.take(plain * full), slice(rank * rule.batch_size, (rank + 1) * rule.batch_size)
                 for start in range(0, plain * full, full):
-                    yield index + start + rank * rule.batch_size, self._full_share(items, start, index + start, rank)
-                index += plain * full
+                    yield index + own.start, self._in_order(items[start : start + full], index)[own]
+                    index += full
                 continue
             if not rule.num_steps(left):
                 return
@@ -388,21 +388,12 @@ class WrappedEpochPlan:
             yield index + first, self._last_share(items, left, index, rank)
             index += step
 
-    def _full_share(self, items: list[Any], start: int, index: int, rank: int) -> list[Any]:
-        """The items of ``rank`` in a full step that begins at ``start``."""
-        size = self.rule.batch_size
-        if not self.order.shuffles:
-            return items[start + rank * size : start + (rank + 1) * size]
-        own = rank * size + np.arange(size, dtype=np.int64)
-        return [items[start + offset] for offset in self._shuffled(self.rule.full, own, index).tolist()]
-
     def _last_share(self, items: list[Any], left: int, index: int, rank: int) -> list[Any]:
         """The items of ``rank``, or its part of them, in one of the last steps."""
         rule, ranks = self.rule, self.rule.num_replicas
         if not self.order.whole_batches or rule.pad or len(items) == ranks:
-            own = rule.share(left, rank)
-            own = self._shuffled(len(items), own, index) if self.order.shuffles else own
-            return [items[offset] for offset in own.tolist()]
+            ordered = self._in_order(items, index)
+            return [ordered[offset] for offset in rule.share(left, rank).tolist()]
         if not all(_can_be_split(batch, self.order.is_collated) for batch in items):
             return [self._part_of_objects(items, rank)]
         whole, rest = items[: len(items) // ranks * ranks], items[len(items) // ranks * ranks :]
@@ -426,18 +417,20 @@ class WrappedEpochPlan:
         self._log_repeats("batches", len(items), rank)
         return items[rank % len(items)]
 
-    def _shuffled(self, count: int, own: Indices, index: int) -> Indices:
+    def _in_order(self, items: list[Any], index: int) -> list[Any]:
+        """The items of a step that begins at ``index``, in the order in which ranks take them."""
         order = self.order
+        if not order.shuffles:
+            return items
         labels = (0, 0) if order.repeats_first_epoch else (self.epoch, self._begun.cycle)
-        seed = derive_seed("ranks", loader_seed(order.seed, order.path), *labels, index)
-        return keyed_permutation(count, seed).take(own)
+        shuffled = keyed_permutation(len(items), derive_seed("ranks", order.seed, *labels, index))
+        return [items[offset] for offset in shuffled.take(np.arange(len(items), dtype=np.int64)).tolist()]
 
     def _log_repeats(self, what: str, count: int, rank: int) -> None:
         ranks = self.rule.num_replicas
-        left = f"{count} {what} were left for the last step of epoch {self.epoch} on {ranks} ranks"
-        self._repeats = f"{left}; {ranks - count} of them are served twice"
         if rank == ranks - 1:
-            _log.warning("%s: %s.", self.order.name, self._repeats)
+            left = f"{count} {what} were left for the last step of epoch {self.epoch} on {ranks} ranks"
+            _log.warning("%s: %s; %d of them are served twice.", self.order.name, left, ranks - count)
 
     def _check_end(self, walk: FastForward, index: int) -> None:
         """Make sure, once no step is left, that a sampler with a length ends where it says."""
@@ -449,13 +442,13 @@ class WrappedEpochPlan:
             raise wrong_length(order, f"more than {end}" if found > end else f"only {found}", self.epoch)
 
 
-def knows_how_to_split(batch: Any) -> bool:
+def knows_how_to_split(batch: object) -> bool:
     """Whether a batch is an object that can be joined with others and split, as lhotse's are."""
     others = (str, bytes, bytearray, torch.Tensor)
     return not isinstance(batch, others) and all(hasattr(type(batch), name) for name in ("__add__", "__len__", "split"))
 
 
-def _can_be_split(batch: Any, is_collated: bool) -> bool:
+def _can_be_split(batch: object, is_collated: bool) -> bool:
     if isinstance(batch, (np.ndarray, torch.Tensor)):
         return batch.ndim > 0
     plain = isinstance(batch, Sequence) and not isinstance(batch, (str, bytes))

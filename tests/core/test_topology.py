@@ -24,6 +24,7 @@ from lightning_stateful.errors import ConfigurationError
         ({"num_replicas": "2"}, "num_replicas must be an integer, got '2'"),
         ({"num_replicas": True}, "num_replicas must be an integer, got True"),
         ({"rank": 0.0}, r"rank must be an integer, got 0\.0"),
+        ({"rank": True, "num_replicas": 2}, "rank must be an integer, got True"),
     ],
 )
 def test_a_value_outside_its_range_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from lightning_stateful import patch_dataloader
 from lightning_stateful.core import Progress
@@ -132,11 +132,6 @@ class TestDatasetsThatReadBatches:
         # A sample by itself would be mixed with itself.
         assert all(value != index for index, value in enumerate(mixed) if index % 3 != 1)
         assert len(set(mixed)) == LENGTH
-
-    def test_a_subset_passes_batches_on(self) -> None:
-        alone = [batch[1].tolist() for batch in a_loader(Mixup(), shuffle=False)]
-
-        assert [batch[1].tolist() for batch in a_loader(Subset(Mixup(), range(LENGTH)), shuffle=False)] == alone
 
     @pytest.mark.parametrize("num_workers", [0, 1])
     def test_a_transform_of_hugging_face_may_pad_its_batch(self, num_workers: int) -> None:

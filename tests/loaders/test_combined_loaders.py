@@ -105,15 +105,6 @@ class TestWhereLoadersStand:
             for step, expected in enumerate(steps):
                 assert {path: at(loaders, path, epoch, step) for path in expected} == expected, (rank, step)
 
-    def test_a_loader_that_starts_over_leaves_out_the_dropped_tail_of_every_pass(self) -> None:
-        loaders = combined({"short": (5, 2), "long": (12, 2)}, drop_last=True)
-
-        assert consumed(loaders, "short", 0, 6) == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0), (2, 2)]
-
-    @pytest.mark.parametrize("mode", MODES)
-    def test_a_single_loader_never_starts_over(self, mode: str) -> None:
-        assert consumed(combined({"": (4, 2)}, mode), "", 0, 4) == [(0, 0), (0, 2), None, None]
-
     @pytest.mark.parametrize("mode", ["min_size", "max_size"])
     def test_a_loader_that_is_done_stands_nowhere_and_has_consumed_its_epoch(self, mode: str) -> None:
         loaders = combined({"short": (5, 2), "long": (10, 2)}, mode)
@@ -124,14 +115,6 @@ class TestWhereLoadersStand:
     @pytest.mark.parametrize("sizes", [{"": (0, 2)}, {"": (1, 2)}, {"": (1, 2), "b": (6, 2)}])
     def test_a_loader_without_a_batch_stands_nowhere(self, sizes: dict[str, tuple[int, int]]) -> None:
         assert at(combined(sizes, drop_last=True), "", 0, 0) is None
-
-    def test_asking_moves_nothing(self) -> None:
-        loaders = two()
-        before = consumed(loaders, "a", 1, 5)
-        loaders.plan_at("a", 3, 2)
-        loaders.state_at(2, 4)
-
-        assert consumed(loaders, "a", 1, 5) == before
 
     def test_other_modes_are_refused_by_name(self) -> None:
         with pytest.raises(ConfigurationError, match=r"modes \('min_size', 'max_size', 'max_size_cycle'\).*'sequen"):
@@ -162,18 +145,6 @@ class TestStates:
 
         assert combined({"": (10, 2)}, shuffle=True).state_at(0, 2) == loader.state_dict()
 
-    def test_several_loaders_state_is_one_envelope_a_loader(self) -> None:
-        state = combined({"a": (4, 2), "b.0": (10, 3)}).state_at(1, 3)
-
-        assert (state["kind"], state["config"]) == ("combined", {"mode": "max_size_cycle"})
-        assert {path: part["progress"] for path, part in state["loaders"].items()} == {
-            "a": {"epoch": 1, "cycle": 1, "consumed": 2},
-            "b.0": {"epoch": 1, "cycle": 0, "consumed": 9},
-        }
-
-    def test_a_single_loader_in_a_list_or_dict_keeps_its_path(self) -> None:
-        assert list(combined({"a": (4, 2)}).state_at(0, 1)["loaders"]) == ["a"]
-
 
 class TestLoading:
     @given(SIZES, st.sampled_from(MODES), st.integers(1, 3), st.booleans(), st.integers(0, 2))
@@ -192,12 +163,6 @@ class TestLoading:
                 assert rest == [each[path] for each in whole[step:]]
                 assert at(fresh, path, epoch + 1, 0) == following[0][path]
 
-    @pytest.mark.parametrize("mode", MODES)
-    def test_after_the_last_step_no_step_is_left(self, mode: str) -> None:
-        saving = two(mode)
-
-        assert two(mode).load(saving.state_at(1, saving.num_batches()), where=WHERE) == (1, saving.num_batches())
-
     def test_loading_again_forgets_what_was_loaded_before(self) -> None:
         loaders = combined({"": (20, 2)})
         loaders.load(combined({"": (20, 3)}).state_at(2, 3), where=WHERE)
@@ -205,12 +170,6 @@ class TestLoading:
 
         assert consumed(loaders, "", 5, 10)[6] == (0, 12)
         assert consumed(loaders, "", 2, 10)[1] == (0, 2)
-
-    def test_epochs_after_the_resumed_one_are_whole(self) -> None:
-        loaders = combined({"": (20, 3)}, ranks=2)
-        loaders.load(combined({"": (20, 2)}).state_at(2, 5), where=WHERE)
-
-        assert consumed(loaders, "", 3, 5) == [(0, 0), (0, 6), (0, 12), (0, 18), None]
 
 
 def of_batches(sampler: Any, length: int = 22, **options: Any) -> StatefulLoader:
@@ -278,15 +237,6 @@ class TestStartingOver:
         assert set(served) == set(data)
         # Where sources or last steps come twice, they do in a whole pass, too.
         assert kind == "mixture" or len(served) - len(data) < 2 * max(ranks, 2)
-
-    @pytest.mark.parametrize("kind", ["turns", "buckets"])
-    def test_later_epochs_begin_with_a_first_pass(self, kind: str) -> None:
-        loaders = beside_a_long_one(kind)
-        fresh = beside_a_long_one(kind)
-        fresh.load(loaders.state_at(1, 20), where=WHERE)
-
-        assert at(fresh, "short", 2, 0) == at(loaders, "short", 2, 0)
-        assert at(fresh, "short", 2, 0)[0].cycle == 0
 
 
 def flat(found: Served) -> list[int]:

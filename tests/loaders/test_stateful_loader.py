@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
-    DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
@@ -23,9 +22,7 @@ from torch.utils.data import (
 
 from lightning_stateful.core import Progress
 from lightning_stateful.errors import (
-    DamagedStateError,
     StatefulWarning,
-    StateMismatchError,
     UnsupportedLoaderError,
 )
 from lightning_stateful.loaders import StatefulLoader, take_over
@@ -94,12 +91,6 @@ EPOCHS = [read(batches) for loader in [a_loader()] for batches in (list(loader),
 
 
 class TestPasses:
-    def test_without_shuffling_it_serves_what_a_data_loader_serves(self) -> None:
-        for options in ({"batch_size": 5}, {"batch_size": 5, "drop_last": True}, {"batch_size": 4}):
-            ours, theirs = a_loader(shuffle=False, **options), DataLoader(Numbers(), **options)
-            assert read(ours) == read(theirs)
-            assert len(ours) == len(theirs)
-
     def test_an_exhausted_pass_stays_exhausted(self) -> None:
         loader = a_loader()
         iterator = iter(loader)
@@ -234,24 +225,6 @@ class TestRefusals:
         with pytest.warns(StatefulWarning, match=r"dataset\.fingerprint \(saved 'one', now 'other'\)"):
             loaders[1].load_state_dict(loaders[0].state_dict())
 
-    def test_a_state_that_was_edited_is_refused(self) -> None:
-        state = a_loader().state_dict()
-        state["progress"]["consumed"] = 4
-
-        with pytest.raises(DamagedStateError, match="does not have the checksum of its contents"):
-            resumed(state)
-
-    def test_an_accepted_difference_passes(self) -> None:
-        loader = a_loader()
-        take(loader, 2)
-        state = loader.state_dict()
-
-        longer = resumed(state, length=14, accept=("dataset.length",))
-        assert sum(map(len, read(longer))) == 10
-        with pytest.raises(StateMismatchError, match="seed: saved 0, now 1"):
-            resumed(state, length=14, seed=1, accept=("dataset.length",))
-        assert sum(map(len, read(resumed(state, length=14, seed=1, accept=("dataset", "seed"))))) == 10
-
 
 class TestRandomness:
     @staticmethod
@@ -270,25 +243,6 @@ class TestRandomness:
 
         assert seen == [True] * 6
         assert self.generators() == before
-
-
-class TestOtherTopologies:
-    @staticmethod
-    def ranks(num_replicas: int, state: dict[str, Any] | None, **options: Any) -> list[StatefulLoader]:
-        loaders = [a_loader(num_replicas=num_replicas, rank=rank, **options) for rank in range(num_replicas)]
-        for loader in loaders if state else ():
-            loader.load_state_dict(state)
-        return loaders
-
-    def test_more_ranks_and_another_batch_size_go_on_in_the_same_sequence(self) -> None:
-        loader = a_loader()
-        take(loader, 2)
-        four = self.ranks(4, loader.state_dict(), batch_size=1)
-
-        assert [[index for batch in read(step) for index in batch] for step in zip(*four, strict=True)] == [
-            EPOCHS[0][2] + EPOCHS[0][3],
-            EPOCHS[0][4] + EPOCHS[0][5],
-        ]
 
 
 class TestWithoutLightning:

@@ -67,6 +67,16 @@ class BeginsAnew(ByteCounter):
         return self
 
 
+class HandsOn:
+    """Is iterated as the sampler that it holds."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+
 class CountsAtTheEnd(Sampler[int]):
     """Has another order by a count of its own, which it raises when an epoch is over."""
 
@@ -222,8 +232,9 @@ def test_a_sampler_that_goes_on_where_it_was_left_does_not_count_epochs(length: 
     assert serve(order, 1, 1).samples == list(range(length))
 
 
-def test_a_sampler_that_is_its_own_iterator_and_begins_anew_is_served() -> None:
-    order = WrappedSampler(BeginsAnew())
+@pytest.mark.parametrize("make", [BeginsAnew, lambda: HandsOn(BeginsAnew())], ids=["itself", "held by another"])
+def test_a_sampler_that_is_its_own_iterator_and_begins_anew_is_served(make: Callable[[], Any]) -> None:
+    order = WrappedSampler(make())
 
     assert serve(order, 0, 1).samples == serve(order, 1, 1).samples == list(range(1, 10))
 
@@ -263,8 +274,13 @@ def test_torchs_own_samplers_are_not_looked_at_but_a_users_within_them_is() -> N
 
 
 def test_how_an_epoch_begins_follows_from_seed_and_path() -> None:
-    options: list[dict[str, Any]] = [{}, {"seed": 1}, {"path": "a"}, {}]
-    found = [WrappedSampler(theirs.GlobalRandom(), **each).check() for each in options]
+    order = WrappedSampler(theirs.GlobalRandom())
+    others = (
+        WrappedSampler(theirs.GlobalRandom(), seed=1),
+        order.adapted(path="a"),
+        WrappedSampler(theirs.GlobalRandom()),
+    )
+    found = [each.check() for each in (order, *others)]
 
     assert found[0] == found[3]
     assert len({each.begins for each in found}) == 3
@@ -285,13 +301,13 @@ def test_a_sampler_that_ends_before_the_length_to_cut_at_is_found_at_once() -> N
 
 
 def test_a_state_that_leads_nowhere_is_done_without() -> None:
-    assert WrappedSampler(StatesItsEpochOnly(), whole_batches=True).resume_mode == "fast_forward"
+    assert WrappedSampler(StatesItsEpochOnly(), batch_size=None).resume_mode == "fast_forward"
 
 
 @pytest.mark.parametrize("make", [ShufflesRows, KeepsRows])
 def test_samplers_that_shuffle_many_batches_in_place_are_repeatable_and_stay_as_they_are(make: Any) -> None:
     sampler, expected = make(), make().batches
-    order = WrappedSampler(sampler, whole_batches=True)
+    order = WrappedSampler(sampler, batch_size=None)
     epochs = [serve(order, epoch, 1).batches for epoch in (0, 1, 0)]
 
     assert sampler.batches == expected

@@ -239,7 +239,7 @@ class TestStates:
 class TestDrawnAhead:
     @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
     def test_a_batch_that_is_filled_anew_is_served_as_it_was_yielded(self, kind: Any) -> None:
-        found = slots_of(WrappedSampler(Refills(kind), whole_batches=True))
+        found = slots_of(WrappedSampler(Refills(kind), batch_size=None))
 
         assert [[int(index) for index in batch] for batch in found] == [
             list(range(start, start + 3)) for start in range(0, 24, 3)

@@ -48,13 +48,13 @@ class Nested:
 
 @pytest.mark.parametrize("container", [[], deque(), UserList(), array("q")], ids=["list", "deque", "UserList", "array"])
 def test_a_container_that_is_yielded_again_and_again_is_served_as_it_was_each_time(container: Any) -> None:
-    served = batches_of(WrappedSampler(Sliding(container), whole_batches=True, length="unknown"))
+    served = batches_of(WrappedSampler(Sliding(container), batch_size=None, length="unknown"))
 
     assert [list(batch) for batch in served] == [list(range(max(last - 2, 0), last + 1)) for last in range(300)]
 
 
 def test_lists_within_a_batch_are_served_as_they_were() -> None:
-    assert batches_of(WrappedSampler(Nested(), whole_batches=True, length="unknown")) == [[[n]] for n in range(300)]
+    assert batches_of(WrappedSampler(Nested(), batch_size=None, length="unknown")) == [[[n]] for n in range(300)]
 
 
 class EndsByChanging:

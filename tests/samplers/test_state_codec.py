@@ -41,7 +41,7 @@ PLAIN: dict[str, Any] = {
     "nested lists": [[1, [2, []]], {"a": [None]}],
     "a tuple": (1, (2, [3, ()])),
     "a set": {1, 5, 3},
-    "a set of tuples": {(1, "a"), (0, "b")},
+    "a set of tuples": {(1, 2), (0, 3)},
     "nested frozensets": frozenset({frozenset({1}), frozenset()}),
     "a deque": deque([1, (2,)]),
     "bytes": b"\x00\xff",

@@ -138,7 +138,7 @@ class TestPasses:
         next(second)
         list(first)
 
-        assert (tracker.epoch, tracker.num_handed) == (0, 1)
+        assert tracker.progress == tracker.progress_after(1)
         assert list(passing(resumed(tracker))) == list(second)
 
     def test_passes_that_are_never_read_change_nothing(self) -> None:
@@ -147,7 +147,7 @@ class TestPasses:
         take(tracker, 2)
 
         assert unread is not None
-        assert tracker.num_handed == 2
+        assert tracker.progress == tracker.progress_after(2)
 
     @every_order
     def test_a_state_may_be_loaded_before_the_first_batch_of_a_pass(self, order: Any) -> None:

@@ -172,6 +172,7 @@ def law_case(sampler: Any, samples: Any = None, *, longer: Any = None, forward: 
         longer=None if longer is None else WrappedSampler(longer, **options),
         drops=options.get("tail") == "drop",
         forward=forward,
+        tells_repeats=options.get("batch_size", 1) is not None,
     )
 
 
@@ -179,12 +180,12 @@ LAW_CASES: dict[str, OrderCase] = {
     "samples": law_case(Drawn(list(range(31))), range(31), longer=Drawn(list(range(40))), batch_size=3),
     "single samples, exact": law_case(Drawn(list(range(20))), range(20), exact=True),
     "without len": law_case(theirs.WithoutLen(), range(22), forward=True, batch_size=2),
-    "with a state": law_case(WithState(), whole_batches=True),
+    "with a state": law_case(WithState(), batch_size=None),
     "drop": law_case(Drawn(list(range(31))), range(31), tail="drop", batch_size=2),
-    "batches": law_case(Drawn(BATCHES), SAMPLES, whole_batches=True),
-    "batches, exact": law_case(Drawn(BATCHES), SAMPLES, whole_batches=True, exact=True),
-    "batches without len": law_case(theirs.BatchesWithoutLen(), range(22), forward=True, whole_batches=True),
-    "shuffled in place": law_case(theirs.ShufflesInPlace(), range(22), whole_batches=True),
+    "batches": law_case(Drawn(BATCHES), SAMPLES, batch_size=None),
+    "batches, exact": law_case(Drawn(BATCHES), SAMPLES, batch_size=None, exact=True),
+    "batches without len": law_case(theirs.BatchesWithoutLen(), range(22), forward=True, batch_size=None),
+    "shuffled in place": law_case(theirs.ShufflesInPlace(), range(22), batch_size=None),
     "between ranks": law_case(Drawn(list(range(31))), range(31), batch_size=3, shuffles=True),
     "cut off": law_case(theirs.Endless(), length=25, batch_size=3),
     "torch's": law_case(theirs.DRAWS["weighted"](), batch_size=4),
@@ -235,10 +236,10 @@ class TestDealing:
         ids=["tuple", "array", "tensor", "range"],
     )
     def test_batches_of_all_kinds_are_split_in_the_last_step(self, batch: Any) -> None:
-        assert rest(Items([batch]), 2, whole_batches=True, is_collated=True) == [[[7, 8]], [[9]]]
+        assert rest(Items([batch]), 2, batch_size=None, is_collated=True) == [[[7, 8]], [[9]]]
 
     def test_the_parts_of_a_batch_that_is_split_have_numbers_of_their_own(self) -> None:
-        plan = WrappedSampler(Items([[7, 8, 9]]), whole_batches=True).plan(0, 2)
+        plan = WrappedSampler(Items([[7, 8, 9]]), batch_size=None).plan(0, 2)
 
         assert [list(plan.batches(rank)) for rank in (0, 1)] == [[(0, [7, 8])], [(1, [9])]]
 
@@ -248,7 +249,7 @@ class TestDealing:
         ids=["text", "set", "dict", "a tuple that may name a sample", "a number in a tensor"],
     )
     def test_a_batch_that_cannot_be_split_is_served_twice(self, batch: Any) -> None:
-        assert rest(Items([batch]), 2, whole_batches=True) == [[batch], [batch]]
+        assert rest(Items([batch]), 2, batch_size=None) == [[batch], [batch]]
 
     @pytest.mark.parametrize(
         ("batches", "last"),
@@ -263,7 +264,7 @@ class TestDealing:
     def test_batches_that_split_themselves_are_joined_and_split(
         self, before: list[Any], batches: list[Any], last: list[str]
     ) -> None:
-        found = rest(Items([*before, *batches]), 3, whole_batches=True)
+        found = rest(Items([*before, *batches]), 3, batch_size=None)
         full = [[batch.names] for batch in before] or [[], [], []]
 
         assert [[batch.names for batch in of_rank] for of_rank in found] == [
@@ -271,12 +272,12 @@ class TestDealing:
         ]
 
     def test_batches_are_padded_whole(self) -> None:
-        assert rest(Items([[1, 2, 3]]), 2, whole_batches=True, tail="pad") == [[[1, 2, 3]]] * 2
+        assert rest(Items([[1, 2, 3]]), 2, batch_size=None, tail="pad") == [[[1, 2, 3]]] * 2
 
     def test_whole_batches_of_any_kind_pass_as_they_are(self) -> None:
         batches = [(3, 4), "text", {"a": 5}, 6, range(2), Cuts("a")]
 
-        assert [repr(batch) for batch in rest(Items(batches), 1, whole_batches=True)[0]][:5] == list(
+        assert [repr(batch) for batch in rest(Items(batches), 1, batch_size=None)[0]][:5] == list(
             map(repr, batches[:5])
         )
 
@@ -292,7 +293,7 @@ class TestDealing:
 class TestPlans:
     @pytest.mark.parametrize("first_step", [0, 3])
     def test_a_plan_may_be_walked_several_times_at_once(self, first_step: int) -> None:
-        plan = WrappedSampler(theirs.ShufflesInPlace(), whole_batches=True).plan(0, 1)
+        plan = WrappedSampler(theirs.ShufflesInPlace(), batch_size=None).plan(0, 1)
         expected = list(plan.batches(0, first_step))
 
         assert list(zip(plan.batches(0, first_step), plan.batches(0, first_step), strict=True)) == [
@@ -316,7 +317,7 @@ class TestPlans:
 
     def test_samples_of_a_rank_are_counted_where_they_are_known(self) -> None:
         assert WrappedSampler(Items(list(range(23))), batch_size=3).plan(0, 4).num_samples(3) == 5
-        for options in ({"whole_batches": True}, {"length": "unknown"}):
+        for options in ({"batch_size": None}, {"length": "unknown"}):
             with pytest.raises(TypeError, match="Items does not say how many samples"):
                 WrappedSampler(Items([[1]]), **options).plan(0, 1).num_samples(0)  # type: ignore[arg-type]
 
@@ -387,9 +388,9 @@ class TestTheirs:
     ) -> None:
         sampler = Mutating(program)
         before = pickle.dumps(sampler)
-        order = WrappedSampler(sampler, whole_batches=True)
+        order = WrappedSampler(sampler, batch_size=None)
         whole = serve(order, epoch, 1)
-        fresh = WrappedSampler(Mutating(program), whole_batches=True)
+        fresh = WrappedSampler(Mutating(program), batch_size=None)
 
         assert serve(fresh, epoch, 1, whole.progress[count]).batches == whole.batches[count:]
         assert serve(order, epoch, 1).batches == whole.batches
