@@ -15,7 +15,12 @@ from torchdata.nodes import BaseNode
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.streams2.nodes import NodeState, StreamNode
+from lightning_stateful.streams2.shard_reader import OnError
 from lightning_stateful.streams2.shards import Shards
+from lightning_stateful.streams2.source import Source, Step
+from lightning_stateful.streams2.stream import Stream
+from lightning_stateful.streams2.transforms import MapNode
+from lightning_stateful.streams2.worker_slot import ALONE
 
 # Of a name in an error; what stands for a chunk may be all its samples.
 _MOST_CHARACTERS = 80
@@ -83,17 +88,10 @@ class Chunks(Shards):
 
 
 class ChunkNode(StreamNode[Any]):
-    """The samples of a chunk.
-
-    Args:
-        read_chunk: Opens the chunk.
-        ref: What stands for it.
+    """The samples that ``read_chunk(ref)`` gives; it has no state: only reading again leads to a sample.
 
     Attributes:
         draws: Whether the chunk is made as it is read, by code that may draw at each sample; a list is there at once.
-
-    State:
-        None: only reading again leads to a sample.
     """
 
     def __init__(self, read_chunk: Callable[[Any], Iterable[Any]], ref: Any) -> None:
@@ -173,3 +171,59 @@ def _checked(sizes: Any, num_chunks: int) -> list[int]:
     if min(checked, default=0) < 0:
         raise ConfigurationError(f"A size in chunk_sizes must not be negative, got {min(checked)}.")
     return checked
+
+
+class ChunkedDataset(Stream):
+    """Samples in chunks, such as compressed files, of which each is opened by a function.
+
+    Args:
+        chunk_refs: What stands for each chunk: a path, or anything that can be pickled. All ranks pass the same list. A
+            resume asks for the same chunks: the same paths below the folder common to all, or the same values; of
+            objects that are neither numbers, strings, bytes nor containers of these only the classes are compared.
+        read_chunk_fn: Opens a chunk: ``read_chunk_fn(ref)`` gives its samples, one after the other or all at once. What
+            it draws at random as it is opened follows from (seed, epoch, chunk).
+        shuffle: Read the chunks of each epoch in an order of its own, and shuffle samples in blocks.
+        buffer_size: Samples of a block, which are held in memory; 1 to leave samples in the order of their chunks.
+        seed: Chooses the orders and the randomness; by default the seed of Lightning's ``seed_everything``, or 0.
+        transform: A function of a sample, applied after shuffling, under a seed of (seed, epoch, chunk, sample).
+        on_error: ``"skip"`` to leave out the rest of a chunk that cannot be read, and count it.
+        chunk_sizes: Samples of each chunk, if they are known.
+
+    State:
+        See :class:`Stream`.
+
+    Raises:
+        ConfigurationError: There are no chunks, or an argument is out of range.
+
+    Source:
+        ``chunked_dataset_iterator`` of infinibatch gave the idea of chunks and blocks.
+    """
+
+    def __init__(
+        self,
+        chunk_refs: Iterable[Any],
+        read_chunk_fn: Callable[[Any], Iterable[Any]],
+        shuffle: bool = True,
+        buffer_size: int = 1024,
+        seed: int | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        on_error: OnError = "raise",
+        chunk_sizes: Sequence[int] | None = None,
+    ) -> None:
+        if isinstance(chunk_refs, (str, bytes, os.PathLike)) or not isinstance(chunk_refs, Iterable):
+            raise ConfigurationError(
+                f"chunk_refs is a list with what stands for each chunk, got {chunk_refs!r}. Pass "
+                "sorted(glob.glob(pattern)) for the files of a pattern, or [path] for a single one."
+            )
+        refs = list(chunk_refs)
+        if not refs:
+            raise ConfigurationError("ChunkedDataset was given no chunks. Look at the pattern that should find them.")
+        source = Source(
+            shards=Chunks(refs, read_chunk_fn, chunk_sizes),
+            shuffle=shuffle,
+            buffer_size=buffer_size if shuffle else 0,
+            seed=seed,
+            on_error=on_error,
+            steps=() if transform is None else (Step(MapNode, {"function": transform}),),
+        )
+        super().__init__({ALONE: source})
