@@ -24,7 +24,8 @@ class StreamNode(BaseNode[T]):
     function of its configuration and the state alone. ``get_state()`` is plain JSON data of the node's own, below 200
     bytes with the states of its sources left out, and never holds a sample: a node that buffers keeps the state at
     which its buffer was begun and the number of items given since. Code that raised has left a node between two items:
-    it has to be reset before it is read again.
+    it has to be reset before it is read again. ``next()`` and ``state_dict()`` reset a node that never was; all else
+    wants one that has been.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,328 @@
+"""Shards are read one after the other, from any state, whatever state a shard's own node has."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.node_cases import ListNode, NumberedShards, assert_resumes, drawn, started
+from torchdata.nodes import BaseNode, IterableWrapper
+
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, ShardError, StateError
+from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.streams2 import shard_reader as module
+from lightning_stateful.streams2.shard_reader import ShardReader
+
+SIZES = [3, 0, 5, 1, 0, 4]
+ORDER = (4, 2, 5, 0, 1, 3)
+
+
+@pytest.fixture
+def _states_at_every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LEAST_GAP", 1)
+
+
+def reader(sizes: Any = SIZES, numbers: Any = ORDER, epoch: int = 0, **options: Any) -> ShardReader:
+    own = {name: options.pop(name) for name in ("seed", "seeds_samples", "on_error") if name in options}
+    return ShardReader(NumberedShards(sizes, **options), numbers, epoch, **own)
+
+
+def numbered(sizes: Any = SIZES, numbers: Any = ORDER, epoch: int = 0) -> list[tuple[int, int, int]]:
+    return [(epoch, shard, number) for shard in numbers for number in range(sizes[shard])]
+
+
+def test_shards_come_in_the_given_order_and_are_told_the_epoch() -> None:
+    assert list(reader(epoch=6)) == numbered(epoch=6)
+
+
+@pytest.mark.usefixtures("_states_at_every_sample")
+@pytest.mark.parametrize("state_size", [None, 0, 40, 1000])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_it_resumes_at_every_sample(state_size: int | None, seed: int | None) -> None:
+    with keep_randomness():
+        for sizes, numbers in ((SIZES, ORDER), ([90, 2, 25], (2, 0)), ([0, 0], (1, 0)), ([1], ()), ([1], (0,))):
+            samples = assert_resumes(
+                lambda s=sizes, n=numbers: reader(s, n, state_size=state_size, seed=seed, draws=seed is not None)
+            )
+            assert [sample[:3] for sample in samples] == numbered(sizes, numbers)
+
+
+class TestStates:
+    def test_a_state_is_taken_only_when_it_is_worth_its_size(self) -> None:
+        for padding in (0, 50, 500, 20_000):
+            node = started(reader([4000], (0,), state_size=padding))
+            characters, before, most = 0, None, 0
+            for _ in range(4000):
+                next(node)
+                state = node.state_dict()
+                characters += len(json.dumps(state["state"])) if state["state"] != before else 0
+                before, most = state["state"], max(most, state["since"])
+            # What is written is bounded, and what has to be read again.
+            assert characters <= 16 * 4000 + padding + 30
+            assert most <= 256 + (padding + 30) // 16
+
+    @pytest.mark.usefixtures("_states_at_every_sample")
+    @pytest.mark.parametrize(("state_size", "again"), [(0, 0), (None, 7)])
+    def test_without_a_state_of_its_node_only_the_shard_is_read_again(self, state_size: int | None, again: int) -> None:
+        asked: Counter[str] = Counter()
+        node = started(reader([9, 9, 9], (2, 0, 1), state_size=state_size))
+        node.skip(16)
+        rest = started(reader([9, 9, 9], (2, 0, 1), state_size=state_size, asked=asked), node.state_dict())
+        assert not asked
+        assert list(rest) == numbered([9, 9, 9], (2, 0, 1))[16:]
+        assert (asked["opened"], asked["read"]) == (2, 11 + again)
+
+    @pytest.mark.usefixtures("_states_at_every_sample")
+    def test_a_state_belongs_to_its_shard_alone(self) -> None:
+        node = started(reader([4, 4], (0, 1), state_size=10_000))
+        node.skip(4)
+        assert node.state_dict()["state"]["next"] == 4
+        next(node)
+        # A large state of the first shard says nothing of when to take one of the second.
+        state = node.state_dict()
+        assert state.pop("state")["next"] == 1
+        assert state == {"shard": 1, "item": 1, "since": 0, "skipped_shards": 0}
+
+    def test_where_names_the_next_sample(self) -> None:
+        node = started(reader([4, 4], (1, 0)))
+        node.skip(6)
+        assert node.where() == "shard-0.bin, at its sample 2"
+        assert len(node.next_many(9)) == 2
+        assert node.where() == "the end of its shards"
+
+    def test_how_many_shards_are_opened_counts_all_whose_samples_were_read(self) -> None:
+        node = reader()
+        for sample in node:
+            assert node.num_opened == ORDER.index(sample[1]) + 1
+        assert node.num_opened == len(ORDER)
+
+
+class TestShorterShards:
+    @pytest.mark.parametrize("on_error", ["raise", "skip"])
+    def test_a_shard_that_became_shorter_is_named_and_closed(self, on_error: Any) -> None:
+        node = started(reader([9, 9], (1, 0), on_error=on_error))
+        node.skip(7)
+        shorter = started(reader([9, 5], (1, 0), on_error=on_error), node.state_dict())
+        with pytest.raises(PositionError, match=r"7 samples of shard-1\.bin were used, .* ends after 5"):
+            next(shorter)
+
+    def test_one_that_ends_where_reading_stopped_is_followed_by_the_next(self) -> None:
+        node = started(reader([9, 2], (0, 1)))
+        node.skip(7)
+        assert list(started(reader([7, 2], (0, 1)), node.state_dict())) == [(0, 1, 0), (0, 1, 1)]
+
+
+class TestSeeds:
+    def test_what_a_sample_draws_follows_from_seed_epoch_shard_and_sample(self) -> None:
+        with keep_randomness():
+            whole = {sample[:3]: sample[3:] for sample in reader(seed=3, draws=True)}
+            random.seed(77)
+            order = {sample[:3]: sample[3:] for sample in reader(numbers=(0, 3, 5, 2), seed=3, draws=True)}
+            others = [*reader(seed=4, draws=True), *reader(seed=3, draws=True, epoch=1)]
+        assert order == whole
+        for which in range(3):
+            drawn = [numbers[which] for numbers in whole.values()] + [sample[3 + which] for sample in others]
+            assert len(set(drawn)) == 3 * len(whole)
+
+    @pytest.mark.parametrize("seed", [None, 1])
+    def test_where_nothing_draws_randomness_is_left_alone(self, seed: int | None) -> None:
+        with keep_randomness():
+            node = started(reader(seed=seed))
+            next(node)
+            before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+            node.next_many(2)
+            after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        assert after == before
+
+    @pytest.mark.parametrize("draw", ["shuffles", "adds up", "buffers"])
+    def test_a_shard_that_draws_is_read_again_with_the_same_draws(self, draw: str) -> None:
+        class Drawing(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                return Bare(DRAWING[draw])
+
+        with keep_randomness():
+            assert_resumes(lambda: ShardReader(Drawing([70], draws=True), (0,), 0, seed=3))
+
+
+class Bare(BaseNode[Any]):
+    """A node without state over what a function iterates."""
+
+    def __init__(self, samples: Callable[[], Iterator[Any]]) -> None:
+        super().__init__()
+        self.samples = samples
+
+    def reset(self, initial_state: Any = None) -> None:
+        super().reset(initial_state)
+        self.iterator = self.samples()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterator
+
+    def next(self) -> Any:
+        raise AssertionError("the reader takes what iter() gives")
+
+    def get_state(self) -> Any:
+        return None
+
+
+def _shuffled() -> Iterator[int]:
+    numbers = list(range(70))
+    random.shuffle(numbers)
+    return iter(numbers)
+
+
+def _added_up() -> Iterator[int]:
+    at = 0
+    for _ in range(70):
+        at += drawn()[0]
+        yield at
+
+
+def _buffered() -> Iterator[int]:
+    buffer = deque(range(5))
+    for number in range(5, 70):
+        buffer.append(number)
+        buffer.rotate(random.randrange(5))
+        yield buffer.popleft()
+
+
+DRAWING: dict[str, Callable[[], Iterator[int]]] = {"shuffles": _shuffled, "adds up": _added_up, "buffers": _buffered}
+
+
+class TestErrors:
+    @pytest.mark.usefixtures("_states_at_every_sample")
+    @pytest.mark.parametrize("state_size", [None, 0])
+    @pytest.mark.parametrize("number", [1, 2, 100])
+    def test_an_error_names_the_shard_and_the_sample_and_can_be_resumed(
+        self, state_size: int | None, number: int
+    ) -> None:
+        node = started(reader([3, 6], (0, 1), fails={1: 4}, state_size=state_size))
+        assert len(node.next_many(7)) == 7
+        state = node.state_dict()
+        said = r"shard-1\.bin could not be read at its sample 4: OSError: bad block 4\..*on_error=\"skip\""
+        with pytest.raises(ShardError, match=said) as caught:
+            node.next_many(number)
+        assert isinstance(caught.value.__cause__, OSError)
+        mended = reader([3, 6], (0, 1), state_size=state_size)
+        assert list(started(mended, state)) == [(0, 1, 4), (0, 1, 5)]
+
+    def test_a_shard_that_cannot_be_opened_is_named(self) -> None:
+        node = started(reader([3, 6], (0, 1), fails={1: -1}))
+        node.skip(3)
+        with pytest.raises(ShardError, match=r"shard-1\.bin .* sample 0: FileNotFoundError: no shard 1"):
+            next(node)
+
+    @pytest.mark.usefixtures("_states_at_every_sample")
+    @pytest.mark.parametrize("state_size", [None, 0, 100])
+    @pytest.mark.parametrize("draws", [False, True])
+    def test_skipping_keeps_what_came_before_and_counts_the_shard(self, state_size: int | None, draws: bool) -> None:
+        options: dict[str, Any] = {"fails": {2: 3, 5: -1, 0: 0}, "on_error": "skip", "state_size": state_size}
+        with keep_randomness():
+            samples = assert_resumes(lambda: reader(draws=draws, seed=1, **options))
+            assert [sample[1:3] for sample in samples] == [(2, 0), (2, 1), (2, 2), (3, 0)]
+            node, counted = started(reader(draws=draws, seed=1, **options)), []
+            for _ in samples:
+                next(node)
+                # Wherever it is resumed, the count goes on.
+                node = started(reader(draws=draws, seed=1, **options), node.state_dict())
+                counted.append(node.state_dict()["skipped_shards"])
+        assert counted == [0, 0, 0, 3]
+
+    def test_skipping_skips_no_interruption(self) -> None:
+        class Interrupted(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            next(ShardReader(Interrupted([3]), (0,), 0, on_error="skip"))
+
+    @pytest.mark.parametrize("on_error", ["ignore", "", None, True])
+    def test_another_on_error_is_refused(self, on_error: Any) -> None:
+        with pytest.raises(ConfigurationError, match=r"on_error must be one of \('raise', 'skip'\)"):
+            reader(on_error=on_error)
+
+    def test_a_stop_iteration_while_a_shard_is_opened_is_no_empty_shard(self) -> None:
+        class Headers(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                # The header of an empty file.
+                return next(iter([]))  # type: ignore[no-any-return]
+
+        with pytest.raises(ShardError, match="StopIteration"):
+            next(ShardReader(Headers([3]), (0,), 0))
+
+    def test_a_state_that_does_not_fit_is_no_bad_shard_to_be_left_out(self) -> None:
+        class Strict(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                raise DamagedStateError("the state is of another epoch")
+
+        with pytest.raises(DamagedStateError, match="of another epoch"):
+            list(ShardReader(Strict([3]), (0,), 0, on_error="skip"))
+
+    @pytest.mark.parametrize("given", [[1, 2], iter([1]), None], ids=lambda value: type(value).__name__)
+    def test_what_is_no_node_is_told_and_never_skipped(self, given: Any) -> None:
+        class Lists(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                return given  # type: ignore[no-any-return]  # that is the point
+
+        said = rf"node\(\) of .*Lists gave a {type(given).__name__} for shard-0\.bin\. .*BaseNode"
+        with pytest.raises(ConfigurationError, match=said):
+            next(ShardReader(Lists([3]), (0,), 0, on_error="skip"))
+
+    @pytest.mark.parametrize("state", [{"at": np.int64(3)}, {3: 4}, [np.arange(2)], {1, 2}, object(), KeyError("at")])
+    def test_a_state_that_cannot_be_kept_is_told_with_the_shard(self, state: Any) -> None:
+        class Stateful(IterableWrapper[int]):
+            def get_state(self) -> Any:
+                if isinstance(state, Exception):
+                    raise state
+                return state
+
+        class Listed(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                return Stateful(range(9999))
+
+        node = started(ShardReader(Listed([1]), (0,), 0, on_error="skip"))
+        node.skip(300)
+        with pytest.raises(StateError, match=r"get_state\(\) of .*Stateful gave, for shard-0\.bin, at its sample 300"):
+            node.state_dict()
+
+
+def closing(node: Any, asked: Counter[str]) -> BaseNode[Any]:
+    """A node that reads from another, which counts that it is closed."""
+    node.source = ListNode((), asked)
+    return node  # type: ignore[no-any-return]
+
+
+class TestFiles:
+    def test_each_shard_is_closed_before_the_next_is_opened(self) -> None:
+        class Exclusive(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                assert self.asked["closed"] == self.asked["opened"]
+                return closing(super().node(shard, epoch), self.asked)
+
+        for number in (1, 2, 100):
+            shards = Exclusive(SIZES, fails={2: 3})
+            node = started(ShardReader(shards, ORDER, 0, on_error="skip"))
+            while node.next_many(number):
+                pass
+            assert shards.asked["closed"] == shards.asked["opened"] == 6
+
+    def test_a_reset_and_closing_close_the_shard_that_is_open(self) -> None:
+        class Closing(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                return closing(super().node(shard, epoch), self.asked)
+
+        asked: Counter[str] = Counter()
+        node = ShardReader(Closing([5], asked=asked), (0,), 0)
+        next(node)
+        node.reset()
+        assert asked["closed"] == 1
+        next(node)
+        node.close()
+        node.close()
+        assert asked["closed"] == asked["opened"] == 2
