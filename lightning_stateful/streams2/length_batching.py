@@ -18,7 +18,7 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import Indices, KeyedPermutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
-from lightning_stateful.streams2.nodes import NodeState, StreamNode, next_many, state_of
+from lightning_stateful.streams2.nodes import NodeState, StreamNode, next_many, reset_to, state_of
 from lightning_stateful.streams2.transforms import Where, name_of, sample_in_words
 
 # Lengths whose batch sizes are kept at hand.
@@ -104,7 +104,7 @@ class LengthBatcher(StreamNode[list[Any]]):
         """Begin, or read the window again in which a state was taken."""
         super().reset(initial_state)
         begun = initial_state or {"source": None, "window": 0, "served": 0, "of": 0, "dropped": 0}
-        self.source.reset(begun["source"])
+        reset_to(self.source, begun["source"])
         # The number of the next window; the samples of this one in the order of their batches; where each batch begins
         # and ends among them, in the order in which they are given; and how many have been given.
         self._next_window: int = begun["window"]

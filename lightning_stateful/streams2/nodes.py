@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
+
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
 T = TypeVar("T", covariant=True)
 
@@ -68,8 +69,20 @@ def close(node: BaseNode[Any]) -> None:
 
 
 def state_of(node: BaseNode[Any]) -> NodeState:
-    """The state of any node, as a copy that it does not change any more."""
-    return node.state_dict() if isinstance(node, StreamNode) else copy.deepcopy(node.state_dict())
+    """The state of any node as plain JSON data, which the node does not change any more.
+
+    Raises:
+        StateError: The state of a node that is none of this package's holds what cannot be kept in a checkpoint.
+    """
+    if isinstance(node, StreamNode):
+        return node.state_dict()
+    plain: NodeState = to_plain(node.state_dict(), "state_dict()", type(node).__qualname__)
+    return plain
+
+
+def reset_to(node: BaseNode[Any], state: NodeState | None) -> None:
+    """Reset any node to what :func:`state_of` gave; to its beginning for None."""
+    node.reset(state if isinstance(node, StreamNode) else from_plain(state))
 
 
 def sources_of(node: BaseNode[Any]) -> list[BaseNode[Any]]:

@@ -13,7 +13,7 @@ from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams2.nodes import NodeState, StreamNode, close, skip
+from lightning_stateful.streams2.nodes import NodeState, StreamNode, close, reset_to, skip, state_of
 from lightning_stateful.streams2.shards import Shards
 
 OnError = Literal["raise", "skip"]
@@ -194,7 +194,7 @@ class ShardReader(StreamNode[Any]):
             )
         self._node = node
         # A copy, which a node may go on counting in.
-        node.reset(copy_plain(self._state))
+        reset_to(node, copy_plain(self._state))
         self._draws = self._seeds_samples and bool(getattr(node, "draws", self._shards.draws))
         self._samples = self._in_runs(node) if self._draws else node
         since = self._item - self._state_item
@@ -237,7 +237,7 @@ class ShardReader(StreamNode[Any]):
     def _state_of(self, node: BaseNode[Any]) -> Any:
         """The state of a shard's node, as a copy that it does not change any more."""
         try:
-            return copy_plain(node.state_dict())
+            return copy_plain(state_of(node))
         except Exception as error:
             raise StateError(
                 f"get_state() of {type(node).__qualname__} gave, for {self.where()}, nothing that can be kept in a "

@@ -11,7 +11,7 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import KeyedPermutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, PositionError
-from lightning_stateful.streams2.nodes import NodeState, StreamNode, next_many, state_of
+from lightning_stateful.streams2.nodes import NodeState, StreamNode, next_many, reset_to, state_of
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class BlockShuffle(StreamNode[T]):
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or read the block again in which a state was taken."""
         super().reset(initial_state)
-        self.source.reset(None if initial_state is None else initial_state["source"])
+        reset_to(self.source, None if initial_state is None else initial_state["source"])
         # The number of the next block; the items of this one as they are given, and how many of them have been.
         self._next_block: int = 0 if initial_state is None else initial_state["block"]
         self._items: list[T] = []

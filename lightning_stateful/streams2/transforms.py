@@ -16,7 +16,7 @@ from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
-from lightning_stateful.streams2.nodes import NodeState, StreamNode, next_many, skip, state_of
+from lightning_stateful.streams2.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
 from lightning_stateful.streams2.shard_reader import OnError, check_on_error
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class _SampleNode(StreamNode[Any]):
         """Begin, or go to where a state was taken."""
         super().reset(initial_state)
         begun = initial_state or {"source": None, "item": 0}
-        self.source.reset(begun["source"])
+        reset_to(self.source, begun["source"])
         # Samples that were read, and those of them on which the function failed.
         self._item: int = begun["item"]
         self._skipped: int = begun.get("skipped_samples", 0)
@@ -100,15 +100,12 @@ class _SampleNode(StreamNode[Any]):
         results: list[Any] = []
         left = iter(samples)
         while len(results) < len(samples):
-            failure: Exception = StopIteration()
             try:
-                # What comes before an error stays in the list; a StopIteration ends it without a word.
-                results.extend(map(function, left))
+                for sample in left:
+                    results.append(function(sample))
             except Exception as error:
-                failure = error
-            if len(results) < len(samples):
                 if self._on_error == "raise":
-                    raise failed(self._function, samples[len(results)], failure, self._where) from failure
+                    raise failed(self._function, samples[len(results)], error, self._where) from error
                 self._skipped += 1
                 results.append(_FAILED)
         return results
@@ -213,7 +210,7 @@ class WindowNode(StreamNode[tuple[T, ...]]):
         """Begin, or go to where a state was taken."""
         super().reset(initial_state)
         begun = initial_state or {"source": None, "since": 0}
-        self.source.reset(begun["source"])
+        reset_to(self.source, begun["source"])
         # All counted from here: the items read or left out, of which the last are at hand, and where the next window
         # begins.
         self._items: deque[T] = deque(maxlen=self._width)
@@ -294,7 +291,7 @@ class RunningStateNode(StreamNode[Any]):
         """Begin, or go to where a state was taken."""
         super().reset(initial_state)
         begun = initial_state or {"source": None, "since": 0, "state": self._initial}
-        self.source.reset(begun["source"])
+        reset_to(self.source, begun["source"])
         self._plain = begun["state"]
         self._state = from_plain(self._plain)
         self._source_state, self._since = state_of(self.source), 0
@@ -344,10 +341,10 @@ def check_function(what: str, function: Any) -> None:
 
 
 def sample_in_words(sample: Any, where: Where | None) -> str:
-    """A sample as errors show it: its beginning, and where reading stands."""
+    """A sample as errors show it: its beginning, and how far its stream has been read."""
     text = repr(sample)
     text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
-    return f"the sample {text}" if where is None else f"the sample {text}, read before {where()},"
+    return f"the sample {text}" if where is None else f"the sample {text} (the stream has been read up to {where()})"
 
 
 def failed(function: Callable[..., Any], sample: Any, error: Exception, where: Where | None) -> ShardError:

@@ -274,7 +274,7 @@ class TestErrors:
         with pytest.raises(ConfigurationError, match=said):
             next(ShardReader(Lists([3]), (0,), 0, on_error="skip"))
 
-    @pytest.mark.parametrize("state", [{"at": np.int64(3)}, {3: 4}, [np.arange(2)], {1, 2}, object(), KeyError("at")])
+    @pytest.mark.parametrize("state", [object(), {"at": object()}, KeyError("at")])
     def test_a_state_that_cannot_be_kept_is_told_with_the_shard(self, state: Any) -> None:
         class Stateful(IterableWrapper[int]):
             def get_state(self) -> Any:
