@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +14,15 @@ import torch
 from torch.utils.data import IterableDataset
 from torchdata.nodes import BaseNode
 
+from lightning_stateful.samplers.fast_forward import digest
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams2.nodes import NodeState, StreamNode
 from lightning_stateful.streams2.shards import Shards
 
-# Samples by which a pass is told from others, and how much of each array counts.
+# Samples by which a pass is told from others, and what of each counts.
 _NUM_FIRST = 8
-_MOST_BYTES = 2**16
+_MOST_NESTED = 8
+_MOST_NUMBERS = 2**14
 # Labels and tokens; bytes are mostly images.
 _LABEL_TYPES = (torch.int16, torch.int32, torch.int64)
 # How many passes over a dataset were begun in this process, by its id, beside a reference to it.
@@ -188,6 +189,7 @@ class IterableNode(StreamNode[Any]):
         self.epoch, self.num_given = epoch, 0
         self._open_pass, self._is_checked, self._counts = open_pass, is_checked, counts
         self._samples: Any = None
+        self._first: str | None = None
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin the pass, or go to where a state was taken."""
@@ -198,33 +200,34 @@ class IterableNode(StreamNode[Any]):
         self._holders = {"dataset": dataset, "iterator": None if iterator is dataset else iterator}
         # What has a state is not read again.
         is_read_again = not any(map(has_state, self._holders.values()))
-        self._first = _FirstSamples() if self._is_checked and is_read_again else None
+        self._num_looked_at = _NUM_FIRST if self._is_checked and is_read_again else 0
+        self._first = None
 
     def __iter__(self) -> Iterator[Any]:
         # Without a call in between, once there is nothing to count.
-        is_looked_at = self._samples is None or self._counts or not (self._first is None or self._first.is_full)
-        return self if is_looked_at else self._samples
+        return self if self._samples is None or self._counts or self._num_looked_at else self._samples
 
     def next(self) -> Any:
         """The next sample."""
         sample = next(self._samples)
         self.num_given += 1
-        if self._first is not None and not self._first.is_full:
-            self._first.add(sample)
+        if self._num_looked_at:
+            self._num_looked_at -= 1
+            self._first = _chained(self._first, sample)
         return sample
 
     def first(self) -> str | None:
         """Digest of the first samples of what is read again, as it has no state."""
-        return None if self._first is None else self._first.digest()
+        return self._first
 
     def get_state(self) -> Any:
         """The states of the dataset and the iterator."""
+        if not any(map(has_state, self._holders.values())):
+            return None
         states = {
             name: to_plain(holder.state_dict(), owner=name) if has_state(holder) else None
             for name, holder in self._holders.items()
         }
-        if not any(map(has_state, self._holders.values())):
-            return None
         return {**states, "batches": self.num_given} if self._counts else states
 
     def close(self) -> None:
@@ -234,56 +237,30 @@ class IterableNode(StreamNode[Any]):
         self._samples = None
 
 
-class _FirstSamples:
-    """Digest of the first samples of a pass: of the whole numbers and strings in them, or else of all that they hold.
+def _chained(before: str | None, sample: Any) -> str:
+    """Digest of a sample's labels, or of all that it holds if there are none, chained to that of the samples before.
 
     Floats and images may be augmented otherwise each time, and are not looked at where a label tells samples apart.
     """
-
-    def __init__(self) -> None:
-        self._of_labels, self._of_all = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
-        self._number, self._has_labels = 0, False
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no further sample counts."""
-        return self._number >= _NUM_FIRST
-
-    def add(self, sample: Any) -> None:
-        """Another sample."""
-        self._number += 1
-        for part, is_label in _parts_of(sample):
-            self._of_all.update(part)
-            if is_label:
-                self._of_labels.update(part)
-                self._has_labels = True
-
-    def digest(self) -> str | None:
-        """Of the samples so far; None of none."""
-        hashed = self._of_labels if self._has_labels else self._of_all
-        return hashed.hexdigest() if self._number else None
+    return digest(_parts_of(sample, only_labels=True) or _parts_of(sample, only_labels=False), before or "")
 
 
-def _parts_of(value: Any, depth: int = 0) -> Iterator[tuple[bytes, bool]]:
-    """What a sample holds, as bytes, and whether each part is a label."""
-    if isinstance(value, (int, str, bytes, np.integer)):
-        yield f"{value!r};".encode(), True
-    elif isinstance(value, torch.Tensor):
-        if value.layout == torch.strided:
-            plain = value.detach().reshape(-1)[:_MOST_BYTES].cpu().contiguous()
-            data = plain.view(torch.uint8).numpy().tobytes()
-            yield f"{tuple(value.shape)}".encode() + data, plain.dtype in _LABEL_TYPES
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        data = value.reshape(-1)[:_MOST_BYTES].tobytes()
-        yield f"{value.shape}".encode() + data, value.dtype.kind in "iuSU" and value.itemsize > 1
-    elif isinstance(value, Mapping) and depth < _NUM_FIRST:
-        yield repr(list(value)).encode(), False
-        yield from _parts_of(list(value.values()), depth + 1)
-    elif isinstance(value, (list, tuple)) and depth < _NUM_FIRST:
-        for item in value:
-            yield from _parts_of(item, depth + 1)
+def _parts_of(value: Any, *, only_labels: bool, depth: int = 0) -> list[Any]:
+    """The numbers and strings in a sample, and shapes and first numbers of arrays; or only integers and strings."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)) and depth < _MOST_NESTED:
+        return [part for item in value for part in _parts_of(item, only_labels=only_labels, depth=depth + 1)]
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        is_label = value.dtype in _LABEL_TYPES
+        parts = [*value.shape, value.detach().reshape(-1)[:_MOST_NUMBERS]]
+    elif isinstance(value, np.ndarray):
+        is_label = value.dtype.kind in "iuSU" and value.itemsize > 1
+        parts = [*value.shape, value.reshape(-1)[:_MOST_NUMBERS]]
     else:
-        yield (repr(value) if isinstance(value, float) else type(value).__qualname__).encode(), False
+        is_label = isinstance(value, (int, str, bytes, np.integer))
+        parts = [value if is_label or isinstance(value, float) else type(value).__qualname__]
+    return parts if is_label or not only_labels else []
 
 
 def _begin_pass(counted: Any, dataset: Any, state: NodeState | None = None) -> Any:
