@@ -25,7 +25,7 @@ from torchdata.nodes import (
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, StateError
-from lightning_stateful.samplers.rng_isolation import DeepCopy
+from lightning_stateful.samplers.rng_isolation import IsolatedCopy
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams2 import nodes
 from lightning_stateful.streams2.nodes import NodeState, StreamNode, sources_of
@@ -46,7 +46,8 @@ _REREAD = (
 class NodeShards(Shards):
     """A graph of torchdata nodes as a single shard, or a function that makes the graph of each shard.
 
-    Each pass reads a fresh copy of the graph. Nodes that count their passes, such as ``SamplerWrapper`` and
+    All ranks and workers read the same shards, each its part: samplers in a graph are told that there is one rank. Each
+    pass reads a fresh copy of the graph. Nodes that count their passes, such as ``SamplerWrapper`` and
     ``MultiNodeWeightedSampler``, begin the earlier ones first, unless ``make_node`` is told the epoch. Functions are
     shared among copies. What they draw at random in threads and processes of the graph is not seeded.
 
@@ -125,7 +126,10 @@ class NodeShards(Shards):
         graph = self._made(shard, epoch)
         for node in _nodes_of(graph):
             if isinstance(node, SamplerWrapper):
-                node.sampler = _seeded_copy(node.sampler)
+                node.sampler = _copy_of_sampler(node.sampler)
+            elif isinstance(node, MultiNodeWeightedSampler):
+                # All ranks read the same shard, and each keeps its part of it.
+                node.rank, node.world_size = 0, 1
         for _ in range(0 if self._takes_epoch else epoch):
             _begin_pass(graph)
         return graph
@@ -212,13 +216,14 @@ def _copy_of(graph: BaseNode[Any]) -> BaseNode[Any]:
         ) from error
 
 
-def _seeded_copy(sampler: Any) -> Any:
-    """A copy of a sampler that draws nothing from the generator of the process, which threads of the graph share."""
-    copied = DeepCopy(sampler)
-    for inner in copied.samplers.values():
+def _copy_of_sampler(sampler: Any) -> Any:
+    """A copy of a sampler for one rank, which does not draw from the generator of the process: threads share that."""
+    copied = inner = IsolatedCopy(sampler, seed=0).sampler
+    while inner is not None:
         if isinstance(inner, _DRAWING) and inner.generator is None:
             inner.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-    return copied.sampler
+        inner = getattr(inner, "sampler", None)
+    return copied
 
 
 def _begin_pass(node: Any) -> None:

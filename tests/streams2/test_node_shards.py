@@ -216,6 +216,18 @@ def test_arguments() -> None:
         NodeShards(lambda shard: told(), 0)
 
 
+def test_all_ranks_read_the_same_graph() -> None:
+    def graph(rank: int) -> BaseNode[int]:
+        shares = [SamplerWrapper(DistributedSampler(range(LENGTH), 2, rank)) for _ in range(2)]  # type: ignore[arg-type]
+        weights = {"one": 0.5, "other": 0.5}
+        sources = dict(zip(weights, shares, strict=True))
+        return MultiNodeWeightedSampler(sources, weights, "ALL_DATASETS_EXHAUSTED", rank=rank, world_size=2)
+
+    samples = [list(reads(graph(rank), 1)) for rank in range(2)]
+    assert samples[0] == samples[1]
+    assert sorted(samples[0]) == sorted([*range(LENGTH)] * 2)
+
+
 def test_a_graph_is_known_by_its_classes_and_a_function_by_its_name_too() -> None:
     shards = NodeShards(Batcher(mixed(), 2))
     assert shards.describe() == {
