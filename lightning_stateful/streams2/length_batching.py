@@ -85,9 +85,7 @@ class LengthBatcher(StreamNode[list[Any]]):
             _check_column("boundary_key", boundary_key)
         check_too_long(too_long)
         self.source, self._where = source, where
-        self._window, self._seed = as_int("window", window), as_int("order_seed", order_seed)
-        if self._window < 1:
-            raise ConfigurationError(f"window must be at least 1, got {window}.")
+        self._window, self._seed = as_int("window", window, least=1), as_int("order_seed", order_seed)
         self._budget, self._too_long, self._shuffle_batches = budget, too_long, shuffle_batches
         self._length, self._boundary_key = length, boundary_key
         self._length_of = partial(_length_in_column, length) if isinstance(length, str) else length

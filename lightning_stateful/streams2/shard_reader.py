@@ -209,22 +209,20 @@ class ShardReader(StreamNode[Any]):
     def _in_runs(self, node: BaseNode[Any]) -> Iterator[Any]:
         """The samples of a shard, of which some are always read together, under one seed."""
         item = self._state_item
-        failure: Exception | None = None
-        while failure is None:
+        while True:
             self._take_state(node, item)
             seed_randomness(mixed_seed(self._seed or 0, self._numbers[self._at], item))
             run: list[Any] = []
             try:
-                # What comes before an error stays in the list.
                 run.extend(islice(node, _RUN))
-            except Exception as error:
-                failure = error
+            except Exception:
+                # What was read before the error comes first.
+                yield from run
+                raise
+            if not run:
+                return
             yield from run
             item += len(run)
-            if not run:
-                break
-        if failure is not None:
-            raise failure
 
     def _take_state(self, node: BaseNode[Any], item: int) -> None:
         """Take the state that a node has before the sample ``item``, if the last one lies far enough back."""
@@ -247,13 +245,13 @@ class ShardReader(StreamNode[Any]):
 
     def _gap_after(self, state: Any) -> int:
         """Samples after which a state of this size is worth being taken again."""
-        if self._shards.is_loader:
-            begins = state is None or "after" in state
-            return 1 if begins else 1 + len(json.dumps(state)) // _CHARACTERS_A_BATCH
-        if state is None:
+        if state is None or (self._shards.is_loader and "after" in state):
             # One that is there at all is taken at once where only reading all again would lead there otherwise.
             return 0 if self._shards.pinned else _LEAST_GAP
-        return _LEAST_GAP + len(json.dumps(state)) // _CHARACTERS_A_SAMPLE
+        size = len(json.dumps(state))
+        if self._shards.is_loader:
+            return 1 + size // _CHARACTERS_A_BATCH
+        return _LEAST_GAP + size // _CHARACTERS_A_SAMPLE
 
     def _advance(self) -> None:
         if self._shards.is_loader and self._node is not None:

@@ -10,7 +10,7 @@ from torchdata.nodes import BaseNode
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import KeyedPermutation
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.errors import ConfigurationError, PositionError
+from lightning_stateful.errors import PositionError
 from lightning_stateful.streams2.nodes import NodeState, StreamNode, next_many, reset_to, state_of
 
 T = TypeVar("T")
@@ -40,9 +40,7 @@ class BlockShuffle(StreamNode[T]):
     def __init__(self, source: BaseNode[T], size: int, *, seed: int) -> None:
         super().__init__()
         self.source = source
-        self._size, self._seed = as_int("size", size), as_int("seed", seed)
-        if self._size < 1:
-            raise ConfigurationError(f"size must be at least 1, got {size}.")
+        self._size, self._seed = as_int("size", size, least=1), as_int("seed", seed)
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or read the block again in which a state was taken."""

@@ -202,9 +202,7 @@ class WindowNode(StreamNode[tuple[T, ...]]):
     def __init__(self, source: BaseNode[T], width: int, step: int = 1) -> None:
         super().__init__()
         self.source = source
-        self._width, self._step = as_int("width", width), as_int("step", step)
-        if min(self._width, self._step) < 1:
-            raise ConfigurationError(f"width and step must be at least 1, got width={width}, step={step}.")
+        self._width, self._step = as_int("width", width, least=1), as_int("step", step, least=1)
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or go to where a state was taken."""
@@ -215,7 +213,7 @@ class WindowNode(StreamNode[tuple[T, ...]]):
         # begins.
         self._items: deque[T] = deque(maxlen=self._width)
         self._read, self._first = 0, 0
-        # States of the source, none at more than a stride from the next, and how many items had been read there.
+        # States of the source, from the last that the next window has not passed, and how many items were read there.
         self._bases: list[tuple[int, NodeState]] = [(0, state_of(self.source))]
         if begun["since"]:
             self._first = begun["since"]
@@ -235,14 +233,14 @@ class WindowNode(StreamNode[tuple[T, ...]]):
             # A StopIteration is the end of the windows too.
             self._items.append(next(self.source))
             self._read += 1
+        self._first += self._step
         while len(self._bases) > 1 and self._bases[1][0] <= self._first:
             del self._bases[0]
-        self._first += self._step
         return tuple(self._items)
 
     def get_state(self) -> NodeState:
         """A state of the source that the next window has not passed, and how far from there it begins."""
-        read, state = max((base for base in self._bases if base[0] <= self._first), key=lambda base: base[0])
+        read, state = self._bases[0]
         return {"source": state, "since": self._first - read}
 
     def describe(self) -> list[Any]:

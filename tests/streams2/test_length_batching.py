@@ -175,14 +175,6 @@ class TestReadingAgain:
             started(batcher([6] * 40, asked), state)
             assert asked["read"] == (0 if number % 4 == 0 else 8)
 
-    def test_a_function_of_the_users_sees_each_sample_once_in_each_reading(self) -> None:
-        seen: list[int] = []
-        node = started(batcher(range(16), length=lambda value: seen.append(value) or 3))
-        next(node)
-        assert seen == list(range(8))
-        started(batcher(range(16), length=lambda value: seen.append(value) or 3), node.state_dict())
-        assert seen == list(range(8)) * 2
-
     @pytest.mark.parametrize(("now", "found"), [([3] * 8, 2), ([], 0)])
     def test_a_window_with_another_number_of_batches_than_before_is_refused(self, now: list[int], found: int) -> None:
         node = started(batcher([12] * 8))
@@ -217,13 +209,6 @@ class TestTooLong:
         said = "The length of the sample 13 is 13 tokens, and max_tokens=12 has room for 12"
         with pytest.raises(StreamError, match=said):
             next(batcher([1, 2, 3, 12, 4, 5, 13, 99]))
-
-    def test_room_is_what_is_left_by_a_cost(self) -> None:
-        budget = Budget(max_tokens=1000, cost=QuadraticCost(10))
-        longest = max(length for length in range(1000) if length + length**2 / 10 <= 1000)
-        assert list(batcher([longest], budget=budget)) == [[longest]]
-        with pytest.raises(StreamError, match=f"room for {longest} of one sample"):
-            next(batcher([longest + 1], budget=budget))
 
 
 class TestLengths:

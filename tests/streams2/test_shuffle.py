@@ -88,12 +88,6 @@ def test_a_block_that_was_begun_keeps_the_size_that_it_had() -> None:
     ]
 
 
-def test_values_that_look_like_nothing_are_items() -> None:
-    values = [None, 0, [], "", False]
-    items = assert_resumes(lambda: BlockShuffle(ListNode(values), 3, seed=0))
-    assert sorted(map(repr, items)) == sorted(map(repr, values))
-
-
 @pytest.mark.parametrize("state_size", [None, 0])
 @pytest.mark.parametrize("size", [2, 7, 60])
 def test_shards_left_out_count_once_and_keep_what_came_before(size: int, state_size: int | None) -> None:
@@ -129,9 +123,3 @@ def test_a_source_that_became_shorter_within_a_block_is_refused(now: int) -> Non
 def test_wrong_arguments_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         shuffled(**wrong)
-
-
-def test_closing_reaches_the_source() -> None:
-    asked: Counter[str] = Counter()
-    started(shuffled(asked=asked)).close()
-    assert asked["closed"] == 1
