@@ -62,16 +62,13 @@ class NodeShards(Shards):
             below 1, or given with a graph.
     """
 
-    draws = True
-
     def __init__(self, make_node: BaseNode[Any] | Callable[..., BaseNode[Any]], num_shards: int | None = None) -> None:
         self._make_node: Any = make_node
         self._graph = make_node if isinstance(make_node, BaseNode) else None
-        if self._graph is not None and num_shards is not None:
-            raise ConfigurationError(f"A graph of nodes is one shard, got num_shards={num_shards}. Pass a function.")
-        if self._graph is None and (not callable(make_node) or num_shards is None):
+        is_function = self._graph is None and callable(make_node)
+        if is_function != (num_shards is not None) or (self._graph is None and not is_function):
             raise ConfigurationError(
-                "NodeShards takes a torchdata node, or a function from the number of a shard to one and num_shards, "
+                "NodeShards takes a torchdata node alone, or a function that makes the node of a shard and num_shards, "
                 f"got {make_node!r} and num_shards={num_shards}."
             )
         self._num_shards = as_int("num_shards", 1 if num_shards is None else num_shards)
@@ -80,6 +77,8 @@ class NodeShards(Shards):
         self._takes_epoch = not isinstance(make_node, BaseNode) and "epoch" in inspect.signature(make_node).parameters
         example = self._made(0, 0) if self._graph is None else self._graph
         self._classes = _classes_of(example)
+        # Seeds reach what is called where the graph is read, not its threads and processes.
+        self.draws = _is_called_here(example)
         if any(map(_changes_when_begun_again, _nodes_of(example))):
             self.reread = _REREAD
         mappers = [node for node in _nodes_of(example) if isinstance(node, ParallelMapper)]
@@ -200,6 +199,13 @@ def _classes_of(graph: BaseNode[Any]) -> str:
     """The classes of a graph, such as ``Batcher(ParallelMapper(SamplerWrapper))``."""
     sources = ", ".join(map(_classes_of, sources_of(graph)))
     return f"{type(graph).__qualname__}({sources})" if sources else type(graph).__qualname__
+
+
+def _is_called_here(graph: Any) -> bool:
+    """Whether reading a graph calls functions and datasets in the thread that reads."""
+    if isinstance(graph, (Prefetcher, PinMemory)) or (isinstance(graph, ParallelMapper) and graph.num_workers > 0):
+        return False
+    return not isinstance(graph, (Batcher, Unbatcher)) or any(map(_is_called_here, sources_of(graph)))
 
 
 def _copy_of(graph: BaseNode[Any]) -> BaseNode[Any]:

@@ -30,7 +30,7 @@ from lightning_stateful.streams2 import shard_reader
 from lightning_stateful.streams2.node_shards import NodeShards
 from lightning_stateful.streams2.shard_reader import ShardReader
 
-LENGTH = 8
+LENGTH = 6
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +206,7 @@ class TestFunctions:
 
 
 def test_arguments() -> None:
-    with pytest.raises(ConfigurationError, match="one shard, got num_shards=2"):
+    with pytest.raises(ConfigurationError, match="torchdata node alone"):
         NodeShards(told(), 2)
     with pytest.raises(ConfigurationError, match="num_shards=None"):
         NodeShards(lambda shard: told())
@@ -299,6 +299,18 @@ def test_what_is_begun_again_in_another_order_is_read_again_and_said() -> None:
     assert node.state_dict() is None
     for graph in (mixed(), mixed("ALL_DATASETS_EXHAUSTED", make=drawn), drawn()):
         assert not NodeShards(graph).reread
+
+
+def test_samples_are_seeded_where_functions_are_called_by_whoever_reads() -> None:
+    assert [NodeShards(GRAPHS[name]()).draws for name in ("sampler", "batches", "iterable", "mixed generators")] == [
+        True, True, True, True,
+    ]  # fmt: skip
+    assert not any(NodeShards(GRAPHS[name]()).draws for name in ("threads", "prebatch", "snapshots", "unbatched"))
+    drawing = Mapper(told(), lambda number: (number, random.random(), float(torch.rand(()))))
+    reader = reads(drawing, 1)
+    begun, state = reader.next_many(3), reader.get_state()
+    random.seed(5)
+    assert [*begun, *reads(drawing, 1, state)] == list(reads(drawing, 1))
 
 
 def test_samples_that_come_as_they_are_ready_are_warned_of() -> None:
