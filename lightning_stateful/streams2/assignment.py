@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -15,8 +15,8 @@ from lightning_stateful.errors import PositionError
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams2.nodes import NodeState, StreamNode, innermost, next_many, skip, state_of
 
-# Of more worker slots, groups of so many read what they read together: each of them reads all of it.
-_MOST_READERS = 16
+# Of more ranks, teams of so many share what is shared: each of them reads all of it.
+_MOST_RANKS = 16
 # In place of a number of items: all that a reader would have been given.
 _ALL = -1
 
@@ -33,6 +33,7 @@ class ShardSlice:
             was to have the items ``i``, ``i + n``, ``i + 2n`` and so on of those left by then, and had those below
             ``served[i]``.
         first: The shard that it began with, which chooses its randomness; by default the first of its shards.
+        slot: The worker slot that goes on with it alone; -1 if slots share it.
     """
 
     epoch: int
@@ -40,6 +41,7 @@ class ShardSlice:
     state: NodeState | None = None
     served: tuple[tuple[int, ...], ...] = ()
     first: int = -1
+    slot: int = -1
 
     def __post_init__(self) -> None:
         if self.first < 0 and self.shards:
@@ -48,13 +50,14 @@ class ShardSlice:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a state."""
         held = {"epoch": self.epoch, "shards": list(self.shards), "state": copy_plain(self.state)}
-        return {**held, "served": [list(numbers) for numbers in self.served], "first": self.first}
+        served = [list(numbers) for numbers in self.served]
+        return {**held, "served": served, "first": self.first, "slot": self.slot}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ShardSlice:
         """Read what :meth:`to_dict` wrote."""
         served = tuple(tuple(numbers) for numbers in data["served"])
-        return cls(data["epoch"], tuple(data["shards"]), copy_plain(data["state"]), served, data["first"])
+        return cls(data["epoch"], tuple(data["shards"]), copy_plain(data["state"]), served, data["first"], data["slot"])
 
 
 class SlotSlice(NamedTuple):
@@ -162,13 +165,15 @@ class Assignment:
 
     Attributes:
         epoch: The latest pass that a shard of it belongs to.
-        begun: Slices that slots read together, and first: what was open when shards were assigned anew.
+        begun: Slices that come first: what was open when shards were assigned anew.
         whole: The other shards, as pairs of pass and number in the order in which they are read.
+        is_small: Whether the begun slices hold less than a step takes, and are not worth being shared.
     """
 
     epoch: int
     begun: tuple[ShardSlice, ...] = ()
     whole: tuple[tuple[int, int], ...] = ()
+    is_small: bool = False
 
     @classmethod
     def of_pass(cls, epoch: int, order: Iterable[int]) -> Assignment:
@@ -176,43 +181,62 @@ class Assignment:
         return cls(epoch, (), tuple((epoch, shard) for shard in order))
 
     def slots(
-        self, number: int, *, sizes: Sequence[int] | None = None, is_pinned: bool = False
+        self, num_replicas: int, num_workers: int, *, sizes: Sequence[int] | None = None, is_pinned: bool = False
     ) -> list[list[SlotSlice]]:
-        """What each of ``number`` worker slots reads, in that order.
+        """What each worker slot reads, in that order; slot ``worker * num_replicas + rank`` is a worker of a rank.
 
-        Slices that were begun come first, read together. Shards are given out whole as long as each slot gets one more
-        of them, and the last ones, fewer than slots, are read together.
+        Slices that were begun come first. Shards are given out whole as long as each slot gets one more of them. Begun
+        slices, and the last shards, fewer than slots, are shared evenly by ranks, each of which reads all of them: one
+        slice by one of its workers, or by several if there are fewer slices than workers.
 
         Args:
-            number: How many slots there are.
+            num_replicas: Ranks.
+            num_workers: Worker slots of a rank.
             sizes: Samples of each shard, if they are known: of those given out together, the largest goes to the slot
                 with the least to read.
             is_pinned: Each shard belongs to the slot of its own number, as in streams that divide themselves.
         """
+        number = num_replicas * num_workers
         if is_pinned:
             return [self._own_slices(slot) for slot in range(number)]
         slots: list[list[SlotSlice]] = [[] for _ in range(number)]
-        teams = max(min(number // _MOST_READERS, len(self.begun)), 1)
         for which, piece in enumerate(self.begun):
-            _give_to_team(slots, piece, which % teams, teams, which)
+            if piece.slot >= 0 or self.is_small:
+                slot = which % number if self.is_small else piece.slot
+                slots[slot].append(SlotSlice(piece, number=which))
+        shared = [] if self.is_small else [which for which, piece in enumerate(self.begun) if piece.slot < 0]
+        teams = min(num_replicas // _MOST_RANKS, len(shared))
+        for numbers, readers in _readers(len(shared), num_replicas, num_workers, teams):
+            for which in numbers:
+                _give(slots, self.begun[shared[which]], readers, shared[which])
         num_full = len(self.whole) // number * number
         for slot, given in enumerate(_whole_rounds(self.whole[:num_full], number, sizes)):
             for epoch, shards in groupby(given, key=itemgetter(0)):
                 slots[slot].append(SlotSlice(ShardSlice(epoch, tuple(shard for _, shard in shards))))
-        for which, (team, teams, piece) in enumerate(_last_round(self.whole[num_full:], number), len(self.begun)):
-            _give_to_team(slots, piece, team, teams, which)
+        rest, which = self.whole[num_full:], len(self.begun)
+        # Teams with equally many shards, unless they would be large.
+        teams = max(math.gcd(len(rest), num_replicas), min(num_replicas // _MOST_RANKS, len(rest)))
+        for numbers, readers in _readers(len(rest), num_replicas, num_workers, teams):
+            for epoch, shards in groupby([rest[index] for index in numbers], key=itemgetter(0)):
+                _give(slots, ShardSlice(epoch, tuple(shard for _, shard in shards)), readers, which)
+                which += 1
         return slots
 
     def _own_slices(self, slot: int) -> list[SlotSlice]:
         begun = [SlotSlice(piece, number=which) for which, piece in enumerate(self.begun) if piece.shards[0] == slot]
         return [*begun, *(SlotSlice(ShardSlice(epoch, (shard,))) for epoch, shard in self.whole if shard == slot)]
 
+    def shared(self) -> Assignment:
+        """The same with nothing that one slot is to go on with."""
+        return replace(self, begun=tuple(replace(piece, slot=-1) for piece in self.begun), is_small=False)
+
     def to_dict(self, order: Sequence[int]) -> dict[str, Any]:
         """Plain data for a state: shards of the latest pass as runs of indices into its order."""
         where = {shard: index for index, shard in enumerate(order)}
         runs = _runs_of(sorted(where[shard] for epoch, shard in self.whole if epoch == self.epoch))
         older = [list(pair) for pair in self.whole if pair[0] != self.epoch]
-        return {"epoch": self.epoch, "begun": [piece.to_dict() for piece in self.begun], "older": older, "whole": runs}
+        begun = [piece.to_dict() for piece in self.begun]
+        return {"epoch": self.epoch, "begun": begun, "older": older, "whole": runs, "is_small": self.is_small}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], order: Callable[[int], Sequence[int]]) -> Assignment:
@@ -227,7 +251,8 @@ class Assignment:
         if last >= len(shards):
             raise PositionError(f"A stream's progress names shard {last}, and there are {len(shards)}.")
         whole = [(data["epoch"], shards[index]) for first, last in data["whole"] for index in range(first, last + 1)]
-        return cls(data["epoch"], begun, (*((epoch, shard) for epoch, shard in data["older"]), *whole))
+        older = [(epoch, shard) for epoch, shard in data["older"]]
+        return cls(data["epoch"], begun, (*older, *whole), data["is_small"])
 
 
 class SlotProgress(NamedTuple):
@@ -247,7 +272,7 @@ class SlotProgress(NamedTuple):
 
 
 def left_of(slots: Sequence[SlotProgress], epoch: int, order: Sequence[int]) -> Assignment:
-    """What worker slots have not served of a source.
+    """What worker slots have not served of a source; what one had begun alone has its number.
 
     Args:
         slots: Where each of them stands.
@@ -257,14 +282,14 @@ def left_of(slots: Sequence[SlotProgress], epoch: int, order: Sequence[int]) -> 
     begun: list[ShardSlice] = []
     whole: list[tuple[int, int]] = []
     together: dict[int, list[tuple[SlotSlice, SlotProgress | None]]] = {}
-    for slot in slots:
+    for number, slot in enumerate(slots):
         for index, slot_slice in enumerate(slot.slices):
             # None: the slot has served all that it was to have of it.
             here = None if index < slot.current else slot if index == slot.current else SlotProgress(slot.slices, index)
             if slot_slice.number is not None:
                 together.setdefault(slot_slice.number, []).append((slot_slice, here))
             elif here is not None:
-                _add_left(*_left_alone(slot_slice, here), begun, whole)
+                _add_left(*_left_alone(slot_slice, here, number), begun, whole)
     for readers in together.values():
         _add_left(*_left_together(readers), begun, whole)
     where = {shard: index for index, shard in enumerate(order)}
@@ -284,9 +309,11 @@ def _add_left(
     whole += unopened
 
 
-def _left_alone(slot_slice: SlotSlice, slot: SlotProgress) -> tuple[ShardSlice | None, list[tuple[int, int]]]:
+def _left_alone(
+    slot_slice: SlotSlice, slot: SlotProgress, number: int
+) -> tuple[ShardSlice | None, list[tuple[int, int]]]:
     """What a slot has left of a slice that it reads for itself: its begun shards, and the others."""
-    piece, state = slot_slice.of, slot.state
+    piece, state = replace(slot_slice.of, slot=number), slot.state
     if slot_slice.is_bare:
         if state is None:
             return None, [(piece.epoch, shard) for shard in piece.shards]
@@ -358,23 +385,28 @@ def _whole_rounds(
     return given
 
 
-def _last_round(whole: Sequence[tuple[int, int]], number: int) -> list[tuple[int, int, ShardSlice]]:
-    """Shards fewer than slots as slices that teams of slots read: which team of how many, and the slice."""
-    if not whole:
-        return []
-    # Teams of equal size with equally many shards, unless they would be large.
-    teams = max(math.gcd(len(whole), number), min(number // _MOST_READERS, len(whole)))
-    return [
-        (team, teams, ShardSlice(epoch, tuple(shard for _, shard in shards)))
-        for team in range(teams)
-        for epoch, shards in groupby(whole[team::teams], key=itemgetter(0))
-    ]
+def _readers(
+    number: int, num_replicas: int, num_workers: int, num_teams: int
+) -> Iterator[tuple[Sequence[int], list[int]]]:
+    """Divide so many among teams of ranks, and in these among groups of workers: which ones, and their slots."""
+    for team in range(max(num_teams, 1) if number else 0):
+        own = range(number)[team :: max(num_teams, 1)]
+        ranks = _part(num_replicas, team, max(num_teams, 1))
+        groups = min(len(own), num_workers)
+        for group in range(groups):
+            # Ranks before workers: what does not go round is spread over ranks.
+            slots = [worker * num_replicas + rank for worker in _part(num_workers, group, groups) for rank in ranks]
+            yield own[group::groups], slots
 
 
-def _give_to_team(slots: list[list[SlotSlice]], piece: ShardSlice, team: int, teams: int, number: int) -> None:
-    members = range(len(slots) * team // teams, len(slots) * (team + 1) // teams)
-    for reader, slot in enumerate(members):
-        slots[slot].append(SlotSlice(piece, reader, len(members), number))
+def _part(number: int, which: int, of: int) -> range:
+    """One of ``of`` parts of a range."""
+    return range(number * which // of, number * (which + 1) // of)
+
+
+def _give(slots: list[list[SlotSlice]], piece: ShardSlice, readers: Sequence[int], number: int) -> None:
+    for reader, slot in enumerate(readers):
+        slots[slot].append(SlotSlice(piece, reader, len(readers), number))
 
 
 def _runs_of(numbers: Sequence[int]) -> list[list[int]]:

@@ -68,9 +68,13 @@ class StreamState:
     def slices(self) -> Mapping[str, list[list[SlotSlice]]]:
         """The slices of each slot, by source."""
         return {
-            name: assignment.slots(self.num_slots, sizes=source.shards.sizes(), is_pinned=source.shards.pinned)
+            name: assignment.slots(
+                self.num_replicas,
+                self.num_workers,
+                sizes=self.config.sources[name].shards.sizes(),
+                is_pinned=self.config.sources[name].shards.pinned,
+            )
             for name, assignment in self.assignments.items()
-            for source in (self.config.sources[name],)
         }
 
     def task(self, slot: int, state: NodeState | None = None) -> SlotTask:
@@ -96,7 +100,7 @@ class StreamState:
         """What is left of the pass, assigned to other slots; the same if they are as many."""
         if (num_replicas, num_workers) == (self.num_replicas, self.num_workers):
             return self
-        assignments = {name: self._left(name) for name in self.assignments}
+        assignments = {name: self._left(name).shared() for name in self.assignments}
         return self._assigned_anew(assignments, num_replicas=num_replicas, num_workers=num_workers)
 
     def shared_anew(self) -> StreamState | None:
@@ -105,7 +109,12 @@ class StreamState:
         Of a mixture, sources that some slots have served and others have not; the other slots go on in the others.
         """
         shared = {name: self._left(name) for name in self.assignments if self._is_uneven(name)}
-        shared = {name: left for name, left in shared.items() if left.begun or left.whole}
+        # With many shards left, slots go on in those that they have open.
+        shared = {
+            name: left if len(left.whole) >= self.num_slots else left.shared()
+            for name, left in shared.items()
+            if left.begun or left.whole
+        }
         if not shared:
             return None
         assigned = self._assigned_anew({**self.assignments, **shared})
@@ -120,10 +129,13 @@ class StreamState:
             if source.shards.is_loader:
                 assignments[name] = self._begun_anew(name, latest + 1)
                 continue
-            left = self._left(name)
+            left = self._left(name) if source.shards.pinned else self._left(name).shared()
             if not self._has_plenty(left, source):
                 order = tuple((latest + 1, shard) for shard in source.order(latest + 1))
-                left = Assignment(latest + 1, left.begun, (*left.whole, *order))
+                mixing = self.config.mixing
+                # What was shared until there was not enough of it for a step.
+                is_small = self.num_replicas > 1 and (mixing is None or mixing.stop == "all_exhausted")
+                left = Assignment(latest + 1, left.begun, (*left.whole, *order), is_small)
             assignments[name] = left
         return self._assigned_anew(assignments, epoch=self.epoch + 1)
 
