@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torchdata.nodes
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torchdata.nodes import (
     BaseNode,
@@ -20,7 +21,6 @@ from torchdata.nodes import (
     Prefetcher,
     SamplerWrapper,
     Stateful,
-    Unbatcher,
 )
 
 from lightning_stateful.core.checks import as_int
@@ -31,8 +31,10 @@ from lightning_stateful.streams2 import nodes
 from lightning_stateful.streams2.nodes import NodeState, StreamNode, sources_of
 from lightning_stateful.streams2.shards import Shards
 
+# torchdata 0.10 has none.
+_Unbatcher: Any = getattr(torchdata.nodes, "Unbatcher", Batcher)
 # Nodes that do not count their passes; what they read from may.
-_COUNTS_NO_PASSES = (Batcher, Unbatcher, ParallelMapper, Prefetcher, PinMemory)
+_COUNTS_NO_PASSES = (Batcher, _Unbatcher, ParallelMapper, Prefetcher, PinMemory)
 # What comes in the same order however often it is begun.
 _ALWAYS_ALIKE = (list, tuple, range, SequentialSampler)
 # Samplers that draw from the generator of the process if they have none.
@@ -205,7 +207,7 @@ def _is_called_here(graph: Any) -> bool:
     """Whether reading a graph calls functions and datasets in the thread that reads."""
     if isinstance(graph, (Prefetcher, PinMemory)) or (isinstance(graph, ParallelMapper) and graph.num_workers > 0):
         return False
-    return not isinstance(graph, (Batcher, Unbatcher)) or any(map(_is_called_here, sources_of(graph)))
+    return not isinstance(graph, (Batcher, _Unbatcher)) or any(map(_is_called_here, sources_of(graph)))
 
 
 def _copy_of(graph: BaseNode[Any]) -> BaseNode[Any]:
