@@ -265,7 +265,7 @@ def _parts_of(value: Any, *, only_labels: bool, depth: int = 0) -> list[Any]:
 
 def _begin_pass(counted: Any, dataset: Any, state: NodeState | None = None) -> Any:
     """The iterator of a dataset, or of a copy of it, where a state was taken; the pass is counted."""
-    held = None if state is None or not has_state(dataset) else state["dataset"]
+    held = None if state is None else state["dataset"]
     if held is not None:
         dataset.load_state_dict(from_plain(held))
     _note_begun(counted, _num_begun(counted) + 1)

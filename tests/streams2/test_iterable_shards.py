@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_stateful.errors import PositionError, StateError
+from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams2 import shard_reader
 from lightning_stateful.streams2.iterables import IterableBatches, IterableShards, LoaderShards, beginning_of
@@ -214,6 +214,14 @@ def test_a_dataset_with_a_state_makes_no_sample_again(name: str) -> None:
     dataset = KINDS[name]()
     assert list(reads(dataset, state=state, seed=None)) == numbers(name, 0, 7)
     assert dataset.made in (0, 4)
+
+
+@pytest.mark.parametrize("kind", [OnDataset, OnIterator])
+def test_a_state_that_nothing_takes_any_more_is_refused(kind: Any) -> None:
+    reader = reads(kind())
+    reader.skip(3)
+    with pytest.raises(ShardError, match=r"Told \(rank 0, worker 0\) .*load_state_dict"):
+        next(reads(Told(), state=reader.get_state()))
 
 
 def test_one_without_is_read_again_and_says_why() -> None:
