@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import random
 import socket
@@ -19,7 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.measure import Row, report, target
 from lightning_stateful.core.topology import Topology
-from lightning_stateful.streams.exchange import Exchange
+from lightning_stateful.stream_loader.rank_store import RankStore
+from lightning_stateful.stream_loader.rank_sync import RankSync
 
 CLAIM = (
     "Ranks tell each other where they stand in their streams, and whether all have a batch for the next step, through "
@@ -36,12 +36,11 @@ PROCESSES = 4
 PATIENCE = timedelta(seconds=120)
 
 
-def place(rank: int, step: int) -> str:
-    """300 bytes: a shard, what of it was read, and where a shuffled block was begun."""
+def record(rank: int, step: int) -> list[dict[str, Any]]:
+    """About 300 bytes: a shard, what of it was read, and where a shuffled block was begun."""
     draw = random.Random(rank * 2**20 + step)
     whole = {"shard": draw.randrange(10**5), "row": step * 37, "byte": draw.randrange(10**9), "block": step // 50}
-    text = json.dumps({**whole, "lanes": [draw.randrange(10**6) for _ in range(30)]})
-    return f"{text[:299]:<300}"
+    return [{**whole, "source": {"items": [draw.randrange(10**6) for _ in range(30)]}}]
 
 
 def free_port() -> int:
@@ -52,12 +51,12 @@ def free_port() -> int:
 
 
 def walk(rank: int, port: int, answers: Any) -> None:
-    """One of two ranks: a pass with steps of 50 ms, and beside each what a gathering over gloo costs."""
+    """One of two ranks: a run with steps of 50 ms, and beside each what a gathering over gloo costs."""
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    exchange = Exchange(store, Topology(num_replicas=2, rank=rank), label="bench", first_step=0)
-    figures: dict[str, list[float]] = {"announce, happens": [], "places_at": [], "all_gather_object": []}
-    texts, told = [place(rank, step) for step in range(STEPS + 2)], 0
+    sync = RankSync(store, Topology(num_replicas=2, rank=rank), label="bench")
+    figures: dict[str, list[float]] = {"publish, happens": [], "records_at": [], "all_gather_object": []}
+    records, published = [record(rank, step) for step in range(STEPS + 2)], 0
 
     def timed(name: str, task: Callable[[], object]) -> None:
         began = time.perf_counter()
@@ -65,20 +64,20 @@ def walk(rank: int, port: int, answers: Any) -> None:
         figures[name].append(time.perf_counter() - began)
 
     def ask(step: int) -> None:
-        nonlocal told
-        while told < exchange.horizon(step):
-            exchange.announce(texts[told])
-            told += 1
-        assert exchange.happens(step)
+        nonlocal published
+        while published < sync.horizon(step):
+            sync.publish(records[published])
+            published += 1
+        assert sync.happens(step)
 
     for step in range(STEPS):
         time.sleep(STEP)
-        timed("announce, happens", lambda step=step: ask(step))
+        timed("publish, happens", lambda step=step: ask(step))
         if not rank and step % SAVES == 0:
-            timed("places_at", lambda step=step: exchange.places_at(step + 1))
+            timed("records_at", lambda step=step: sync.records_at(step + 1))
         gathered: list[Any] = [None, None]
         dist.barrier()  # So that the wait for a slower rank is not counted.
-        timed("all_gather_object", lambda step=step, into=gathered: dist.all_gather_object(into, texts[step]))
+        timed("all_gather_object", lambda step=step, into=gathered: dist.all_gather_object(into, records[step]))
     answers.put(figures)
     dist.barrier()
     dist.destroy_process_group()
@@ -162,37 +161,37 @@ def play(number: int, num_ranks: int, port: int, server: int, barrier: Any, answ
         barrier.wait()
 
     ranks = range(number, num_ranks, PROCESSES)
-    # They would wait for each other when they meet; that is once a pass.
-    with mock.patch("lightning_stateful.streams.exchange.meet", return_value="1-abcdef01"):
-        exchanges = [
-            Exchange(store, Topology(num_replicas=num_ranks, rank=rank), label="bench", first_step=0)  # type: ignore[arg-type]
-            for rank in ranks
-        ]
+    syncs = [
+        RankSync(store, Topology(num_replicas=num_ranks, rank=rank), label="bench")  # type: ignore[arg-type]
+        for rank in ranks
+    ]
     steps = SIMULATED_STEPS
-    texts = {rank: [place(rank, step) for step in range(exchanges[0].horizon(steps))] for rank in ranks}
-    told = 0
+    records = {rank: [record(rank, step) for step in range(syncs[0].horizon(steps))] for rank in ranks}
+    published = 0
 
-    def pass_over() -> None:
-        nonlocal told
+    def walk_over() -> None:
+        nonlocal published
         for step in range(steps):
-            while told < exchanges[0].horizon(step):
-                for exchange in exchanges:
-                    exchange.announce(texts[exchange.topology.rank][told])
-                told += 1
+            while published < syncs[0].horizon(step):
+                for sync in syncs:
+                    sync.publish(records[sync.topology.rank][published])
+                published += 1
             # In training the step before lies between; here nobody should be seen to wait.
             barrier.wait()
-            assert all(exchange.happens(step) for exchange in exchanges)
+            assert all(sync.happens(step) for sync in syncs)
 
     def gather() -> None:
         if not number:
-            exchanges[0].gather_places(steps)
+            syncs[0].final_records(steps)
         barrier.wait()
-        for exchange in exchanges[not number :]:
-            exchange.gather_places(steps)
+        for sync in syncs[not number :]:
+            sync.final_records(steps)
 
-    part("steps", pass_over)
-    part("places_at", lambda: None if number else exchanges[0].places_at(steps))
-    part("gather_places", gather)
+    # They would wait for each other when they meet, once for all runs.
+    with mock.patch.multiple(RankStore, has_met=True, _meet=lambda self, timeout: "group"):
+        part("steps", walk_over)
+        part("records_at", lambda: None if number else syncs[0].records_at(steps))
+        part("final_records", gather)
     answers.put(answer)
 
 
@@ -225,24 +224,24 @@ def simulated(num_ranks: int) -> Row:
         "KB a step": total("steps", "bytes") / SIMULATED_STEPS / 1e3,
         "server's ms a step": longest("steps", "server") / SIMULATED_STEPS * 1e3,
         "all ms a step": longest("steps", "seconds") / SIMULATED_STEPS * 1e3,
-        "ms for places_at": longest("places_at", "seconds") * 1e3,
-        "MB for gather_places": total("gather_places", "bytes") / 1e6,
-        "s for gather_places": longest("gather_places", "seconds"),
+        "ms for records_at": longest("records_at", "seconds") * 1e3,
+        "MB for final_records": total("final_records", "bytes") / 1e6,
+        "s for final_records": longest("final_records", "seconds"),
     }
 
 
 def main() -> None:
     steps = in_steps()
     loads = [simulated(num_ranks) for num_ranks in SIMULATED]
-    (own,) = (row for row in steps if row["call"] == "announce, happens")
+    (own,) = (row for row in steps if row["call"] == "publish, happens")
     targets = [
-        target("announce and happens, median % of a step of 50 ms", own["median, % of a step"], at_most=1),
+        target("publish and happens, median % of a step of 50 ms", own["median, % of a step"], at_most=1),
         target(
             "server's share of a step of 50 ms with 1,024 ranks, %", loads[-1]["server's ms a step"] / 0.5, at_most=50
         ),
     ]
     tables = {
-        f"Two processes, {STEPS} steps of {STEP * 1e3:.0f} ms, places of 300 bytes": steps,
+        f"Two processes, {STEPS} steps of {STEP * 1e3:.0f} ms, records of 300 bytes": steps,
         f"What {PROCESSES} processes ask of one TCPStore that play many ranks, {SIMULATED_STEPS} steps": loads,
     }
     report("stream_store", CLAIM, tables, targets)

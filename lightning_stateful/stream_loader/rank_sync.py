@@ -353,12 +353,15 @@ class RankSync:
         found: list[_Group | None] = []
         keys = [self._record_key(rank, group) for rank in range(self.topology.num_replicas)]
         for rank, text in enumerate(self._store.texts(keys)):
-            header, *lines = (text or "[null, -1, false]").split("\n")
+            if text is None:
+                found.append(None)
+                continue
+            header, *lines = text.split("\n")
             try:
                 run, number, has_end = json.loads(header)
             except (ValueError, TypeError):
-                run, number, has_end = None, group, False
-            if run != self.run and text is not None:
+                run = None
+            if run != self.run:
                 raise foreign(f"where rank {rank} leaves records of run {self.run} there is {text[:80]}")
             found.append(_Group(has_end, lines) if number == group else None)
         return found

@@ -1,0 +1,308 @@
+"""Ranks are threads that take turns at the store in random order, so that a seed is an interleaving."""
+
+from __future__ import annotations
+
+import base64
+import random
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.rank_threads import (
+    CountedStore,
+    Say,
+    TurnsStore,
+    check_run,
+    end,
+    in_threads,
+    open_sync,
+    small,
+    walk,
+    with_large,
+)
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+
+from lightning_stateful.errors import ConfigurationError, PositionError, RankMismatchError, StreamError
+from lightning_stateful.stream_loader.rank_sync import RankSync
+
+PATIENCE = timedelta(seconds=30)
+
+
+class TestEveryInterleaving:
+    @given(st.data())
+    def test_all_ranks_stop_before_the_same_step_and_rank_0_has_every_record(self, data: st.DataObject) -> None:
+        ranks = data.draw(st.sampled_from([1, 2, 3]))
+        store = None
+        changes = st.sampled_from([1, 2, 5, 100])
+        for _ in range(2):
+            store = check_run(
+                data.draw(st.lists(st.integers(0, 30), min_size=ranks, max_size=ranks)),
+                group_size=data.draw(st.sampled_from([None, 2, 3])),
+                keep=data.draw(st.sampled_from([1, 2, 5])),
+                ahead=data.draw(st.lists(st.sampled_from([0, 1, 7, 100]), min_size=ranks, max_size=ranks)),
+                weights=data.draw(st.lists(st.sampled_from([1, 5, 20]), min_size=ranks, max_size=ranks)),
+                seed=data.draw(st.integers(0, 2**32)),
+                say=data.draw(st.sampled_from([small, with_large(data.draw(changes), data.draw(changes))])),
+                store=store,
+            )
+
+    def test_neither_more_steps_nor_more_runs_leave_more_keys(self) -> None:
+        keys = []
+        for length in (40, 200):
+            store = TurnsStore(2, seed=5, weights=[1, 9])
+            for _ in range(3):
+                check_run([length, length], store=store, keep=4, say=with_large(1))
+                keys.append(store.inner.num_keys())
+        assert keys[1] == keys[2] == keys[4] == keys[5] < 80
+
+
+class TestAsking:
+    @pytest.mark.parametrize(("group_size", "seed"), [(1, 0), (4, 1), (4, 2)])
+    def test_about_a_step_far_ahead_answers_for_all_before_it(self, group_size: int, seed: int) -> None:
+        store = TurnsStore(3, seed)
+        lengths = [40, 13 + seed % 4, 18 - seed % 4]
+
+        def body(rank: int) -> tuple[list[bool], int | None, list[Any]]:
+            sync = open_sync(store, 3, rank, group_size=group_size)
+            for step in range(lengths[rank]):
+                sync.publish(small(rank, step + 1))
+            sync.publish_end([])
+            happen = [sync.happens(10), sync.happens(19), sync.happens(min(lengths))]
+            return happen, sync.stop, sync.records_at(min(lengths))
+
+        records = [small(rank, min(lengths)) for rank in range(3)]
+        assert store.run(*[body] * 3) == [([True, False, False], min(lengths), records)] * 3
+
+    def test_before_publishing_is_refused_rather_than_waited_for(self) -> None:
+        sync = open_sync(HashStore(), 1, 0)
+        sync.publish([])
+        with pytest.raises(ConfigurationError, match=r"has to publish its records below step 2.*those below step 1"):
+            sync.happens(0)
+        with pytest.raises(ConfigurationError, match="step -1"):
+            sync.happens(-1)
+
+    def test_publishing_after_the_end_is_refused(self) -> None:
+        sync = open_sync(HashStore(), 1, 0)
+        sync.publish_end([])
+        sync.publish_end([])
+        with pytest.raises(ConfigurationError, match="has ended at step 0"):
+            sync.publish([])
+        assert not sync.happens(0)
+
+
+class TestManyRanks:
+    @pytest.mark.parametrize(("ranks", "group_size"), [(2, 1), (64, 1), (127, 1), (128, 2), (1024, 16)])
+    def test_groups_grow_with_the_number_of_ranks(self, ranks: int, group_size: int) -> None:
+        sync = open_sync(HashStore(), ranks, 0)
+        horizons = [sync.horizon(step) for step in range(40)]
+        assert all(horizon % group_size == 0 for horizon in horizons)
+        assert all(2 <= horizon - step <= group_size + 1 for step, horizon in enumerate(horizons))
+
+    def test_130_ranks_in_threads(self) -> None:
+        store = HashStore()
+
+        def body(rank: int) -> tuple[int, list[Any]]:
+            sync = open_sync(store, 130, rank)
+            each = lambda step: seen.append(sync.records_at(step + 1)) if rank == 0 else None  # noqa: E731
+            return (stop := walk(sync, 21 + rank % 3, each=each)), sync.final_records(stop)
+
+        seen: list[Any] = []
+        assert (
+            in_threads(*[body] * 130)
+            == [(21, [small(rank, 21) if rank % 3 else end(rank, 21) for rank in range(130)])] * 130
+        )
+        assert seen == [[small(rank, step) for rank in range(130)] for step in range(1, 22)]
+
+    @pytest.mark.parametrize("group_size", [1, 4])
+    @pytest.mark.parametrize("say", [small, with_large(10**9)])
+    def test_a_group_costs_each_rank_one_message_one_addition_and_at_most_one_look(
+        self, group_size: int, say: Say
+    ) -> None:
+        requests = []
+        for length in (40, 120):
+            stores = [CountedStore(inner) for inner in [HashStore()] * 3]
+            # They meet.
+            assert in_threads(*[lambda rank, of=stores: walk(open_sync(of[rank], 3, rank), 3)] * 3) == [3] * 3
+            for store in stores:
+                store.requests = 0
+            syncs = [open_sync(store, 3, rank, group_size=group_size) for rank, store in enumerate(stores)]
+            published = 0
+            for step in range(length):
+                while published < syncs[0].horizon(step):
+                    published += 1
+                    for sync in syncs:
+                        sync.publish(say(sync.topology.rank, published))
+                assert all(sync.happens(step) for sync in syncs)
+            requests.append([store.requests for store in stores])
+        groups = 80 // group_size
+        # Who is counted last knows already.
+        assert [more - less for less, more in zip(*requests, strict=True)] == [3 * groups, 3 * groups, 2 * groups]
+
+
+class TestRecords:
+    def pair(self, body: Callable[[RankSync], Any], length: int = 20, say: Say = small, **options: Any) -> Any:
+        """What ``body`` returns on rank 0, after both ranks walked over all their batches."""
+        store = TurnsStore(2)
+
+        def first(rank: int) -> Any:
+            sync = open_sync(store, 2, rank, **options)
+            walk(sync, length, say=say)
+            return body(sync)
+
+        second = lambda rank: walk(open_sync(store, 2, rank, **options), length, say=say)  # noqa: E731
+        return store.run(first, second)[0]
+
+    @pytest.mark.parametrize(
+        ("step", "options", "message"),
+        [
+            (1, {"keep": 2}, "rank 0 stood at step 1 is not kept any more"),
+            (-1, {}, "step -1"),
+            (0, {}, "step 0"),
+            (22, {}, "step 22"),
+            (100, {}, "step 100"),
+            (22, {"group_size": 8}, "Rank 0 ends before step 22"),
+        ],
+    )
+    def test_that_are_not_there_are_refused(self, step: int, options: dict[str, Any], message: str) -> None:
+        error = self.pair(lambda sync: sync.records_at(step), **options)
+        assert isinstance(error, PositionError)
+        assert message in str(error)
+
+    def test_of_a_step_that_is_not_known_to_happen_are_refused(self) -> None:
+        sync = open_sync(HashStore(), 1, 0, group_size=4)
+        sync.publish([])
+        with pytest.raises(PositionError, match="up to step 0, not at step 1"):
+            sync.records_at(1)
+
+    @pytest.mark.parametrize("key", ["state", "other"])
+    @pytest.mark.parametrize("size", [10, 6_000_000, 12_000_000])
+    def test_may_be_of_any_size(self, size: int, key: str) -> None:
+        # Hardly to be compressed, and above what a TCPStore takes at once.
+        large = base64.b64encode(random.Random(size).randbytes(size * 3 // 4)).decode()
+        store = TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
+        sync = open_sync(store, 1, 0)
+        for text in ("first", large, "last"):
+            sync.publish([{key: text}])
+        sync.publish_end([{key: large, "end": 3}])
+        assert [sync.happens(step) for step in range(4)] == [True, True, True, False]
+        assert [sync.records_at(step) for step in (1, 2, 3)] == [[[{key: text}]] for text in ("first", large, "last")]
+        assert sync.final_records(3) == [[{key: large, "end": 3}]]
+
+    @pytest.mark.parametrize("stale", [b"nonsense", b"z\x00", b'["other-run", 3, false]\n[]', b"[]", b"7", b""])
+    def test_foreign_entries_in_their_place_are_refused(self, stale: bytes) -> None:
+        self.check_foreign(stale, "/records/1/3", small)
+
+    @pytest.mark.parametrize("stale", [b"nonsense", b"z\x00", b'"the state of another"', None])
+    def test_foreign_entries_in_place_of_large_states_are_refused(self, stale: bytes | None) -> None:
+        self.check_foreign(stale, "/large/1/", with_large(10**9))
+
+    def check_foreign(self, stale: bytes | None, key: str, say: Say) -> None:
+        store = TurnsStore(2)
+
+        def tampered_with(rank: int) -> list[Any]:
+            sync = open_sync(store, 2, rank)
+            walk(sync, 5, say=say)
+            for found in [found for found in store.inner.list_keys() if key in found]:
+                store.inner.delete_key(found)
+                if stale is not None:
+                    store.inner.set(found, stale)
+            return sync.records_at(4)
+
+        error = store.run(tampered_with, lambda rank: walk(open_sync(store, 2, rank), 5, say=say))[0]
+        assert isinstance(error, StreamError)
+        assert "Stale or foreign entries" in str(error)
+
+    def test_large_states_stay_in_the_store_for_as_long_as_a_record_has_them(self) -> None:
+        found = {}
+        for changes in (1, 50, 10**9):
+            store = TurnsStore(2)
+            check_run([300, 300], keep=4, store=store, say=with_large(changes))
+            found[changes] = [sum(f"/large/{rank}/" in key for key in store.inner.list_keys()) for rank in range(2)]
+        # One for each group that is kept, or as many as there were in these, and the state that stays.
+        assert found == {1: [12, 12], 50: [3, 3], 10**9: [2, 2]}
+
+    def test_final_ones_of_two_steps_are_not_mixed_up(self) -> None:
+        store, read = HashStore(), threading.Event()
+
+        def body(rank: int) -> list[Any]:
+            walk(sync := open_sync(store, 2, rank), 9)
+            found = [sync.final_records(4)]
+            read.wait(30) if rank == 0 else threading.Timer(0.05, read.set).start()
+            return [*found, sync.final_records(9)]
+
+        final = [[small(rank, 4) for rank in range(2)], [end(rank, 9) for rank in range(2)]]
+        assert in_threads(body, body) == [final] * 2
+
+
+class TestArguments:
+    @pytest.mark.parametrize("wrong", [{"keep": 0}, {"group_size": 0}, {"keep": 1.5}])
+    def test_wrong_ones_are_refused(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+            open_sync(HashStore(), 1, 0, **wrong)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_terms_that_differ_between_ranks_are_refused_on_all(self, seed: int) -> None:
+        store, steps = TurnsStore(3, seed), []
+
+        def body(rank: int) -> None:
+            sync = open_sync(store, 3, rank, keep=4 + rank // 2, terms={"seed": rank // 2, "workers": 2})
+            walk(sync, 20, each=steps.append)
+
+        for error in store.run(body, body, body):
+            assert isinstance(error, RankMismatchError)
+            assert re.search("keep is (4 and 5|5 and 4), seed is (0 and 1|1 and 0)", str(error))
+        assert steps == []
+
+
+class TestStoresOfTorch:
+    def check(self, stores: list[Any]) -> None:
+        ranks = range(len(stores))
+
+        def body(rank: int) -> tuple[int, list[Any]]:
+            sync = open_sync(stores[rank], len(stores), rank, group_size=2)
+            each = lambda step: None if rank else seen.append(sync.records_at(step + 1))  # noqa: E731
+            stop = walk(sync, 30 + rank, each=each, say=with_large(7))
+            return stop, sync.final_records(stop)
+
+        final = [with_large(7)(rank, 30) if rank else end(rank, 30) for rank in ranks]
+        for _ in range(2):
+            seen: list[Any] = []
+            assert in_threads(*[body] * len(stores)) == [(30, final)] * len(stores)
+            assert seen == [[with_large(7)(rank, step) for rank in ranks] for step in range(1, 31)]
+
+    def test_file_store(self, tmp_path: Path) -> None:
+        self.check([FileStore(str(tmp_path / "store"), 3) for _ in range(3)])
+
+    def test_prefix_store_over_tcp_in_silence(self, capfd: pytest.CaptureFixture[str]) -> None:
+        server = TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
+        client = TCPStore("127.0.0.1", server.port, None, False, PATIENCE)
+        self.check([PrefixStore("worker", server), PrefixStore("worker", client)])
+        with pytest.raises(StreamError):
+            walk(open_sync(server, 2, 0, timeout=0.5, label="alone"), 3)
+        assert capfd.readouterr().err == ""
+
+    def test_a_store_is_let_go_of(self) -> None:
+        for make in (HashStore, lambda: PrefixStore("worker", HashStore())):
+            store = make()
+            sync = open_sync(store, 1, 0)
+            assert walk(sync, 3) == 3
+            gone = weakref.ref(store)
+            del store, sync
+            assert gone() is None
+
+    def test_a_store_that_others_wait_at_does_not_hold_the_ranks_up(self) -> None:
+        server = TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
+        waiting = threading.Thread(target=server.wait, args=(["later"],), daemon=True)
+        waiting.start()
+        assert walk(open_sync(server, 1, 0), 3) == 3
+        assert waiting.is_alive()
+        TCPStore("127.0.0.1", server.port, None, False, PATIENCE).set("later", "1")
+        waiting.join(10)
+        assert not waiting.is_alive()

@@ -1,0 +1,316 @@
+"""Ranks that fail, are late, die, and are started anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.rank_threads import Say, TurnsStore, check_run, end, in_threads, open_sync, small, walk, with_large
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+from lightning_stateful.errors import StreamError
+
+PATIENCE = timedelta(seconds=30)
+
+
+class TestFailures:
+    @pytest.mark.parametrize("seed", range(8))
+    @pytest.mark.parametrize("group_size", [1, 3])
+    def test_all_ranks_break_off_at_the_same_step(self, group_size: int, seed: int) -> None:
+        store = TurnsStore(3, seed, [1 + 30 * (seed % 3 == rank) for rank in range(3)])
+        broken = 7 + seed % 4
+        # Records of a group that is not full are given up.
+        last = broken - broken % group_size
+
+        def body(rank: int) -> tuple[list[int], str]:
+            sync, steps = open_sync(store, 3, rank, group_size=group_size), []
+            published = 0
+            while True:
+                while published < sync.horizon(len(steps)) and (rank != 2 or published < broken):
+                    published += 1
+                    sync.publish(small(rank, published))
+                if rank == 2 and published == broken:
+                    sync.publish_failure("no such file")
+                try:
+                    sync.happens(len(steps))
+                except StreamError as error:
+                    return steps, str(error)
+                steps.append(len(steps))
+
+        text = f"The stream of rank 2 broke off before step {last}: no such file"
+        assert store.run(body, body, body) == [(list(range(last)), text)] * 3
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_before_the_first_batch_wake_all(self, seed: int) -> None:
+        store = TurnsStore(2, seed)
+
+        def broken(rank: int) -> None:
+            sync = open_sync(store, 2, rank)
+            sync.publish_failure("no shard")
+            sync.publish_failure("again")
+
+        # The second time, they have met before.
+        for _ in range(2):
+            error = store.run(lambda rank: walk(open_sync(store, 2, rank), 5), broken)[0]
+            assert isinstance(error, StreamError)
+            assert "rank 1 broke off before step 0: no shard" in str(error)
+
+    def test_that_no_step_reaches_are_none(self) -> None:
+        store = TurnsStore(2)
+
+        def broken(rank: int) -> int:
+            sync = open_sync(store, 2, rank)
+            for step in range(6):
+                sync.publish(small(rank, step))
+            sync.publish_failure("later")
+            return sum(sync.happens(step) for step in range(3))
+
+        assert store.run(lambda rank: walk(open_sync(store, 2, rank), 2), broken) == [2, 2]
+
+    def test_far_ahead_break_off_at_what_the_others_know_of(self) -> None:
+        store = TurnsStore(2)
+
+        def broken(rank: int) -> None:
+            sync = open_sync(store, 2, rank)
+            for step in range(100):
+                sync.publish(small(rank, step))
+            sync.publish_failure("later")
+
+        error = store.run(lambda rank: walk(open_sync(store, 2, rank), 200), broken)[0]
+        assert isinstance(error, StreamError)
+        assert "before step 3: later" in str(error)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_of_several_the_first_step_counts(self, seed: int) -> None:
+        store = TurnsStore(3, seed)
+
+        def breaks(rank: int, after: int) -> None:
+            sync = open_sync(store, 3, rank)
+            walk(sync, 40, last=after - 1)
+            sync.publish_failure("no such file")
+            for step in range(after - 1, 40):
+                sync.happens(step)
+
+        bodies = [lambda rank, after=after: breaks(rank, after) for after in (10, 9)]
+        for error in store.run(lambda rank: walk(open_sync(store, 3, rank), 40), *bodies):
+            assert isinstance(error, StreamError)
+            assert "rank 2 broke off before step 9: no such file" in str(error)
+
+    def test_a_store_that_is_gone_is_said_to_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sync = open_sync(store := TurnsStore(1), 1, 0)
+        sync.publish_end([])
+        monkeypatch.setattr(type(store), "_ask", lambda *arguments: (_ for _ in ()).throw(RuntimeError("Broken pipe")))
+        with pytest.raises(StreamError, match=r"does not answer(.|\n)*Broken pipe"):
+            sync.happens(0)
+        sync.publish_failure("the disk")
+
+
+class TestTimeouts:
+    @pytest.mark.parametrize("say", [small, with_large(3)])
+    def test_who_is_late_is_named_with_its_last_record_on_all_ranks(self, say: Say) -> None:
+        store = TurnsStore(3)
+
+        def body(rank: int) -> None:
+            sync = open_sync(store, 3, rank, timeout=0.3, describe=lambda rank, record: json.dumps(record))
+            walk(sync, 20, last=5 if rank == 2 else None, say=say)
+
+        errors = store.run(body, body, body)
+        assert errors[2] is None
+        for error in errors[:2]:
+            assert isinstance(error, StreamError)
+            assert "Step 6 was waited for in vain for 0.3 s: 1 of 3 ranks have not published" in str(error)
+            assert f"- rank 2: {json.dumps(say(2, 6))}\n"[:3000] in str(error)
+
+    def test_the_late_rank_itself_breaks_off_at_the_step_it_was_waited_for(self) -> None:
+        store, gave_up = HashStore(), threading.Event()
+        steps: list[int] = []
+
+        def body(rank: int) -> None:
+            try:
+                sync = open_sync(store, 2, rank, timeout=0.3)
+                each = lambda step: (steps.append(step), step == 4 and gave_up.wait(30)) if rank else None  # noqa: E731
+                walk(sync, 20, each=each)
+            finally:
+                gave_up.set()
+
+        for error in in_threads(body, body):
+            assert isinstance(error, StreamError)
+            assert "Step 6 was waited for in vain" in str(error)
+        assert steps == [0, 1, 2, 3, 4, 5]
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_ranks_that_do_not_come_are_named(self, rank: int) -> None:
+        sync = open_sync(HashStore(), 3, rank, timeout=0.1)
+        sync.publish_end([])
+        with pytest.raises(StreamError, match=rf"ranks \[{1 - rank}, 2\] of 3 have not come"):
+            sync.happens(0)
+
+    def test_a_rank_that_has_published_nothing_is_named(self) -> None:
+        store = TurnsStore(2)
+        assert store.run(*[lambda rank: walk(open_sync(store, 2, rank), 3)] * 2) == [3, 3]
+        error = store.run(lambda rank: walk(open_sync(store, 2, rank, timeout=0.2), 3), lambda rank: None)[0]
+        assert "- rank 1: nothing yet" in str(error)
+
+    def test_ctrl_c_ends_a_wait(self) -> None:
+        sync = open_sync(HashStore(), 2, 0, timeout=100)
+        sync.publish_end([])
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            sync.happens(0)
+
+
+class TestRestarts:
+    @pytest.mark.parametrize("seed", range(10))
+    def test_processes_started_anew_on_the_same_store_never_meet_their_predecessors(self, seed: int) -> None:
+        """Each rank dies at a request of its own, as they meet or later; then all are started anew."""
+        inner, chance = HashStore(), random.Random(seed)
+        for life in range(3):
+            store = TurnsStore(3, seed + life, inner=inner)
+            store.dies = {rank: chance.randrange(1, 40) for rank in range(3)}
+            store.run(*[lambda rank, store=store: walk(open_sync(store, 3, rank, timeout=0.05), 30)] * 3)
+        store = TurnsStore(3, seed, inner=inner)
+        for _ in range(2):
+            check_run([9, 8, 10], store=store)
+
+    @pytest.mark.parametrize("num_requests", range(1, 9))
+    def test_who_died_while_it_met_the_others_is_not_taken_for_its_successor(self, num_requests: int) -> None:
+        # Ranks 0 and 1 find what the first process of rank 2 has left before the second one has begun.
+        first = TurnsStore(3)
+        first.dies = {2: num_requests}
+        first.run(lambda rank: None, lambda rank: None, lambda rank: walk(open_sync(first, 3, rank, timeout=0.01), 3))
+        check_run([5, 6, 7], store=TurnsStore(3, weights=[60, 20, 1], inner=first.inner))
+
+    def test_a_rank_that_is_started_anew_alone_is_refused_and_the_others_time_out(self) -> None:
+        store = TurnsStore(2)
+        successor = PrefixStore("", store.inner)
+
+        def is_restarted(rank: int) -> None:
+            walk(open_sync(store, 2, rank), 30, last=7)
+            store.leave(rank)
+            walk(open_sync(successor, 2, rank, timeout=0.4), 30)
+
+        first, second = store.run(lambda rank: walk(open_sync(store, 2, rank, timeout=0.4), 30), is_restarted)
+        assert isinstance(first, StreamError)
+        assert "1 of 2 ranks have not published" in str(first)
+        assert isinstance(second, StreamError)
+        assert "started anew" in str(second)
+
+    @pytest.mark.parametrize("ranks", [1, 2, 4])
+    def test_another_number_of_ranks_on_the_same_store(self, ranks: int) -> None:
+        inner = check_run([5, 5, 5]).inner
+        check_run([6, 7, 8, 9][:ranks], store=TurnsStore(ranks, inner=inner))
+
+    def test_labels_keep_runs_apart(self) -> None:
+        store = HashStore()
+
+        def body(rank: int) -> list[list[Any]]:
+            syncs = {label: open_sync(store, 2, rank, label=label) for label in ("train", "val")}
+            # In another order on each rank.
+            for label in sorted(syncs, reverse=rank == 1):
+                for step in range(2):
+                    syncs[label].publish([label, step, rank])
+            assert all(sync.happens(0) for sync in syncs.values())
+            return [sync.records_at(1) for sync in syncs.values()]
+
+        expected = [[[label, 0, rank] for rank in range(2)] for label in ("train", "val")]
+        assert in_threads(body, body) == [expected] * 2
+
+    def test_a_run_that_is_left_in_the_middle_does_not_disturb_the_next(self) -> None:
+        store = TurnsStore(3, weights=[1, 5, 20])
+        left = [lambda rank: walk(open_sync(store, 3, rank), 30, last=4 + rank % 2)] * 3
+        assert store.run(*left) == [4, 5, 4]
+        check_run([9, 8, 10], store=store)
+
+
+def start(role: str, port: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, __file__, role, str(port)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+class TestProcesses:
+    """The other rank is a process that initializes a process group; where it is killed, it stands at step 3."""
+
+    def test_two_process_groups_one_after_the_other_on_the_same_store(self) -> None:
+        server = TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
+        with start("rank 0", server.port) as first, start("rank 1", server.port) as second:
+            said = [process.communicate(timeout=60)[0].split("\n")[-2] for process in (first, second)]
+        assert [json.loads(line) for line in said] == [[[5, [end(0, 5), small(1, 5)]]] * 4] * 2
+
+    def test_a_rank_that_is_killed_is_named(self) -> None:
+        server = TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
+        with start("client", server.port) as other:
+
+            def each(step: int) -> None:
+                if step == 3:
+                    assert line_of(other) == "step 3"
+                    other.send_signal(signal.SIGKILL)
+                    other.wait()
+                    sync.timeout = 0.5
+
+            sync = open_sync(server, 2, 0, timeout=60.0)
+            with pytest.raises(StreamError, match=r"1 of 2 ranks have not published(.|\n)*rank 1: stood at"):
+                walk(sync, 10**6, each=each)
+
+    def test_a_server_that_is_killed_is_missed_at_once(self) -> None:
+        with start("server", 0) as other:
+            store = TCPStore("127.0.0.1", int(line_of(other)), None, False, PATIENCE)
+
+            def each(step: int) -> None:
+                if step == 3:
+                    assert line_of(other) == "step 3"
+                    other.send_signal(signal.SIGKILL)
+                    other.wait()
+
+            with pytest.raises(StreamError, match="does not answer"):
+                walk(open_sync(store, 2, 1, timeout=1000.0), 10**6, each=each)
+
+
+def read_runs(rank: int, port: int) -> None:
+    """A rank that reads two runs in each of two process groups."""
+    server, said = TCPStore("127.0.0.1", port, None, False, PATIENCE), []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=server, rank=rank, world_size=2)
+        for _ in range(2):
+            sync = open_sync(dist.distributed_c10d._get_default_store(), 2, rank)
+            said.append([stop := walk(sync, 5 + rank), sync.final_records(stop)])
+        dist.barrier()
+        dist.destroy_process_group()
+    print(json.dumps(said))
+
+
+def read_to_step_3(role: str, port: int) -> None:
+    """Rank 0 with the server, or rank 1: goes to step 3, says so, and is killed."""
+    store = TCPStore("127.0.0.1", port, None, role == "server", PATIENCE, wait_for_workers=False)
+    if role == "server":
+        print(store.port, flush=True)
+
+    def each(step: int) -> None:
+        if step == 3:
+            print("step 3", flush=True)
+            time.sleep(100)
+
+    walk(open_sync(store, 2, int(role == "client"), timeout=60.0), 10**6, each=each)
+
+
+if __name__ == "__main__":
+    if sys.argv[1].startswith("rank"):
+        read_runs(int(sys.argv[1][-1]), int(sys.argv[2]))
+    else:
+        read_to_step_3(sys.argv[1], int(sys.argv[2]))
