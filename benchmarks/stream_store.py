@@ -187,8 +187,15 @@ def play(number: int, num_ranks: int, port: int, server: int, barrier: Any, answ
         for sync in syncs[not number :]:
             sync.final_records(steps)
 
+    def begin() -> None:
+        nonlocal published
+        for sync in syncs:
+            sync.publish(records[sync.topology.rank][0])
+        published = 1
+
     # They would wait for each other when they meet, once for all runs.
     with mock.patch.multiple(RankStore, has_met=True, _meet=lambda self, timeout: "group"):
+        part("begin", begin)
         part("steps", walk_over)
         part("records_at", lambda: None if number else syncs[0].records_at(steps))
         part("final_records", gather)
