@@ -102,6 +102,27 @@ class TestStates:
             assert node.num_opened == ORDER.index(sample[1]) + 1
         assert node.num_opened == len(ORDER)
 
+    @pytest.mark.usefixtures("_states_at_every_sample")
+    def test_a_node_may_go_on_counting_in_its_state(self) -> None:
+        class Counting(ListNode):
+            def reset(self, initial_state: Any = None) -> None:
+                self.counts = {"next": 0} if initial_state is None else initial_state
+                super().reset(self.counts)
+
+            def next(self) -> Any:
+                item = super().next()
+                self.counts["next"] = self.at
+                return item
+
+            def get_state(self) -> Any:
+                return self.counts
+
+        class Counted(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                return Counting(range(10))
+
+        assert_resumes(lambda: ShardReader(Counted([10]), (0,), 0))
+
 
 class TestShorterShards:
     @pytest.mark.parametrize("on_error", ["raise", "skip"])
@@ -120,15 +141,15 @@ class TestShorterShards:
 
 class TestSeeds:
     def test_what_a_sample_draws_follows_from_seed_epoch_shard_and_sample(self) -> None:
+        def read(numbers: Any = (4, 2, 0), **options: Any) -> dict[Any, Any]:
+            return {sample[:3]: sample[3:] for sample in reader([3, 0, 90, 1, 5], numbers, draws=True, **options)}
+
         with keep_randomness():
-            whole = {sample[:3]: sample[3:] for sample in reader(seed=3, draws=True)}
+            whole = read(seed=3)
             random.seed(77)
-            order = {sample[:3]: sample[3:] for sample in reader(numbers=(0, 3, 5, 2), seed=3, draws=True)}
-            others = [*reader(seed=4, draws=True), *reader(seed=3, draws=True, epoch=1)]
-        assert order == whole
-        for which in range(3):
-            drawn = [numbers[which] for numbers in whole.values()] + [sample[3 + which] for sample in others]
-            assert len(set(drawn)) == 3 * len(whole)
+            assert read((0, 4, 2), seed=3) == whole
+            others = [*whole.values(), *read(seed=4).values(), *read(seed=3, epoch=1).values()]
+        assert all(len({numbers[which] for numbers in others}) == 3 * 98 for which in range(3))
 
     @pytest.mark.parametrize("seed", [None, 1])
     def test_where_nothing_draws_randomness_is_left_alone(self, seed: int | None) -> None:
