@@ -175,9 +175,12 @@ KINDS = {kind.__name__: kind for kind in (Bare, Told, OnDataset, Own, BeginsAnew
 WITH_STATE = [name for name in KINDS if name not in ("Bare", "Told")]
 
 
+def of(dataset: Any) -> IterableShards:
+    return IterableShards(dataset, 1, 1, json.loads(json.dumps(beginning_of(dataset))))
+
+
 def reads(dataset: Any, epoch: int = 0, state: Any = None, *, seed: int | None = 1, begun: Any = None) -> ShardReader:
-    shards = begun or IterableShards(dataset, 1, 1, json.loads(json.dumps(beginning_of(dataset))))
-    reader = ShardReader(shards, (0,), epoch, seed=seed)
+    reader = ShardReader(begun or of(dataset), (0,), epoch, seed=seed)
     reader.reset(json.loads(json.dumps(state)))
     return reader
 
@@ -193,16 +196,13 @@ def test_any_dataset_goes_on_at_every_sample(name: str, seed: int | None) -> Non
     for number in range(LENGTH + 1):
         state = reader.get_state()
         saved = json.dumps(state)
-        for dataset in (KINDS[name](), begun_before(KINDS[name]())):
-            assert list(reads(dataset, 3, state, seed=seed)) == numbers(name, 3, number)
+        shards = of(KINDS[name]())
+        for _ in range(2):
+            assert list(reads(None, 3, state, seed=seed, begun=shards)) == numbers(name, 3, number)
+            # Once more after another pass was begun and left.
+            reads(None, 0, seed=None, begun=shards).next_many(4)
         assert json.dumps(state) == saved
         assert list(islice(reader, 1)) == numbers(name, 3, number)[:1]
-
-
-def begun_before(dataset: Any) -> Any:
-    """A dataset of which another pass was begun and left."""
-    reads(dataset, 0).next_many(4)
-    return dataset
 
 
 @pytest.mark.parametrize("name", WITH_STATE)
@@ -232,9 +232,9 @@ def test_one_without_is_read_again_and_says_why() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_passes_begin_at_the_beginning_whether_or_not_the_one_before_was_read_to_its_end(name: str) -> None:
     dataset = KINDS[name]()
-    shards = IterableShards(dataset, 1, 1, beginning_of(dataset))
+    shards = of(dataset)
     for epoch, number in enumerate((3, LENGTH, 0, LENGTH + 1, 5)):
-        assert list(islice(reads(dataset, epoch, begun=shards), number)) == numbers(name, epoch)[:number]
+        assert list(islice(reads(dataset, epoch, seed=None, begun=shards), number)) == numbers(name, epoch)[:number]
 
 
 def test_a_dataset_that_has_no_state_yet_has_no_beginning() -> None:
@@ -379,6 +379,14 @@ class TestLoaders:
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.passes, self.position = state["passes"], state["progress"]
+
+    def test_in_one_process_the_next_pass_reads_nothing_of_the_one_before(self) -> None:
+        loader = OnIterator(3)
+        shards = LoaderShards(loader, 1)
+        first = reads(None, 0, begun=shards)
+        list(first)
+        next(reads(None, 1, {**first.get_state(), "shard": 0, "state": first.carried}, begun=shards))
+        assert loader.made == 4
 
     @pytest.mark.parametrize("is_same_process", [True, False])
     def test_the_next_pass_goes_on_from_the_end_of_the_one_before(self, is_same_process: bool) -> None:
