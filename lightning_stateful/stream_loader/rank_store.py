@@ -144,30 +144,32 @@ class RankStore:
         A name holds for those who count themselves under it, and all have to. So a token that a process has left behind
         which has died meanwhile does no harm: once its successor has come, all find another name.
         """
-        ranks = range(self._topology.num_replicas)
-        self._ask("set", f"token/{self._topology.rank}", secrets.token_hex(8).encode())
+        keys = [f"token/{rank}" for rank in range(self._topology.num_replicas)]
+        token, name, seen = secrets.token_hex(8), "", 0
+        self._ask("set", keys[self._topology.rank], token.encode())
         self._ask("add", "arrivals", 1)
-        seen, name = 0, ""
 
-        def find() -> str | None:
-            nonlocal seen, name
+        def find() -> bool | None:
+            nonlocal name, seen
             arrivals = int(self.text("arrivals") or 0)
-            if len(ranks) <= arrivals != seen:
-                seen, tokens = arrivals, self.texts([f"token/{rank}" for rank in ranks])
-                found = "" if None in tokens else digest_of("".join(map(str, tokens)))[:12]
+            if len(keys) <= arrivals != seen:
+                seen = arrivals
+                tokens = [said.split()[0] for said in self.texts(keys) if said is not None]
+                found = digest_of("".join(tokens))[:12] if len(tokens) == len(keys) else ""
                 if found != name:
                     name = found
+                    self._ask("set", keys[self._topology.rank], f"{token} {name}".encode())
                     self.add(f"{name}/met", 1)
-            return name if name and int(self.text(f"{name}/met") or 0) >= len(ranks) else None
+            return True if name and int(self.text(f"{name}/met") or 0) >= len(keys) else None
 
-        if self.wait(find, timeout) is None:
-            tokens = self.texts([f"token/{rank}" for rank in ranks])
-            missing = [rank for rank in ranks if tokens[rank] is None]
-            who = f"ranks {missing[:8]} of {len(ranks)} have not come" if missing else "not all have come"
+        if not self.wait(find, timeout):
+            said = enumerate(self.texts(keys))
+            missing = [rank for rank, text in said if text is None or not text.endswith(name)]
             raise StreamError(
                 f"Rank {self._topology.rank} has waited {timeout:g} s to begin to read a stream with the others, and "
-                f"{who}. Look at their logs for an error, a slow start, or a loader that only some ranks iterate; "
-                "ranks that were started anew while others were not have to be started together."
+                f"ranks {missing[:8]} of {len(keys)} have not come. Look at their logs for an error, a slow start, or "
+                "a loader that only some ranks iterate; ranks that were started anew while others were not have to be "
+                "started together."
             )
         return name
 

@@ -8,8 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 _LARGE = 1024  # Characters from which on what stands under a key "state" is large.
-_LARGE_WHOLE = 4096  # And from which on what is left of a state is.
+_LARGE_WHOLE = 16_384  # And from which on what is left of a state is.
 _PIECE = 2**20  # A large part is cut into pieces of so many: a TCPStore takes no more than 8 MiB at once.
+
+_HOLDERS = (dict, list, tuple)
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 Path = tuple[str | int, ...]
 
@@ -43,7 +46,7 @@ class StateEncoder:
     def encode(self, state: Any) -> StateText:
         """Encode a state, plain JSON data."""
         parts: dict[Path, list[tuple[str, str]]] = {}
-        text = _dumps(self._short(state, (), parts))
+        text = _dumps(self._short(state, (), parts) if isinstance(state, _HOLDERS) else state)
         if len(text) >= _LARGE_WHOLE:
             text, parts = "null", {(): _pieces(text), **parts}
         places = [f",{_dumps([path, [digest for digest, _ in pieces]])}" for path, pieces in parts.items()]
@@ -58,16 +61,15 @@ class StateEncoder:
 
     def _short(self, value: Any, path: Path, parts: dict[Path, list[tuple[str, str]]]) -> Any:
         """A copy without large parts, which are put into ``parts``."""
-        if not isinstance(value, (dict, list, tuple)):
-            return value
         short: Any = dict(value) if isinstance(value, dict) else list(value)
         items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in items:
             here = (*path, key)
-            if key != "state":
+            if key == "state":
+                if pieces := self._pieces_if_large(part, here):
+                    short[key], parts[here] = None, pieces
+            elif isinstance(part, _HOLDERS):
                 short[key] = self._short(part, here, parts)
-            elif pieces := self._pieces_if_large(part, here):
-                short[key], parts[here] = None, pieces
         return short
 
     def _pieces_if_large(self, state: Any, path: Path) -> list[tuple[str, str]]:
@@ -108,7 +110,3 @@ def digest_of(piece: str) -> str:
 def _pieces(text: str) -> list[tuple[str, str]]:
     pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
     return [(digest_of(piece), piece) for piece in pieces]
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
