@@ -11,11 +11,11 @@ from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.samples import SampleBatchOrder, SampleOrder, SequentialOrder, ShuffledOrder
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.source_datasets import describe_sources
-from lightning_stateful.loaders.user_class import is_lightnings, is_torchdatas
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.fingerprint import describe_dataset
+from lightning_stateful.samplers.user_class import is_lightnings, is_torchdatas
 from lightning_stateful.samplers.wrapped_sampler import RESUME_MODES, WrappedSampler
 
 

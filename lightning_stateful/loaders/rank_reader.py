@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
 
 from lightning_stateful.errors import ConfigurationError, StatefulError, StreamError
 from lightning_stateful.loaders.lanes import Delivery, LaneDataset, LaneTask, Sealed
-from lightning_stateful.loaders.user_class import copied
+from lightning_stateful.samplers.user_class import copied
 from lightning_stateful.streams.lane import Lane, StreamConfig
 from lightning_stateful.streams.place_text import Text, as_place, heard
 from lightning_stateful.streams.stage import Place

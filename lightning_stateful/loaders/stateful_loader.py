@@ -17,10 +17,10 @@ from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.batch_reader import BatchReader, known_steps, options_of
 from lightning_stateful.loaders.description import LoaderDescription, describe_loader
-from lightning_stateful.loaders.user_class import Pickled, copied
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracker
+from lightning_stateful.samplers.user_class import Pickled, copied
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
 

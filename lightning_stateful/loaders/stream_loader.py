@@ -17,9 +17,9 @@ from lightning_stateful.loaders.stream_course import StreamCourse
 from lightning_stateful.loaders.stream_options import StreamOptions
 from lightning_stateful.loaders.stream_order import StreamEpochPlan, StreamOrder
 from lightning_stateful.loaders.stream_setup import StreamSetup
-from lightning_stateful.loaders.user_class import Pickled, copied
 from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.tracker import Tracker
+from lightning_stateful.samplers.user_class import Pickled, copied
 from lightning_stateful.state import accepted_names, check, differences, refuse_differences
 from lightning_stateful.streams.lane import StreamConfig
 
