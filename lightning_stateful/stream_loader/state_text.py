@@ -65,7 +65,8 @@ class StateEncoder:
         items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in items:
             here = (*path, key)
-            if key == "state":
+            # A slot's state of a source is a node's, which may have a large one of the user's in it.
+            if key == "state" and not (len(path) == 2 and path[0] == "of"):
                 if pieces := self._pieces_if_large(part, here):
                     short[key], parts[here] = None, pieces
             elif isinstance(part, _HOLDERS):

@@ -32,6 +32,7 @@ class StreamState:
         assignments: What was assigned of every source.
         slots: The state of each slot; None for a slot that has not begun.
         steps: Batches of each rank since shards were assigned.
+        steps_before: Batches of each rank in the same pass before that.
         skipped: What had been left out by then, since the beginning of training: shards, samples on which a function
             failed, samples that are too long.
     """
@@ -43,6 +44,7 @@ class StreamState:
     assignments: Mapping[str, Assignment]
     slots: tuple[NodeState | None, ...]
     steps: int = 0
+    steps_before: int = 0
     skipped: tuple[int, ...] = (0, 0, 0)
 
     @classmethod
@@ -86,6 +88,7 @@ class StreamState:
             slices={name: slots[slot] for name, slots in self.slices.items()},
             state=self.slots[slot] if state is None else state,
             epoch=self.epoch,
+            steps_before=self.steps_before,
             latest={name: assignment.epoch for name, assignment in self.assignments.items()},
         )
 
@@ -137,7 +140,7 @@ class StreamState:
                 is_small = self.num_replicas > 1 and (mixing is None or mixing.stop == "all_exhausted")
                 left = Assignment(latest + 1, left.begun, (*left.whole, *order), is_small)
             assignments[name] = left
-        return self._assigned_anew(assignments, epoch=self.epoch + 1)
+        return self._assigned_anew(assignments, epoch=self.epoch + 1, steps_before=0)
 
     def workers_in_turn(self, rank: int) -> list[int]:
         """A rank's workers, the one first whose batch comes next."""
@@ -230,6 +233,7 @@ class StreamState:
             "pass": self.epoch,
             "workers": self.num_workers,
             "steps": self.steps,
+            "steps_before": self.steps_before,
             "skipped": list(self.skipped),
             "sources": sources,
             "slots": [copy_plain(state) for state in self.slots],
@@ -261,6 +265,7 @@ class StreamState:
             },
             slots=tuple(copy_plain(slot) for slot in data["slots"]),
             steps=data["steps"],
+            steps_before=data["steps_before"],
             skipped=tuple(data["skipped"]),
         )
         state.check()
@@ -344,7 +349,8 @@ class StreamState:
         return any(slots[slot] for slots in self.slices.values())
 
     def _assigned_anew(self, assignments: Mapping[str, Assignment], **changes: int) -> StreamState:
-        made = replace(self, assignments=assignments, steps=0, skipped=self.left_out, **changes)  # type: ignore[arg-type]
+        changes = {"steps": 0, "steps_before": self.steps_before + self.steps, **changes}
+        made = replace(self, assignments=assignments, skipped=self.left_out, **changes)  # type: ignore[arg-type]
         return replace(made, slots=(None,) * made.num_slots)
 
 

@@ -79,6 +79,7 @@ class SlotTask(NamedTuple):
         slices: Its slices of every source.
         state: Where to begin; None for the beginning.
         epoch: The pass, which chooses the order of sources.
+        steps_before: Batches of each rank in the pass before shards were assigned.
         latest: The latest pass of the shards of every source.
     """
 
@@ -88,6 +89,7 @@ class SlotTask(NamedTuple):
     slices: Mapping[str, Sequence[SlotSlice]]
     state: NodeState | None
     epoch: int
+    steps_before: int
     latest: Mapping[str, int]
 
 

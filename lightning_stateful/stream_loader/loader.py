@@ -1,0 +1,333 @@
+"""DataLoaders over streams, which go on where the model stands, on any ranks and workers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_stateful.core.order import UNKNOWN, Progress
+from lightning_stateful.core.topology import Topology
+from lightning_stateful.errors import DamagedStateError, PositionError, StateMismatchError
+from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
+from lightning_stateful.samplers.tracker import Tracker
+from lightning_stateful.samplers.user_class import Pickled, copied
+from lightning_stateful.state import accepted_names, check, differences, refuse_differences
+from lightning_stateful.stream_loader.epochs import StreamEpochs
+from lightning_stateful.stream_loader.options import StreamOptions, StreamSetup
+from lightning_stateful.stream_loader.order import StreamEpochPlan, StreamOrder
+from lightning_stateful.streams2.iterables import IterableBatches
+from lightning_stateful.streams2.worker_slot import StreamConfig
+
+_END = object()
+
+
+class StreamLoader(Pickled, DataLoader[Any]):
+    """Serves a stream so that a resume goes on at the very next batch.
+
+    Ranks and workers read the stream's shards in even shares. Each rank publishes how far it has read in its shards,
+    through the key-value store of the process group, so that every state has all of them, of the very same step; and
+    all ranks stop at the same step, known one step ahead. On the same ranks and workers a resume goes on in exactly the
+    same order; on others, what is left of the shards is assigned anew.
+
+    An iterable dataset without shards divides itself, and needs the same ranks and workers within an epoch. If it has
+    no ``state_dict`` either, it is read again up to where it stood.
+
+    Args:
+        loader: The user's loader; a copy of it is read, of its class and with its attributes.
+        config: How the stream is read; by default as the loader says.
+        options: How it is served.
+        seed: Chooses the randomness of what has none of its own; by default that of Lightning's ``seed_everything``,
+            or 0.
+        path: Where several loaders are served side by side, which of them this is: each draws from (seed, path).
+        seed_samples: Seed what torch, NumPy and ``random`` draw, by (seed, path, epoch, shard, sample).
+        num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
+        rank: This rank.
+        accept: Names of differences between a state and this configuration to let pass.
+
+    Attributes:
+        order: The stream's batches as a :class:`~lightning_stateful.core.BatchOrder`.
+        tracker: Holds where the loader stands.
+        stream_epochs: Reads the stream; trainers prepare it.
+
+    State:
+        The progress after the batches handed over, with where in its shards each worker slot stands; equal on all
+        ranks.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        config: StreamConfig | None = None,
+        options: StreamOptions | None = None,
+        seed: int | None = None,
+        path: str = "",
+        seed_samples: bool = True,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        accept: Collection[str] = (),
+    ) -> None:
+        # Not torch's constructor: the copy has been constructed.
+        self.__dict__["_original"] = copied(loader)
+        vars(self._original).update(_iterator=None)
+        self.seed, self.path, self.seed_samples = seed_or_default(seed), path, seed_samples
+        self.options = StreamOptions() if options is None else options
+        self._setup = StreamSetup(
+            loader=self._original,
+            config=config,
+            options=self.options,
+            seed=self.seed,
+            path=path,
+            seed_samples=seed_samples,
+            num_replicas=num_replicas,
+            rank=rank,
+            accept=accepted_names(accept),
+        )
+        self.stream_epochs = StreamEpochs(self._setup)
+        self.order = StreamOrder(self.stream_epochs, len(self) if self.is_sized else UNKNOWN)
+        self.tracker = Tracker(self.order, num_replicas=num_replicas, rank=rank, accept=accept)
+        self._plans: deque[tuple[int, int, Progress | None, StreamEpochPlan]] = deque(maxlen=2)
+
+    def again(
+        self, *, path: str = "", num_replicas: int | None = None, rank: int | None = None, exact: bool = False
+    ) -> StreamLoader:
+        """A loader of the same stream that nobody has read yet.
+
+        Args:
+            path: As in the constructor.
+            num_replicas: Data-parallel ranks, if this loader was not given theirs.
+            rank: This rank.
+            exact: Whether it is for evaluation: each rank serves what it has, of every source.
+        """
+        setup = self._setup
+        if (setup.num_replicas, setup.rank) != (None, None):
+            num_replicas, rank = setup.num_replicas, setup.rank
+        made: StreamLoader = type(self)(
+            self._original,
+            config=setup.config,
+            options=replace(self.options, exact=True, steps_per_epoch=None) if exact else self.options,
+            seed=self.seed,
+            path=path,
+            seed_samples=self.seed_samples,
+            num_replicas=num_replicas,
+            rank=rank,
+            accept=self.accept,
+        )
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # What reads for this loader stays here: a copy in another process begins anew, or where a state is loaded.
+        return (
+            super().__reduce_ex__(protocol)
+            if self.stream_epochs.is_unread
+            else self.again(path=self.path).__reduce_ex__(protocol)
+        )
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the number of steps of an epoch is known beforehand."""
+        return self.options.steps_per_epoch is not None
+
+    @property
+    def resume_note(self) -> str:
+        """How a resume goes on, in words."""
+        return f"{self.order.name} {self.stream_epochs.describe()}"
+
+    @property
+    def accept(self) -> tuple[str, ...]:
+        """Names of differences between a state and this configuration that are let pass."""
+        return self.tracker.accept
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks."""
+        return self.tracker.topology
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to."""
+        return self.tracker.epoch
+
+    def __len__(self) -> int:
+        if self.options.steps_per_epoch is None:
+            raise TypeError(f"{self.order.name} is a stream; how many batches it gives is known at its end.")
+        return self.options.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
+        return self.tracker.iterate(self._read)
+
+    def plan(self, epoch: int, progress: Progress | None = None) -> StreamEpochPlan:
+        """The plan of an epoch, or of the rest of it, on the present ranks; the two latest are kept.
+
+        Args:
+            epoch: Which epoch.
+            progress: Where the run stands; None for the beginning of the epoch.
+
+        Raises:
+            StateError: The stream cannot go on from there.
+        """
+        ranks = self.topology.num_replicas
+        for of_epoch, of_ranks, of_progress, plan in self._plans:
+            if (of_epoch, of_ranks) == (epoch, ranks) and of_progress is progress:
+                return plan
+        plan = self.order.plan(epoch, ranks, progress)
+        self._plans.append((epoch, ranks, progress, plan))
+        return plan
+
+    def batches(self, plan: StreamEpochPlan, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
+        """Read the batches of this rank from a step of a plan to the end of the epoch, without moving the loader.
+
+        Args:
+            plan: One of this loader's.
+            first_step: Where to begin.
+            isolated: Whether the process's generators are put back after a batch that is read in this process; not
+                where they are seeded then anyway.
+        """
+        return self._read(plan, first_step, isolated=isolated)
+
+    def _read(self, plan: Any, first_step: int, *, isolated: bool = True) -> Iterator[Any]:
+        batches: Iterator[Any] = plan.read(first_step)
+        # Samples that are seeded in this process draw from the generators that it draws from.
+        draws_here = self.seed_samples and not self.num_workers
+        return _isolated(batches) if draws_here and isolated else batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Stand at the beginning of ``epoch``; progress within that same epoch is kept."""
+        self.tracker.set_epoch(epoch)
+
+    def seek(self, progress: Progress) -> None:
+        """Stand at ``progress``."""
+        self.tracker.seek(self.plan(progress.epoch, progress).progress_after(0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the batches handed over: fresh plain data, equal on all ranks."""
+        return self.tracker.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Stand where ``state_dict`` was taken.
+
+        Raises:
+            StateError: The state is damaged, of a future version, or of another configuration.
+        """
+        where = "The loader's state"
+        check(state_dict, where=where)
+        refuse_differences(state_dict, self.tracker.state_dict(Progress()), accept=self.accept, where=where)
+        self.tracker.seek(self.progress_in(state_dict, where=where))
+
+    def state_at(self, progress: Progress) -> dict[str, Any]:
+        """The state at a progress: fresh plain data, equal on all ranks.
+
+        Raises:
+            StreamError: It is too long ago.
+        """
+        held = progress if progress.details else self.plan(progress.epoch, progress).progress_after(0)
+        return self.tracker.state_dict(held)
+
+    def position_report(self) -> dict[str, Any]:
+        """Epoch, steps, pass over the stream, and shards not read to their end or left out; equal on all ranks."""
+        return self.tracker.report()
+
+    def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:
+        """The progress in a checked state whose differences were accepted; the stream can go on from there.
+
+        Raises:
+            StateError: It is damaged, or cannot be continued on these ranks and workers.
+        """
+        try:
+            located = self.tracker.progress_in(state, where=where)
+        except StateMismatchError as error:
+            raise StateMismatchError(error.differences, where=where) from None
+        except (DamagedStateError, PositionError) as error:
+            # Accepted, and yet it changes what the state's slots say.
+            changed = differences(state, self.tracker.state_dict(Progress()), fingerprints=False)
+            if not changed:
+                raise
+            remedy = "Within a pass this cannot be let pass. Put it back, or resume where a pass begins."
+            raise StateMismatchError([replace(one, remedy=remedy) for one in changed], where=where) from error
+        # As the stream knows it from now on.
+        return self.plan(located.epoch, replace(located, details={})).progress_after(0)
+
+    @property
+    def _iterator(self) -> Any:  # torch's attribute, by which Lightning ends workers
+        return self.stream_epochs.worker_iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        if iterator is None:
+            self.stream_epochs.end_workers()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_original" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What the user's loader has is set there: a worker_init_fn, persistent workers to be ended.
+        if name in vars(self._original) and name not in vars(self) and name != "_iterator":
+            setattr(self._original, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+
+class IterableLoader(StreamLoader):
+    """Serves the batches of an iterable that is no DataLoader: torchdata.nodes, WebDataset, DALI, or a user's own.
+
+    Each rank serves its own, and goes on at what the model was trained on. Every epoch begins the iterable anew. If it,
+    or what ``iter()`` makes of it, has ``state_dict`` and ``load_state_dict``, a resume goes on by the state that it
+    had after the very batch; otherwise it is read again up to there. What it draws is not seeded. Attributes are those
+    of the iterable.
+
+    Args:
+        loader: What :func:`of_batches` made of the iterable.
+        **how: Arguments of :class:`StreamLoader`; ``accept=("replay",)`` begins the iterable anew on a resume within an
+            epoch where it would have to be read again.
+    """
+
+    def __init__(self, loader: DataLoader[Any], **how: Any) -> None:
+        dataset: Any = loader.dataset
+        self.__dict__["iterable"] = dataset.iterable
+        super().__init__(loader, **{**how, "seed_samples": False})
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the iterable says how many batches it has."""
+        try:
+            len(self.iterable)
+        except (TypeError, NotImplementedError):
+            return False
+        return True
+
+    def __len__(self) -> int:
+        return len(self.iterable)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and hasattr(iterable := vars(self).get("iterable"), name):
+            return getattr(iterable, name)
+        return super().__getattr__(name)
+
+
+def of_batches(iterable: Any) -> DataLoader[Any]:
+    """A DataLoader that hands over the batches of an iterable as they are.
+
+    Args:
+        iterable: The iterable.
+    """
+    return DataLoader(IterableBatches(iterable), batch_size=None, collate_fn=_unchanged)
+
+
+def _isolated(batches: Iterator[Any]) -> Iterator[Any]:
+    """Batches, of which none leaves a trace in the process's random generators."""
+    while True:
+        with keep_if_drawn():
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

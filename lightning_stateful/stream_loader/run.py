@@ -1,0 +1,244 @@
+"""Reads a stream on this rank until some rank has nothing left, and knows where all worker slots stood on the way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.topology import Topology
+from lightning_stateful.errors import PositionError, StreamError
+from lightning_stateful.stream_loader.rank_sync import RankSync, Record
+from lightning_stateful.stream_loader.state_text import StateText, complete, decode
+from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
+from lightning_stateful.streams2.nodes import NodeState
+from lightning_stateful.streams2.stream_state import StreamState
+from lightning_stateful.streams2.worker_slot import WorkerSlot
+
+# Where the worker slots of this rank stand; a worker's is JSON until somebody wants it.
+SlotStates = list[NodeState | StateText]
+
+
+class _Read(NamedTuple):
+    """A batch that was read, and where this rank's slots stand after it."""
+
+    batch: Any
+    states: SlotStates
+
+
+class StreamRun:
+    """The batches of this rank from a stream's state on, until the first rank has nothing left.
+
+    Args:
+        begun: Where to begin.
+        slots: Reads this rank's worker slots.
+        topology: The ranks.
+        connect: Makes what synchronizes the ranks, from what says in words what a rank reads; None if there is nobody
+            to be in step with.
+        seed: Seeds the workers.
+        keep: How many steps back :meth:`state_at` can look.
+
+    Attributes:
+        begun: Where it began.
+        num_served: Batches that were handed over.
+        is_closed: Whether it reads no more.
+    """
+
+    def __init__(
+        self,
+        begun: StreamState,
+        slots: SlotLoader,
+        topology: Topology,
+        connect: Callable[[Callable[[int, Record], str]], RankSync] | None,
+        *,
+        seed: int = 0,
+        keep: int = 64,
+    ) -> None:
+        self.begun, self.num_served, self.is_closed = begun, 0, False
+        self._slots, self._topology, self._keep = slots, topology, keep
+        self._sync = None if connect is None else connect(self._describe)
+        self._buffer: deque[_Read] = deque()
+        self._num_read = 0
+        self._is_read = self._is_over = False
+        # Met where this rank reads ahead, and where it has to be raised.
+        self._error: Exception | None = None
+        self._broken: Exception | None = None
+        self._sure = -1  # The step of which it is known that it happens.
+        tasks = [begun.task(self._slot(worker)) for worker in begun.workers_in_turn(topology.rank)]
+        self._states: SlotStates = [
+            WorkerSlot(begun.config, task).state() if task.state is None else task.state
+            for task in sorted(tasks, key=lambda task: task.worker)
+        ]
+        labels = begun.epoch, begun.steps_before, topology.rank
+        self._deliveries: Iterator[Delivery] | None = slots.read(tasks, derive_seed("stream", seed, *labels))
+        self._skip_unknown()
+        self._history = {0: self._states}
+
+    def next(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: Some rank has no further batch.
+            StreamError: A stream broke off, here or on another rank.
+        """
+        if not self.has_next():
+            raise StopIteration
+        if self._broken:
+            self.close()
+            raise self._broken
+        batch, states = self._buffer.popleft()
+        self.num_served += 1
+        self._history[self.num_served] = states
+        self._history.pop(self.num_served - self._keep, None)
+        return batch
+
+    def has_next(self) -> bool:
+        """Whether another batch follows on all ranks, or an error in its place."""
+        if self._is_over or self._broken or self._sure == self.num_served:
+            return not self._is_over
+        sync, step = self._sync, self.num_served
+        self._read_until(step + 1 if sync is None else sync.horizon(step))
+        if self._error is not None and not self._buffer:
+            self._broken = self._error
+        elif sync is None:
+            self._is_over = not self._buffer
+        else:
+            try:
+                self._is_over = not sync.happens(step)
+            except StreamError as error:
+                self._broken = error
+        if not self._is_over:
+            self._sure = step
+        return not self._is_over
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether asking for the next batch raises."""
+        return self._broken is not None
+
+    def goes_on(self, num_served: int) -> bool:
+        """Whether the next batch is the one after ``num_served``."""
+        return num_served == self.num_served and not self.is_closed
+
+    def state_at(self, num_served: int) -> StreamState:
+        """Where all worker slots stood after ``num_served`` batches of each rank.
+
+        Raises:
+            StreamError: That is too long ago, or what other ranks have published is not there.
+        """
+        if not num_served:
+            return self.begun
+        if self._sync is not None:
+            return self._state_of(self._sync.records_at(num_served), num_served)
+        if num_served not in self._history:
+            raise StreamError(
+                f"Where the stream stood after {num_served} batches is not known any more, "
+                f"{self.num_served - num_served} batches later; the last {self._keep} are kept."
+            )
+        return self._state_alone(self._history[num_served], num_served)
+
+    @cached_property
+    def final_state(self) -> StreamState:
+        """Where all worker slots stand at the end; with other ranks, all ask for it."""
+        if self._sync is not None:
+            return self._state_of(self._sync.final_records(self.num_served), self.num_served)
+        return self._state_alone(self._states, self.num_served)
+
+    def close(self) -> None:
+        """Stop reading; where it stood can still be asked for until another run has a batch on all ranks."""
+        self._deliveries, self.is_closed = None, True
+
+    def _slot(self, worker: int, rank: int | None = None) -> int:
+        return worker * self.begun.num_replicas + (self._topology.rank if rank is None else rank)
+
+    def _skip_unknown(self) -> None:
+        """Where nobody has written where this rank stood: read again what it was given."""
+        begun, rank = self.begun, self._topology.rank
+        if not begun.steps or any(state is not None for state in begun.slots[rank :: begun.num_replicas]):
+            return
+        for number in range(begun.steps):
+            if self._read() is None:
+                raise PositionError(
+                    f"The state says that each rank was given {begun.steps} batches, but not where rank {rank} stood, "
+                    f"and this rank has only {number}. Ranks without a process group, and in evaluation, write down "
+                    "only where they stood themselves: resume each from its own state, or have the process group begin "
+                    "before the stream is read."
+                )
+
+    def _read_until(self, number: int) -> None:
+        """Read ahead until so many batches were read, and publish where that leads."""
+        sync = self._sync
+        while self._num_read < number and self._error is None and not self._is_read:
+            try:
+                read = self._read()
+            except Exception as error:
+                # What was read before comes first.
+                self._error = error
+                if sync is not None:
+                    sync.publish_failure(f"{type(error).__name__}: {error}")
+                return
+            if read is None:
+                self._is_read = True
+                if sync is not None:
+                    sync.publish_end(self._states)
+                return
+            self._num_read += 1
+            self._buffer.append(read)
+            if sync is not None:
+                sync.publish(read.states)
+
+    def _read(self) -> _Read | None:
+        """The next batch of this rank; None at its end."""
+        try:
+            for delivery in () if self._deliveries is None else self._deliveries:
+                self._states = self._states_after(delivery)
+                if not delivery.is_end:
+                    return _Read(delivery.batch, self._states)
+        except Exception as error:
+            self._deliveries = None
+            explained = self._slots.explained(error, self._reading)
+            raise explained from explained.__cause__
+        self._deliveries = None
+        return None
+
+    def _states_after(self, delivery: Delivery) -> SlotStates:
+        # A new list: the old one is part of the history.
+        states, state = list(self._states), delivery.state
+        before = states[delivery.worker]
+        states[delivery.worker] = (
+            state.state
+            if isinstance(state, OpaqueState)
+            else complete(state, before if isinstance(before, StateText) else None)
+        )
+        return states
+
+    def _reading(self) -> list[str]:
+        """The shards that this rank's slots have open, by name."""
+        states = enumerate(map(_decoded, self._states))
+        return sorted({name for worker, state in states for name in self.begun.shards_at(self._slot(worker), state)})
+
+    def _describe(self, rank: int, record: Record) -> str:
+        states = enumerate(record)
+        names = {name for worker, state in states for name in self.begun.shards_at(self._slot(worker, rank), state)}
+        return f"last known to read {', '.join(sorted(names)) or 'nothing more'}"
+
+    def _state_alone(self, states: SlotStates, num_served: int) -> StreamState:
+        records: list[Record | None] = [None] * self.begun.num_replicas
+        records[self._topology.rank] = [_decoded(state) for state in states]
+        return self._state_of(records, num_served)
+
+    def _state_of(self, records: Sequence[Record | None], num_served: int) -> StreamState:
+        begun = self.begun
+        # Where the others stand by now, a rank that is alone does not know.
+        slots: list[NodeState | None] = [None] * begun.num_slots if self._sync is None else list(begun.slots)
+        for rank, record in enumerate(records):
+            if record is not None:
+                slots[rank :: begun.num_replicas] = record
+        return begun.at(tuple(slots), begun.steps + num_served)
+
+
+def _decoded(state: NodeState | StateText) -> NodeState:
+    """The state of a worker slot, which may be JSON."""
+    return decode(state.text, state.large) if isinstance(state, StateText) else state
