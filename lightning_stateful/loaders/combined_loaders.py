@@ -9,10 +9,9 @@ from typing import Any
 from lightning_stateful import state as format_
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
-from lightning_stateful.loaders.iterable_loader import IterableLoader
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.loaders.stream_loader import StreamLoader
+from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader
 
 MODES = ("min_size", "max_size", "max_size_cycle")
 
@@ -170,7 +169,7 @@ class CombinedLoaders:
         streams = {path: loader for path, loader in self.loaders.items() if isinstance(loader, StreamLoader)}
         for path, loader in streams.items():
             progress = Progress(epoch=epoch, consumed=step)
-            loader.course.begin_at(progress)
+            loader.stream_epochs.begin_at(progress)
             self._plans[path] = self._resumed_plans[path] = loader.plan(epoch, progress)
         self._resumed_step = step
         return [loader.order.name for loader in streams.values()]
@@ -180,7 +179,7 @@ class CombinedLoaders:
         for path, loader in self.loaders.items():
             plan = self._resumed_plans.get(path)
             if isinstance(loader, StreamLoader) and plan is not None and plan.epoch == epoch:
-                loader.course.end_at(plan.progress_after(0))
+                loader.stream_epochs.end_at(plan.progress_after(0))
 
     def load(self, state: Mapping[str, Any], *, accept: Collection[str] = (), where: str) -> tuple[int, int]:
         """Go on where ``state`` was taken, perhaps on other ranks or with other batch sizes.
@@ -267,11 +266,11 @@ class CombinedLoaders:
         """Let streams of unknown length end an epoch with the shortest; the next epoch goes on in their rests."""
         if self.mode != "min_size" or epoch < 0:
             return
-        courses = [loader.course for loader in self.loaders.values() if isinstance(loader, StreamLoader)]
-        ended = [course.ended[1] for course in courses if course.ended is not None and course.ended[0] == epoch]
-        for course in courses if ended else ():
-            if course.ended is None or course.ended[0] < epoch:
-                course.end_at(Progress(epoch=epoch, consumed=min(ended)))
+        streams = [loader.stream_epochs for loader in self.loaders.values() if isinstance(loader, StreamLoader)]
+        ended = [stream.ended[1] for stream in streams if stream.ended is not None and stream.ended[0] == epoch]
+        for stream in streams if ended else ():
+            if stream.ended is None or stream.ended[0] < epoch:
+                stream.end_at(Progress(epoch=epoch, consumed=min(ended)))
 
 
 def _by_rank(values: Sequence[Any]) -> Any:

@@ -11,15 +11,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_stateful.bucketing.budget import Budget, QuadraticCost, TooLong
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.loaders.stream_loader import StreamLoader
-from lightning_stateful.loaders.stream_options import Replay, StreamOptions
-from lightning_stateful.streams.hugging_face import HuggingFaceShards
-from lightning_stateful.streams.lane import StreamConfig
-from lightning_stateful.streams.read_ahead import ReadAheadConfig
-from lightning_stateful.streams.reading import OnError
-from lightning_stateful.streams.source import Source
-from lightning_stateful.streams.steps import Budgeted
-from lightning_stateful.streams.stream import Stream, as_stream
+from lightning_stateful.stream_loader.loader import StreamLoader
+from lightning_stateful.stream_loader.options import Replay, StreamOptions
+from lightning_stateful.streams2.hugging_face import HuggingFaceShards
+from lightning_stateful.streams2.length_batching import LengthBatcher
+from lightning_stateful.streams2.shard_reader import OnError
+from lightning_stateful.streams2.source import Source, Step
+from lightning_stateful.streams2.stream import Stream, as_stream
+from lightning_stateful.streams2.worker_slot import StreamConfig
 from lightning_stateful.trainer.datamodule import StatefulDataModule
 
 
@@ -95,22 +94,14 @@ class StreamDataModule(StatefulDataModule):
     ) -> None:
         if max_tokens is None and batch_size is None:
             batch_size = 1
-        self._read_ahead: ReadAheadConfig | None = None
+        self._length_batching: Step | None = None
         if max_tokens is not None or read_ahead is not None:
-            self._read_ahead = ReadAheadConfig(
-                window=10_000 if read_ahead is None else read_ahead,
-                budget=Budget(
-                    max_tokens=max_tokens,
-                    batch_size=batch_size,
-                    max_samples=max_samples,
-                    multiple=multiple,
-                    cost=cost,
-                ),
-                length=length,
-                boundary_key=boundary_key,
-                shuffle_batches=shuffle_batches,
-                too_long=too_long,
+            budget = Budget(
+                max_tokens=max_tokens, batch_size=batch_size, max_samples=max_samples, multiple=multiple, cost=cost
             )
+            how = {"boundary_key": boundary_key, "shuffle_batches": shuffle_batches, "too_long": too_long}
+            window = 10_000 if read_ahead is None else read_ahead
+            self._length_batching = Step(LengthBatcher, {"window": window, "budget": budget, "length": length, **how})
             if options.get("drop_last"):
                 raise ConfigurationError(
                     "drop_last leaves out batches that are not full, and windows are cut into batches of any size. "
@@ -146,7 +137,7 @@ class StreamDataModule(StatefulDataModule):
         stream = as_stream(dataset)
         if stream is None and not isinstance(dataset, IterableDataset):
             return self._of_index(dataset, name, size, **how)
-        budgeted = self._read_ahead is not None and not (exact and self.eval_batch_size is not None)
+        budgeted = self._length_batching is not None and not (exact and self.eval_batch_size is not None)
         drop_last = bool(how.get("drop_last", False))
         loader: DataLoader[Any] = DataLoader(
             dataset, **{**self._options, "batch_size": size or 1, "drop_last": drop_last and not budgeted}
@@ -195,10 +186,12 @@ class StreamDataModule(StatefulDataModule):
             elif isinstance(source.shards, HuggingFaceShards) and not source.shuffle:
                 # They do not say themselves how they are shuffled, in a mixture either.
                 source = replace(source, shuffle=self.shuffle, buffer_size=self._buffer_size * self.shuffle)
-            if not budgeted or self._read_ahead is None:
+            if not budgeted or self._length_batching is None:
                 return source
-            ahead = replace(self._read_ahead, shuffle_batches=self._read_ahead.shuffle_batches and not exact)
-            return replace(source, steps=(*source.steps, Budgeted(ahead)))
+            step = self._length_batching
+            if exact:
+                step = replace(step, options={**step.options, "shuffle_batches": False})
+            return replace(source, steps=(*source.steps, step))
 
         return StreamConfig(
             sources={name: changed(source) for name, source in stream.sources.items()},

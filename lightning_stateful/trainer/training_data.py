@@ -19,9 +19,9 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError, Sta
 from lightning_stateful.loaders.combined_loaders import MODES, CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader, take_over
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.loaders.stream_loader import StreamLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.state import accepted_names
+from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import counters
 from lightning_stateful.trainer.lightning import _DataLoaderIterDataFetcher, pl
 from lightning_stateful.trainer.moment import Moment
@@ -232,7 +232,7 @@ class TrainingData:
         streams = {path: loader for path, loader in self.combined.loaders.items() if isinstance(loader, StreamLoader)}
         steps = self.num_batches()
         for path, loader in streams.items():
-            loader.course.prepare(
+            loader.stream_epochs.prepare(
                 f"training data {path}",
                 limit=steps if steps < UNKNOWN else None,
                 # A window of accumulated gradients that is open is served again from its first batch.

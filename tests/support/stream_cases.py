@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful import ChunkedDataset, MixedStream
 from lightning_stateful.bucketing.budget import Budget
-from lightning_stateful.loaders import StreamLoader, StreamOptions
-from lightning_stateful.streams import Stream
-from lightning_stateful.streams.lane import StreamConfig
-from lightning_stateful.streams.read_ahead import ReadAheadConfig
-from lightning_stateful.streams.steps import Budgeted
+from lightning_stateful.stream_loader import StreamLoader, StreamOptions
+from lightning_stateful.streams2 import Stream
+from lightning_stateful.streams2.length_batching import LengthBatcher
+from lightning_stateful.streams2.source import Step
+from lightning_stateful.streams2.worker_slot import StreamConfig
 
 # What a pass over a loader ends with.
 END = "end"
@@ -81,7 +81,7 @@ def length_of(number: int) -> int:
 
 def budgeted(stream: Stream, window: int = 7) -> StreamConfig:
     """The configuration that ``StreamDataModule(max_tokens=12)`` makes of a stream."""
-    step = Budgeted(ReadAheadConfig(window=window, budget=Budget(max_tokens=12), length=length_of))
+    step = Step(LengthBatcher, {"window": window, "budget": Budget(max_tokens=12), "length": length_of})
     sources = {name: replace(source, steps=(*source.steps, step)) for name, source in stream.sources.items()}
     return StreamConfig(sources=sources, mixing=stream.mixing, batch_size=None)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful import ChunkedDataset, check_resume, is_patched, patch_dataloader
 from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
-from lightning_stateful.loaders.stream_loader import StreamLoader
+from lightning_stateful.stream_loader import StreamLoader
 
 
 class Draws(IterableDataset[Any]):

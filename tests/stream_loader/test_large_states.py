@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_stateful.errors import PositionError
-from lightning_stateful.loaders import rank_reader
-from lightning_stateful.loaders.lanes import Delivery, Sealed
+from lightning_stateful.stream_loader import run
+from lightning_stateful.stream_loader.state_text import StateText
+from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState
 
 much = partial(stream_loader, RemembersMuch(), batch_size=30)
 
@@ -29,22 +30,21 @@ def test_it_goes_on_exactly(num_workers: int, persistent_workers: bool, kind: An
 
 
 def test_a_delivery_is_small_unless_the_state_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    delivered: list[Any] = []
+    delivered: list[StateText] = []
 
-    def heard(news: Any, before: Any) -> Any:
-        delivered.append(news)
-        return listens(news, before)
+    def complete(changes: Any, before: Any) -> Any:
+        delivered.append(changes)
+        return completes(changes, before)
 
-    listens = rank_reader.heard
-    monkeypatch.setattr(rank_reader, "heard", heard)
+    completes = run.complete
+    monkeypatch.setattr(run, "complete", complete)
     loader = much(num_workers=2, kind=InThisProcess)
     for _ in range(2):
         delivered.clear()
         assert len(list(loader)) == 30
-        large = [len(news) > 1 and news[1] is not None for news in delivered]
-        # 64 samples, and one more for 16 characters.
-        assert 2 <= sum(large) <= 6
-        assert all(sum(len(part or "") for part in news[::2]) < 400 for news in delivered)
+        # Of 256 samples, and one more for 16 characters.
+        assert 2 <= sum(bool(changes.large) for changes in delivered) <= 6
+        assert all(len(changes.text) < 400 for changes in delivered)
 
 
 def test_what_is_remembered_of_the_latest_steps_is_one_and_the_same_state() -> None:
@@ -52,18 +52,26 @@ def test_what_is_remembered_of_the_latest_steps_is_one_and_the_same_state() -> N
     iterator = iter(loader)
     for _ in range(28):
         next(iterator)
-    remembered = [places for _, places in sorted(loader.course._run._places.items())]
-    states = [{id(places[worker][1]) for places in remembered if len(places[worker]) > 1} for worker in range(2)]
+    remembered = [states for _, states in sorted(loader.stream_epochs._run._history.items())]
+    states = [
+        {
+            id(text)
+            for states in remembered
+            if isinstance(states[worker], StateText)
+            for text in states[worker].large.values()
+        }
+        for worker in range(2)
+    ]
 
     assert len(remembered) > 10
     assert all(1 <= len(ids) <= 3 for ids in states)
 
 
-def test_pinning_memory_leaves_places_as_they_are() -> None:
-    place = {"of": {"": {"place": {"state": [1, 2]}}}}
-    pinned = pin_memory(Delivery(0, Sealed(place), "batch", False))
+def test_pinning_memory_leaves_states_as_they_are() -> None:
+    state = {"of": {"": {"state": {"state": [1, 2]}}}}
+    pinned = pin_memory(Delivery(0, OpaqueState(state), "batch", False))
 
-    assert pinned.place.place is place
+    assert pinned.state.state is state
     assert pinned.batch == "batch"
 
 

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful import is_patched, patch_dataloader
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.loaders import StreamLoader
+from lightning_stateful.stream_loader import StreamLoader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning"),

@@ -43,7 +43,7 @@ from support.stream_cases import (
 
 from lightning_stateful import ChunkedDataset
 from lightning_stateful.errors import ConfigurationError, ShardError, StreamError
-from lightning_stateful.streams import Stream
+from lightning_stateful.streams2 import Stream
 
 # Makes a loader on so many workers.
 Make = Callable[..., Any]
@@ -222,18 +222,18 @@ def test_a_function_that_fails_on_a_sample(tmp_path: Path, change: str) -> None:
             return stream_loader(dataset, config=measured_by(dataset, lambda number: trouble(number) % 5), **IN_PROCESS)
         return stream_loader(dataset, **IN_PROCESS)
 
-    match = r"sample 3 of chunk 3 of 6 .*OSError: the disk is gone"
+    match = r"the sample 14 .*OSError: the disk is gone"
     assert_mends(make, trouble.marker.touch, trouble.marker.unlink, match)
 
 
-def measured_by(dataset: Stream, length: Callable[[int], int]) -> Any:
+def measured_by(dataset: Stream, length: Callable[[int], int], **options: Any) -> Any:
     """Batches within a budget by another length."""
     config = budgeted(dataset)
     sources = {}
     for name, source in config.sources.items():
         *others, last = source.steps
-        cut: Any = last
-        sources[name] = replace(source, steps=(*others, replace(cut, config=replace(cut.config, length=length))))
+        cut = replace(last, options={**last.options, "length": length, **options})
+        sources[name] = replace(source, steps=(*others, cut))
     return replace(config, sources=sources)
 
 
@@ -247,7 +247,7 @@ def test_a_sample_longer_than_a_batch(tmp_path: Path) -> None:
         dataset = chunks()
         return stream_loader(dataset, config=measured_by(dataset, length_of), **IN_PROCESS)
 
-    match = r"sample 3 of chunk 3 of 6 .* is 13 tokens, and max_tokens=12"
+    match = r"the sample 14 .* is 13 tokens, and max_tokens=12"
     assert_mends(make, trouble.marker.touch, trouble.marker.unlink, match)
 
 
@@ -417,14 +417,8 @@ def test_what_is_left_out_is_counted_once_on_whatever_workers(damaged: list[str]
 def test_samples_too_long_are_counted_over_a_stop() -> None:
     def make() -> Any:
         dataset = chunks()
-        config = measured_by(dataset, lambda number: 99 if number % 5 == 2 else 3)
-        sources = {
-            name: replace(
-                source, steps=(replace(source.steps[0], config=replace(source.steps[0].config, too_long="drop")),)
-            )
-            for name, source in config.sources.items()
-        }
-        return stream_loader(dataset, config=replace(config, sources=sources))
+        config = measured_by(dataset, lambda number: 99 if number % 5 == 2 else 3, too_long="drop")
+        return stream_loader(dataset, config=config)
 
     served = numbers(list(map(plain, make())))
     assert served == Counter(number for number in range(sum(SIZES)) if number % 5 != 2)

@@ -135,7 +135,7 @@ def test_details_of_a_progress_are_kept_as_they_were_asked_for(loader: Any) -> N
 def test_where_nobody_was_is_not_known(loader: Any) -> None:
     with pytest.raises(PositionError, match=r"before step 3 of epoch 0 is not known.*Resume from a checkpoint"):
         loader.state_at(Progress(consumed=3))
-    loader.course.begin_at(Progress(consumed=3))
+    loader.stream_epochs.begin_at(Progress(consumed=3))
     assert loader.state_at(Progress(consumed=3))["progress"]["consumed"] == 3
 
 
@@ -144,9 +144,9 @@ def test_an_epoch_may_end_where_others_do_and_the_next_goes_on(loader: Any, whol
     read = loader.batches(plan)
     for _ in range(3):
         next(read)
-    loader.course.end_at(plan.progress_after(3))
+    loader.stream_epochs.end_at(plan.progress_after(3))
 
-    assert loader.course.ended == (0, 3)
+    assert loader.stream_epochs.ended == (0, 3)
     assert plan.num_steps == 3
     assert batches(loader, loader.plan(1)) == whole[0][3:]
 
