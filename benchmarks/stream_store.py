@@ -20,6 +20,7 @@ from benchmarks.measure import Row, report, target
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.stream_loader.rank_store import RankStore
 from lightning_stateful.stream_loader.rank_sync import RankSync
+from lightning_stateful.stream_loader.state_text import StateEncoder
 
 CLAIM = (
     "Ranks tell each other where they stand in their streams, and whether all have a batch for the next step, through "
@@ -166,7 +167,9 @@ def play(number: int, num_ranks: int, port: int, server: int, barrier: Any, answ
         for rank in ranks
     ]
     steps = SIMULATED_STEPS
-    records = {rank: [record(rank, step) for step in range(syncs[0].horizon(steps))] for rank in ranks}
+    # Two processors would encode what so many ranks have.
+    encode, num_records = StateEncoder().encode, syncs[0].horizon(steps)
+    records = {rank: [[encode(record(rank, step)[0])] for step in range(num_records)] for rank in ranks}
     published = 0
 
     def walk_over() -> None:
