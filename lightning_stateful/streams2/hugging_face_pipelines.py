@@ -134,6 +134,8 @@ def reread_of(stages: Iterable[Any]) -> str:
             found.append("async functions run ahead of the sample that is read")
         if not sources and not kind.reread and runs_users_code(stage):
             found.append("a generator has to make every sample again")
+        if _functions_of(stage) and any(map(_reads_ahead, sources)):
+            found.append(f"datasets {sys.modules['datasets'].__version__} reads whole tables ahead of maps and filters")
         if kind.word == "concatenate_datasets" and len({source.iter_arrow is None for source in sources}) > 1:
             # In a shard of the former, a map reads whole tables ahead, which its state leaves out.
             found.append("it concatenates datasets that are read as tables and others that are not")
@@ -272,6 +274,13 @@ def _accumulates(stage: Any) -> bool:
 
 def _is_batched(stage: Any) -> bool:
     return bool(getattr(stage, "batched", False)) or gives_tables(getattr(stage, "formatting", None))
+
+
+def _reads_ahead(stage: Any) -> bool:
+    # Newer versions cut tables into the batches of the map that comes next.
+    cut: Any = getattr(stage, "ex_iterable", None)
+    is_formatted = type(stage).__name__ == "FormattedExamplesIterable"
+    return is_formatted and cut.iter_arrow is not None and type(cut).__name__ != "RebatchedArrowExamplesIterable"
 
 
 def _is_of_user(function: Any) -> bool:
