@@ -46,6 +46,9 @@ class HuggingFaceShards(Shards):
     begin at 0 in it, ``take(n)`` and ``skip(n)`` are divided among shards, and ``interleave_datasets`` ends where a
     shard's part of a source does. :attr:`warning` says which of them there are.
 
+    A shard resumes by Hugging Face's own state where ``PIPELINE_CLASSES`` knows that to be exact; :attr:`reread` says
+    why it is read again otherwise.
+
     Args:
         dataset: The dataset. Functions in it are pickled into workers that are spawned.
 
