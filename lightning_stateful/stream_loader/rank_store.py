@@ -82,10 +82,10 @@ class RankStore:
         self._group.written.setdefault(label, []).append(self._written)
         return f"{self._group.name}/{label}/{self._group.num_runs[label]}"
 
-    def delete_earlier_runs(self, label: str) -> None:
-        """Delete what this rank has written in runs before this one."""
+    def delete_earlier_runs(self, label: str, *, kept: int = 0) -> None:
+        """Delete what this rank has written in runs before this one, but for so many of the latest."""
         runs = self._group.written[label]
-        while runs[0] is not self._written:
+        while len(runs) > kept + 1:
             for key in runs.pop(0):
                 self._ask("delete_key", key)
 

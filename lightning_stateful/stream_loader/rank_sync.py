@@ -23,6 +23,7 @@ _RANKS_A_STEP = 64  # Up to so many ranks send each step by itself; more send gr
 _LEAD = 2  # Groups that a rank may have sent beyond that of the step it asks about.
 _COUNTERS = 4  # A group is complete before the third after it is begun, so that counters take turns.
 _SPARE = 8  # Groups that are kept beside those asked for: others may be ahead of rank 0.
+_KEPT_RUNS = 3  # Before this one, until that has got far enough: their last steps may still be asked for.
 _NOTICE = 2**40  # In a counter, above the number of ranks: some rank has ended or failed.
 _MOST_NAMED = 8  # Ranks in an error.
 _LONGEST_FAREWELL = 30.0  # Seconds that a rank that has failed waits for ranks that have not come yet.
@@ -87,7 +88,7 @@ class RankSync:
         self.topology, self.timeout, self.run = topology, timeout, ""
         self.stop: int | None = None
         self._store, self._label, self._describe = RankStore(store, topology), label, describe
-        self._size, self._num_kept = size, -(-keep // size) + _SPARE
+        self._size, self._keep, self._num_kept = size, keep, -(-keep // size) + _SPARE
         terms = {"num_replicas": topology.num_replicas, "keep": keep, "group_size": size, **(terms or {})}
         self._terms: dict[str, Any] = json.loads(json.dumps(terms))
         self._encoders: list[StateEncoder] = []
@@ -160,6 +161,8 @@ class RankSync:
             return False
         if self._next == 0:
             # All ranks have left the runs before.
+            self._store.delete_earlier_runs(self._label, kept=_KEPT_RUNS)
+        elif step == self._keep:
             self._store.delete_earlier_runs(self._label)
         self._next = max(self._next, step + 1)
         return True

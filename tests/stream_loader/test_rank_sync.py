@@ -126,7 +126,7 @@ class TestManyRanks:
         self, group_size: int, say: Say
     ) -> None:
         requests = []
-        for length in (40, 120):
+        for length in (80, 160):
             stores = [CountedStore(inner) for inner in [HashStore()] * 3]
             # They meet.
             assert in_threads(*[lambda rank, of=stores: walk(open_sync(of[rank], 3, rank), 3)] * 3) == [3] * 3

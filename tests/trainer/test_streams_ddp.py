@@ -143,12 +143,12 @@ def test_ranks_of_uneven_shares_take_the_same_steps_and_lose_nothing(ranks: Rank
         # What is not served in an epoch comes in the next, of which some is left in turn.
         assert max(first.values()) == 1
         assert max(both.values()) == 2
-    assert first.total() < len(every) or kind == "cycle"
+        # Two ranks share all but a sample, unless the stream divides itself.
+        assert first.total() >= len(every) - 1 or kind.startswith("own")
 
 
-@pytest.mark.parametrize("kind", ["chunks", "parquet", "text", "own"])
-def test_what_a_rank_has_left_comes_first_in_the_next_epoch(ranks: Ranks, kind: str) -> None:
-    runs = [found[kind][0][0] for found in of(ranks, "every_kind")]
+def test_what_a_rank_has_left_of_its_own_comes_first_in_the_next_epoch(ranks: Ranks) -> None:
+    runs = [found["own"][0][0] for found in of(ranks, "every_kind")]
     left = set(EVERY_SAMPLE) - set(over_all(runs, 0))
     assert left
     begun = []
