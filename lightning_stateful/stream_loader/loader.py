@@ -43,7 +43,7 @@ class StreamLoader(Pickled, DataLoader[Any]):
         seed: Chooses the randomness of what has none of its own; by default that of Lightning's ``seed_everything``,
             or 0.
         path: Where several loaders are served side by side, which of them this is: each draws from (seed, path).
-        seed_samples: Seed what torch, NumPy and ``random`` draw, by (seed, path, epoch, shard, sample).
+        seed_samples: Seed what torch, NumPy and ``random`` draw, by (seed, path, pass, shards, samples before).
         num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
         rank: This rank.
         accept: Names of differences between a state and this configuration to let pass.

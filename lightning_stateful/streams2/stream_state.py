@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,14 @@ from lightning_stateful.state import copy_plain
 from lightning_stateful.streams2.assignment import Assignment, ShardSlice, SlotSlice, behind, left_of
 from lightning_stateful.streams2.nodes import NodeState, innermost
 from lightning_stateful.streams2.source import Source
-from lightning_stateful.streams2.worker_slot import SlotTask, StreamConfig, WorkerSlot, progress_in, skipped_in
+from lightning_stateful.streams2.worker_slot import (
+    FRESH,
+    SlotTask,
+    StreamConfig,
+    WorkerSlot,
+    progress_in,
+    skipped_in,
+)
 
 _COUNTS = ("shards_skipped", "samples_skipped", "samples_too_long")
 
@@ -171,12 +179,8 @@ class StreamState:
     @property
     def left_out(self) -> tuple[int, ...]:
         """What has been left out since the beginning of training."""
-        total = list(self.skipped)
-        for state in self.slots:
-            for held in () if state is None else state["of"].values():
-                found = zip(held["skipped"], skipped_in(held["state"]), strict=True)
-                total = [number + a + b for number, (a, b) in zip(total, found, strict=True)]
-        return tuple(total)
+        found = [self.skipped, *(counts for name in self.assignments for counts in self._left_out_of(name))]
+        return tuple(map(sum, zip(*found, strict=True)))
 
     def report(self) -> dict[str, int]:
         """The pass, and shards not read to their end or left out."""
@@ -304,6 +308,30 @@ class StreamState:
         slots = [progress_in(source, self.task(slot), name) for slot in range(self.num_slots)]
         return left_of(slots, latest, source.order(latest))
 
+    def _left_out_of(self, name: str) -> list[Sequence[int]]:
+        """What has been left out of a source since shards were assigned: of what slots read together, counted once."""
+        found: list[Sequence[int]] = []
+        together: dict[int, list[tuple[float, Sequence[int]]]] = {}
+        for slot, slices in enumerate(self.slices[name]):
+            state = self.slots[slot]
+            held = FRESH if state is None else state["of"][name]
+            found.append(held["skipped"])
+            here, now = progress_in(self.config.sources[name], self.task(slot), name), skipped_in(held["state"])
+            current = here.slices[here.current] if here.current < len(here.slices) else None
+            if current is not None and current.number is None and not current.reader:
+                found.append(now)
+            for index, slot_slice in enumerate(slices):
+                if slot_slice.number is None:
+                    continue
+                counts, seen = held["skipped_shared"].get(str(slot_slice.number), [0, 0, 0]), math.inf
+                if current is slot_slice:
+                    counts, seen = now, -1 if here.state is None else here.state["seen"][0]
+                elif not held["round"] and index > here.current:
+                    seen = -1
+                together.setdefault(slot_slice.number, []).append((seen, counts))
+        # All slots go on from where the last one stands.
+        return [*found, *(min(readers)[1] for readers in together.values())]
+
     def _is_uneven(self, name: str) -> bool:
         """Whether slots have served all of a source that others have something left of; always of a single source."""
         source, mixing = self.config.sources[name], self.config.mixing
@@ -317,7 +345,7 @@ class StreamState:
         if slot is None:
             return None
         turn = max(state["turn"] for state in self.slots if state is not None)
-        of = {name: _recounted(slot["of"][name]) if name in names else _FRESH for name in self.assignments}
+        of = {name: _recounted(slot["of"][name]) if name in names else FRESH for name in self.assignments}
         ended = [name for name in slot["ended"] if name in names]
         return {"batches": 0, "over": False, "turn": turn, "ended": ended, "again": [], "gone": [], "of": of}
 
@@ -354,8 +382,6 @@ class StreamState:
         return replace(made, slots=(None,) * made.num_slots)
 
 
-# Where a slot begins to read a source.
-_FRESH = {"round": 0, "slice": 0, "opened": 0, "skipped": [0, 0, 0], "state": None}
 # What stands there is a source's or a user's own.
 _FREE = ("state", "first")
 
@@ -379,7 +405,7 @@ def _check_state(saved: NodeState | None, fresh: NodeState, shards: Sequence[int
 def _recounted(held: NodeState) -> NodeState:
     """Where a slot stands in a source, with what was left out counted from here on."""
     state = held["state"]
-    return {**held, "skipped": [0, 0, 0], "state": None if state is None else behind(state, 0)}
+    return {**held, "skipped": [0, 0, 0], "skipped_shared": {}, "state": None if state is None else behind(state, 0)}
 
 
 def _with_leaf(state: NodeState, changes: Mapping[str, Any]) -> NodeState:

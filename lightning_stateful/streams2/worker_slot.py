@@ -14,6 +14,8 @@ from lightning_stateful.streams2.nodes import NodeState, StreamNode
 from lightning_stateful.streams2.shard_reader import ShardReader
 from lightning_stateful.streams2.source import Source
 
+# Where a slot begins to read a source.
+FRESH: NodeState = {"round": 0, "slice": 0, "opened": 0, "skipped": [0, 0, 0], "skipped_shared": {}, "state": None}
 # The name of a source that stands alone.
 ALONE = ""
 
@@ -122,14 +124,15 @@ class SourceReader:
     def __init__(self, source: Source, task: SlotTask, name: str) -> None:
         self._source, self._task, self._name = source, task, name
         held = None if task.state is None else task.state["of"][name]
-        held = held or {"round": 0, "slice": 0, "opened": 0, "skipped": [0, 0, 0], "state": None}
+        held = held or FRESH
         self.round: int = held["round"]
         self._slices = slices_in_round(source, self.round, task, name)
         self._index: int = held["slice"]
         self._begin: NodeState | None = held["state"]
         self._opened: int = held["opened"]
-        # In slices that are done: shards, samples, and samples that were too long.
+        # In slices that are done: shards, samples, and samples that were too long; and in each that others read too.
         self._skipped: list[int] = held["skipped"]
+        self._skipped_shared: dict[str, list[int]] = held["skipped_shared"]
         self._carried: Any = held.get("carried")
         self._node: StreamNode[Any] | None = None
         self._reader: ShardReader | None = None
@@ -166,7 +169,8 @@ class SourceReader:
         at, opened = self._begin, self._opened
         if self._node is not None and self._reader is not None:
             at, opened = self._node.state_dict(), self._reader.num_opened
-        held = {"round": self.round, "slice": self._index, "opened": opened, "skipped": self._skipped, "state": at}
+        skipped = {"skipped": self._skipped, "skipped_shared": self._skipped_shared}
+        held = {"round": self.round, "slice": self._index, "opened": opened, **skipped, "state": at}
         return {**held, "carried": self._carried} if self._source.shards.is_loader else held
 
     def close(self) -> None:
@@ -183,8 +187,11 @@ class SourceReader:
         return node
 
     def _advance(self) -> None:
-        if self._node is not None:
-            found = skipped_in(self._node.state_dict())
+        done = self._slices[self._index]
+        found = skipped_in(None if self._node is None else self._node.state_dict())
+        if done.number is not None and any(found):
+            self._skipped_shared = {**self._skipped_shared, str(done.number): found}
+        elif done.number is None and not done.reader:
             self._skipped = [a + b for a, b in zip(self._skipped, found, strict=True)]
         if self._reader is not None:
             self._carried = self._reader.carried

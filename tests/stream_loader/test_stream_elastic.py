@@ -23,7 +23,6 @@ from support.stream_cases import (
     Remembers,
     budgeted,
     chunks,
-    drawn,
     loaded,
     mixed,
     numbers,
@@ -235,17 +234,6 @@ def test_a_state_after_a_change_of_workers_stands_for_itself() -> None:
     assert before["progress"]["workers"] == 2
     assert saved(loaded(WHOLE["in blocks"](2), before)) == before
     assert list(islice(steps(loaded(WHOLE["in blocks"](2), before)), 20)) == list(islice(steps(loader), 20))
-
-
-def test_what_a_sample_draws_does_not_depend_on_workers() -> None:
-    make = of(partial(chunks, transform=drawn), batch_size=1, collate_fn=lambda samples: samples[0])
-    drawn_by = {found[0]: found for found in make(0)}
-
-    for before, now in ((2, 4), (3, 0)):
-        loader, resumed = make(before), make(now)
-        found = list(islice(loader, 9))
-        resumed.load_state_dict(saved(loader))
-        assert all(drawn_by[sample[0]] == sample for sample in [*found, *resumed])
 
 
 @pytest.mark.parametrize("dataset", [Divided, Remembers])
