@@ -14,12 +14,12 @@ from torchdata.nodes import BaseNode
 
 from benchmarks.measure import Row, report, target
 from lightning_stateful import ChunkedDataset
-from lightning_stateful.streams2.nodes import NodeState, StreamNode, close
-from lightning_stateful.streams2.shards import Shards
-from lightning_stateful.streams2.source import Source
-from lightning_stateful.streams2.stream import as_stream
-from lightning_stateful.streams2.stream_state import StreamState
-from lightning_stateful.streams2.worker_slot import ALONE, StreamConfig, WorkerSlot
+from lightning_stateful.streams.nodes import NodeState, StreamNode, close
+from lightning_stateful.streams.shards import Shards
+from lightning_stateful.streams.source import Source
+from lightning_stateful.streams.stream import as_stream
+from lightning_stateful.streams.stream_state import StreamState
+from lightning_stateful.streams.worker_slot import ALONE, StreamConfig, WorkerSlot
 
 SAMPLES, BATCH, EPOCHS = 1_000, 8, 10
 RANKS, WORKERS, SHARDS = (1, 2, 3, 8), (0, 2), (1, 7, 8, 100)
@@ -40,18 +40,23 @@ class Counted(Shards):
 
     @property
     def num_shards(self) -> int:
+        """As of the shards."""
         return self._shards.num_shards
 
     def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+        """The node of a shard, counted."""
         return _CountingNode(self._shards.node(shard, epoch), self)
 
     def name(self, shard: int) -> str:
+        """As of the shards."""
         return self._shards.name(shard)
 
     def describe(self) -> dict[str, Any]:
+        """As of the shards."""
         return self._shards.describe()
 
     def sizes(self) -> list[int] | None:
+        """As of the shards."""
         return self._shards.sizes()
 
 
@@ -157,7 +162,7 @@ def _next_batch(
 
 
 def epochs(dataset: Any, ranks: int, workers: int) -> Iterator[tuple[int, int, float, float]]:
-    """Of every epoch: steps, samples left for the next, the same in batches of a slot, samples read over those served."""
+    """Of every epoch: steps, samples left for the next, these in batches of a slot, samples read over those served."""
     stream = as_stream(dataset, seed=1)
     assert stream is not None
     counted = Counted(stream.sources[ALONE].shards)

@@ -35,9 +35,9 @@ from benchmarks.measure import Row, interleave, median_ratio, report, seconds, t
 from benchmarks.samplers import cpu_seconds, epoch
 from lightning_stateful import ChunkedDataset, patch_dataloader
 from lightning_stateful.core import Progress
-from lightning_stateful.streams.lane import Lane
-from lightning_stateful.streams.standing import Standing
 from lightning_stateful.streams.stream import as_stream
+from lightning_stateful.streams.stream_state import StreamState
+from lightning_stateful.streams.worker_slot import WorkerSlot
 
 BATCH = 32
 CLAIM = (
@@ -296,10 +296,10 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def lane_of(files: Sequence[Path], block: int) -> Lane:
+def slot_of(files: Sequence[Path], block: int) -> WorkerSlot:
     """Reading, shuffling and batching, and no loader."""
     config = ChunkedDataset(files, read_chunk, buffer_size=block).config(batch_size=BATCH)
-    return Lane(config, Standing.beginning(config, 0, 1, 1).shares[0])
+    return WorkerSlot(config, StreamState.beginning(config, 0, 1, 1).task(0))
 
 
 def exhausted(batches: Iterator[Any]) -> None:
@@ -317,14 +317,14 @@ def shuffling(folder: Path) -> tuple[dict[str, list[Row]], list[Row]]:
     for block in (10_000, 100_000):
         made: dict[str, Callable[[], Iterator[Any]]] = {
             INFINIBATCH: lambda block=block: itertools.islice(infinibatch(files, block), batches),
-            "a lane": lambda block=block: lane_of(files, block),
+            "a worker slot": lambda block=block: slot_of(files, block),
             "chunks read, nothing more": lambda: map(read_chunk, files),
         }
         tasks = {
             name: partial(seconds, lambda make=make: exhausted(make()), time.process_time)
             for name, make in made.items()
         }
-        assert sum(len(batch.values) for batch in lane_of(files, block)) == LINES
+        assert sum(map(len, slot_of(files, block))) == LINES
         figures = interleave(tasks, rounds)
         bare += [
             {
@@ -590,13 +590,13 @@ def read_range(chunk: range) -> range:
     return chunk
 
 
-def served(chunks: int, buffer_size: int, lanes: int, epoch_number: int) -> NDArray[np.int64]:
-    """The samples of an epoch in the order in which they are served, lanes in turn."""
+def served(chunks: int, buffer_size: int, slots: int, epoch_number: int) -> NDArray[np.int64]:
+    """The samples of an epoch in the order in which they are served, worker slots in turn."""
     width = TRAVEL // chunks
     refs = [range(first, first + width) for first in range(0, TRAVEL, width)]
     config = ChunkedDataset(refs, read_range, buffer_size=buffer_size).config(batch_size=BATCH)
-    standing = Standing.beginning(config, epoch_number, 1, lanes)
-    each = [(batch.values for batch in Lane(config, share)) for share in standing.shares]
+    state = StreamState.beginning(config, epoch_number, 1, slots)
+    each = [WorkerSlot(config, state.task(slot)) for slot in range(slots)]
     turns = itertools.zip_longest(*each, fillvalue=())
     return np.fromiter(itertools.chain.from_iterable(itertools.chain.from_iterable(turns)), dtype=np.int64)
 
@@ -605,9 +605,9 @@ def travel() -> list[Row]:
     orders: dict[str, Callable[[int], NDArray[np.int64]]] = {
         "torch.randperm": lambda number: torch.randperm(TRAVEL, generator=torch.Generator().manual_seed(number)).numpy()
     }
-    for chunks, buffer_size, lanes in TRAVELS:
-        on = "1 lane" if lanes == 1 else f"{lanes} lanes"
-        orders[f"{chunks} chunks, buffer_size={buffer_size:,}, {on}"] = partial(served, chunks, buffer_size, lanes)
+    for chunks, buffer_size, slots in TRAVELS:
+        on = "1 worker slot" if slots == 1 else f"{slots} worker slots"
+        orders[f"{chunks} chunks, buffer_size={buffer_size:,}, {on}"] = partial(served, chunks, buffer_size, slots)
     rows: list[Row] = []
     for name, order in orders.items():
         figures = []
@@ -635,20 +635,20 @@ def travel() -> list[Row]:
 # States
 
 
-def standing_of(dataset: Any, num_replicas: int, num_workers: int) -> Standing:
-    """Where all lanes stand after some batches of each."""
+def state_of(dataset: Any, num_replicas: int, num_workers: int) -> StreamState:
+    """Where all worker slots stand after some batches of each."""
     stream = as_stream(dataset)
     assert stream is not None
     config = stream.config(batch_size=BATCH)
-    standing = Standing.beginning(config, 0, num_replicas, num_workers)
-    places = []
-    for share in standing.shares:
-        lane = Lane(config, share)
-        for _ in itertools.islice(lane, 5):
+    begin = StreamState.beginning(config, 0, num_replicas, num_workers)
+    states = []
+    for number in range(begin.num_slots):
+        slot = WorkerSlot(config, begin.task(number))
+        for _ in itertools.islice(slot, 5):
             pass
-        places.append(lane.place())
-        lane.close()
-    return standing.at(tuple(places), steps=5 * num_workers)
+        states.append(slot.state())
+        slot.close()
+    return begin.at(tuple(states), steps=5 * num_workers)
 
 
 def torchdata_state(dataset: Any, num_workers: int) -> dict[str, Any]:
@@ -674,7 +674,7 @@ def states(folder: Path) -> tuple[list[Row], list[Row]]:
     for name, dataset in subjects.items():
         for num_replicas, num_workers in ((1, 1), (1, 8), (8, 8)):
             loader: Any = patch_dataloader(DataLoader(dataset, batch_size=BATCH))
-            details = standing_of(dataset, num_replicas, num_workers).to_dict()
+            details = state_of(dataset, num_replicas, num_workers).to_dict()
             state = loader.state_at(Progress(consumed=5 * num_workers, details=details))
             if (name, num_workers) not in peers:
                 peers[name, num_workers] = torch_bytes(torchdata_state(dataset, 0 if num_workers == 1 else num_workers))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         RoundRobinBatchSampler,
         StatefulDistributedSampler,
     )
-    from lightning_stateful.streams2 import ChunkedDataset, MixedStream
+    from lightning_stateful.streams import ChunkedDataset, MixedStream
     from lightning_stateful.trainer import (
         BucketDataModule,
         MixtureDataModule,
@@ -40,10 +40,10 @@ _HOMES = {
     "AuditResult": "audit",
     "BucketBatchSampler": "samplers",
     "BucketDataModule": "trainer",
-    "ChunkedDataset": "streams2",
+    "ChunkedDataset": "streams",
     "DDPSamplerWrapper": "samplers",
     "MixtureBatchSampler": "samplers",
-    "MixedStream": "streams2",
+    "MixedStream": "streams",
     "MixtureDataModule": "trainer",
     "QuadraticCost": "bucketing",
     "RoundRobinBatchSampler": "samplers",

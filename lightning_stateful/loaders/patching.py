@@ -26,7 +26,7 @@ from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
-from lightning_stateful.streams2.stream import as_stream
+from lightning_stateful.streams.stream import as_stream
 
 # A patched DataLoader, over a map-style dataset or a stream.
 AnyLoader = StatefulLoader | StreamLoader

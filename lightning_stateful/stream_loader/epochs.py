@@ -18,8 +18,8 @@ from lightning_stateful.stream_loader.options import StreamSetup
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.run import StreamRun
 from lightning_stateful.stream_loader.worker_slots import SlotLoader
-from lightning_stateful.streams2.stream_state import StreamState
-from lightning_stateful.streams2.worker_slot import StreamConfig
+from lightning_stateful.streams.stream_state import StreamState
+from lightning_stateful.streams.worker_slot import StreamConfig
 
 # Steps that a trainer may have fetched beyond those that the model was trained on, and some more.
 _READ_AHEAD = 16

@@ -19,8 +19,8 @@ from lightning_stateful.state import accepted_names, check, differences, refuse_
 from lightning_stateful.stream_loader.epochs import StreamEpochs
 from lightning_stateful.stream_loader.options import StreamOptions, StreamSetup
 from lightning_stateful.stream_loader.order import StreamEpochPlan, StreamOrder
-from lightning_stateful.streams2.iterables import IterableBatches
-from lightning_stateful.streams2.worker_slot import StreamConfig
+from lightning_stateful.streams.iterables import IterableBatches
+from lightning_stateful.streams.worker_slot import StreamConfig
 
 _END = object()
 

@@ -14,11 +14,11 @@ from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, Difference, StateMismatchError
 from lightning_stateful.samplers.tracker import detect_topology
-from lightning_stateful.streams2.iterables import IterableBatches, IterableShards, LoaderShards, beginning_of
-from lightning_stateful.streams2.source import Source
-from lightning_stateful.streams2.stream import as_stream
-from lightning_stateful.streams2.stream_state import StreamState
-from lightning_stateful.streams2.worker_slot import ALONE, StreamConfig
+from lightning_stateful.streams.iterables import IterableBatches, IterableShards, LoaderShards, beginning_of
+from lightning_stateful.streams.source import Source
+from lightning_stateful.streams.stream import as_stream
+from lightning_stateful.streams.stream_state import StreamState
+from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
 
 Replay = Literal["warn", "refuse"]
 

@@ -13,9 +13,9 @@ from lightning_stateful.errors import PositionError, StreamError
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.state_text import StateText, complete, decode
 from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
-from lightning_stateful.streams2.nodes import NodeState
-from lightning_stateful.streams2.stream_state import StreamState
-from lightning_stateful.streams2.worker_slot import WorkerSlot
+from lightning_stateful.streams.nodes import NodeState
+from lightning_stateful.streams.stream_state import StreamState
+from lightning_stateful.streams.worker_slot import WorkerSlot
 
 # Where the worker slots of this rank stand; a worker's is JSON until somebody wants it.
 SlotStates = list[NodeState | StateText]

@@ -20,8 +20,8 @@ from lightning_stateful.errors import ConfigurationError, StatefulError, StreamE
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.user_class import copied
 from lightning_stateful.stream_loader.state_text import StateEncoder, StateText
-from lightning_stateful.streams2.nodes import NodeState
-from lightning_stateful.streams2.worker_slot import SlotTask, StreamConfig, WorkerSlot
+from lightning_stateful.streams.nodes import NodeState
+from lightning_stateful.streams.worker_slot import SlotTask, StreamConfig, WorkerSlot
 
 # What torch says when a worker is gone, or slow.
 _OF_WORKERS = re.compile(r"DataLoader (worker|timed out)|Pin memory thread")

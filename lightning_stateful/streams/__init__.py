@@ -1,9 +1,7 @@
-"""Floor 1: sources without random access: shards read in turn, shuffled in blocks, mixed, and cut into batches."""
+"""Sources without random access: shards, and the torchdata nodes that read them."""
 
-from lightning_stateful.streams.chunked_dataset import ChunkedDataset
-from lightning_stateful.streams.exchange import Exchange
-from lightning_stateful.streams.mixed_stream import MixedStream
-from lightning_stateful.streams.shards import ShardIterator, Shards
-from lightning_stateful.streams.stream import Stream, as_stream
+from lightning_stateful.streams.chunks import ChunkedDataset
+from lightning_stateful.streams.shards import Shards
+from lightning_stateful.streams.stream import MixedStream, Stream, as_stream
 
-__all__ = ["ChunkedDataset", "Exchange", "MixedStream", "ShardIterator", "Shards", "Stream", "as_stream"]
+__all__ = ["ChunkedDataset", "MixedStream", "Shards", "Stream", "as_stream"]

@@ -1,28 +1,31 @@
-"""A Hugging Face ``IterableDataset`` as shards, each of which goes on from Hugging Face's own state."""
+"""A Hugging Face ``IterableDataset`` as shards, each read by a node that resumes by Hugging Face's own state."""
 
 from __future__ import annotations
 
+import atexit
 import copy
 import inspect
 import os
+import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+import time
+from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError
-from lightning_stateful.samplers.rng import Randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
-from lightning_stateful.streams import hugging_face_stages as stages
-from lightning_stateful.streams import hugging_face_versions as versions
-from lightning_stateful.streams.hugging_face_exit import wait_at_exit
-from lightning_stateful.streams.shards import ShardIterator, Shards
+from lightning_stateful.streams import hugging_face_pipelines as pipelines
+from lightning_stateful.streams.nodes import NodeState, StreamNode
+from lightning_stateful.streams.shards import Shards
 
-_FEW_NAMES = 3
+_NUM_NAMES = 3
+_SECONDS_TO_EXIT = 1.0
+_used_at = 0.0
 _lock_reset_in: int | None = None
 
 
@@ -36,18 +39,15 @@ class HuggingFaceShards(Shards):
     """The shards of a ``datasets.IterableDataset``, which are its files, mostly.
 
     Shard i is ``dataset.shard(dataset.num_shards, i)``, read whole by whatever worker reads it. A
-    ``split_dataset_by_node`` is undone: ranks are dealt shards here. The dataset itself stays as it is.
+    ``split_dataset_by_node`` is left out: ranks are dealt shards here. The dataset itself stays as it is.
 
     Together the shards hold the samples of the dataset as long as every stage looks at one sample at a time. The
     others run in each shard by itself, as Hugging Face has it in workers: batches of a map end with the shard, indices
     begin at 0 in it, ``take(n)`` and ``skip(n)`` are divided among shards, and ``interleave_datasets`` ends where a
     shard's part of a source does. :attr:`warning` says which of them there are.
 
-    A shard goes on from Hugging Face's own state, at every sample. Where that is not exact the state is None, so that
-    the shard is read again: after stages that hold samples back (``shuffle``, ``batch(by_column=...)``), after a
-    generator of the user's, which has to make every sample again anyway, after async functions, and once functions
-    were seen to draw random numbers that a resume would run again together, as those of a batched map. Hugging Face
-    runs what comes before an ``interleave_datasets`` in threads: what that draws follows no seed.
+    A shard resumes by Hugging Face's own state where ``PIPELINE_CLASSES`` knows that to be exact; :attr:`reread` says
+    why it is read again otherwise.
 
     Args:
         dataset: The dataset. Functions in it are pickled into workers that are spawned.
@@ -62,107 +62,142 @@ class HuggingFaceShards(Shards):
                 f"Expected a datasets.IterableDataset, got {type(dataset).__qualname__}. A map-style datasets.Dataset "
                 "is no stream; its to_iterable_dataset(num_shards=...) is."
             )
-        # Not copy.copy: Hugging Face gives such a copy the attributes' dict of the original.
-        self._dataset = object.__new__(type(dataset))
-        vars(self._dataset).update(vars(dataset), _distributed=None)
-        self._dataset._ex_iterable = stages.easily_divided(dataset._ex_iterable)
-        found = list(stages.walk(self._dataset._ex_iterable))
-        for stage in found:
-            versions.refuse_broken(stages.word_of(stage))
-        self._num_shards = versions.num_shards_of(self._dataset)
-        for stage in found:
-            stages.refuse(stage, self._num_shards)
-        self.draws = any(map(stages.runs_users_code, found))
-        self.warning = _once(" ", (text for stage in found for text in stages.warnings_of(stage, self._num_shards)))
-        self.reread = _once(", and ", [versions.loss_of_version(), *map(stages.loss_of, found)])
+        self._dataset = _with_pipeline(dataset, _own_copy(dataset._ex_iterable))
+        self._num_shards = pipelines.num_shards_of(self._dataset)
+        stages = list(pipelines.walk(self._dataset._ex_iterable))
+        for stage in stages:
+            pipelines.refuse(stage, self._num_shards)
+        self.draws = any(map(pipelines.runs_users_code, stages))
+        found = [text for stage in stages for text in pipelines.warnings_of(stage, self._num_shards)]
+        self.warning = " ".join(dict.fromkeys(found))
+        self.reread = pipelines.reread_of(stages)
+        reruns = pipelines.gives_tables(dataset._formatting) or any(map(pipelines.reruns_users_code, stages))
+        self._reruns = self.draws and reruns
         # Asked for with every state, of datasets of many thousand files.
-        self._described = stages.describe(self._dataset)
+        self._description = pipelines.describe(self._dataset)
 
     @property
     def num_shards(self) -> int:
         """Shards of the whole dataset."""
         return self._num_shards
 
-    def read(self, shard: int, epoch: int, state: Any = None) -> HuggingFaceIterator:
-        """The samples of a shard; a ``state`` has to be of the same shard and epoch.
-
-        Raises:
-            DamagedStateError: The state is of other stages, or of another epoch.
-        """
-        return HuggingFaceIterator(self._shard(shard), epoch, state, is_exact=not self.reread)
+    def node(self, shard: int, epoch: int) -> HuggingFaceNode:
+        """A node over one shard, which reads a copy that is its own."""
+        return HuggingFaceNode(self._shard(shard), epoch, is_exact=not self.reread, reruns=self._reruns)
 
     def name(self, shard: int) -> str:
         """Its files, as far as Hugging Face knows them, or its number."""
-        files = [file for stage in stages.walk(self._shard(shard)._ex_iterable) for file in stages.files_of(stage)]
-        more = f" and {len(files) - _FEW_NAMES} more" if len(files) > _FEW_NAMES else ""
-        return ", ".join(files[:_FEW_NAMES]) + more or f"shard {shard} of {self.num_shards}"
+        stages = pipelines.walk(self._shard(shard)._ex_iterable)
+        files = [file for stage in stages for file in pipelines.files_of(stage)]
+        more = f" and {len(files) - _NUM_NAMES} more" if len(files) > _NUM_NAMES else ""
+        return ", ".join(files[:_NUM_NAMES]) + more or f"shard {shard} of {self.num_shards}"
 
     def describe(self) -> dict[str, Any]:
         """Number of shards, columns, stages, and digests of the names of files and of the seeds of stages."""
-        return copy.deepcopy(self._described)
+        return copy.deepcopy(self._description)
 
     def sizes(self) -> list[int] | None:
-        """Known of tables in memory or mapped from disk, unless a stage chooses samples by what is in them."""
-        return stages.sizes_of(self._dataset._ex_iterable)
+        """Known of tables in memory or mapped from disk, if each of their rows gives one sample."""
+        sizes = pipelines.sizes_of(self._dataset._ex_iterable)
+        return sizes if sizes is not None and len(sizes) == self.num_shards else None
 
     def _shard(self, shard: int) -> Any:
-        return versions.shard_of(self._dataset, shard)
+        if hasattr(self._dataset, "shard"):
+            part = self._dataset.shard(num_shards=self.num_shards, index=shard)
+        else:
+            # Before 3.1.
+            pipeline = self._dataset._ex_iterable.shard_data_sources(shard, self.num_shards)
+            part = _with_pipeline(self._dataset, pipeline)
+        # Some stages hand themselves out as their only shard.
+        part._ex_iterable = _own_copy(part._ex_iterable)
+        return part
 
 
-class HuggingFaceIterator(ShardIterator):
-    """The samples of a dataset that has one shard.
+class HuggingFaceNode(StreamNode[Any]):
+    """Reads a dataset that has one shard.
+
+    State:
+        Hugging Face's own, as JSON data. None where only reading again leads: in pipelines whose state is not exact,
+        and, where a resume runs functions once more for some samples, after the first random number that they drew.
 
     Args:
         dataset: The dataset, which nothing else reads.
         epoch: Its epoch.
-        state: Where to begin.
         is_exact: Whether Hugging Face's state is exact as long as functions do not draw.
-
-    Raises:
-        DamagedStateError: The state is of other stages, or of another epoch.
+        reruns: Whether a resume runs functions of the user's once more for some samples.
     """
 
-    def __init__(self, dataset: Any, epoch: int, state: Any = None, *, is_exact: bool = True) -> None:
-        _reset_lock()
-        self._is_exact = is_exact
-        found = stages.walk(dataset._ex_iterable)
-        self._leaves_threads = any(getattr(stage, "_sleep_on_threads_shutdown", False) for stage in found)
-        self._watches: list[_Watch] = []
-        # What is given out as tables is cut into batches at the end.
-        is_cut = versions.is_table(dataset._formatting)
-        dataset._ex_iterable = _copy(dataset._ex_iterable, self._watches, _Behind(asks_again=is_cut))
+    def __init__(self, dataset: Any, epoch: int, *, is_exact: bool = True, reruns: bool = False) -> None:
+        super().__init__()
         dataset.set_epoch(epoch)
-        if state is not None:
-            # Hugging Face ignores a state of another epoch, and whatever is missing from it.
-            dataset._prepare_ex_iterable_for_iteration()
-            if not _is_alike(from_plain(state), dataset.state_dict()):
-                raise DamagedStateError(
-                    f"The state of a shard is of other stages than its dataset has now, or not of epoch {epoch}: "
-                    f"{state!r}. Read the dataset that it was taken from."
-                )
-            dataset.load_state_dict(from_plain(state))
-        self._dataset, self._begun_at = dataset, copy.deepcopy(state)
-        self._samples: Any = type(dataset).__iter__(_InNoWorker(dataset))
+        self._dataset, self._epoch, self._is_exact, self._reruns = dataset, epoch, is_exact, reruns
+        # Of the same keys as any state of this pipeline.
+        self._fresh = dataset.state_dict()
+        self._samples: Any = None
+        # States of the generators before the samples that are read now, where draws are watched.
+        self._before: tuple[Any, ...] | None = None
+
+    def reset(self, initial_state: NodeState | None = None) -> None:
+        """Open the shard at its beginning, or at a state.
+
+        Raises:
+            DamagedStateError: The state is of another pipeline, another version of ``datasets``, or another epoch.
+        """
+        super().reset(initial_state)
+        self.close()
+        _reset_lock()
+        state = from_plain(initial_state)
+        # Hugging Face ignores a state of another epoch, and whatever is missing from it.
+        if state is not None and not (_is_alike(state, self._fresh) and state.get("epoch", self._epoch) == self._epoch):
+            raise DamagedStateError(
+                f"The state of a shard is of other stages than its dataset has with datasets "
+                f"{sys.modules['datasets'].__version__}, or not of epoch {self._epoch}: {initial_state!r}. Read the "
+                "dataset that it was taken from, with the version that it was taken with."
+            )
+        self._dataset.load_state_dict(state)
+        self._begun_at, self._has_drawn, self._before = initial_state, False, None
+        _wait_at_exit()
+        self._samples = type(self._dataset).__iter__(_InNoWorker(self._dataset))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._samples)
+        """Its samples, without a call of this node for each."""
+        if self._samples is None:
+            self.reset()
+        return self._watched() if self._reruns and not self._has_drawn else self._samples
 
-    def __next__(self) -> Any:
-        return next(self._samples)
+    def next(self) -> Any:
+        """The next sample."""
+        return next(iter(self))
 
-    def state(self) -> Any:
+    def _watched(self) -> Iterator[Any]:
+        """The samples that are still to come; notes whether functions draw while they are read."""
+        self._before = _generator_states()
+        try:
+            for sample in self._samples:  # noqa: UP028  # yield from would close them, and later calls read on
+                yield sample
+        finally:
+            self._note_draws()
+
+    def _note_draws(self) -> None:
+        if self._before is not None:
+            self._has_drawn, self._before = self._has_drawn or _generator_states() != self._before, None
+
+    def get_state(self) -> NodeState | None:  # type: ignore[override]
         """Hugging Face's state, or None where it is not exact."""
         if inspect.getgeneratorstate(self._samples) == inspect.GEN_CREATED:
+            # Hugging Face's is that of the beginning until the first sample.
             return copy.deepcopy(self._begun_at)
-        if not self._is_exact or any(watch.has_drawn for watch in self._watches):
+        self._note_draws()
+        if not self._is_exact or self._has_drawn:
             return None
-        return to_plain(self._dataset.state_dict(), owner="dataset")
+        state: NodeState = to_plain(self._dataset.state_dict(), owner="dataset")
+        return state
 
     def close(self) -> None:
         """Let go of Hugging Face's readers, which may wait for its threads."""
-        self._samples.close()
-        if self._leaves_threads:
-            wait_at_exit()
+        if self._samples is not None:
+            self._samples.close()
+            _wait_at_exit()
 
 
 class _InNoWorker:
@@ -181,126 +216,80 @@ class _InNoWorker:
         return getattr(self._of, name)
 
 
-@dataclass
-class _Watch:
-    """Whether functions drew random numbers, from the first call of a round to the end of the last one."""
+def _wait_at_exit() -> None:
+    """Have this process end no sooner than a moment from now.
 
-    has_drawn: bool = False
-    before: Randomness | None = None
-
-    def begin(self) -> None:
-        if self.before is None and not self.has_drawn:
-            self.before = Randomness.now()
-
-    def end(self) -> None:
-        if self.before is not None:
-            self.has_drawn, self.before = not _is_same(self.before, Randomness.now()), None
-
-
-@dataclass(frozen=True)
-class _Watched:
-    """A function that a resume may run again, together with others, under another seed."""
-
-    function: Callable[..., Any]
-    watch: _Watch
-    is_last: bool
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # What Hugging Face adds by itself does not draw, but may end what a function of the user's has begun.
-        if stages.is_of_user(self.function):
-            self.watch.begin()
-        result = self.function(*args, **kwargs)
-        if self.is_last:
-            self.watch.end()
-        return result
-
-
-@dataclass(frozen=True)
-class _Behind:
-    """What stands behind a stage.
-
-    Attributes:
-        watch: That of the map that makes a batch of what the stage gives.
-        asks_again: Whether a stage behind it asks for some samples again on a resume.
-        in_thread: Whether a stage behind it reads ahead in threads, where nothing can be watched.
+    Threads of Arrow read on for a little in a parquet file, closed or not. Where Python ends meanwhile, they abort it.
     """
-
-    watch: _Watch | None = None
-    asks_again: bool = False
-    in_thread: bool = False
-
-
-def _copy(stage: Any, watches: list[_Watch], behind: _Behind) -> Any:
-    """A copy of a stage and of those before it, for one reader; their functions' watches are added to ``watches``."""
-    kind = type(stage).__name__
-    if kind == stages.SHARDS_INTERLEAVED and stage.num_shards == 1:
-        # There is nothing to interleave, but Hugging Face would read ahead in a thread.
-        return _copy(stage.ex_iterable, watches, behind)
-    own = copy.copy(stage)
-    if hasattr(own, "_sleep_on_threads_shutdown"):
-        # Hugging Face waits for seconds behind each interleaved reading; here it is once, where the process ends.
-        own._sleep_on_threads_shutdown = False
-    function = stages.function_of(own)
-    if function is not None:
-        is_async = inspect.iscoroutinefunction(function)
-        behind = replace(behind, asks_again=behind.asks_again or is_async)
-        if not is_async and not behind.in_thread:
-            is_last = behind.watch is None and (behind.asks_again or stages.is_batched(own))
-            if is_last:
-                watches.append(_Watch())
-                behind = replace(behind, watch=watches[-1])
-            if behind.watch is not None:
-                _set_function(own, _Watched(function, behind.watch, is_last))
-    if kind == stages.REBATCHED:
-        behind = replace(behind, asks_again=True)
-    if kind in stages.INTERLEAVED:
-        behind = replace(behind, in_thread=True)
-    copies = [_copy(source, watches, behind) for source in stages.sources_of(own)]
-    if hasattr(own, "ex_iterable"):
-        own.ex_iterable = _in_batches(own, copies[0])
-    elif copies:
-        own.ex_iterables = copies
-    return own
+    global _used_at
+    _used_at = time.monotonic()
+    _register_wait()
 
 
-def _set_function(stage: Any, watched: _Watched) -> None:
-    if hasattr(stage, "mask_function"):
-        stage.mask_function = watched
-        stage.function = partial(stage.function.func, watched, **stage.function.keywords)
-    else:
-        stage.function = watched
+@cache
+def _register_wait() -> None:
+    atexit.register(lambda: time.sleep(max(_used_at + _SECONDS_TO_EXIT - time.monotonic(), 0)))
 
 
-def _in_batches(stage: Any, before: Any) -> Any:
-    """What comes before a map or a filter, never further ahead of it than its batch.
-
-    Hugging Face sees to that when a stage is added. It does not where sources that read tables are concatenated with
-    others that do not, of which a shard then has but one.
-    """
-    is_ahead = stages.function_of(stage) is not None and type(before).__name__ == stages.FORMATTED
-    if is_ahead and before.ex_iterable.iter_arrow and type(before.ex_iterable).__name__ != stages.REBATCHED:
-        rebatched = vars(sys.modules[type(stage).__module__])[stages.REBATCHED]
-        before.ex_iterable = rebatched(before.ex_iterable, batch_size=stage.batch_size if stage.batched else 1)
-    return before
-
-
-def _is_same(one: Randomness, other: Randomness) -> bool:
-    return (
-        torch.equal(one.of_torch, other.of_torch)
-        and one.of_python == other.of_python
-        and one.of_numpy[2:] == other.of_numpy[2:]
-        and bool((one.of_numpy[1] == other.of_numpy[1]).all())
+def _with_pipeline(dataset: Any, pipeline: Any) -> Any:
+    """A dataset like another one, of another pipeline, and not split by node."""
+    options = {"shuffling": copy.deepcopy(dataset._shuffling)} if hasattr(dataset, "_shuffling") else {}
+    return sys.modules["datasets"].IterableDataset(
+        ex_iterable=pipeline,
+        info=dataset.info.copy(),
+        split=dataset.split,
+        formatting=dataset._formatting,
+        token_per_repo_id=dataset._token_per_repo_id,
+        **options,
     )
 
 
+def _own_copy(stage: Any) -> Any:
+    """A copy of a stage and of those before it, which neither waits nor looks at all files for each shard."""
+    if type(stage).__name__ == "InterleavedShardsExamplesIterable" and stage.num_shards == 1:
+        # There is nothing to interleave, but Hugging Face would read ahead in a thread.
+        return _own_copy(stage.ex_iterable)
+    own = copy.copy(stage)
+    if hasattr(own, "_sleep_on_threads_shutdown"):
+        # Hugging Face waits for five seconds behind each interleaved reading; here it is once, where the process ends.
+        own._sleep_on_threads_shutdown = False
+        if stage.num_shards > 1:
+            own.shard_data_sources = partial(_part_of, stage)
+    if hasattr(own, "ex_iterable"):
+        own.ex_iterable = _own_copy(own.ex_iterable)
+    elif hasattr(own, "ex_iterables"):
+        own.ex_iterables = [_own_copy(source) for source in own.ex_iterables]
+    return own
+
+
+def _part_of(stage: Any, num_shards: int, index: int, contiguous: bool = True) -> Any:
+    """What ``shard_data_sources`` of a stage that reads files gives, without dividing all files first.
+
+    Hugging Face takes 50 milliseconds for a shard of 10,000, and minutes where two such datasets are concatenated.
+    """
+    numbers = stage.split_shard_indices_by_worker(num_shards, index, contiguous=contiguous)
+    part = copy.copy(stage)
+    part._state_dict = None
+    part.kwargs = {
+        name: [value[number] for number in numbers] if isinstance(value, list) else value
+        for name, value in stage.kwargs.items()
+    }
+    return part
+
+
+def _generator_states() -> tuple[Any, ...]:
+    of_numpy: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]
+
+
 def _is_alike(saved: Any, fresh: Any) -> bool:
-    """Whether a state has the stages of a fresh one, and its epoch."""
-    if isinstance(fresh, dict) and isinstance(saved, dict):
-        same = all(saved.get(name) == fresh[name] for name in ("type", "epoch") if name in fresh)
-        return same and saved.keys() == fresh.keys() and all(_is_alike(saved[name], fresh[name]) for name in fresh)
-    if isinstance(fresh, list) and isinstance(saved, list):
-        return len(saved) == len(fresh) and all(map(_is_alike, saved, fresh))
-    return isinstance(saved, dict) >= isinstance(fresh, dict) and isinstance(saved, list) >= isinstance(fresh, list)
+    """Whether a state has the keys of a fresh one, of the same stages."""
+    if isinstance(fresh, dict):
+        is_dict = isinstance(saved, dict) and saved.keys() == fresh.keys() and saved.get("type") == fresh.get("type")
+        return is_dict and all(_is_alike(saved[key], fresh[key]) for key in fresh)
+    if isinstance(fresh, list):
+        return isinstance(saved, list) and len(saved) == len(fresh) and all(map(_is_alike, saved, fresh))
+    return True
 
 
 def _reset_lock() -> None:
@@ -310,7 +299,3 @@ def _reset_lock() -> None:
     if asyn is not None and get_worker_info() is not None and _lock_reset_in != os.getpid():
         asyn.reset_lock()
         _lock_reset_in = os.getpid()
-
-
-def _once(between: str, texts: Iterable[str]) -> str:
-    return between.join(dict.fromkeys(text for text in texts if text))

@@ -27,7 +27,7 @@ class Mixing:
         names: The sources.
         draws: Draws of each source in a period.
         by: Whether a draw is a batch or a sample.
-        stop: When a lane ends: when all sources are exhausted, when the first is, or when all have been exhausted and
+        stop: When a worker slot ends: when all sources are exhausted, when the first is, or when all have been and
             those that were earlier have begun again (``"cycle"``).
         in_turn: Whether sources come in turn, evenly spread: round robin.
         seed: Chooses the order of draws within a period; None for the seed of Lightning's

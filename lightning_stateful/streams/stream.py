@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.nodes import BaseNode
 
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError
+from lightning_stateful.mixture.sources import Stop
+from lightning_stateful.samplers.mixture_samplers import refuse_splits
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
-from lightning_stateful.streams.lane import ALONE, Lane, StreamConfig
-from lightning_stateful.streams.mixing import Mixing
-from lightning_stateful.streams.place_check import check_lane_place
+from lightning_stateful.streams.mixing import By, Mixing
+from lightning_stateful.streams.node_shards import NodeShards
+from lightning_stateful.streams.nodes import NodeState
 from lightning_stateful.streams.shards import Shards
 from lightning_stateful.streams.source import Source, Step
-from lightning_stateful.streams.stage import Place
-from lightning_stateful.streams.standing import Standing
-from lightning_stateful.streams.steps import Filtered, Mapped, Recurrent, Windowed
+from lightning_stateful.streams.stream_state import StreamState
+from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
+from lightning_stateful.streams.worker_slot import ALONE, StreamConfig, WorkerSlot
 
 KIND = "stream"
 ORDER_VERSION = 1
@@ -31,12 +34,12 @@ class Stream(IterableDataset[Any]):
     """A stream of samples out of shards, which knows where it stands.
 
     Iterated by itself, it gives the share of this process: of this rank, and of this worker of a DataLoader. A
-    :class:`StreamDataModule`, or a loader patched by this package, deals its shards out instead, and resumes on any
-    ranks and workers. Every method that changes something returns a new stream.
+    :class:`StreamDataModule`, or a loader patched by this package, assigns its shards instead, and resumes on any ranks
+    and workers. Every method that changes something returns a new stream.
 
     Args:
         sources: What is read.
-        mixing: Whose turn it is, of several sources.
+        mixing: Which source comes next, of several.
 
     State:
         Where this process's share stands. Loading one taken in another share is refused.
@@ -46,12 +49,12 @@ class Stream(IterableDataset[Any]):
         self.sources = dict(sources)
         self.mixing = mixing
         self._epoch = 0
-        self._place: Place | None = None
-        # Whose place it is, and whether it was loaded.
+        self._slot_state: NodeState | None = None
+        # The rank and worker of that state, and whether it was loaded.
         self._held: tuple[dict[str, int], bool] = ({}, False)
         # The latest pass, which is over where nobody holds it any more, and where that was then.
         self._latest: weakref.ref[StreamIterator] | None = None
-        self._left: tuple[int, Place | None] = (0, None)
+        self._left: tuple[int, NodeState | None] = (0, None)
         self._described: dict[str, Any] | None = None
 
     def shuffle(self, *, buffer_size: int = 0, seed: int | None = None) -> Stream:
@@ -65,15 +68,15 @@ class Stream(IterableDataset[Any]):
 
     def map(self, function: Callable[[Any], Any]) -> Stream:
         """Apply a function to every sample, after shuffling; what it draws follows from (seed, epoch, sample)."""
-        return self._with_step(Mapped(function))
+        return self._with_step(MapNode, function=function)
 
     def filter(self, function: Callable[[Any], Any]) -> Stream:
         """Keep the samples of which a function is true; what it draws follows from (seed, epoch, sample)."""
-        return self._with_step(Filtered(function))
+        return self._with_step(FilterNode, function=function)
 
     def windowed(self, width: int, step: int = 1) -> Stream:
         """Sliding windows: tuples of ``width`` consecutive samples of what one worker reads."""
-        return self._with_step(Windowed(as_int("width", width), as_int("step", step)))
+        return self._with_step(WindowNode, width=width, step=step)
 
     def recurrent(self, function: Callable[[Any, Any], tuple[Any, Any]], initial: Any) -> Stream:
         """Carry a state from sample to sample: ``value, state = function(state, sample)`` gives ``value``.
@@ -82,14 +85,14 @@ class Stream(IterableDataset[Any]):
         workers, shards that nobody has begun begin with ``initial``. The function is not seeded, and is run again over
         a few samples on a resume: what it returns has to follow from its arguments alone.
         """
-        return self._with_step(Recurrent(function, initial))
+        return self._with_step(RunningStateNode, function=function, initial=initial)
 
     def config(self, **batching: Any) -> StreamConfig:
         """The configuration by which this stream is read."""
         return StreamConfig(sources=self.sources, mixing=self.mixing, **batching)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next iteration; a place within that same epoch is kept.
+        """Begin ``epoch`` with the next iteration; progress within that same epoch is kept.
 
         Raises:
             ConfigurationError: It is no epoch.
@@ -98,7 +101,7 @@ class Stream(IterableDataset[Any]):
         if epoch < 0:
             raise ConfigurationError(f"epoch must be at least 0, got {epoch}.")
         if epoch != self._epoch:
-            self._epoch, self._place, self._latest = epoch, None, None
+            self._epoch, self._slot_state, self._latest = epoch, None, None
 
     def __iter__(self) -> Iterator[Any]:
         return StreamIterator(self)
@@ -113,18 +116,18 @@ class Stream(IterableDataset[Any]):
         Raises:
             StateError: It is damaged, or of another stream, rank or worker.
         """
-        self._epoch, self._place = self.unpack(state_dict)
-        self._latest, self._held = None, (self._seat(), True)
+        self._epoch, self._slot_state = self.unpack(state_dict)
+        self._latest, self._held = None, (self._rank_and_worker(), True)
 
-    def pack(self, epoch: int, place: Place | None) -> dict[str, Any]:
-        """A state of this process's share at a place."""
-        position = {"epoch": epoch, **self._seat(), "place": place}
+    def pack(self, epoch: int, slot_state: NodeState | None) -> dict[str, Any]:
+        """The state of this process's share where its worker slot stands."""
+        progress = {"epoch": epoch, **self._rank_and_worker(), "slot": slot_state}
         if self._described is None:
             self._described = self.config(is_batched=False).describe()
-        return format_.pack(KIND, ORDER_VERSION, self._described, position)
+        return format_.pack(KIND, ORDER_VERSION, self._described, progress)
 
-    def unpack(self, state_dict: Mapping[str, Any]) -> tuple[int, Place | None]:
-        """The epoch and the place in a state.
+    def unpack(self, state_dict: Mapping[str, Any]) -> tuple[int, NodeState | None]:
+        """The epoch in a state, and where in it the worker slot stands.
 
         Raises:
             StateError: It is damaged, or of another stream, rank or worker.
@@ -132,74 +135,74 @@ class Stream(IterableDataset[Any]):
         where = "The stream's state"
         format_.check(state_dict, where=where)
         format_.refuse_differences(state_dict, self.pack(0, None), where=where)
-        position, seat = state_dict["progress"], self._seat()
-        if "place" not in position:
-            raise DamagedStateError(f"{where} is that of a loader: {sorted(position)}. Load it into its loader.")
-        epoch, place = position["epoch"], position["place"]
-        if any(position.get(name) != value for name, value in seat.items()):
-            saved = {name: position.get(name) for name in seat}
+        progress, here = state_dict["progress"], self._rank_and_worker()
+        if "slot" not in progress:
+            raise DamagedStateError(f"{where} is that of a loader: {sorted(progress)}. Load it into its loader.")
+        epoch, slot_state = progress["epoch"], progress["slot"]
+        if any(progress.get(name) != value for name, value in here.items()):
+            saved = {name: progress.get(name) for name in here}
             raise DamagedStateError(
-                f"{where} is that of the share {saved}, and this process reads the share {seat}. Resume on the same "
+                f"{where} is that of the share {saved}, and this process reads the share {here}. Resume on the same "
                 "ranks and workers, or through StreamDataModule or patch_dataloader, whose states fit any."
             )
-        standing, lane = self.share(epoch)
-        if place is not None:
-            try:
-                check_lane_place(place, standing.config, standing.shares[lane])
-            except (DamagedStateError, PositionError) as error:
-                raise type(error)(f"{where}: {error} Resume from another checkpoint.") from None
-        return epoch, format_.copy_plain(place)
+        whole, slot = self.share(epoch)
+        try:
+            whole.at((*(None,) * slot, slot_state, *(None,) * (whole.num_slots - slot - 1))).check()
+        except (DamagedStateError, PositionError) as error:
+            raise type(error)(f"{where}: {error} Resume from another checkpoint.") from None
+        return epoch, format_.copy_plain(slot_state)
 
-    def share(self, epoch: int) -> tuple[Standing, int]:
-        """What is dealt out in an epoch, and which lane this process is."""
-        seat = self._seat()
-        standing = Standing.beginning(self.config(is_batched=False), epoch, seat["ranks"], seat["workers"])
-        return standing, seat["worker"] * seat["ranks"] + seat["rank"]
+    def share(self, epoch: int) -> tuple[StreamState, int]:
+        """The beginning of an epoch, and which worker slot this process is."""
+        here = self._rank_and_worker()
+        whole = StreamState.beginning(self.config(is_batched=False), epoch, here["ranks"], here["workers"])
+        return whole, here["worker"] * here["ranks"] + here["rank"]
 
-    def begin_of(self, iterator: StreamIterator) -> tuple[int, Place | None]:
+    def begin_of(self, iterator: StreamIterator) -> tuple[int, NodeState | None]:
         """Where a pass begins that is the latest from now on."""
-        seat, loaded = self._held
-        if self._place is not None and seat != self._seat():
+        here, loaded = self._held
+        if self._slot_state is not None and here != self._rank_and_worker():
             if loaded:
                 raise DamagedStateError(
-                    f"The stream was loaded for the share {seat}, and is read here as {self._seat()}. Load the state "
-                    "where it is read: in each worker, as torchdata's StatefulDataLoader does."
+                    f"The stream was loaded for the share {here}, and is read here as {self._rank_and_worker()}. "
+                    "Load the state where it is read: in each worker, as torchdata's StatefulDataLoader does."
                 )
             # Only looked at, in another process.
-            self._place = None
+            self._slot_state = None
         self._latest = iterator.reference
-        return self._epoch, self._place
+        return self._epoch, self._slot_state
 
     def end_of(self, iterator: StreamIterator, epoch: int) -> None:
         """Go on with the next epoch, if this was the latest pass."""
         if self._latest is iterator.reference:
-            self._epoch, self._place, self._latest = epoch + 1, None, None
+            self._epoch, self._slot_state, self._latest = epoch + 1, None, None
 
-    def leave(self, iterator: StreamIterator, epoch: int, place: Place | None) -> None:
+    def leave(self, iterator: StreamIterator, epoch: int, slot_state: NodeState | None) -> None:
         """Know where a pass stood that nobody holds any more, if this was the latest."""
         if self._latest is iterator.reference:
-            self._left = epoch, place
+            self._left = epoch, slot_state
 
-    def _stand(self) -> tuple[int, Place | None]:
+    def _stand(self) -> tuple[int, NodeState | None]:
         if self._latest is None:
-            return self._epoch, self._place
+            return self._epoch, self._slot_state
         # One that was left is opened again to know whether a sample follows, and left again.
         iterator = self._latest() or StreamIterator(self, self._left)
         return iterator.stand()
 
     def __getstate__(self) -> dict[str, Any]:
         # Open files stay here.
-        epoch, place = self._stand()
-        held = self._held if self._latest is None else (self._seat(), False)
-        return {**vars(self), "_epoch": epoch, "_place": place, "_held": held, "_latest": None}
+        epoch, slot_state = self._stand()
+        held = self._held if self._latest is None else (self._rank_and_worker(), False)
+        return {**vars(self), "_epoch": epoch, "_slot_state": slot_state, "_held": held, "_latest": None}
 
     @staticmethod
-    def _seat() -> dict[str, int]:
+    def _rank_and_worker() -> dict[str, int]:
         info, topology = get_worker_info(), detect_topology()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         return {"rank": topology.rank, "ranks": topology.num_replicas, "worker": worker, "workers": workers}
 
-    def _with_step(self, step: Step) -> Stream:
+    def _with_step(self, kind: Any, **options: Any) -> Stream:
+        step = Step(kind, options)
         return self._with(lambda source: replace(source, steps=(*source.steps, step)))
 
     def _with(self, change: Callable[[Source], Source]) -> Stream:
@@ -211,20 +214,20 @@ class StreamIterator:
 
     Args:
         stream: The stream; the pass begins where it stands at the first ``next()``.
-        begin: Epoch and place where it begins instead.
+        begin: The epoch, and where its worker slot stands in it, to begin at instead.
 
     Attributes:
         reference: By this the stream knows the pass without holding it.
     """
 
-    def __init__(self, stream: Stream, begin: tuple[int, Place | None] | None = None) -> None:
+    def __init__(self, stream: Stream, begin: tuple[int, NodeState | None] | None = None) -> None:
         self._stream, self._begin = stream, begin
-        # Where its lane was opened, once it is begun.
-        self._opened: tuple[int, Place | None] | None = None
-        self._lane: Lane | None = None
-        # A sample that was read ahead, and where that was.
+        # Where its worker slot was opened, once it is begun.
+        self._opened: tuple[int, NodeState | None] | None = None
+        self._slot: WorkerSlot | None = None
+        # A sample that was read ahead, and where the slot stood before it.
         self._ahead: list[Any] = []
-        self._place: Place | None = None
+        self._slot_state: NodeState | None = None
         self.reference = weakref.ref(self)
 
     def __iter__(self) -> StreamIterator:
@@ -233,37 +236,37 @@ class StreamIterator:
     def __next__(self) -> Any:
         if self._ahead:
             return self._ahead.pop()
-        epoch, lane = self._open()
+        epoch, slot = self._open()
         try:
-            return next(lane).values[0]
+            return next(slot)[0]
         except StopIteration:
-            lane.close()
+            slot.close()
             self._stream.end_of(self, epoch)
             raise
         except BaseException:
-            self._break_off(epoch, lane)
+            self._break_off(epoch, slot)
             raise
 
-    def stand(self) -> tuple[int, Place | None]:
-        """Epoch and place of the next sample, which is read to know that there is one."""
-        epoch, lane = self._open()
+    def stand(self) -> tuple[int, NodeState | None]:
+        """The epoch, and where the next sample comes from; it is read to know that there is one."""
+        epoch, slot = self._open()
         if not self._ahead:
-            self._place = lane.place()
+            self._slot_state = slot.state()
             try:
-                self._ahead.append(next(lane).values[0])
+                self._ahead.append(next(slot)[0])
             except StopIteration:
                 return epoch + 1, None
             except BaseException as error:
-                self._break_off(epoch, lane)
+                self._break_off(epoch, slot)
                 # Whoever asks for that sample is told.
                 if not isinstance(error, Exception):
                     raise
-        return epoch, self._place
+        return epoch, self._slot_state
 
     def state_dict(self) -> dict[str, Any]:
         """Where this pass stands, be it at its end: fresh plain data."""
-        epoch, lane = self._open()
-        return self._stream.pack(epoch, self._place if self._ahead else lane.place())
+        epoch, slot = self._open()
+        return self._stream.pack(epoch, self._slot_state if self._ahead else slot.state())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with a pass where ``state_dict`` was taken.
@@ -275,41 +278,103 @@ class StreamIterator:
         self._close()
         self._opened, self._ahead = None, []
 
-    def _open(self) -> tuple[int, Lane]:
+    def _open(self) -> tuple[int, WorkerSlot]:
         if self._opened is None:
             began = self._stream.begin_of(self)
             self._opened = self._begin or began
-        epoch, place = self._opened
-        if self._lane is None:
-            standing, lane = self._stream.share(epoch)
-            worker = lane // standing.num_replicas
-            self._lane = Lane(standing.config, standing.shares[lane], place, epoch=epoch, worker=worker)
-        return epoch, self._lane
+        epoch, slot_state = self._opened
+        if self._slot is None:
+            whole, slot = self._stream.share(epoch)
+            self._slot = WorkerSlot(whole.config, whole.task(slot, slot_state))
+        return epoch, self._slot
 
-    def _break_off(self, epoch: int, lane: Lane) -> None:
-        """Open the lane anew before the next sample: stages that an error went through have lost what they held."""
-        self._opened = epoch, lane.place()
+    def _break_off(self, epoch: int, slot: WorkerSlot) -> None:
+        """Open the slot anew before the next sample: nodes that an error went through have lost what they held."""
+        self._opened = epoch, slot.state()
         self._close()
 
     def _close(self) -> None:
-        lane, self._lane = self._lane, None
-        if lane is not None:
-            lane.close()
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.close()
 
     def __del__(self) -> None:
         if self._opened is not None:
-            epoch, place = self._opened
-            if self._lane is not None:
-                place = self._place if self._ahead else self._lane.place()
-            self._stream.leave(self, epoch, place)
+            epoch, slot_state = self._opened
+            if self._slot is not None:
+                slot_state = self._slot_state if self._ahead else self._slot.state()
+            self._stream.leave(self, epoch, slot_state)
         self._close()
+
+
+class MixedStream(Stream):
+    """Several streams, of which one after the other gives a batch, or a sample.
+
+    Without weights they come in turn, as :class:`RoundRobinDataModule` has it; with weights as often as
+    these say, in periods of exact shares, as :class:`MixtureDataModule` has it. All ranks take a step's batch from the
+    same source as long as none is exhausted.
+
+    Args:
+        streams: The streams by name, or in a list.
+        weights: A positive number for each, by name or in order; None for round robin.
+        temperature: Above 1, weights are made more alike.
+        by: Whether one draw is a ``"batch"`` or a ``"sample"``.
+        stop: When a worker's share of an epoch ends: ``"all_exhausted"``, ``"first_exhausted"`` (what is left comes
+            first in the next epoch), or ``"cycle"``: those exhausted begin again until all have been.
+        seed: Chooses the order of draws; by default the seed of Lightning's ``seed_everything``, or 0.
+
+    Raises:
+        ConfigurationError: An argument is out of range, a stream is mixed itself, or they are splits of one dataset.
+    """
+
+    def __init__(
+        self,
+        streams: Mapping[str, Any] | Sequence[Any],
+        *,
+        weights: Mapping[str, Any] | Sequence[Any] | None = None,
+        temperature: float = 1,
+        by: By = "batch",
+        stop: Stop = "all_exhausted",
+        seed: int | None = None,
+    ) -> None:
+        is_one = isinstance(streams, (str, bytes, IterableDataset, Shards, BaseNode)) or is_hugging_face(streams)
+        if is_one or not isinstance(streams, Collection):
+            raise ConfigurationError(
+                f"MixedStream takes streams by name, or in a list, got a {type(streams).__qualname__}. Pass "
+                "MixedStream([one, other]) or MixedStream({'one': one, 'other': other})."
+            )
+        refuse_splits(streams)
+        named = streams if isinstance(streams, Mapping) else {str(n): stream for n, stream in enumerate(streams)}
+        if not named:
+            raise ConfigurationError("MixedStream was given no streams.")
+        if len({str(name) for name in named}) < len(named):
+            raise ConfigurationError(f"Streams need different names, got {list(named)}.")
+        sources = {}
+        for name, dataset in named.items():
+            stream = as_stream(dataset)
+            if stream is None or stream.mixing is not None:
+                raise ConfigurationError(
+                    f"Stream {name!r} is a {type(dataset).__qualname__}"
+                    f"{' mixed already' if stream is not None else ', which has no shards'}. Mix ChunkedDatasets and "
+                    "streams of Hugging Face's."
+                )
+            sources[str(name)] = replace(stream.sources[ALONE], path=str(name))
+        mixing = Mixing.of(
+            list(sources),
+            weights=weights,
+            temperature=temperature,
+            by=by,
+            stop=stop,
+            seed=None if seed is None else as_int("seed", seed),
+        )
+        super().__init__(sources, mixing)
 
 
 def as_stream(dataset: Any, seed: int | None = None, *, seed_samples: bool = True) -> Stream | None:
     """A dataset as a stream of shards; None where it has none that can be told apart.
 
     Args:
-        dataset: Any dataset.
+        dataset: Any dataset, or a graph of torchdata nodes.
         seed: The seed of one that has none of its own.
         seed_samples: Whether its samples are seeded.
     """
@@ -317,6 +382,8 @@ def as_stream(dataset: Any, seed: int | None = None, *, seed_samples: bool = Tru
         return dataset
     if is_hugging_face(dataset):
         dataset = HuggingFaceShards(dataset)
+    elif isinstance(dataset, BaseNode):
+        dataset = NodeShards(dataset)
     if not isinstance(dataset, Shards):
         return None
     return Stream({ALONE: Source(shards=dataset, seed=seed, seed_samples=seed_samples)})

@@ -13,12 +13,12 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.stream_loader.options import Replay, StreamOptions
-from lightning_stateful.streams2.hugging_face import HuggingFaceShards
-from lightning_stateful.streams2.length_batching import LengthBatcher
-from lightning_stateful.streams2.shard_reader import OnError
-from lightning_stateful.streams2.source import Source, Step
-from lightning_stateful.streams2.stream import Stream, as_stream
-from lightning_stateful.streams2.worker_slot import StreamConfig
+from lightning_stateful.streams.hugging_face import HuggingFaceShards
+from lightning_stateful.streams.length_batching import LengthBatcher
+from lightning_stateful.streams.shard_reader import OnError
+from lightning_stateful.streams.source import Source, Step
+from lightning_stateful.streams.stream import Stream, as_stream
+from lightning_stateful.streams.worker_slot import StreamConfig
 from lightning_stateful.trainer.datamodule import StatefulDataModule
 
 

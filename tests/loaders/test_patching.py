@@ -29,8 +29,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_stateful.core import BlockShuffledOrder, Progress
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, UnsupportedLoaderError
 from lightning_stateful.loaders import StatefulLoader, is_patched, patch_dataloader, take_over
-from lightning_stateful.stream_loader import StreamLoader
 from lightning_stateful.samplers import StatefulDistributedSampler
+from lightning_stateful.stream_loader import StreamLoader
 from lightning_stateful.trainer.view import LoaderView
 
 DATA = list(range(LENGTH))

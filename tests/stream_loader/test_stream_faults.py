@@ -43,7 +43,7 @@ from support.stream_cases import (
 
 from lightning_stateful import ChunkedDataset
 from lightning_stateful.errors import ConfigurationError, ShardError, StreamError
-from lightning_stateful.streams2 import Stream
+from lightning_stateful.streams import Stream
 
 # Makes a loader on so many workers.
 Make = Callable[..., Any]

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_stateful.streams2.hugging_face import HuggingFaceShards
+from lightning_stateful.streams.hugging_face import HuggingFaceShards
 
 # Every load_dataset would be counted on a server, and waits for that.
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torchdata.nodes import BaseNode
 
-from lightning_stateful.streams2 import nodes
-from lightning_stateful.streams2.nodes import NodeState, StreamNode
-from lightning_stateful.streams2.shards import Shards
+from lightning_stateful.streams import nodes
+from lightning_stateful.streams.nodes import NodeState, StreamNode
+from lightning_stateful.streams.shards import Shards
 
 Make = Callable[[], BaseNode[Any]]
 

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_stateful import ChunkedDataset, MixedStream
 from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.stream_loader import StreamLoader, StreamOptions
-from lightning_stateful.streams2 import Stream
-from lightning_stateful.streams2.length_batching import LengthBatcher
-from lightning_stateful.streams2.source import Step
-from lightning_stateful.streams2.worker_slot import StreamConfig
+from lightning_stateful.streams import Stream
+from lightning_stateful.streams.length_batching import LengthBatcher
+from lightning_stateful.streams.source import Step
+from lightning_stateful.streams.worker_slot import StreamConfig
 
 # What a pass over a loader ends with.
 END = "end"

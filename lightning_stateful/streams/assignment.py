@@ -1,0 +1,420 @@
+"""Which shards every worker slot reads, alone or together with others, and how what is left is assigned anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from torchdata.nodes import BaseNode
+
+from lightning_stateful.errors import PositionError
+from lightning_stateful.state import copy_plain
+from lightning_stateful.streams.nodes import NodeState, StreamNode, innermost, next_many, skip, state_of
+
+# Of more ranks, teams of so many share what is shared: each of them reads all of it.
+_MOST_RANKS = 16
+# In place of a number of items: all that a reader would have been given.
+_ALL = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSlice:
+    """Shards of one pass that are read one after the other, with buffers that begin and end with them.
+
+    Attributes:
+        epoch: The pass that the shards belong to.
+        shards: Their numbers.
+        state: Where to begin, the state of a :class:`SharedReader`; None for the beginning of the first shard.
+        served: What was served of their items, for each time that they were shared among readers: reader ``i`` of ``n``
+            was to have the items ``i``, ``i + n``, ``i + 2n`` and so on of those left by then, and had those below
+            ``served[i]``.
+        first: The shard that it began with, which chooses its randomness; by default the first of its shards.
+        slot: The worker slot that goes on with it alone; -1 if slots share it.
+    """
+
+    epoch: int
+    shards: tuple[int, ...]
+    state: NodeState | None = None
+    served: tuple[tuple[int, ...], ...] = ()
+    first: int = -1
+    slot: int = -1
+
+    def __post_init__(self) -> None:
+        if self.first < 0 and self.shards:
+            object.__setattr__(self, "first", self.shards[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a state."""
+        held = {"epoch": self.epoch, "shards": list(self.shards), "state": copy_plain(self.state)}
+        served = [list(numbers) for numbers in self.served]
+        return {**held, "served": served, "first": self.first, "slot": self.slot}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ShardSlice:
+        """Read what :meth:`to_dict` wrote."""
+        served = tuple(tuple(numbers) for numbers in data["served"])
+        return cls(data["epoch"], tuple(data["shards"]), copy_plain(data["state"]), served, data["first"], data["slot"])
+
+
+class SlotSlice(NamedTuple):
+    """What one worker slot reads of a slice.
+
+    Attributes:
+        of: The slice.
+        reader: Which of its readers the slot is.
+        num_readers: How many slots read it.
+        number: Which of the slices that several slots read; None where the slot reads it for itself.
+    """
+
+    of: ShardSlice
+    reader: int = 0
+    num_readers: int = 1
+    number: int | None = None
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the slot is given all that its shards hold."""
+        return self.number is None and self.num_readers == 1
+
+
+class SharedReader(StreamNode[Any]):
+    """Every n-th item of what several worker slots read, of those that were not served before.
+
+    Args:
+        source: The node of all items.
+        served: As in :class:`ShardSlice`.
+        reader: Which of the readers this is.
+        num_readers: How many there are.
+
+    State:
+        ``seen``: for each time that the items were shared, how many of those left by then have come by.
+    """
+
+    def __init__(
+        self, source: BaseNode[Any], served: Sequence[Sequence[int]] = (), reader: int = 0, num_readers: int = 1
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self._served, self._reader, self._num_readers = served, reader, num_readers
+        self._seen = [0] * (len(served) + 1)
+
+    def reset(self, initial_state: NodeState | None = None) -> None:
+        """Begin, or go on at a state."""
+        super().reset(initial_state)
+        self.source.reset(None if initial_state is None else initial_state["source"])
+        self._seen = [0] * (len(self._served) + 1) if initial_state is None else list(initial_state["seen"])
+
+    def next(self) -> Any:
+        """The next item of this reader."""
+        for item in self.next_many(1):
+            return item
+        raise StopIteration
+
+    def next_many(self, number: int) -> list[Any]:
+        """The next items of this reader."""
+        if self._num_readers == 1 and not self._served:
+            found = next_many(self.source, number)
+            self._seen[0] += len(found)
+            return found
+        items: list[Any] = []
+        while len(items) < number:
+            left_out = self._find()
+            if left_out and skip(self.source, left_out) < left_out:
+                break
+            found = next_many(self.source, 1)
+            if not found:
+                break
+            items += found
+        return items
+
+    def get_state(self) -> NodeState:
+        """The source's state, and what has come by."""
+        return {"source": state_of(self.source), "seen": list(self._seen)}
+
+    def _find(self) -> int:
+        """Look for the next item of this reader: how many of the source come before it."""
+        seen = self._seen
+        if not self._served:
+            left_out = (self._reader - seen[0]) % self._num_readers
+            seen[0] += left_out + 1
+            return left_out
+        left_out = 0
+        while not self._is_next_kept():
+            left_out += 1
+        return left_out
+
+    def _is_next_kept(self) -> bool:
+        for which, served in enumerate(self._served):
+            item = self._seen[which]
+            self._seen[which] += 1
+            until = served[item % len(served)]
+            if until == _ALL or item < until:
+                return False
+        item = self._seen[-1]
+        self._seen[-1] += 1
+        return item % self._num_readers == self._reader
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What is to be served of one source, before it is assigned to worker slots.
+
+    Attributes:
+        epoch: The latest pass that a shard of it belongs to.
+        begun: Slices that come first: what was open when shards were assigned anew.
+        whole: The other shards, as pairs of pass and number in the order in which they are read.
+        is_small: Whether the begun slices hold less than a step takes, and are not worth being shared.
+    """
+
+    epoch: int
+    begun: tuple[ShardSlice, ...] = ()
+    whole: tuple[tuple[int, int], ...] = ()
+    is_small: bool = False
+
+    @classmethod
+    def of_pass(cls, epoch: int, order: Iterable[int]) -> Assignment:
+        """All shards of a pass in their order."""
+        return cls(epoch, (), tuple((epoch, shard) for shard in order))
+
+    def slots(
+        self, num_replicas: int, num_workers: int, *, sizes: Sequence[int] | None = None, is_pinned: bool = False
+    ) -> list[list[SlotSlice]]:
+        """What each worker slot reads, in that order; slot ``worker * num_replicas + rank`` is a worker of a rank.
+
+        Slices that were begun come first. Shards are given out whole as long as each slot gets one more of them. Begun
+        slices, and the last shards, fewer than slots, are shared evenly by ranks, each of which reads all of them: one
+        slice by one of its workers, or by several if there are fewer slices than workers.
+
+        Args:
+            num_replicas: Ranks.
+            num_workers: Worker slots of a rank.
+            sizes: Samples of each shard, if they are known: of those given out together, the largest goes to the slot
+                with the least to read.
+            is_pinned: Each shard belongs to the slot of its own number, as in streams that divide themselves.
+        """
+        number = num_replicas * num_workers
+        if is_pinned:
+            return [self._own_slices(slot) for slot in range(number)]
+        slots: list[list[SlotSlice]] = [[] for _ in range(number)]
+        for which, piece in enumerate(self.begun):
+            if piece.slot >= 0 or self.is_small:
+                slot = which % number if self.is_small else piece.slot
+                slots[slot].append(SlotSlice(piece, number=which))
+        shared = [] if self.is_small else [which for which, piece in enumerate(self.begun) if piece.slot < 0]
+        teams = min(num_replicas // _MOST_RANKS, len(shared))
+        for numbers, readers in _readers(len(shared), num_replicas, num_workers, teams):
+            for which in numbers:
+                _give(slots, self.begun[shared[which]], readers, shared[which])
+        num_full = len(self.whole) // number * number
+        for slot, given in enumerate(_whole_rounds(self.whole[:num_full], number, sizes)):
+            for epoch, shards in groupby(given, key=itemgetter(0)):
+                slots[slot].append(SlotSlice(ShardSlice(epoch, tuple(shard for _, shard in shards))))
+        rest, which = self.whole[num_full:], len(self.begun)
+        # Teams with equally many shards, unless they would be large.
+        teams = max(math.gcd(len(rest), num_replicas), min(num_replicas // _MOST_RANKS, len(rest)))
+        for numbers, readers in _readers(len(rest), num_replicas, num_workers, teams):
+            for epoch, shards in groupby([rest[index] for index in numbers], key=itemgetter(0)):
+                _give(slots, ShardSlice(epoch, tuple(shard for _, shard in shards)), readers, which)
+                which += 1
+        return slots
+
+    def _own_slices(self, slot: int) -> list[SlotSlice]:
+        begun = [SlotSlice(piece, number=which) for which, piece in enumerate(self.begun) if piece.shards[0] == slot]
+        return [*begun, *(SlotSlice(ShardSlice(epoch, (shard,))) for epoch, shard in self.whole if shard == slot)]
+
+    def shared(self) -> Assignment:
+        """The same with nothing that one slot is to go on with."""
+        return replace(self, begun=tuple(replace(piece, slot=-1) for piece in self.begun), is_small=False)
+
+    def to_dict(self, order: Sequence[int]) -> dict[str, Any]:
+        """Plain data for a state: shards of the latest pass as runs of indices into its order."""
+        where = {shard: index for index, shard in enumerate(order)}
+        runs = _runs_of(sorted(where[shard] for epoch, shard in self.whole if epoch == self.epoch))
+        older = [list(pair) for pair in self.whole if pair[0] != self.epoch]
+        begun = [piece.to_dict() for piece in self.begun]
+        return {"epoch": self.epoch, "begun": begun, "older": older, "whole": runs, "is_small": self.is_small}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], order: Callable[[int], Sequence[int]]) -> Assignment:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            PositionError: There are fewer shards.
+        """
+        shards, begun = order(data["epoch"]), tuple(map(ShardSlice.from_dict, data["begun"]))
+        named = [*(shard for piece in begun for shard in piece.shards), *(shard for _, shard in data["older"])]
+        last = max([*(last for _, last in data["whole"]), *named], default=-1)
+        if last >= len(shards):
+            raise PositionError(f"A stream's progress names shard {last}, and there are {len(shards)}.")
+        whole = [(data["epoch"], shards[index]) for first, last in data["whole"] for index in range(first, last + 1)]
+        older = [(epoch, shard) for epoch, shard in data["older"]]
+        return cls(data["epoch"], begun, (*older, *whole), data["is_small"])
+
+
+class SlotProgress(NamedTuple):
+    """Where a worker slot stands in its slices of a source.
+
+    Attributes:
+        slices: The slices.
+        current: Which of them it reads; as many as there are if all are served.
+        state: Where it stands in that, as its node says; None if it has not begun it.
+        num_opened: How many shards of that it has opened: what it has read ahead lies in them.
+    """
+
+    slices: Sequence[SlotSlice]
+    current: int = 0
+    state: NodeState | None = None
+    num_opened: int = 0
+
+
+def left_of(slots: Sequence[SlotProgress], epoch: int, order: Sequence[int]) -> Assignment:
+    """What worker slots have not served of a source; what one had begun alone has its number.
+
+    Args:
+        slots: Where each of them stands.
+        epoch: The latest pass of its shards.
+        order: The order of the shards of that pass.
+    """
+    begun: list[ShardSlice] = []
+    whole: list[tuple[int, int]] = []
+    together: dict[int, list[tuple[SlotSlice, SlotProgress | None]]] = {}
+    for number, slot in enumerate(slots):
+        for index, slot_slice in enumerate(slot.slices):
+            # None: the slot has served all that it was to have of it.
+            here = None if index < slot.current else slot if index == slot.current else SlotProgress(slot.slices, index)
+            if slot_slice.number is not None:
+                together.setdefault(slot_slice.number, []).append((slot_slice, here))
+            elif here is not None:
+                _add_left(*_left_alone(slot_slice, here, number), begun, whole)
+    for readers in together.values():
+        _add_left(*_left_together(readers), begun, whole)
+    where = {shard: index for index, shard in enumerate(order)}
+    # Older passes first, and shards in the order of theirs.
+    whole.sort(key=lambda pair: (pair[0], where[pair[1]]))
+    begun.sort(key=lambda piece: piece.epoch)
+    return Assignment(epoch, tuple(begun), tuple(whole))
+
+
+def _add_left(
+    piece: ShardSlice | None,
+    unopened: Iterable[tuple[int, int]],
+    begun: list[ShardSlice],
+    whole: list[tuple[int, int]],
+) -> None:
+    begun += [] if piece is None else [piece]
+    whole += unopened
+
+
+def _left_alone(
+    slot_slice: SlotSlice, slot: SlotProgress, number: int
+) -> tuple[ShardSlice | None, list[tuple[int, int]]]:
+    """What a slot has left of a slice that it reads for itself: its begun shards, and the others."""
+    piece, state = replace(slot_slice.of, slot=number), slot.state
+    if slot_slice.is_bare:
+        if state is None:
+            return None, [(piece.epoch, shard) for shard in piece.shards]
+        return _trimmed(piece, {"source": state, "seen": [0]}, slot.num_opened)
+    # Its part of shards that the others do not read: those have had theirs.
+    served = [_ALL] * slot_slice.num_readers
+    served[slot_slice.reader] = 0 if state is None else state["seen"][-1]
+    at: NodeState = {"source": None, "seen": [0]} if state is None else state
+    piece = replace(piece, served=(*piece.served, tuple(served)))
+    return _trimmed(piece, {**at, "seen": [*at["seen"], 0]}, len(piece.shards))
+
+
+def _left_together(
+    readers: Sequence[tuple[SlotSlice, SlotProgress | None]],
+) -> tuple[ShardSlice | None, list[tuple[int, int]]]:
+    """What is left of a slice that several slots read."""
+    piece = readers[0][0].of
+    reading = [slot for _, slot in readers if slot is not None]
+    if not reading:
+        return None, []
+    begin: NodeState = piece.state or {"source": None, "seen": [0] * (len(piece.served) + 1)}
+    states = [slot.state or begin for slot in reading]
+    if len(reading) == len(readers) and all(slot.state is None for slot in reading):
+        return (piece, []) if piece.state is not None else (None, [(piece.epoch, shard) for shard in piece.shards])
+    served = [_ALL] * readers[0][0].num_readers
+    for slot_slice, slot in readers:
+        if slot is not None:
+            served[slot_slice.reader] = (slot.state or begin)["seen"][-1]
+    # Of a slice that was begun before, all shards were open.
+    is_open = piece.state is not None or len(reading) < len(readers)
+    opened = len(piece.shards) if is_open else max(slot.num_opened for slot in reading)
+    # Whatever comes before the reader that is last was served, or is another's.
+    last = min(states, key=lambda state: state["seen"][0])
+    piece = replace(piece, served=(*piece.served, tuple(served)))
+    return _trimmed(piece, {**last, "seen": [*last["seen"], 0]}, opened)
+
+
+def _trimmed(piece: ShardSlice, state: NodeState, num_opened: int) -> tuple[ShardSlice | None, list[tuple[int, int]]]:
+    """A slice from a state on, without the shards that nobody has opened, and these."""
+    first = 0 if state["source"] is None else innermost(state)["shard"]
+    opened, unopened = piece.shards[first:num_opened], piece.shards[num_opened:]
+    begun = replace(piece, shards=opened, state=behind(state, first)) if opened else None
+    return begun, [(piece.epoch, shard) for shard in unopened]
+
+
+def behind(state: NodeState, by: int) -> NodeState:
+    """The same state in a slice without its first ``by`` shards; what was left out is counted from here on."""
+    counts: NodeState = {name: 0 for name in ("skipped_shards", "skipped_samples", "dropped") if name in state}
+    if "source" not in state:
+        return {**state, **counts, "shard": state["shard"] - by}
+    source = state["source"]
+    return {**state, **counts, "source": None if source is None else behind(source, by)}
+
+
+def _whole_rounds(
+    whole: Sequence[tuple[int, int]], number: int, sizes: Sequence[int] | None
+) -> list[list[tuple[int, int]]]:
+    """The shards of each slot, one of every ``number``."""
+    given: list[list[tuple[int, int]]] = [[] for _ in range(number)]
+    loads = [0] * number
+    for first in range(0, len(whole), number):
+        round_, slots = list(whole[first : first + number]), list(range(number))
+        if sizes is not None:
+            round_.sort(key=lambda pair: -sizes[pair[1]])
+            slots.sort(key=loads.__getitem__)
+        for slot, pair in zip(slots, round_, strict=True):
+            given[slot].append(pair)
+            loads[slot] += 0 if sizes is None else sizes[pair[1]]
+    return given
+
+
+def _readers(
+    number: int, num_replicas: int, num_workers: int, num_teams: int
+) -> Iterator[tuple[Sequence[int], list[int]]]:
+    """Divide so many among teams of ranks, and in these among groups of workers: which ones, and their slots."""
+    for team in range(max(num_teams, 1) if number else 0):
+        own = range(number)[team :: max(num_teams, 1)]
+        ranks = _part(num_replicas, team, max(num_teams, 1))
+        groups = min(len(own), num_workers)
+        for group in range(groups):
+            # Ranks before workers: what does not go round is spread over ranks.
+            slots = [worker * num_replicas + rank for worker in _part(num_workers, group, groups) for rank in ranks]
+            yield own[group::groups], slots
+
+
+def _part(number: int, which: int, of: int) -> range:
+    """One of ``of`` parts of a range."""
+    return range(number * which // of, number * (which + 1) // of)
+
+
+def _give(slots: list[list[SlotSlice]], piece: ShardSlice, readers: Sequence[int], number: int) -> None:
+    for reader, slot in enumerate(readers):
+        slots[slot].append(SlotSlice(piece, reader, len(readers), number))
+
+
+def _runs_of(numbers: Sequence[int]) -> list[list[int]]:
+    """Rising numbers as runs ``[first, last]``."""
+    if not numbers:
+        return []
+    breaks = [(a, b) for a, b in pairwise(numbers) if b != a + 1]
+    return [
+        list(run)
+        for run in zip([numbers[0], *(b for _, b in breaks)], [*(a for a, _ in breaks), numbers[-1]], strict=True)
+    ]

@@ -1,0 +1,264 @@
+"""Graphs of torchdata nodes as the shards of a stream."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torchdata.nodes
+from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torchdata.nodes import (
+    BaseNode,
+    Batcher,
+    IterableWrapper,
+    MultiNodeWeightedSampler,
+    ParallelMapper,
+    PinMemory,
+    Prefetcher,
+    SamplerWrapper,
+    Stateful,
+)
+
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.errors import ConfigurationError, StateError
+from lightning_stateful.samplers.rng_isolation import IsolatedCopy
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.streams import nodes
+from lightning_stateful.streams.nodes import NodeState, StreamNode, sources_of
+from lightning_stateful.streams.shards import Shards
+
+# torchdata 0.10 has none.
+_Unbatcher: Any = getattr(torchdata.nodes, "Unbatcher", Batcher)
+# Nodes that do not count their passes; what they read from may.
+_COUNTS_NO_PASSES = (Batcher, _Unbatcher, ParallelMapper, Prefetcher, PinMemory)
+# What comes in the same order however often it is begun.
+_ALWAYS_ALIKE = (list, tuple, range, SequentialSampler)
+# Samplers that draw from the generator of the process if they have none.
+_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_REREAD = (
+    "a MultiNodeWeightedSampler begins it again within a pass, which changes its order, and the states of "
+    "torchdata.nodes do not say how often"
+)
+
+
+class NodeShards(Shards):
+    """A graph of torchdata nodes as a single shard, or a function that makes the graph of each shard.
+
+    All ranks and workers read the same shards, each its part: samplers in a graph are told that there is one rank. Each
+    pass reads a fresh copy of the graph. Nodes that count their passes, such as ``SamplerWrapper`` and
+    ``MultiNodeWeightedSampler``, begin the earlier ones first, unless ``make_node`` is told the epoch. Functions are
+    shared among copies. What they draw at random in threads and processes of the graph is not seeded.
+
+    Args:
+        make_node: The graph, that nobody has read yet; or ``make_node(shard)``, or ``make_node(shard, epoch=epoch)`` if
+            it has an argument of that name. A graph with mappers cannot be pickled, as workers started by ``"spawn"``
+            need it: pass a function then.
+        num_shards: How many shards the function makes.
+
+    Raises:
+        ConfigurationError: Neither a node nor a function, or the function gives no node, or ``num_shards`` is missing,
+            below 1, or given with a graph.
+    """
+
+    def __init__(self, make_node: BaseNode[Any] | Callable[..., BaseNode[Any]], num_shards: int | None = None) -> None:
+        self._make_node: Any = make_node
+        self._graph = make_node if isinstance(make_node, BaseNode) else None
+        is_function = self._graph is None and callable(make_node)
+        if is_function != (num_shards is not None) or (self._graph is None and not is_function):
+            raise ConfigurationError(
+                "NodeShards takes a torchdata node alone, or a function that makes the node of a shard and num_shards, "
+                f"got {make_node!r} and num_shards={num_shards}."
+            )
+        self._num_shards = as_int("num_shards", 1 if num_shards is None else num_shards)
+        if self._num_shards < 1:
+            raise ConfigurationError(f"num_shards must be at least 1, got {num_shards}.")
+        self._takes_epoch = not isinstance(make_node, BaseNode) and "epoch" in inspect.signature(make_node).parameters
+        example = self._made(0, 0) if self._graph is None else self._graph
+        self._classes = _classes_of(example)
+        # Seeds reach what is called where the graph is read, not its threads and processes.
+        self.draws = _is_called_here(example)
+        if any(map(_changes_when_begun_again, _nodes_of(example))):
+            self.reread = _REREAD
+        mappers = [node for node in _nodes_of(example) if isinstance(node, ParallelMapper)]
+        if any(mapper.num_workers and not mapper.in_order for mapper in mappers):
+            self.warning = (
+                "ParallelMapper(in_order=False) gives samples in another order each time, and its states do not say "
+                "which: a resume is not exact. Leave out in_order=False."
+            )
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards there are."""
+        return self._num_shards
+
+    def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+        """The graph of a shard."""
+        return GraphNode(partial(self._begun, shard, epoch), has_state=not self.reread)
+
+    def name(self, shard: int) -> str:
+        """The classes of the graph, or the function and the shard."""
+        return self._classes if self._graph is not None else f"shard {shard} of {self._function()}"
+
+    def describe(self) -> dict[str, Any]:
+        """The number of shards, the classes of the nodes, and the function."""
+        described = {"shards": self._num_shards, "nodes": self._classes}
+        return described if self._graph is not None else {**described, "function": self._function()}
+
+    def _function(self) -> str:
+        return str(getattr(self._make_node, "__qualname__", type(self._make_node).__qualname__))
+
+    def _made(self, shard: int, epoch: int) -> BaseNode[Any]:
+        if self._graph is not None:
+            return _copy_of(self._graph)
+        graph = self._make_node(shard, epoch=epoch) if self._takes_epoch else self._make_node(shard)
+        if isinstance(graph, BaseNode):
+            return graph
+        raise ConfigurationError(
+            f"{self._function()} gave a {type(graph).__qualname__} for shard {shard}. Let it return a "
+            "torchdata.nodes.BaseNode."
+        )
+
+    def _begun(self, shard: int, epoch: int) -> BaseNode[Any]:
+        """A fresh graph whose earlier passes were begun."""
+        graph = self._made(shard, epoch)
+        for node in _nodes_of(graph):
+            if isinstance(node, SamplerWrapper):
+                node.sampler = _copy_of_sampler(node.sampler)
+            elif isinstance(node, MultiNodeWeightedSampler):
+                # All ranks read the same shard, and each keeps its part of it.
+                node.rank, node.world_size = 0, 1
+        for _ in range(0 if self._takes_epoch else epoch):
+            _begin_pass(graph)
+        return graph
+
+
+class GraphNode(StreamNode[Any]):
+    """A pass over a graph of nodes that is made for it.
+
+    Args:
+        make_graph: Makes the graph, at the beginning of the pass.
+        has_state: Whether its state leads to where it was taken.
+
+    State:
+        ``graph``: the state of the graph as plain data. None without ``has_state``.
+    """
+
+    def __init__(self, make_graph: Callable[[], BaseNode[Any]], *, has_state: bool = True) -> None:
+        super().__init__()
+        self._make_graph, self._has_state = make_graph, has_state
+        self._graph: Any = None
+
+    def reset(self, initial_state: NodeState | None = None) -> None:
+        """Begin the pass, or go to where a state was taken."""
+        super().reset(initial_state)
+        self.close()
+        self._graph = self._make_graph()
+        if initial_state is None:
+            self._graph.reset()
+            return
+        try:
+            self._graph.reset(from_plain(initial_state["graph"]))
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise StateError(
+                f"The nodes {_classes_of(self._graph)} cannot go on from their state: {type(error).__name__}: "
+                f"{error}. Build the same nodes over the same data as when it was saved, or resume from another "
+                "checkpoint."
+            ) from error
+
+    def next(self) -> Any:
+        """The next item of the graph."""
+        return next(self._graph)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self if self._graph is None else iter(self._graph)
+
+    def skip(self, number: int) -> int:
+        """Leave out items, up to ``number``; returns how many there were."""
+        return nodes.skip(self._graph, number)
+
+    def get_state(self) -> Any:
+        """The state of the graph."""
+        return {"graph": to_plain(self._graph.state_dict(), owner="graph")} if self._has_state else None
+
+    def close(self) -> None:
+        """Close the graph, and let go of its threads and processes."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            nodes.close(graph)
+
+
+def _nodes_of(graph: BaseNode[Any]) -> Iterator[Any]:
+    yield graph
+    for source in sources_of(graph):
+        yield from _nodes_of(source)
+
+
+def _classes_of(graph: BaseNode[Any]) -> str:
+    """The classes of a graph, such as ``Batcher(ParallelMapper(SamplerWrapper))``."""
+    sources = ", ".join(map(_classes_of, sources_of(graph)))
+    return f"{type(graph).__qualname__}({sources})" if sources else type(graph).__qualname__
+
+
+def _is_called_here(graph: Any) -> bool:
+    """Whether reading a graph calls functions and datasets in the thread that reads."""
+    if isinstance(graph, (Prefetcher, PinMemory)) or (isinstance(graph, ParallelMapper) and graph.num_workers > 0):
+        return False
+    return not isinstance(graph, (Batcher, _Unbatcher)) or any(map(_is_called_here, sources_of(graph)))
+
+
+def _copy_of(graph: BaseNode[Any]) -> BaseNode[Any]:
+    # Functions work on datasets, which are not copied; mappers hold a module; samplers are copied on their own.
+    shared = [torch.multiprocessing]
+    for node in _nodes_of(graph):
+        shared += [getattr(node, name) for name in ("map_fn", "sampler") if hasattr(node, name)]
+    try:
+        return copy.deepcopy(graph, {id(held): held for held in shared})
+    except Exception as error:
+        raise ConfigurationError(
+            f"The nodes {_classes_of(graph)} cannot be copied for a pass ({type(error).__name__}: {error}). Pass nodes "
+            "that nobody has read yet and that hold no iterator or open file; or a function that makes them."
+        ) from error
+
+
+def _copy_of_sampler(sampler: Any) -> Any:
+    """A copy of a sampler for one rank, which does not draw from the generator of the process: threads share that."""
+    copied = inner = IsolatedCopy(sampler, seed=0).sampler
+    while inner is not None:
+        if isinstance(inner, _DRAWING) and inner.generator is None:
+            inner.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        inner = getattr(inner, "sampler", None)
+    return copied
+
+
+def _begin_pass(node: Any) -> None:
+    """Begin a pass and leave it, for nodes that count their passes."""
+    if type(node) in _COUNTS_NO_PASSES:
+        for source in sources_of(node):
+            _begin_pass(source)
+    elif type(node) is SamplerWrapper and hasattr(node.sampler, "set_epoch"):
+        node.epoch = node.epoch_updater(node.epoch)
+    else:
+        node.reset()
+        _read_one(node)
+
+
+def _read_one(node: Any) -> None:
+    next(node, None)
+    if isinstance(node, MultiNodeWeightedSampler):
+        # Also of the sources whose turn it was not: each pass has another order of all of them.
+        for source in sources_of(node):
+            _read_one(source)
+
+
+def _changes_when_begun_again(node: Any) -> bool:
+    """Whether a node begins others again within a pass, and these come in another order then."""
+    if not isinstance(node, MultiNodeWeightedSampler) or not node.stop_criteria.startswith("CYCLE"):
+        return False
+    samplers = [inner.sampler for inner in _nodes_of(node) if isinstance(inner, SamplerWrapper)]
+    iterables = [inner.iterable for inner in _nodes_of(node) if isinstance(inner, IterableWrapper)]
+    unknown = [sampler for sampler in samplers if not hasattr(sampler, "set_epoch")] + iterables
+    return not all(isinstance(begun, (Stateful, *_ALWAYS_ALIKE)) for begun in unknown)

@@ -1,0 +1,286 @@
+"""Reads the samples of shards, one shard after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Literal, get_args
+
+from torchdata.nodes import BaseNode
+
+from lightning_stateful.core.seeding import derive_seed, mixed_seed
+from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
+from lightning_stateful.samplers.rng import seed_randomness
+from lightning_stateful.state import copy_plain
+from lightning_stateful.streams.nodes import NodeState, StreamNode, close, reset_to, skip, state_of
+from lightning_stateful.streams.shards import Shards
+
+OnError = Literal["raise", "skip"]
+
+# A state is taken after so many samples, and one more for so many of its characters as JSON: the samples since are read
+# again on a resume, which costs less than states of every batch would.
+_LEAST_GAP = 256
+_CHARACTERS_A_SAMPLE = 16
+# The same of batches.
+_CHARACTERS_A_BATCH = 2**14
+# Samples that are read together under one seed: to seed each costs more than many take to read.
+_RUN = 32
+
+
+def check_on_error(on_error: str) -> None:
+    """Refuse an ``on_error`` that is neither ``"raise"`` nor ``"skip"``.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    if on_error not in get_args(OnError):
+        raise ConfigurationError(f"on_error must be one of {get_args(OnError)}, got {on_error!r}.")
+
+
+class ShardReader(StreamNode[Any]):
+    """Reads the samples of some shards in one epoch.
+
+    A shard's node is read by ``iter()``: one that has nothing to count may give there the iterator that it reads.
+
+    Args:
+        shards: What they are shards of.
+        numbers: Which shards, in the order in which they are read.
+        epoch: The epoch that shards are told.
+        seed: Seeds torch, NumPy and ``random`` as a shard is opened, and before each run of 32 samples, by (seed,
+            epoch, shard, number of the sample); None to leave them.
+        seeds_samples: False to seed only shards as they are opened. Samples at which user code may draw are read in
+            whole runs, up to 31 further than asked for.
+        on_error: ``"skip"`` to leave out the rest of a shard that cannot be read, and count it.
+
+    State:
+        ``shard``, the index in ``numbers``, and ``item``, the number of the next sample in it; ``state``, the latest
+        state of the shard's node that was worth its size, and ``since``, the samples since; ``skipped_shards``. Of
+        pinned shards also ``first``, what tells the pass from others.
+
+    Attributes:
+        carried: What the next pass over a loader goes on from, once this one has ended.
+
+    Raises:
+        ShardError: A shard could not be read; with its name.
+        PositionError: A shard ends before the sample where reading stopped.
+        StateError: The state of a shard's node is no plain data.
+        ConfigurationError: ``on_error`` is unknown, or what reads a shard is no node.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        numbers: Sequence[int],
+        epoch: int,
+        *,
+        seed: int | None = None,
+        seeds_samples: bool = True,
+        on_error: OnError = "raise",
+    ) -> None:
+        super().__init__()
+        check_on_error(on_error)
+        self._shards, self._numbers, self._epoch, self._on_error = shards, numbers, epoch, on_error
+        self._seed = None if seed is None else derive_seed("item", seed, epoch)
+        self._seeds_samples = seeds_samples and seed is not None
+        self._node: BaseNode[Any] | None = None
+        self.carried: Any = None
+
+    def reset(self, initial_state: NodeState | None = None) -> None:
+        """Begin, or go to where a state was taken; no shard is opened before it is read."""
+        super().reset(initial_state)
+        self.close()
+        begun = initial_state or {"shard": 0, "item": 0, "since": 0, "state": None, "skipped_shards": 0}
+        self._at: int = begun["shard"]
+        self._item: int = begun["item"]
+        # The sample at which the state was taken.
+        self._state_item: int = begun["item"] - begun["since"]
+        self._state: Any = begun["state"]
+        self._skipped: int = begun["skipped_shards"]
+        self._first: str | None = begun.get("first")
+        self._gap = self._gap_after(self._state)
+        self.carried = None
+
+    def next(self) -> Any:
+        """The next sample."""
+        for sample in self.next_many(1):
+            return sample
+        raise StopIteration
+
+    def next_many(self, number: int) -> list[Any]:
+        """The next samples, up to ``number``, of as many shards as it takes."""
+        samples: list[Any] = []
+        while len(samples) < number and self._at < len(self._numbers):
+            before, failure = len(samples), None
+            try:
+                if self._node is None:
+                    self._open()
+                # What comes before an error stays in the list.
+                samples.extend(islice(self._samples, number - before))
+            except Exception as error:
+                failure = error
+            self._item += len(samples) - before
+            if failure is not None:
+                self._leave_out_shard(failure)
+            elif len(samples) < number:
+                self._advance()
+        return samples
+
+    def get_state(self) -> NodeState:
+        """Where the next sample comes from, as fresh plain data."""
+        if self._node is not None and not self._draws:
+            self._take_state(self._node, self._item)
+        state = {
+            "shard": self._at,
+            "item": self._item,
+            "since": self._item - self._state_item,
+            "state": self._state,
+            "skipped_shards": self._skipped,
+        }
+        if self._shards.pinned:
+            if self._node is not None:
+                self._first = _first_of(self._node) or self._first
+            state["first"] = self._first
+        return state
+
+    def close(self) -> None:
+        """Close the shard that is open."""
+        node, self._node = self._node, None
+        self._samples: Iterable[Any] = ()
+        if node is not None:
+            close(node)
+
+    @property
+    def num_opened(self) -> int:
+        """How many of the shards have been opened, the one that is read now among them."""
+        return min(self._at + 1, len(self._numbers))
+
+    def where(self) -> str:
+        """Which sample of which shard comes next, in words."""
+        if self._at == len(self._numbers):
+            return "the end of its shards"
+        return f"{self._name()}, at its sample {self._item}"
+
+    def _open(self) -> None:
+        if not self._item and self._state is None:
+            self._shards.begin_passes(self._epoch)
+        found = self._read_up_to_item()
+        if found is not None and self._first not in (None, found):
+            # It counts its passes itself.
+            self.close()
+            self._shards.begin_passes(self._epoch, surely=True)
+            if self._read_up_to_item() != self._first:
+                raise PositionError(
+                    f"{self._name()} begins pass {self._epoch} with other samples than before the resume, however "
+                    f"often it is begun, so that nobody can say which of its samples {self._item} were. Give it "
+                    "state_dict and load_state_dict, or an order that follows from set_epoch(epoch), and make it "
+                    'anew for a resume; or resume from the end of an epoch. accept=("nondeterministic",) reads on '
+                    "behind as many samples."
+                )
+
+    def _read_up_to_item(self) -> str | None:
+        """Open a shard where its state was taken, and leave out what was given since.
+
+        Returns:
+            What tells the pass from others, if it was read from its beginning.
+        """
+        if self._seed is not None:
+            seed_randomness(mixed_seed(self._seed, self._numbers[self._at], 0))
+        node: Any = self._shards.node(self._numbers[self._at], self._epoch)
+        if not isinstance(node, BaseNode):
+            raise ConfigurationError(
+                f"node() of {type(self._shards).__qualname__} gave a {type(node).__qualname__} for {self._name()}. "
+                "Let it return a torchdata.nodes.BaseNode, whose next() gives the samples."
+            )
+        self._node = node
+        # A copy, which a node may go on counting in.
+        reset_to(node, copy_plain(self._state))
+        self._draws = self._seeds_samples and bool(getattr(node, "draws", self._shards.draws))
+        self._samples = self._in_runs(node) if self._draws else node
+        since = self._item - self._state_item
+        found = sum(1 for _ in islice(self._samples, since)) if self._draws else skip(node, since)
+        if found < since:
+            raise PositionError(
+                f"{self._item} samples of {self._name()} were used, but now it ends after {self._state_item + found}. "
+                "Read the same data, or resume from another checkpoint."
+            )
+        return _first_of(node) if self._state is None else None
+
+    def _in_runs(self, node: BaseNode[Any]) -> Iterator[Any]:
+        """The samples of a shard, of which some are always read together, under one seed."""
+        item = self._state_item
+        while True:
+            self._take_state(node, item)
+            seed_randomness(mixed_seed(self._seed or 0, self._numbers[self._at], item))
+            run: list[Any] = []
+            try:
+                run.extend(islice(node, _RUN))
+            except Exception:
+                # What was read before the error comes first.
+                yield from run
+                raise
+            if not run:
+                return
+            yield from run
+            item += len(run)
+
+    def _take_state(self, node: BaseNode[Any], item: int) -> None:
+        """Take the state that a node has before the sample ``item``, if the last one lies far enough back."""
+        if item - self._state_item < self._gap:
+            return
+        state = self._state_of(node)
+        if state is not None:
+            self._state, self._state_item, self._gap = state, item, self._gap_after(state)
+
+    def _state_of(self, node: BaseNode[Any]) -> Any:
+        """The state of a shard's node, as a copy that it does not change any more."""
+        try:
+            return copy_plain(state_of(node))
+        except Exception as error:
+            raise StateError(
+                f"get_state() of {type(node).__qualname__} gave, for {self.where()}, nothing that can be kept in a "
+                f"checkpoint: {type(error).__name__}: {error} Return plain JSON data, numbers as int(...) or "
+                "float(...); or None where only reading the shard again leads there."
+            ) from error
+
+    def _gap_after(self, state: Any) -> int:
+        """Samples after which a state of this size is worth being taken again."""
+        if state is None or (self._shards.is_loader and "after" in state):
+            # One that is there at all is taken at once where only reading all again would lead there otherwise.
+            return 0 if self._shards.pinned else _LEAST_GAP
+        size = len(json.dumps(state))
+        if self._shards.is_loader:
+            return 1 + size // _CHARACTERS_A_BATCH
+        return _LEAST_GAP + size // _CHARACTERS_A_SAMPLE
+
+    def _advance(self) -> None:
+        if self._shards.is_loader and self._node is not None:
+            state = self._state_of(self._node)
+            self.carried = state and {"after": state, "since": 0, "pass": self._epoch, "is_ended": True}
+        self.close()
+        self._at, self._item, self._state_item, self._state, self._first = self._at + 1, 0, 0, None, None
+        self._gap = self._gap_after(None)
+
+    def _leave_out_shard(self, error: Exception) -> None:
+        """Go on behind a shard that cannot be read, or raise."""
+        self.close()
+        if isinstance(error, (StateError, ConfigurationError)):
+            # No bad shard, but another than the state was taken in, or none that could be read at all.
+            raise error
+        if self._on_error == "skip":
+            self._skipped += 1
+            self._advance()
+            return
+        raise ShardError(
+            f"{self._name()} could not be read at its sample {self._item}: {type(error).__name__}: {error}. Nothing is "
+            "lost: the state is that of the last batch handed over. Mend the shard and resume, or pass "
+            'on_error="skip" to leave out what is left of it.'
+        ) from error
+
+    def _name(self) -> str:
+        return self._shards.name(self._numbers[self._at])
+
+
+def _first_of(node: Any) -> str | None:
+    """Digest of the first samples of a pass, of a node that has it."""
+    return node.first() if hasattr(node, "first") else None

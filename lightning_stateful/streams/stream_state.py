@@ -1,0 +1,426 @@
+"""Where all worker slots of a run stand in a pass over a stream, and what follows from it on any ranks and workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from lightning_stateful.errors import DamagedStateError, PositionError
+from lightning_stateful.state import copy_plain
+from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotSlice, behind, left_of
+from lightning_stateful.streams.nodes import NodeState, innermost
+from lightning_stateful.streams.source import Source
+from lightning_stateful.streams.worker_slot import (
+    FRESH,
+    SlotTask,
+    StreamConfig,
+    WorkerSlot,
+    progress_in,
+    skipped_in,
+)
+
+_COUNTS = ("shards_skipped", "samples_skipped", "samples_too_long")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamState:
+    """A pass over a stream: what was assigned to worker slots, and where each of them stands.
+
+    Slots are numbered worker by worker: slot ``worker * num_replicas + rank``. Shards are assigned at the beginning of
+    a pass; on other ranks or workers, and where the first rank has nothing left, what is left is assigned anew.
+
+    Attributes:
+        config: How the stream is read.
+        epoch: The number of the pass.
+        num_replicas: Ranks.
+        num_workers: Worker slots of a rank.
+        assignments: What was assigned of every source.
+        slots: The state of each slot; None for a slot that has not begun.
+        steps: Batches of each rank since shards were assigned.
+        steps_before: Batches of each rank in the same pass before that.
+        skipped: What had been left out by then, since the beginning of training: shards, samples on which a function
+            failed, samples that are too long.
+    """
+
+    config: StreamConfig
+    epoch: int
+    num_replicas: int
+    num_workers: int
+    assignments: Mapping[str, Assignment]
+    slots: tuple[NodeState | None, ...]
+    steps: int = 0
+    steps_before: int = 0
+    skipped: tuple[int, ...] = (0, 0, 0)
+
+    @classmethod
+    def beginning(cls, config: StreamConfig, epoch: int, num_replicas: int, num_workers: int) -> StreamState:
+        """The beginning of a pass before which nothing was left."""
+        return cls(
+            config=config,
+            epoch=epoch,
+            num_replicas=num_replicas,
+            num_workers=num_workers,
+            assignments={
+                name: Assignment.of_pass(epoch, source.order(epoch)) for name, source in config.sources.items()
+            },
+            slots=(None,) * (num_replicas * num_workers),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Worker slots of all ranks."""
+        return self.num_replicas * self.num_workers
+
+    @cached_property
+    def slices(self) -> Mapping[str, list[list[SlotSlice]]]:
+        """The slices of each slot, by source."""
+        return {
+            name: assignment.slots(
+                self.num_replicas,
+                self.num_workers,
+                sizes=self.config.sources[name].shards.sizes(),
+                is_pinned=self.config.sources[name].shards.pinned,
+            )
+            for name, assignment in self.assignments.items()
+        }
+
+    def task(self, slot: int, state: NodeState | None = None) -> SlotTask:
+        """What a slot is to read from where it stands, or from another state."""
+        return SlotTask(
+            slot=slot,
+            num_slots=self.num_slots,
+            worker=slot // self.num_replicas,
+            slices={name: slots[slot] for name, slots in self.slices.items()},
+            state=self.slots[slot] if state is None else state,
+            epoch=self.epoch,
+            steps_before=self.steps_before,
+            latest={name: assignment.epoch for name, assignment in self.assignments.items()},
+        )
+
+    def at(self, slots: tuple[NodeState | None, ...], steps: int = 0) -> StreamState:
+        """The same pass, with slots standing elsewhere."""
+        moved = replace(self, slots=slots, steps=steps)
+        # A cached property lives here; it is the same.
+        vars(moved)["slices"] = self.slices
+        return moved
+
+    def on(self, num_replicas: int, num_workers: int) -> StreamState:
+        """What is left of the pass, assigned to other slots; the same if they are as many."""
+        if (num_replicas, num_workers) == (self.num_replicas, self.num_workers):
+            return self
+        assignments = {name: self._left(name).shared() for name in self.assignments}
+        return self._assigned_anew(assignments, num_replicas=num_replicas, num_workers=num_workers)
+
+    def shared_anew(self) -> StreamState | None:
+        """What is left of the pass, shared evenly among the same slots; None where nothing can be shared.
+
+        Of a mixture, sources that some slots have served and others have not; the other slots go on in the others.
+        """
+        shared = {name: self._left(name) for name in self.assignments if self._is_uneven(name)}
+        # With many shards left, slots go on in those that they have open.
+        shared = {
+            name: left if len(left.whole) >= self.num_slots else left.shared()
+            for name, left in shared.items()
+            if left.begun or left.whole
+        }
+        if not shared:
+            return None
+        assigned = self._assigned_anew({**self.assignments, **shared})
+        kept = self.assignments.keys() - shared.keys()
+        return replace(assigned, slots=tuple(self._kept(slot, kept) for slot in self.slots)) if kept else assigned
+
+    def following(self) -> StreamState:
+        """The beginning of the next pass: first what is left of this one, then all shards once more."""
+        assignments = {}
+        for name, source in self.config.sources.items():
+            latest = self._latest(name)
+            if source.shards.is_loader:
+                assignments[name] = self._begun_anew(name, latest + 1)
+                continue
+            left = self._left(name) if source.shards.pinned else self._left(name).shared()
+            if not self._has_plenty(left, source):
+                order = tuple((latest + 1, shard) for shard in source.order(latest + 1))
+                mixing = self.config.mixing
+                # What was shared until there was not enough of it for a step.
+                is_small = self.num_replicas > 1 and (mixing is None or mixing.stop == "all_exhausted")
+                left = Assignment(latest + 1, left.begun, (*left.whole, *order), is_small)
+            assignments[name] = left
+        return self._assigned_anew(assignments, epoch=self.epoch + 1, steps_before=0)
+
+    def workers_in_turn(self, rank: int) -> list[int]:
+        """A rank's workers, the one first whose batch comes next."""
+        slots = [self.slots[slot] or {} for slot in range(rank, self.num_slots, self.num_replicas)]
+        served = {
+            worker: state.get("batches", 0)
+            for worker, state in enumerate(slots)
+            if not state.get("over") and self._has_slices(worker * self.num_replicas + rank)
+        }
+        # They take turns from the first on.
+        first = min(served, key=lambda worker: (served[worker], worker), default=0)
+        return [(first + number) % self.num_workers for number in range(self.num_workers)]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether each slot that was assigned something has said where it stands."""
+        return all(state is not None or not self._has_slices(slot) for slot, state in enumerate(self.slots))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something of the pass was served, or left of the one before."""
+        begun = [piece.state for assignment in self.assignments.values() for piece in assignment.begun]
+        # A loader's next pass begins with the state that the one before has left.
+        return bool(self.steps) or any(
+            state is None or state["source"] is None or innermost(state)["item"] for state in begun
+        )
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """What has been left out since the beginning of training."""
+        found = [self.skipped, *(counts for name in self.assignments for counts in self._left_out_of(name))]
+        return tuple(map(sum, zip(*found, strict=True)))
+
+    def report(self) -> dict[str, int]:
+        """The pass, and shards not read to their end or left out."""
+        left = [self._left(name) for name in self.assignments]
+        shards = {(piece.epoch, shard) for one in left for piece in one.begun for shard in piece.shards}
+        number = len(shards) + sum(len(one.whole) for one in left)
+        return {"pass": self.epoch, "shards_left": number, **dict(zip(_COUNTS, self.left_out, strict=True))}
+
+    def shards_at(self, slot: int, state: NodeState | None) -> list[str]:
+        """The shards that a slot has open in a state, by name."""
+        names = []
+        task = self.task(slot)._replace(state=state)
+        for name, source in self.config.sources.items():
+            here = progress_in(source, task, name)
+            if here.current < len(here.slices):
+                names.append(source.shards.name(here.slices[here.current].of.shards[max(here.num_opened - 1, 0)]))
+        return names
+
+    def read_again(self, slots: Iterable[int] | None = None) -> dict[str, int]:
+        """Samples that have to be read again to come to where slots stand, by what they are samples of.
+
+        Args:
+            slots: Of these; None for all.
+        """
+        found: dict[str, int] = {}
+        for slot in range(self.num_slots) if slots is None else slots:
+            for name, source in self.config.sources.items():
+                here = progress_in(source, self.task(slot), name)
+                state = here.state
+                if here.current >= len(here.slices) or not source.shards.reread:
+                    continue
+                state = here.slices[here.current].of.state if state is None else state
+                if state is None or state.get("source", {}) is None:
+                    continue
+                at = innermost(state)
+                if at["state"] is None and at["since"]:
+                    shard = here.slices[here.current].of.shards[at["shard"]]
+                    found[source.shards.name(shard)] = at["since"]
+        return found
+
+    def begun_again(self) -> StreamState:
+        """The same pass, with every slot at the beginning of what it was assigned."""
+        slots = (WorkerSlot(self.config, self.task(slot)._replace(state=None)) for slot in range(self.num_slots))
+        return self.at(tuple(slot.state() for slot in slots), self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a state."""
+        sources = {
+            name: assignment.to_dict(self.config.sources[name].order(assignment.epoch))
+            for name, assignment in self.assignments.items()
+        }
+        return {
+            "num_replicas": self.num_replicas,
+            "pass": self.epoch,
+            "workers": self.num_workers,
+            "steps": self.steps,
+            "steps_before": self.steps_before,
+            "skipped": list(self.skipped),
+            "sources": sources,
+            "slots": [copy_plain(state) for state in self.slots],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], config: StreamConfig) -> StreamState:
+        """Read what :meth:`to_dict` wrote.
+
+        Args:
+            data: The plain data.
+            config: How the stream is read on the ranks and workers that wrote it.
+
+        Raises:
+            DamagedStateError, PositionError: It is that of a stream with other sources, shards or steps.
+        """
+        if set(data["sources"]) != set(config.sources):
+            raise DamagedStateError(
+                f"A stream's progress has the sources {list(data['sources'])}, and there are {list(config.sources)}."
+            )
+        state = cls(
+            config=config,
+            epoch=data["pass"],
+            num_replicas=data["num_replicas"],
+            num_workers=data["workers"],
+            assignments={
+                name: Assignment.from_dict(data["sources"][name], source.order)
+                for name, source in config.sources.items()
+            },
+            slots=tuple(copy_plain(slot) for slot in data["slots"]),
+            steps=data["steps"],
+            steps_before=data["steps_before"],
+            skipped=tuple(data["skipped"]),
+        )
+        state.check()
+        return state
+
+    def check(self) -> None:
+        """Refuse states that were taken in a stream whose nodes are others, or that was assigned less.
+
+        Raises:
+            DamagedStateError: A state has other keys than the nodes of this configuration write.
+            PositionError: It lies beyond what the slot was assigned.
+        """
+        if len(self.slots) != self.num_slots:
+            raise PositionError(f"A stream's progress has {len(self.slots)} worker slots of {self.num_slots}.")
+        for name, source in self.config.sources.items():
+            node, _ = source.open(SlotSlice(ShardSlice(0, ()), number=0))
+            node.reset()
+            fresh = node.state_dict()
+            for piece in self.assignments[name].begun:
+                _check_state(piece.state, fresh, piece.shards)
+            for slot, state in enumerate(self.slots):
+                if state is None:
+                    continue
+                here = progress_in(source, self.task(slot), name)
+                if not 0 <= here.current <= len(here.slices):
+                    raise PositionError(f"Worker slot {slot} stands in slice {here.current} of {len(here.slices)}.")
+                slot_slice = here.slices[here.current] if here.current < len(here.slices) else None
+                if slot_slice is not None:
+                    wrapped = here.state is None or not slot_slice.is_bare
+                    at = here.state if wrapped else {"source": here.state, "seen": [0]}
+                    _check_state(at, fresh, slot_slice.of.shards)
+
+    def _left(self, name: str) -> Assignment:
+        """What is left of a source."""
+        source, latest = self.config.sources[name], self._latest(name)
+        slots = [progress_in(source, self.task(slot), name) for slot in range(self.num_slots)]
+        return left_of(slots, latest, source.order(latest))
+
+    def _left_out_of(self, name: str) -> list[Sequence[int]]:
+        """What has been left out of a source since shards were assigned: of what slots read together, counted once."""
+        found: list[Sequence[int]] = []
+        together: dict[int, list[tuple[float, Sequence[int]]]] = {}
+        for slot, slices in enumerate(self.slices[name]):
+            state = self.slots[slot]
+            held = FRESH if state is None else state["of"][name]
+            found.append(held["skipped"])
+            here, now = progress_in(self.config.sources[name], self.task(slot), name), skipped_in(held["state"])
+            current = here.slices[here.current] if here.current < len(here.slices) else None
+            if current is not None and current.number is None and not current.reader:
+                found.append(now)
+            for index, slot_slice in enumerate(slices):
+                if slot_slice.number is None:
+                    continue
+                counts, seen = held["skipped_shared"].get(str(slot_slice.number), [0, 0, 0]), math.inf
+                if current is slot_slice:
+                    counts, seen = now, -1 if here.state is None else here.state["seen"][0]
+                elif not held["round"] and index > here.current:
+                    seen = -1
+                together.setdefault(slot_slice.number, []).append((seen, counts))
+        # All slots go on from where the last one stands.
+        return [*found, *(min(readers)[1] for readers in together.values())]
+
+    def _is_uneven(self, name: str) -> bool:
+        """Whether slots have served all of a source that others have something left of; always of a single source."""
+        source, mixing = self.config.sources[name], self.config.mixing
+        if source.shards.pinned or (mixing is not None and mixing.stop == "cycle"):
+            return False
+        slots = [progress_in(source, self.task(slot), name) for slot in range(self.num_slots)]
+        return mixing is None or any(here.current >= len(here.slices) for here in slots)
+
+    def _kept(self, slot: NodeState | None, names: Iterable[str]) -> NodeState | None:
+        """The state of a slot with what it has of some sources; those of others are assigned anew."""
+        if slot is None:
+            return None
+        turn = max(state["turn"] for state in self.slots if state is not None)
+        of = {name: _recounted(slot["of"][name]) if name in names else FRESH for name in self.assignments}
+        ended = [name for name in slot["ended"] if name in names]
+        return {"batches": 0, "over": False, "turn": turn, "ended": ended, "again": [], "gone": [], "of": of}
+
+    def _begun_anew(self, name: str, epoch: int) -> Assignment:
+        """The next pass over loaders: each goes on from the state that its pass has left, read to its end or not."""
+        source = self.config.sources[name]
+        begun: list[ShardSlice] = []
+        node, _ = source.open(SlotSlice(ShardSlice(epoch, ()), number=0))
+        node.reset()
+        fresh = node.state_dict()
+        for slot, state in enumerate(self.slots):
+            if state is not None and (carried := _carried(state["of"][name], epoch - 1)) is not None:
+                begun.append(ShardSlice(epoch, (slot,), _with_leaf(fresh, {"state": copy_plain(carried)})))
+        others = set(range(self.num_slots)) - {piece.shards[0] for piece in begun}
+        return Assignment(epoch, tuple(begun), tuple((epoch, slot) for slot in sorted(others)))
+
+    def _has_plenty(self, left: Assignment, source: Source) -> bool:
+        """Whether so much is left of a source that it is not begun anew yet, lest it pile up pass by pass."""
+        mixing, number = self.config.mixing, len(left.whole)
+        cut_short = mixing is not None and mixing.stop == "first_exhausted"
+        return cut_short and number >= self.num_slots and 2 * number > source.shards.num_shards
+
+    def _latest(self, name: str) -> int:
+        """The latest pass of a source's shards that a slot has come to."""
+        rounds = [state["of"][name]["round"] for state in self.slots if state is not None]
+        return self.assignments[name].epoch + max(rounds, default=0)
+
+    def _has_slices(self, slot: int) -> bool:
+        return any(slots[slot] for slots in self.slices.values())
+
+    def _assigned_anew(self, assignments: Mapping[str, Assignment], **changes: int) -> StreamState:
+        changes = {"steps": 0, "steps_before": self.steps_before + self.steps, **changes}
+        made = replace(self, assignments=assignments, skipped=self.left_out, **changes)  # type: ignore[arg-type]
+        return replace(made, slots=(None,) * made.num_slots)
+
+
+# What stands there is a source's or a user's own.
+_FREE = ("state", "first")
+
+
+def _check_state(saved: NodeState | None, fresh: NodeState, shards: Sequence[int]) -> None:
+    """Compare the keys of a node's state with those of a fresh one, and its shard with those that there are."""
+    if saved is None:
+        return
+    while True:
+        if not isinstance(saved, Mapping) or saved.keys() != fresh.keys():
+            raise DamagedStateError(f"A state in a stream holds {', '.join(sorted(fresh))}, got {saved!r}.")
+        if "source" not in fresh:
+            break
+        if saved["source"] is None:
+            return
+        saved, fresh = saved["source"], fresh["source"]
+    if not 0 <= saved["shard"] <= len(shards):
+        raise PositionError(f"A state in a stream lies in shard {saved['shard']} of {len(shards)}.")
+
+
+def _recounted(held: NodeState) -> NodeState:
+    """Where a slot stands in a source, with what was left out counted from here on."""
+    state = held["state"]
+    return {**held, "skipped": [0, 0, 0], "skipped_shared": {}, "state": None if state is None else behind(state, 0)}
+
+
+def _with_leaf(state: NodeState, changes: Mapping[str, Any]) -> NodeState:
+    """A state with changes in the innermost one."""
+    if "source" in state:
+        return {**state, "source": _with_leaf(state["source"], changes)}
+    return {**state, **changes}
+
+
+def _carried(held: NodeState, epoch: int) -> Any:
+    """The state that the next pass over a loader begins with; None where the loader has none."""
+    state = held["state"]
+    if held.get("carried") is not None or state is None:
+        return held.get("carried")
+    at = innermost(state)
+    if at["state"] is None or "after" in at["state"]:
+        return at["state"]
+    return {"after": at["state"], "since": at["since"], "pass": epoch, "is_ended": False}

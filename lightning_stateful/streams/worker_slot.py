@@ -1,0 +1,338 @@
+"""Batches of one worker slot: what one worker of one rank reads, of one source or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.streams.assignment import SlotProgress, SlotSlice
+from lightning_stateful.streams.mixing import Mixing
+from lightning_stateful.streams.nodes import NodeState, StreamNode
+from lightning_stateful.streams.shard_reader import ShardReader
+from lightning_stateful.streams.source import Source
+
+# Where a slot begins to read a source.
+FRESH: NodeState = {"round": 0, "slice": 0, "opened": 0, "skipped": [0, 0, 0], "skipped_shared": {}, "state": None}
+# The name of a source that stands alone.
+ALONE = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig:
+    """How a stream is read: the same on all ranks, and pickled into workers.
+
+    Attributes:
+        sources: The sources by name; a single one is called :data:`ALONE`.
+        mixing: Which source comes next; None for a single source.
+        batch_size: Samples in a batch; None where the sources give batches themselves, or samples are not batched.
+        is_batched: Whether the loader collates batches.
+        drop_last: Leave the samples of a batch that is not full to the next epoch.
+
+    Raises:
+        ConfigurationError: An argument is out of range, or they contradict each other.
+    """
+
+    sources: Mapping[str, Source]
+    mixing: Mixing | None = None
+    batch_size: int | None = 1
+    is_batched: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gives_batches and self.mixing is not None and self.mixing.by == "sample":
+            raise ConfigurationError(
+                "Batches of like lengths are cut from the samples of one source: with max_tokens or read_ahead, mix "
+                'streams by="batch".'
+            )
+        if self.batch_size is not None and as_int("batch_size", self.batch_size) < 1:
+            raise ConfigurationError(f"batch_size must be at least 1, got {self.batch_size}.")
+
+    @property
+    def gives_batches(self) -> bool:
+        """Whether the sources cut their batches themselves."""
+        return self.is_batched and self.batch_size is None
+
+    def at(self, path: str) -> StreamConfig:
+        """The same stream as one of several that are read side by side, whose randomness it does not share."""
+        sources = {name: source.at(path) for name, source in self.sources.items()}
+        return replace(self, sources=sources, mixing=None if self.mixing is None else self.mixing.at(path))
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data to be compared."""
+        described: dict[str, Any] = {"drop_last": self.drop_last}
+        if self.batch_size is not None:
+            described["batch_size"] = self.batch_size
+        if self.mixing is None:
+            return {**self.sources[ALONE].describe(), **described}
+        sources = {name: source.describe() for name, source in self.sources.items()}
+        return {**self.mixing.describe(), "sources": sources, **described}
+
+
+class SlotTask(NamedTuple):
+    """What a worker slot is to read.
+
+    Attributes:
+        slot: Its number: ``worker * num_replicas + rank``.
+        num_slots: Worker slots of all ranks.
+        worker: Which of its rank's workers it is.
+        slices: Its slices of every source.
+        state: Where to begin; None for the beginning.
+        epoch: The pass, which chooses the order of sources.
+        steps_before: Batches of each rank in the pass before shards were assigned.
+        latest: The latest pass of the shards of every source.
+    """
+
+    slot: int
+    num_slots: int
+    worker: int
+    slices: Mapping[str, Sequence[SlotSlice]]
+    state: NodeState | None
+    epoch: int
+    steps_before: int
+    latest: Mapping[str, int]
+
+
+def slices_in_round(source: Source, number: int, task: SlotTask, name: str) -> Sequence[SlotSlice]:
+    """A slot's slices of a source in a round: those it was assigned, then its part of all shards, pass by pass."""
+    if not number:
+        return task.slices[name]
+    return source.slices_again(task.latest[name] + number, task.slot, task.num_slots)
+
+
+def progress_in(source: Source, task: SlotTask, name: str) -> SlotProgress:
+    """Where a slot stands in its slices of a source."""
+    if task.state is None:
+        return SlotProgress(task.slices[name])
+    held = task.state["of"][name]
+    return SlotProgress(
+        slices_in_round(source, held["round"], task, name), held["slice"], held["state"], held["opened"]
+    )
+
+
+class SourceReader:
+    """What a worker slot reads of one source, one slice after the other.
+
+    Args:
+        source: The source.
+        task: What the slot reads.
+        name: The name of the source.
+    """
+
+    def __init__(self, source: Source, task: SlotTask, name: str) -> None:
+        self._source, self._task, self._name = source, task, name
+        held = None if task.state is None else task.state["of"][name]
+        held = held or FRESH
+        self.round: int = held["round"]
+        self._slices = slices_in_round(source, self.round, task, name)
+        self._index: int = held["slice"]
+        self._begin: NodeState | None = held["state"]
+        self._opened: int = held["opened"]
+        # In slices that are done: shards, samples, and samples that were too long; and in each that others read too.
+        self._skipped: list[int] = held["skipped"]
+        self._skipped_shared: dict[str, list[int]] = held["skipped_shared"]
+        self._carried: Any = held.get("carried")
+        self._node: StreamNode[Any] | None = None
+        self._reader: ShardReader | None = None
+
+    def next_many(self, number: int) -> list[Any]:
+        """The next samples, or batches, up to ``number``; fewer at the end only."""
+        taken: list[Any] = []
+        while len(taken) < number and self._index < len(self._slices):
+            found = (self._node or self._open()).next_many(number - len(taken))
+            if len(found) < number - len(taken):
+                self._advance()
+            taken = taken + found if taken else found
+        return taken
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all slices are known to be served."""
+        return self._index >= len(self._slices)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to read, however often it is begun again."""
+        return not slices_in_round(self._source, 1, self._task, self._name)
+
+    def begin_again(self) -> None:
+        """Read the slot's part of all shards, as those of another pass."""
+        self.close()
+        self.round += 1
+        self._slices = slices_in_round(self._source, self.round, self._task, self._name)
+        self._index, self._begin, self._opened = 0, None, 0
+
+    def state(self) -> NodeState:
+        """The slice, and where in it."""
+        at, opened = self._begin, self._opened
+        if self._node is not None and self._reader is not None:
+            at, opened = self._node.state_dict(), self._reader.num_opened
+        skipped = {"skipped": self._skipped, "skipped_shared": self._skipped_shared}
+        held = {"round": self.round, "slice": self._index, "opened": opened, **skipped, "state": at}
+        return {**held, "carried": self._carried} if self._source.shards.is_loader else held
+
+    def close(self) -> None:
+        """Close the slice that is open."""
+        node, self._node, self._reader = self._node, None, None
+        if node is not None:
+            node.close()
+
+    def _open(self) -> StreamNode[Any]:
+        slot_slice = self._slices[self._index]
+        node, self._reader = self._source.open(slot_slice)
+        node.reset(slot_slice.of.state if self._begin is None else self._begin)
+        self._node = node
+        return node
+
+    def _advance(self) -> None:
+        done = self._slices[self._index]
+        found = skipped_in(None if self._node is None else self._node.state_dict())
+        if done.number is not None and any(found):
+            self._skipped_shared = {**self._skipped_shared, str(done.number): found}
+        elif done.number is None and not done.reader:
+            self._skipped = [a + b for a, b in zip(self._skipped, found, strict=True)]
+        if self._reader is not None:
+            self._carried = self._reader.carried
+        self.close()
+        self._index, self._begin, self._opened = self._index + 1, None, 0
+
+
+def skipped_in(state: NodeState | None) -> list[int]:
+    """What the nodes of a slice have left out: shards, samples on which a function failed, samples too long."""
+    total = [0, 0, 0]
+    while state is not None:
+        for which, name in enumerate(("skipped_shards", "skipped_samples", "dropped")):
+            total[which] += state.get(name, 0)
+        state = state.get("source")
+    return total
+
+
+class WorkerSlot:
+    """The batches of a worker slot: an iterator over lists of samples.
+
+    Args:
+        config: How the stream is read.
+        task: What the slot reads.
+    """
+
+    def __init__(self, config: StreamConfig, task: SlotTask) -> None:
+        self._config, self._epoch, self._worker = config, task.epoch, task.worker
+        state = task.state or {"turn": 0, "batches": 0, "over": False, "again": [], "gone": [], "ended": []}
+        self._turn: int = state["turn"]
+        self._served: int = state["batches"]
+        self._over: bool = state["over"]
+        # Sources that have begun again and given nothing since, and those that gave nothing in a whole round.
+        self._begun_again: set[str] = set(state["again"])
+        self._gone: set[str] = set(state["gone"])
+        self._ended: set[str] = set(state["ended"])
+        self._readers = {name: SourceReader(source, task, name) for name, source in config.sources.items()}
+        # After the latest batch: a slot may have read more, which then was no batch.
+        self._states = {name: reader.state() for name, reader in self._readers.items()}
+        self._note_ends()
+        # Too little for a batch, of sources that begin again.
+        self._tails: dict[str, list[Any]] = {}
+        self._keeps_tails = config.drop_last and config.mixing is not None and config.mixing.stop == "cycle"
+        self._size = (config.batch_size or 1) if config.is_batched else 1
+
+    def __iter__(self) -> WorkerSlot:
+        return self
+
+    def __next__(self) -> list[Any]:
+        mixing = self._config.mixing
+        if self._over:
+            raise StopIteration
+        if mixing is None:
+            batch = self._of_source(ALONE)
+        else:
+            batch = self._in_turn(mixing) if mixing.by == "batch" else self._of_samples(mixing)
+            self._note_ends()
+        if not batch:
+            self._over = True
+            raise StopIteration
+        self._served += 1
+        return batch
+
+    def state(self) -> NodeState:
+        """Where each source stands after the latest batch: plain data that later batches leave as it is."""
+        return {"batches": self._served, "over": self._over, "turn": self._turn, **self._ends, "of": dict(self._states)}
+
+    def close(self) -> None:
+        """Close all sources."""
+        for reader in self._readers.values():
+            reader.close()
+
+    def _in_turn(self, mixing: Mixing) -> list[Any]:
+        while active := self._active(mixing):
+            # Each worker goes through the whole sequence, one draw ahead of the worker before: the same on all ranks.
+            name = mixing.source_at(self._turn + self._worker, active, self._epoch)
+            batch = self._of_source(name)
+            if batch:
+                self._turn += 1
+                self._begun_again.discard(name)
+                return batch
+            self._end(name, mixing)
+        return []
+
+    def _of_samples(self, mixing: Mixing) -> list[Any]:
+        batch: list[Any] = []
+        while len(batch) < self._size and (active := self._active(mixing)):
+            name = mixing.source_at(self._turn + len(batch), active, self._epoch)
+            found = self._readers[name].next_many(1)
+            batch += found
+            if found:
+                self._begun_again.discard(name)
+            else:
+                self._end(name, mixing)
+        if len(batch) < self._size and self._config.drop_last:
+            return []
+        self._states = {name: reader.state() for name, reader in self._readers.items()}
+        self._turn += len(batch)
+        return batch
+
+    def _of_source(self, name: str) -> list[Any]:
+        """The next batch of a source; empty if there is none."""
+        reader = self._readers[name]
+        if self._config.gives_batches:
+            found: list[list[Any]] = reader.next_many(1)
+            self._states[name] = reader.state()
+            return found[0] if found else []
+        batch = self._with_tail(name) if self._keeps_tails else reader.next_many(self._size)
+        drops = bool(batch) and len(batch) < self._size and self._config.drop_last
+        if not drops or self._config.sources[name].shards.pinned:
+            # Else they stay where they are, for the next epoch; what has no shards would be read again for them.
+            self._states[name] = reader.state()
+        return [] if drops else batch
+
+    def _with_tail(self, name: str) -> list[Any]:
+        """What the round before had left, and what makes a batch of it, as much as there is."""
+        batch = self._tails.pop(name, [])
+        batch = batch + self._readers[name].next_many(self._size - len(batch))
+        if len(batch) < self._size:
+            self._tails[name] = batch
+        return batch
+
+    def _note_ends(self) -> None:
+        """As the states: an error may come after a source has ended, and before the batch."""
+        self._ends = {"ended": sorted(self._ended), "again": sorted(self._begun_again), "gone": sorted(self._gone)}
+
+    def _active(self, mixing: Mixing) -> tuple[str, ...]:
+        """The sources that may be drawn; none if the slot is over."""
+        is_over = mixing.stop == "first_exhausted" and self._ended
+        if is_over or len(self._ended) == len(self._readers):
+            return ()
+        if mixing.stop == "cycle":
+            return tuple(name for name in mixing.names if not self._readers[name].is_empty and name not in self._gone)
+        return tuple(name for name in mixing.names if name not in self._ended)
+
+    def _end(self, name: str, mixing: Mixing) -> None:
+        self._ended.add(name)
+        if mixing.stop == "cycle":
+            self._ended.update(name for name, reader in self._readers.items() if reader.is_empty)
+            if name in self._begun_again:
+                # Else it would begin again for ever.
+                self._gone.add(name)
+            elif len(self._ended) < len(self._readers):
+                self._readers[name].begin_again()
+                self._begun_again.add(name)

@@ -1,7 +1,0 @@
-"""Sources without random access: shards, and the torchdata nodes that read them."""
-
-from lightning_stateful.streams2.chunks import ChunkedDataset
-from lightning_stateful.streams2.shards import Shards
-from lightning_stateful.streams2.stream import MixedStream, Stream, as_stream
-
-__all__ = ["ChunkedDataset", "MixedStream", "Shards", "Stream", "as_stream"]

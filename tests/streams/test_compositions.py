@@ -1,0 +1,158 @@
+"""Nodes of streams and torchdata's nodes go on where they stood over each other, with real threads and processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from support.node_cases import NumberedShards, assert_resumes, is_kept, mixed, scan, started
+from torchdata.nodes import (
+    BaseNode,
+    Batcher,
+    IterableWrapper,
+    Loader,
+    Mapper,
+    MultiNodeWeightedSampler,
+    ParallelMapper,
+    Prefetcher,
+    StopCriteria,
+    Unbatcher,
+)
+
+from lightning_stateful.bucketing.budget import Budget
+from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.streams.length_batching import LengthBatcher
+from lightning_stateful.streams.nodes import close
+from lightning_stateful.streams.shard_reader import ShardReader
+from lightning_stateful.streams.shuffle import BlockShuffle
+from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
+
+Over = Callable[[BaseNode[Any]], BaseNode[Any]]
+
+
+def length_of(sample: Any) -> int:
+    return 1 + mixed(sample) % 5
+
+
+def reader(**options: Any) -> ShardReader:
+    return ShardReader(NumberedShards([9, 0, 17, 4], **options), (2, 0, 1, 3), 0, seed=1)
+
+
+def two_samplers(source: BaseNode[Any]) -> BaseNode[Any]:
+    other = BlockShuffle(reader(), 5, seed=2)
+    weights = {"one": 2.0, "other": 1.0}
+    return MultiNodeWeightedSampler(
+        {"one": source, "other": other}, weights, StopCriteria.ALL_DATASETS_EXHAUSTED, 0, 1, 7
+    )
+
+
+OURS: dict[str, Over] = {
+    "shuffle": partial(BlockShuffle, size=6, seed=3),
+    "map": partial(MapNode, function=mixed),
+    "filter": partial(FilterNode, function=is_kept),
+    "window": partial(WindowNode, width=3, step=2),
+    "running state": partial(RunningStateNode, function=scan, initial=0),
+    "length batches": partial(LengthBatcher, window=7, budget=Budget(max_tokens=12), length=length_of),
+}
+THEIRS: dict[str, Over] = {
+    "Batcher": lambda source: Batcher(source, 4, drop_last=False),
+    "Unbatcher": lambda source: Unbatcher(Batcher(source, 4, drop_last=False)),
+    "Mapper": lambda source: Mapper(source, mixed),
+    "sampler": two_samplers,
+}
+PARALLEL: dict[str, Over] = {
+    "threads": lambda source: ParallelMapper(source, mixed, num_workers=2, method="thread"),
+    "processes": lambda source: ParallelMapper(source, mixed, 1, method="process", multiprocessing_context="fork"),
+    "Prefetcher": lambda source: Prefetcher(source, 3, snapshot_frequency=2),
+}
+
+
+def assert_resumes_at(make: Callable[[], BaseNode[Any]], stops: list[int]) -> list[Any]:
+    """A fresh node goes on from a state as JSON at some items."""
+    whole = list(make())
+    for stop in stops:
+        node = started(make())
+        for number in range(stop):
+            assert next(node) == whole[number]
+        state = json.dumps(node.state_dict())
+        assert list(started(make(), json.loads(state))) == whole[stop:]
+    return whole
+
+
+@pytest.mark.parametrize("theirs", THEIRS)
+@pytest.mark.parametrize("ours", OURS)
+def test_ours_under_theirs_resume_at_every_item(ours: str, theirs: str) -> None:
+    # At a reset, their sampler draws anew.
+    assert_resumes(lambda: THEIRS[theirs](OURS[ours](reader())), repeats=theirs != "sampler")
+
+
+@pytest.mark.parametrize("theirs", THEIRS)
+@pytest.mark.parametrize("ours", OURS)
+def test_theirs_under_ours_resume_at_every_item(ours: str, theirs: str) -> None:
+    assert_resumes(lambda: OURS[ours](THEIRS[theirs](reader())), repeats=theirs != "sampler")
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("ours", ["reader", "shuffle", "length batches"])
+def test_ours_under_threads_and_processes_resume(ours: str, parallel: str) -> None:
+    over = OURS.get(ours, lambda source: source)
+    whole = assert_resumes_at(lambda: PARALLEL[parallel](over(reader())), [0, 1, 7])
+    one_by_one = list(over(reader()))
+    assert whole == (one_by_one if parallel == "Prefetcher" else list(map(mixed, one_by_one)))
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("ours", ["shuffle", "window", "length batches"])
+def test_threads_and_processes_under_ours_resume(ours: str, parallel: str) -> None:
+    whole = assert_resumes_at(lambda: OURS[ours](PARALLEL[parallel](reader())), [0, 1, 8])
+    function = (lambda value: value) if parallel == "Prefetcher" else mixed
+    assert whole == list(OURS[ours](MapNode(reader(), function)))
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3, 7])
+def test_a_loader_over_a_whole_pipeline_resumes_and_begins_again(stop: int) -> None:
+    def make() -> Loader[Any]:
+        shuffled = BlockShuffle(reader(state_size=0), 6, seed=3)
+        return Loader(Prefetcher(Batcher(ParallelMapper(shuffled, mixed, 2), 4, drop_last=False), 2))
+
+    whole = list(make())
+    loader = make()
+    batches = iter(loader)
+    assert [next(batches) for _ in range(stop)] == whole[:stop]
+    resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert list(resumed) == whole[stop:]
+    assert list(resumed) == whole
+
+
+def test_torchdata_s_readers_are_read_by_ours() -> None:
+    with keep_randomness():
+        assert_resumes(lambda: BlockShuffle(MapNode(IterableWrapper(range(30)), mixed, seed=2), 7, seed=1))
+
+
+def test_closing_goes_through_torchdata_s_nodes() -> None:
+    class Closing(ShardReader):
+        is_closed = False
+
+        def close(self) -> None:
+            super().close()
+            self.is_closed = True
+
+    ends = [Closing(NumberedShards([3]), (0,), 0) for _ in range(2)]
+    sampler = MultiNodeWeightedSampler(dict(zip("ab", ends, strict=True)), {"a": 1.0, "b": 1.0})
+    close(WindowNode(Batcher(sampler, 2), 2))
+    assert all(end.is_closed for end in ends)
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_states_are_small_and_hold_no_sample(ours: str) -> None:
+    source = ShardReader(NumberedShards([5000]), (0,), 0)
+    node = started(OURS[ours](MapNode(source, lambda sample: ("SAMPLE", *sample))))
+    for _ in range(12):
+        node.skip(41)
+        state = node.state_dict()
+        assert "SAMPLE" not in json.dumps(state)
+        assert len(json.dumps({**state, "source": None})) < 200

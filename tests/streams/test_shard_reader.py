@@ -1,0 +1,300 @@
+"""Shards are read one after the other, from any state, whatever state a shard's own node has."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.node_cases import ListNode, NumberedShards, assert_resumes, drawn, started
+from torchdata.nodes import BaseNode, IterableWrapper
+
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, ShardError, StateError
+from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.streams import shard_reader as module
+from lightning_stateful.streams.shard_reader import ShardReader
+
+SIZES = [3, 0, 5, 1, 0, 4]
+ORDER = (4, 2, 5, 0, 1, 3)
+
+
+@pytest.fixture
+def _states_at_every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LEAST_GAP", 1)
+
+
+def reader(sizes: Any = SIZES, numbers: Any = ORDER, epoch: int = 0, **options: Any) -> ShardReader:
+    own = {name: options.pop(name) for name in ("seed", "seeds_samples", "on_error") if name in options}
+    return ShardReader(NumberedShards(sizes, **options), numbers, epoch, **own)
+
+
+def numbered(sizes: Any = SIZES, numbers: Any = ORDER, epoch: int = 0) -> list[tuple[int, int, int]]:
+    return [(epoch, shard, number) for shard in numbers for number in range(sizes[shard])]
+
+
+def test_shards_come_in_the_given_order_and_are_told_the_epoch() -> None:
+    assert list(reader(epoch=6)) == numbered(epoch=6)
+
+
+@pytest.mark.usefixtures("_states_at_every_sample")
+@pytest.mark.parametrize("state_size", [None, 0, 40, 1000])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_it_resumes_at_every_sample(state_size: int | None, seed: int | None) -> None:
+    with keep_randomness():
+        for sizes, numbers in ((SIZES, ORDER), ([90, 2, 25], (2, 0)), ([0, 0], (1, 0)), ([1], ()), ([1], (0,))):
+            samples = assert_resumes(
+                lambda s=sizes, n=numbers: reader(s, n, state_size=state_size, seed=seed, draws=seed is not None)
+            )
+            assert [sample[:3] for sample in samples] == numbered(sizes, numbers)
+
+
+class TestStates:
+    def test_a_state_is_taken_only_when_it_is_worth_its_size(self) -> None:
+        for padding in (0, 50, 500, 20_000):
+            node = started(reader([4000], (0,), state_size=padding))
+            characters, before, most = 0, None, 0
+            for _ in range(4000):
+                next(node)
+                state = node.state_dict()
+                characters += len(json.dumps(state["state"])) if state["state"] != before else 0
+                before, most = state["state"], max(most, state["since"])
+            # What is written is bounded, and what has to be read again.
+            assert characters <= 16 * 4000 + padding + 30
+            assert most <= 256 + (padding + 30) // 16
+
+    @pytest.mark.usefixtures("_states_at_every_sample")
+    @pytest.mark.parametrize(("state_size", "again"), [(0, 0), (None, 7)])
+    def test_without_a_state_of_its_node_only_the_shard_is_read_again(self, state_size: int | None, again: int) -> None:
+        asked: Counter[str] = Counter()
+        node = started(reader([9, 9, 9], (2, 0, 1), state_size=state_size))
+        node.skip(16)
+        rest = started(reader([9, 9, 9], (2, 0, 1), state_size=state_size, asked=asked), node.state_dict())
+        assert not asked
+        assert list(rest) == numbered([9, 9, 9], (2, 0, 1))[16:]
+        assert (asked["opened"], asked["read"]) == (2, 11 + again)
+
+    @pytest.mark.usefixtures("_states_at_every_sample")
+    def test_a_state_belongs_to_its_shard_alone(self) -> None:
+        node = started(reader([4, 4], (0, 1), state_size=10_000))
+        node.skip(4)
+        assert node.state_dict()["state"]["next"] == 4
+        next(node)
+        # A large state of the first shard says nothing of when to take one of the second.
+        state = node.state_dict()
+        assert state.pop("state")["next"] == 1
+        assert state == {"shard": 1, "item": 1, "since": 0, "skipped_shards": 0}
+
+    def test_where_names_the_next_sample(self) -> None:
+        node = started(reader([4, 4], (1, 0)))
+        node.skip(6)
+        assert node.where() == "shard-0.bin, at its sample 2"
+        assert len(node.next_many(9)) == 2
+        assert node.where() == "the end of its shards"
+
+    def test_how_many_shards_are_opened_counts_all_whose_samples_were_read(self) -> None:
+        node = reader()
+        for sample in node:
+            assert node.num_opened == ORDER.index(sample[1]) + 1
+        assert node.num_opened == len(ORDER)
+
+    @pytest.mark.usefixtures("_states_at_every_sample")
+    def test_a_node_may_go_on_counting_in_its_state(self) -> None:
+        class Counting(ListNode):
+            def reset(self, initial_state: Any = None) -> None:
+                self.counts = {"next": 0} if initial_state is None else initial_state
+                super().reset(self.counts)
+
+            def next(self) -> Any:
+                item = super().next()
+                self.counts["next"] = self.at
+                return item
+
+            def get_state(self) -> Any:
+                return self.counts
+
+        class Counted(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                return Counting(range(10))
+
+        assert_resumes(lambda: ShardReader(Counted([10]), (0,), 0))
+
+
+class TestShorterShards:
+    @pytest.mark.parametrize("on_error", ["raise", "skip"])
+    def test_a_shard_that_became_shorter_is_named_and_closed(self, on_error: Any) -> None:
+        node = started(reader([9, 9], (1, 0), on_error=on_error))
+        node.skip(7)
+        shorter = started(reader([9, 5], (1, 0), on_error=on_error), node.state_dict())
+        with pytest.raises(PositionError, match=r"7 samples of shard-1\.bin were used, .* ends after 5"):
+            next(shorter)
+
+    def test_one_that_ends_where_reading_stopped_is_followed_by_the_next(self) -> None:
+        node = started(reader([9, 2], (0, 1)))
+        node.skip(7)
+        assert list(started(reader([7, 2], (0, 1)), node.state_dict())) == [(0, 1, 0), (0, 1, 1)]
+
+
+class TestSeeds:
+    def test_what_a_sample_draws_follows_from_seed_epoch_shard_and_sample(self) -> None:
+        def read(numbers: Any = (4, 2, 0), **options: Any) -> dict[Any, Any]:
+            return {sample[:3]: sample[3:] for sample in reader([3, 0, 90, 1, 5], numbers, draws=True, **options)}
+
+        with keep_randomness():
+            whole = read(seed=3)
+            random.seed(77)
+            assert read((0, 4, 2), seed=3) == whole
+            others = [*whole.values(), *read(seed=4).values(), *read(seed=3, epoch=1).values()]
+        assert all(len({numbers[which] for numbers in others}) == 3 * 98 for which in range(3))
+
+    @pytest.mark.parametrize("seed", [None, 1])
+    def test_where_nothing_draws_randomness_is_left_alone(self, seed: int | None) -> None:
+        with keep_randomness():
+            node = started(reader(seed=seed))
+            next(node)
+            before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+            node.next_many(2)
+            after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        assert after == before
+
+    def test_a_generator_that_draws_is_read_again_with_the_same_draws(self) -> None:
+        class Drawing(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                return Generated()
+
+        with keep_randomness():
+            assert_resumes(lambda: ShardReader(Drawing([70], draws=True), (0,), 0, seed=3))
+
+
+class Generated(BaseNode[Any]):
+    """A node without state over numbers that leave a buffer at random."""
+
+    def reset(self, initial_state: Any = None) -> None:
+        super().reset(initial_state)
+        self.iterator = self.buffered()
+
+    def buffered(self) -> Iterator[int]:
+        buffer = deque(range(5))
+        for number in range(5, 70):
+            buffer.append(number)
+            buffer.rotate(drawn()[0] % 5)
+            yield buffer.popleft()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterator
+
+    def next(self) -> Any:
+        raise AssertionError("the reader takes what iter() gives")
+
+    def get_state(self) -> Any:
+        return None
+
+
+class TestErrors:
+    @pytest.mark.usefixtures("_states_at_every_sample")
+    @pytest.mark.parametrize("state_size", [None, 0])
+    @pytest.mark.parametrize("number", [1, 100])
+    def test_an_error_names_the_shard_and_the_sample(self, state_size: int | None, number: int) -> None:
+        node = started(reader([3, 6], (0, 1), fails={1: 4}, state_size=state_size))
+        assert len(node.next_many(7)) == 7
+        state = node.state_dict()
+        said = r"shard-1\.bin could not be read at its sample 4: OSError: bad block 4\..*on_error=\"skip\""
+        with pytest.raises(ShardError, match=said) as caught:
+            node.next_many(number)
+        assert isinstance(caught.value.__cause__, OSError)
+        mended = reader([3, 6], (0, 1), state_size=state_size)
+        assert list(started(mended, state)) == [(0, 1, 4), (0, 1, 5)]
+
+    @pytest.mark.usefixtures("_states_at_every_sample")
+    @pytest.mark.parametrize("state_size", [None, 0, 100])
+    @pytest.mark.parametrize("draws", [False, True])
+    def test_skipping_keeps_what_came_before_and_counts_the_shard(self, state_size: int | None, draws: bool) -> None:
+        options: dict[str, Any] = {"fails": {2: 3, 5: -1, 0: 0}, "on_error": "skip", "state_size": state_size}
+        with keep_randomness():
+            samples = assert_resumes(lambda: reader(draws=draws, seed=1, **options))
+            assert [sample[1:3] for sample in samples] == [(2, 0), (2, 1), (2, 2), (3, 0)]
+            node, counted = started(reader(draws=draws, seed=1, **options)), []
+            for _ in samples:
+                next(node)
+                # Wherever it is resumed, the count goes on.
+                node = started(reader(draws=draws, seed=1, **options), node.state_dict())
+                counted.append(node.state_dict()["skipped_shards"])
+        assert counted == [0, 0, 0, 3]
+
+    @pytest.mark.parametrize("on_error", ["ignore", "", None, True])
+    def test_another_on_error_is_refused(self, on_error: Any) -> None:
+        with pytest.raises(ConfigurationError, match=r"on_error must be one of \('raise', 'skip'\)"):
+            reader(on_error=on_error)
+
+    @pytest.mark.parametrize(
+        ("error", "seen"),
+        [
+            # As next() raises on the header of an empty file, which is no empty shard.
+            (StopIteration(), ShardError),
+            (FileNotFoundError("no such file"), ShardError),
+            # No bad shard, and so not to be left out.
+            (DamagedStateError("the state is of another epoch"), DamagedStateError),
+            (KeyboardInterrupt("stopped"), KeyboardInterrupt),
+        ],
+        ids=repr,
+    )
+    def test_errors_while_a_shard_is_opened(self, error: BaseException, seen: type[BaseException]) -> None:
+        class Breaking(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                raise error
+
+        on_error: Any = "raise" if seen is ShardError else "skip"
+        with pytest.raises(seen, match=type(error).__name__ if seen is ShardError else str(error)):
+            next(ShardReader(Breaking([3]), (0,), 0, on_error=on_error))
+
+    @pytest.mark.parametrize("given", [[1, 2], iter([1]), None], ids=lambda value: type(value).__name__)
+    def test_what_is_no_node_is_told_and_never_skipped(self, given: Any) -> None:
+        class Lists(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                return given  # type: ignore[no-any-return]  # that is the point
+
+        said = rf"node\(\) of .*Lists gave a {type(given).__name__} for shard-0\.bin\. .*BaseNode"
+        with pytest.raises(ConfigurationError, match=said):
+            next(ShardReader(Lists([3]), (0,), 0, on_error="skip"))
+
+    @pytest.mark.parametrize("state", [object(), {"at": object()}, KeyError("at")])
+    def test_a_state_that_cannot_be_kept_is_told_with_the_shard(self, state: Any) -> None:
+        class Stateful(IterableWrapper[int]):
+            def get_state(self) -> Any:
+                if isinstance(state, Exception):
+                    raise state
+                return state
+
+        class Listed(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                return Stateful(range(9999))
+
+        node = started(ShardReader(Listed([1]), (0,), 0, on_error="skip"))
+        node.skip(300)
+        with pytest.raises(StateError, match=r"get_state\(\) of .*Stateful gave, for shard-0\.bin, at its sample 300"):
+            node.state_dict()
+
+
+class TestFiles:
+    def test_each_shard_is_closed_before_the_next_is_opened_and_at_a_reset(self) -> None:
+        class Exclusive(NumberedShards):
+            def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+                assert self.asked["closed"] == self.asked["opened"]
+                made = super().node(shard, epoch)
+                # It is closed with what it reads from.
+                made.source = ListNode((), self.asked)  # type: ignore[attr-defined]
+                return made
+
+        for number in (1, 2, 100):
+            shards = Exclusive(SIZES, fails={2: 3})
+            node = ShardReader(shards, ORDER, 0, on_error="skip")
+            next(node)
+            node.reset()
+            while node.next_many(number):
+                pass
+            node.close()
+            assert shards.asked["closed"] == shards.asked["opened"] == 8
