@@ -336,8 +336,8 @@ def shuffling(folder: Path) -> tuple[dict[str, list[Row]], list[Row]]:
             }
             for name, took in figures.items()
         ]
-        ratio = median_ratio(figures[INFINIBATCH], figures["a lane"])
-        targets.append(target(f"a lane over infinibatch: blocks of {block:,}", ratio, at_least=1.0))
+        ratio = median_ratio(figures[INFINIBATCH], figures["a worker slot"])
+        targets.append(target(f"a worker slot over infinibatch: blocks of {block:,}", ratio, at_least=1.0))
     tables["Lines of gz chunks, shuffled in blocks and batched, without a loader, CPU time"] = bare
     for num_workers, clock in ((0, "CPU time"), (2, "wall time")):
         rows = []
@@ -573,7 +573,7 @@ def snapshots() -> tuple[list[Row], list[Row]]:
 
 TRAVEL = 200_000
 TRAVELS = (
-    # chunks, buffer_size, lanes
+    # chunks, buffer_size, worker slots
     (8, 1, 1),
     (8, 1_000, 1),
     (8, 10_000, 1),
@@ -678,14 +678,14 @@ def states(folder: Path) -> tuple[list[Row], list[Row]]:
             state = loader.state_at(Progress(consumed=5 * num_workers, details=details))
             if (name, num_workers) not in peers:
                 peers[name, num_workers] = torch_bytes(torchdata_state(dataset, 0 if num_workers == 1 else num_workers))
-            lanes = num_replicas * num_workers
+            slots = num_replicas * num_workers
             # Of torchdata's each rank has one of its own.
             theirs = num_replicas * peers[name, num_workers]
             row = {
                 "data": f"{name}, {shards} shards",
-                "lanes": lanes,
+                "worker slots": slots,
                 "bytes as JSON": json_bytes(state),
-                "of a lane": json_bytes(state) / lanes,
+                "of a slot": json_bytes(state) / slots,
                 "by torch.save": torch_bytes(state),
                 f"{SDL}'s, by torch.save": theirs,
                 "ratio": torch_bytes(state) / theirs,
@@ -694,7 +694,7 @@ def states(folder: Path) -> tuple[list[Row], list[Row]]:
     lines = infinibatch(sorted((folder / "gz").glob("*.gz")), 10_000)
     for _ in itertools.islice(lines, 400):  # into the second block: before, its state has no random state
         pass
-    rows.append(dict.fromkeys(rows[0], "-") | {"data": "infinibatch, by pickle", "lanes": 1})
+    rows.append(dict.fromkeys(rows[0], "-") | {"data": "infinibatch, by pickle", "worker slots": 1})
     rows[-1]["by torch.save"] = len(pickle.dumps(lines.getstate()))
     return rows, targets
 
