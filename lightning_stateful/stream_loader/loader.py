@@ -199,10 +199,6 @@ class StreamLoader(Pickled, DataLoader[Any]):
         """Stand at the beginning of ``epoch``; progress within that same epoch is kept."""
         self.tracker.set_epoch(epoch)
 
-    def seek(self, progress: Progress) -> None:
-        """Stand at ``progress``."""
-        self.tracker.seek(self.plan(progress.epoch, progress).progress_after(0))
-
     def state_dict(self) -> dict[str, Any]:
         """The state after the batches handed over: fresh plain data, equal on all ranks."""
         return self.tracker.state_dict()
@@ -217,15 +213,6 @@ class StreamLoader(Pickled, DataLoader[Any]):
         check(state_dict, where=where)
         refuse_differences(state_dict, self.tracker.state_dict(Progress()), accept=self.accept, where=where)
         self.tracker.seek(self.progress_in(state_dict, where=where))
-
-    def state_at(self, progress: Progress) -> dict[str, Any]:
-        """The state at a progress: fresh plain data, equal on all ranks.
-
-        Raises:
-            StreamError: It is too long ago.
-        """
-        held = progress if progress.details else self.plan(progress.epoch, progress).progress_after(0)
-        return self.tracker.state_dict(held)
 
     def position_report(self) -> dict[str, Any]:
         """Epoch, steps, pass over the stream, and shards not read to their end or left out; equal on all ranks."""

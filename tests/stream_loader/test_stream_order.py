@@ -100,8 +100,9 @@ def test_a_state_at_a_progress_is_the_state_of_a_loader_that_stands_there(loader
         next(iterator)
         states.append(saved(loader))
 
-    assert [loader.state_at(plan.progress_after(step)) for step in range(1, 5)] == states
-    assert [loader.state_at(Progress(consumed=step)) for step in range(1, 5)] == states
+    assert [loader.tracker.state_dict(plan.progress_after(step)) for step in range(1, 5)] == states
+    known = [loader.plan(0, Progress(consumed=step)).progress_after(0) for step in range(1, 5)]
+    assert [loader.tracker.state_dict(progress) for progress in known] == states
     assert states[3]["progress"] == plan.progress_after(4).to_dict()
 
 
@@ -134,9 +135,9 @@ def test_details_of_a_progress_are_kept_as_they_were_asked_for(loader: Any) -> N
 
 def test_where_nobody_was_is_not_known(loader: Any) -> None:
     with pytest.raises(PositionError, match=r"before step 3 of epoch 0 is not known.*Resume from a checkpoint"):
-        loader.state_at(Progress(consumed=3))
+        dict(loader.plan(0, Progress(consumed=3)).progress_after(0).details)
     loader.stream_epochs.begin_at(Progress(consumed=3))
-    assert loader.state_at(Progress(consumed=3))["progress"]["consumed"] == 3
+    assert dict(loader.plan(0, Progress(consumed=3)).progress_after(0).details)["pass"] == 0
 
 
 def test_an_epoch_may_end_where_others_do_and_the_next_goes_on(loader: Any, whole: Any) -> None:

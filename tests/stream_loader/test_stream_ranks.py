@@ -7,6 +7,7 @@ every rank calls; what it returns on each is what the tests look at.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import signal
@@ -347,6 +348,25 @@ def with_workers(folder: Path) -> Any:
     return {"items": items, "states": states}
 
 
+EVEN = {
+    "equal shards": (125,) * 8,
+    "unequal shards": (10, 200, 30, 90, 5),
+    "one shard": (335,),
+    "small ones": (9,) * 40,
+}
+
+
+@on(3)
+def even_shares(folder: Path) -> Any:
+    """Epochs of shards that do not go round among the ranks: the steps of each, and what is served."""
+    found = {}
+    for name, sizes in EVEN.items():
+        loader = stream_loader(chunks(sizes), batch_size=8)
+        epochs = [list(map(plain, loader)) for _ in range(3)]
+        found[name] = [len(epoch) for epoch in epochs], numbers(epochs)
+    return found
+
+
 @on(2)
 def large(folder: Path) -> Any:
     """Datasets whose state is large, stopped and resumed."""
@@ -572,6 +592,17 @@ def test_ranks_that_read_other_streams_are_told_so(folder: Path, name: str) -> N
 def test_ranks_that_stand_elsewhere_are_told_so(folder: Path) -> None:
     for found in found_by(folder, "other_states"):
         assert found["said"].startswith("RankMismatchError")
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_ranks_share_an_epoch_evenly_whatever_the_shards(folder: Path, name: str) -> None:
+    ranks = [found[name] for found in found_by(folder, "even_shares")]
+
+    due = math.ceil(sum(EVEN[name]) / (8 * 3))
+    assert all(steps == ranks[0][0] for steps, _ in ranks)
+    assert all(abs(number - due) <= 1 for number in ranks[0][0])
+    served = sum((counts for _, counts in ranks), Counter())
+    assert {served[number] for number in range(sum(EVEN[name]))} <= {2, 3}
 
 
 def test_large_states_of_a_dataset_reach_the_other_ranks(folder: Path) -> None:
