@@ -15,7 +15,6 @@ from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.fingerprint import describe_dataset
-from lightning_stateful.samplers.user_class import is_lightnings, is_torchdatas
 from lightning_stateful.samplers.wrapped_sampler import RESUME_MODES, WrappedSampler
 
 
@@ -210,3 +209,13 @@ def _wrapped(
 def _is(sampler: object, kind: type) -> bool:
     # A subclass may yield anything; torchdata's samplers of the same names only add a state to the same sequence.
     return type(sampler) is kind or (is_torchdatas(sampler) and type(sampler).__name__ == kind.__name__)
+
+
+def is_lightnings(value: object) -> bool:
+    """Whether the class of ``value`` is one of Lightning's, which this layer does not import."""
+    return type(value).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def is_torchdatas(value: object) -> bool:
+    """Whether the class of ``value`` is torchdata's: one of torch's with a state, which this package keeps itself."""
+    return type(value).__module__.startswith("torchdata.")

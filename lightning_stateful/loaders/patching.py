@@ -15,17 +15,23 @@ from torch.utils.data import (
 
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
-from lightning_stateful.loaders.description import LoaderDescription, describe_loader, only_cuts, without_lightnings
+from lightning_stateful.loaders.description import (
+    LoaderDescription,
+    describe_loader,
+    is_lightnings,
+    only_cuts,
+    without_lightnings,
+)
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.user_class import class_of_patched, is_lightnings
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
+from lightning_stateful.stream_loader.patched_class import class_of_patched
 from lightning_stateful.streams.stream import as_stream
 
 # A patched DataLoader, over a map-style dataset or a stream.

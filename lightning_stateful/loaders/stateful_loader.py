@@ -20,9 +20,9 @@ from lightning_stateful.loaders.description import LoaderDescription, describe_l
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracker
-from lightning_stateful.samplers.user_class import Pickled, copied
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
+from lightning_stateful.stream_loader.patched_class import Pickled, copied
 
 
 class StatefulLoader(Pickled, DataLoader[Any]):

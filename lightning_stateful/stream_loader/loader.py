@@ -14,11 +14,11 @@ from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import DamagedStateError, PositionError, StateMismatchError
 from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.tracker import Tracker
-from lightning_stateful.samplers.user_class import Pickled, copied
 from lightning_stateful.state import accepted_names, check, differences, refuse_differences
 from lightning_stateful.stream_loader.epochs import StreamEpochs
 from lightning_stateful.stream_loader.options import StreamOptions, StreamSetup
 from lightning_stateful.stream_loader.order import StreamEpochPlan, StreamOrder
+from lightning_stateful.stream_loader.patched_class import Pickled, copied
 from lightning_stateful.streams.iterables import IterableBatches
 from lightning_stateful.streams.worker_slot import StreamConfig
 

@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, StatefulError, StreamError
 from lightning_stateful.samplers.rng import seed_randomness
-from lightning_stateful.samplers.user_class import copied
+from lightning_stateful.stream_loader.patched_class import copied
 from lightning_stateful.stream_loader.state_text import StateEncoder, StateText
 from lightning_stateful.streams.nodes import NodeState
 from lightning_stateful.streams.worker_slot import SlotTask, StreamConfig, WorkerSlot

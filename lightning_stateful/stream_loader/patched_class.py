@@ -1,4 +1,4 @@
-"""Makes loaders that are also instances of the user's DataLoader class, and recognises classes of other libraries."""
+"""Makes loaders that are also instances of the user's DataLoader class, and pickles them."""
 
 from __future__ import annotations
 
@@ -78,13 +78,3 @@ def _of_original(name: str) -> Any:
             setattr(own["_original"], name, value)
 
     return property(read, write)
-
-
-def is_lightnings(value: object) -> bool:
-    """Whether the class of ``value`` is one of Lightning's, which this layer does not import."""
-    return type(value).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
-
-
-def is_torchdatas(value: object) -> bool:
-    """Whether the class of ``value`` is torchdata's: one of torch's with a state, which this package keeps itself."""
-    return type(value).__module__.startswith("torchdata.")
