@@ -10,6 +10,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_stateful.core.topology import Topology
@@ -23,24 +24,13 @@ T = TypeVar("T")
 
 _LONGEST_PAUSE = 0.1  # Seconds between two looks, so that a wait ends soon after what it waits for, and Ctrl-C at once.
 _LOOKS_PER_SECOND = 20_000  # Of all ranks together: a fraction of what a TCPStore answers.
+_LONGEST_DEAFNESS = timedelta(seconds=10)  # To signals, where another rank deletes what is read.
 _WORTH_COMPRESSING = 1024
 _NOTHING = b"?nothing?"  # What a look finds where there is nothing.
 
 
-class _ProcessGroup:
-    """What one rank of this process knows of a process group, for as long as its store lives."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.connection: Store | None = None
-        self.name = ""
-        self.num_runs: Counter[str] = Counter()
-        # By label: the keys that this rank has written in each run that is not deleted yet.
-        self.written: dict[str, list[set[str]]] = {}
-
-
-_GROUPS: weakref.WeakKeyDictionary[Store, dict[int, _ProcessGroup]] = weakref.WeakKeyDictionary()
-_GROUPS_LOCK = threading.Lock()
+_STORES: weakref.WeakKeyDictionary[Store, dict[int, RankStore]] = weakref.WeakKeyDictionary()
+_STORES_LOCK = threading.Lock()
 
 
 class RankStore:
@@ -56,19 +46,27 @@ class RankStore:
         StreamError: From every method: the store does not answer, or holds what is not of this package.
     """
 
+    @classmethod
+    def of(cls, store: Store, topology: Topology) -> RankStore:
+        """The one of a process group, for as long as torch's store lives."""
+        with _STORES_LOCK:
+            stores = _STORES.setdefault(store, {})
+            if topology.rank not in stores:
+                stores[topology.rank] = cls(store, topology)
+            return stores[topology.rank]
+
     def __init__(self, store: Store, topology: Topology) -> None:
-        self._topology, self._written = topology, set[str]()
+        self._topology, self._store, self._name = topology, _connection_beside(store), ""
         self._shortest_pause = min(max(topology.num_replicas / _LOOKS_PER_SECOND, 2e-4), _LONGEST_PAUSE)
-        with _GROUPS_LOCK:
-            self._group = _GROUPS.setdefault(store, {}).setdefault(topology.rank, _ProcessGroup())
-            if self._group.connection is None:
-                self._group.connection = _connection_beside(store)
-        self._store: Any = self._group.connection or store
+        self._lock = threading.Lock()
+        self._num_runs: Counter[str] = Counter()
+        self._runs: dict[str, list[str]] = {}  # By label: those that are not deleted yet.
+        self._keys: set[str] = set()  # What this rank has written.
 
     @property
     def has_met(self) -> bool:
         """Whether the ranks of the process group have met, so that a run begins at once."""
-        return bool(self._group.name)
+        return bool(self._name)
 
     def begin_run(self, label: str, timeout: float) -> str:
         """The name of this rank's next run under a label; the first time, wait for all ranks of the process group.
@@ -76,18 +74,20 @@ class RankStore:
         Raises:
             StreamError: Not all came in time.
         """
-        with self._group.lock:
-            self._group.name = self._group.name or self._meet(timeout)
-        self._group.num_runs[label] += 1
-        self._group.written.setdefault(label, []).append(self._written)
-        return f"{self._group.name}/{label}/{self._group.num_runs[label]}"
+        with self._lock:
+            self._name = self._name or self._meet(timeout)
+        self._num_runs[label] += 1
+        run = f"{self._name}/{json.dumps(label)}/{self._num_runs[label]}"
+        self._runs.setdefault(label, []).append(run)
+        return run
 
-    def delete_earlier_runs(self, label: str, *, kept: int = 0) -> None:
-        """Delete what this rank has written in runs before this one, but for so many of the latest."""
-        runs = self._group.written[label]
-        while len(runs) > kept + 1:
-            for key in runs.pop(0):
-                self._ask("delete_key", key)
+    def delete_runs(self, label: str, *, but: int) -> None:
+        """Delete what this rank has written in its runs under a label, but for so many of the latest."""
+        runs = self._runs[label]
+        while len(runs) > but:
+            prefix = f"{runs.pop(0)}/"
+            for key in [key for key in self._keys if key.startswith(prefix)]:
+                self.delete(key)
 
     def texts(self, keys: Sequence[str]) -> list[str | None]:
         """The text at each key; None where there is none."""
@@ -104,22 +104,22 @@ class RankStore:
 
     def put(self, key: str, text: str) -> None:
         """Put a text at ``key``."""
-        self._written.add(key)
+        self._keys.add(key)
         self._ask("set", key, _packed(text))
 
     def delete(self, key: str) -> None:
         """Delete what this rank has put at ``key``."""
-        self._written.discard(key)
+        self._keys.discard(key)
         self._ask("delete_key", key)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, from 0, and return it; all in one."""
-        self._written.add(key)
+        self._keys.add(key)
         return int(self._ask("add", key, amount))
 
-    def settle(self, key: str, message: Any, beats: Callable[[Any], bool]) -> Any:
+    def settle(self, key: str, message: Any, beats: Callable[[Any], bool] = lambda standing: False) -> Any:
         """Put JSON data where none stand, or some that these beat, whoever else does the same; returns what stands."""
-        self._written.add(key)
+        self._keys.add(key)
         value = _packed(json.dumps(message))
         standing = self._ask("compare_set", key, b"", value)
         while standing != value and beats(json.loads(_unpacked(standing))):
@@ -139,38 +139,41 @@ class RankStore:
         return found
 
     def _meet(self, timeout: float) -> str:
-        """Wait for all ranks of the process group, and name it after tokens of all its processes.
+        """Wait for all ranks of the process group, and name it.
 
-        A name holds for those who count themselves under it, and all have to. So a token that a process has left behind
-        which has died meanwhile does no harm: once its successor has come, all find another name.
+        Each rank leaves a token, rank 0 answers each token with a name for all of them, and each rank counts itself
+        under that name, which holds once all have. So a token that a process has left behind which has died meanwhile
+        does no harm: once its successor has come, rank 0 answers with another name.
         """
-        keys = [f"token/{rank}" for rank in range(self._topology.num_replicas)]
-        token, name, seen = secrets.token_hex(8), "", 0
-        self._ask("set", keys[self._topology.rank], token.encode())
-        self._ask("add", "arrivals", 1)
+        rank, token, answered, name = self._topology.rank, secrets.token_hex(8), list[str | None](), ""
+        keys = [f"token/{other}" for other in range(self._topology.num_replicas)]
+        self.put(keys[rank], token)
 
         def find() -> bool | None:
-            nonlocal name, seen
-            arrivals = int(self.text("arrivals") or 0)
-            if len(keys) <= arrivals != seen:
-                seen = arrivals
-                tokens = [said.split()[0] for said in self.texts(keys) if said is not None]
-                found = digest_of("".join(tokens))[:12] if len(tokens) == len(keys) else ""
-                if found != name:
-                    name = found
-                    self._ask("set", keys[self._topology.rank], f"{token} {name}".encode())
-                    self.add(f"{name}/met", 1)
+            nonlocal answered, name
+            if not rank and (tokens := self.texts(keys)) != answered and None not in tokens:
+                answered = tokens
+                for other in tokens:
+                    self._ask("set", f"answer/{other}", digest_of("".join(map(str, tokens)))[:12].encode())
+            if answer := self.text(f"answer/{token}"):
+                name = answer
+                self.add(f"{name}/met", 1)
+                # Taken, unless there is another one by now.
+                self._ask("compare_set", f"answer/{token}", answer, b"")
             return True if name and int(self.text(f"{name}/met") or 0) >= len(keys) else None
 
         if not self.wait(find, timeout):
-            said = enumerate(self.texts(keys))
-            missing = [rank for rank, text in said if text is None or not text.endswith(name)]
+            left = [self.text(key) for key in keys]
+            missing = [other for other, its in enumerate(left) if its is None or self.text(f"answer/{its}")] or [0]
             raise StreamError(
-                f"Rank {self._topology.rank} has waited {timeout:g} s to begin to read a stream with the others, and "
-                f"ranks {missing[:8]} of {len(keys)} have not come. Look at their logs for an error, a slow start, or "
-                "a loader that only some ranks iterate; ranks that were started anew while others were not have to be "
-                "started together."
+                f"Rank {rank} has waited {timeout:g} s to begin to read a stream with the others, and "
+                f"ranks {missing[:8]} of {len(keys)} have not come. Look at their logs for an error, a slow "
+                "start, or a loader that only some ranks iterate; ranks that were started anew while others were not "
+                "have to be started together."
             )
+        # By rank 0 alone, whose multi_get would wait for those that are gone.
+        for key in () if rank else [*keys, *(f"answer/{other}" for other in answered)]:
+            self.delete(key)
         return name
 
     def _ask(self, function: str, keys: str | Sequence[str], *arguments: Any) -> Any:
@@ -193,17 +196,20 @@ def foreign(what: str) -> StreamError:
     )
 
 
-def _connection_beside(store: Store) -> Store | None:
-    """A connection beside ``store``, which others may hold locked in a wait; None if it has none.
+def _connection_beside(store: Store) -> Any:
+    """A connection beside ``store``, which others may hold locked in a wait; the store itself where it has none.
 
     One for all runs: at each new one, the server would look up the name of its peer, and everybody else wait.
     """
     try:
-        own: Store = store.clone()  # type: ignore[attr-defined]
+        own: Any = store.clone()  # type: ignore[attr-defined]
     except (AttributeError, NotImplementedError, RuntimeError):
-        return None  # Older than clone(), or of somebody's own making.
-    # A HashStore is its own clone, which must not keep itself alive.
-    return None if own is store else own
+        own = store  # Older than clone(), or of somebody's own making.
+    if own is store:
+        # As a HashStore is its own clone. What is known of a store must not keep it alive.
+        return weakref.proxy(store)
+    own.set_timeout(_LONGEST_DEAFNESS)
+    return own
 
 
 def _packed(text: str) -> bytes:

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 Record = list[Any]
 
 _RANKS_A_STEP = 64  # Up to so many ranks send each step by itself; more send groups of two, three, ... steps.
-_LEAD = 2  # Groups that a rank may have sent beyond that of the step it asks about.
 _COUNTERS = 4  # A group is complete before the third after it is begun, so that counters take turns.
 _SPARE = 8  # Groups that are kept beside those asked for: others may be ahead of rank 0.
-_KEPT_RUNS = 3  # Before this one, until that has got far enough: their last steps may still be asked for.
+_KEPT_RUNS = 4  # This one, and some before until it has got as far as records are kept.
 _NOTICE = 2**40  # In a counter, above the number of ranks: some rank has ended or failed.
 _MOST_NAMED = 8  # Ranks in an error.
 _LONGEST_FAREWELL = 30.0  # Seconds that a rank that has failed waits for ranks that have not come yet.
@@ -47,7 +46,7 @@ class RankSync:
     at it. Large parts of records are stored beside them under their digest, once, until no kept record has them.
 
     The constructor does not wait; the first step of a process group waits until all its ranks have come. Ranks have to
-    read runs with the same label in the same order.
+    read runs with the same label in the same order, and to ask about steps one after the other.
 
     Args:
         store: The process group's, the same object for all runs; a connection of its own is made to it.
@@ -81,27 +80,25 @@ class RankSync:
         terms: Mapping[str, Any] | None = None,
     ) -> None:
         usual = max(topology.num_replicas // _RANKS_A_STEP, 1)
-        size, keep = usual if group_size is None else as_int("group_size", group_size), as_int("keep", keep)
-        for name, value in (("keep", keep), ("group_size", size)):
-            if value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {value}.")
+        self._size = usual if group_size is None else as_int("group_size", group_size, least=1)
+        self._keep = as_int("keep", keep, least=1)
         self.topology, self.timeout, self.run = topology, timeout, ""
         self.stop: int | None = None
-        self._store, self._label, self._describe = RankStore(store, topology), label, describe
-        self._size, self._keep, self._num_kept = size, keep, -(-keep // size) + _SPARE
-        terms = {"num_replicas": topology.num_replicas, "keep": keep, "group_size": size, **(terms or {})}
-        self._terms: dict[str, Any] = json.loads(json.dumps(terms))
+        self._store, self._alive, self._label, self._describe = RankStore.of(store, topology), store, label, describe
+        own = {"num_replicas": topology.num_replicas, "keep": self._keep, "group_size": self._size}
+        self._terms: dict[str, Any] = json.loads(json.dumps({**own, **(terms or {})}))
+        self._num_kept = -(-self._keep // self._size) + _SPARE
         self._encoders: list[StateEncoder] = []
         self._records: list[StateText] = []  # Not yet sent.
         self._stored: dict[str, int] = {}  # Large parts in the store, by digest: the last group that has it.
-        self._published = self._next = 0  # Steps.
-        self._sent = self._complete = 0  # Groups.
+        self._published = self._next = 0  # Steps: with a record of this rank, and to be asked about.
+        self._sent = self._complete = 0  # Groups: of this rank, and of all.
         self._end: int | None = None
         self._has_failed = self._is_noticed = False
 
     def horizon(self, step: int) -> int:
-        """Below which step this rank has to have published its records before it asks about ``step``."""
-        return (self._group(step + 1) + 1) * self._size
+        """Below which step this rank has to have published its records, and no others, to ask about ``step``."""
+        return ((step + 1) // self._size + 1) * self._size
 
     def publish(self, record: Sequence[Any]) -> None:
         """Publish that this rank has the next batch, and where it stands after it; does not wait.
@@ -110,10 +107,13 @@ class RankSync:
             record: The node state of each worker slot, or its ``StateText`` with all large parts.
 
         Raises:
-            ConfigurationError: The rank has ended.
+            ConfigurationError: The rank has ended, or has published all below :meth:`horizon`.
         """
+        rank, step = self.topology.rank, self._published
         if self._end is not None:
-            raise ConfigurationError(f"Rank {self.topology.rank} has ended at step {self._end} and has no next batch.")
+            raise ConfigurationError(f"Rank {rank} has ended at step {self._end} and has no next batch.")
+        if step >= self.horizon(self._next):
+            raise ConfigurationError(f"Rank {rank} has to ask about step {self._next} before it publishes step {step}.")
         self._published += 1
         self._append(record)
 
@@ -133,12 +133,9 @@ class RankSync:
             return
         with suppress(StreamError):
             self._begin(min(self.timeout, _LONGEST_FAREWELL))
-            self._send()
-            self._has_failed = True
-            step = self._sent * self._size
-            self._post_stop(
-                step, "failed", f"The stream of rank {self.topology.rank} broke off before step {step}: {text}"
-            )
+            self._has_failed, step = True, self._sent * self._size
+            text = f"The stream of rank {self.topology.rank} broke off before step {step}: {text}"
+            self._post_stop(step, "failed", text)
 
     def happens(self, step: int) -> bool:
         """Whether ``step`` happens; the same on all ranks. Waits until that is known.
@@ -146,25 +143,27 @@ class RankSync:
         A step that all ranks have sent happens even if one has failed since.
 
         Raises:
-            ConfigurationError: This rank has not published its records up to :meth:`horizon`.
+            ConfigurationError: This rank has not published its records up to :meth:`horizon`, or not asked about the
+                step before.
             RankMismatchError: The terms differ between ranks; on all ranks.
             StreamError: A rank broke off before ``step``, or did not publish it in time; on all ranks.
         """
-        self._check(step)
+        is_over = self._has_failed or self._end is not None
+        if not 0 <= step <= self._next or not (is_over or self._published >= self.horizon(step)):
+            raise ConfigurationError(
+                f"Rank {self.topology.rank} has to publish its records below step {self.horizon(step)}, or its end, "
+                f"and to ask about each step in turn, before it asks about step {step}; it has published those below "
+                f"step {self._published}, and step {self._next} is next."
+            )
         self._begin(self.timeout)
-        for group in range(self._group(self._next), self._group(step) + 1):
-            if not self._is_known(step):
-                self._next = max(self._next, group * self._size)
-                self._send()
-                self._wait_for(group, step)
-        if self.stop is not None and self.stop <= step:
-            return False
-        if self._next == 0:
-            # All ranks have left the runs before.
-            self._store.delete_earlier_runs(self._label, kept=_KEPT_RUNS)
-        elif step == self._keep:
-            self._store.delete_earlier_runs(self._label)
-        self._next = max(self._next, step + 1)
+        if step == self._next:
+            self._wait_for(step)
+            if self.stop is not None and self.stop <= step:
+                return False
+            self._next += 1
+            # All ranks have left the runs before; where those ended may be asked for a little longer.
+            if step in (0, self._keep):
+                self._store.delete_runs(self._label, but=1 if step else _KEPT_RUNS)
         return True
 
     def records_at(self, step: int) -> list[Record]:
@@ -188,7 +187,7 @@ class RankSync:
         key = f"{self.run}/final/{step}"
         if not self.topology.rank:
             lines: list[str | None] = [*self._lines_at(step)] if step else [None] * self.topology.num_replicas
-            for rank, sent in enumerate(self._groups(self._group(step))):
+            for rank, sent in enumerate(self._groups(step // self._size)):
                 if sent is not None and sent.has_end and len(sent.lines) == step % self._size + 1:
                     lines[rank] = sent.lines[-1]
             passed_on = StateEncoder().encode(lines)
@@ -201,32 +200,18 @@ class RankSync:
         (record,) = self._decoded([f"[{text}]"])
         return self._decoded(record[0] if record else [])
 
-    def _group(self, step: int) -> int:
-        return step // self._size
-
-    def _is_known(self, step: int) -> bool:
-        return step < self._next or (self.stop is not None and self.stop <= step)
-
-    def _check(self, step: int) -> None:
-        is_over = self._has_failed or self._end is not None
-        if step < 0 or not (is_over or self._is_known(step) or self._published >= self.horizon(step)):
-            raise ConfigurationError(
-                f"Rank {self.topology.rank} has to publish its records below step {self.horizon(step)}, or its end, "
-                f"before it asks about step {step}; it has published those below step {self._published}."
-            )
-
     def _begin(self, timeout: float) -> None:
-        """Name the run, and compare the terms with those of the rank that began first."""
+        """Name the run, compare the terms with those of the rank that began first, and send what was published."""
         if self.run:
             return
         self.run = self._store.begin_run(self._label, timeout)
-        own = [self.topology.rank, self._terms]
-        rank, terms = self._store.settle(f"{self.run}/terms", own, lambda standing: False)
+        rank, terms = self._store.settle(f"{self.run}/terms", [self.topology.rank, self._terms])
         if terms != self._terms:
             names = [name for name in {**terms, **self._terms} if terms.get(name) != self._terms.get(name)]
             sides = ", ".join(f"{name} is {terms.get(name)!r} and {self._terms.get(name)!r}" for name in names)
             text = f"The ranks disagree about their stream: on ranks {rank} and {self.topology.rank}, {sides}."
             self._post_stop(0, "mismatch", text)
+        self._send()
 
     def _append(self, record: Sequence[Any]) -> None:
         self._encoders += [StateEncoder() for _ in range(len(self._encoders), len(record))]
@@ -236,33 +221,34 @@ class RankSync:
         ]
         large = {digest: piece for text in texts for digest, piece in text.large.items()}
         self._records.append(StateText(f"[{','.join(text.text for text in texts)}]", tuple(large), large))
-        self._send()
+        if self.run:
+            self._send()
+        elif self._store.has_met:
+            self._begin(self.timeout)
 
     def _send(self) -> None:
-        """Send groups that are full, or in which this rank ends, unless that is too early."""
-        if not self.run and self._store.has_met:
-            self._begin(self.timeout)
-        while self.run and not self._has_failed and self._sent <= self._group(self._next) + _LEAD:
-            has_end = self._end is not None and self._group(self._end) == self._sent
+        """Send groups that are full, or in which this rank ends."""
+        while self._records and not self._has_failed:
+            has_end = self._end is not None and self._end // self._size == self._sent
             if not has_end and len(self._records) < self._size:
-                break
+                return
             if has_end:
                 self._settle_stop(self._published, "ended", "")
-            self._send_group(has_end=has_end)
+            self._send_group(self._sent, self._records[: self._size], has_end=has_end)
+            self._records, self._sent = self._records[self._size :], self._sent + 1
 
-    def _send_group(self, *, has_end: bool) -> None:
-        group, rank = self._sent, self.topology.rank
-        records, self._records = self._records[: self._size], self._records[self._size :]
-        for digest, piece in {digest: piece for record in records for digest, piece in record.large.items()}.items():
-            if digest not in self._stored:
-                self._store.put(self._large_key(rank, digest), piece)
-            self._stored[digest] = group
+    def _send_group(self, group: int, records: list[StateText], *, has_end: bool) -> None:
+        rank = self.topology.rank
+        for record in records:
+            for digest, piece in record.large.items():
+                if digest not in self._stored:
+                    self._store.put(self._large_key(rank, digest), piece)
+                self._stored[digest] = group
         header = json.dumps([self.run, group, has_end])
         self._store.put(self._record_key(rank, group), "\n".join([header, *(record.text for record in records)]))
         for digest in [digest for digest, last in self._stored.items() if last <= group - self._num_kept]:
             self._store.delete(self._large_key(rank, digest))
             del self._stored[digest]
-        self._sent = group + 1
         self._count(group, self._store.add(self._counter(group), 1 + has_end * _NOTICE))
 
     def _counter(self, group: int) -> str:
@@ -280,25 +266,27 @@ class RankSync:
             self._complete = max(self._complete, group + 1)
         self._is_noticed = self._is_noticed or counter >= _NOTICE
 
-    def _wait_for(self, group: int, step: int) -> None:
-        """Wait until ``group`` is complete; raise if ``step`` cannot be reached."""
+    def _wait_for(self, step: int) -> None:
+        """Wait until all ranks have sent the group of ``step``; raise if they cannot."""
+        group = step // self._size
 
         def find() -> bool | None:
             if self._complete <= group:
                 self._count(group, int(self._store.text(self._counter(group)) or 0))
             if self._is_noticed:
                 self._read_stop(step)
-            return True if self._complete > group or self._is_known(step) else None
+            return True if self._complete > group else None
 
         # The lowest rank that waits finds out who is late, and tells the others.
         patience = self.timeout + min(self.topology.rank * 0.05, 5.0)
-        while self._store.wait(find, patience) is None:
+        if self.stop is None and not self._store.wait(find, patience):
             self._blame(group, step)
+            find()
 
     def _read_stop(self, step: int) -> None:
         """Raise if a rank has failed up to ``step``; note where all stop, once nobody can end earlier."""
         at, kind, text = json.loads(self._store.text(f"{self.run}/stop") or "[0, null, null]")
-        if kind == "ended" and self._group(at) < self._complete:
+        if kind == "ended" and at // self._size < self._complete:
             self.stop = at
         if kind in ("failed", "mismatch") and at <= step:
             raise (StreamError if kind == "failed" else RankMismatchError)(text)
@@ -319,6 +307,8 @@ class RankSync:
         """Name the ranks that have kept ``group`` waiting, here and on all ranks that wait."""
         late = [rank for rank, sent in enumerate(self._groups(group)) if sent is None]
         if not late:
+            # A rank died between its records and the counter. It will be late in the next group.
+            self._complete, self._is_noticed = group + 1, True
             return
         before, named = self._groups(group - 1), ""
         for rank in late[:_MOST_NAMED]:
@@ -335,10 +325,10 @@ class RankSync:
 
     def _lines_at(self, step: int) -> list[str]:
         """The record of every rank after all steps below ``step``, as JSON."""
-        group, index = self._group(step - 1), (step - 1) % self._size
-        if step < 1 or group >= self._complete:
-            known = f"after step 0 and up to step {self._complete * self._size}"
+        if not 1 <= step <= self._next:
+            known = f"after step 0 and up to step {self._next}"
             raise PositionError(f"Where ranks stand is known {known}, not at step {step}; ask if it happens first.")
+        group, index = divmod(step - 1, self._size)
         lines = []
         for rank, sent in enumerate(self._groups(group)):
             if sent is None:
@@ -346,8 +336,6 @@ class RankSync:
                     f"Where rank {rank} stood at step {step} is not kept any more: it has published later steps since. "
                     "Raise `keep`, or ask for records of later steps."
                 )
-            if index >= len(sent.lines) - sent.has_end:
-                raise PositionError(f"Rank {rank} ends before step {step}, and so do all.")
             lines.append(sent.lines[index])
         return lines
 

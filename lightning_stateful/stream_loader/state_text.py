@@ -42,15 +42,19 @@ class StateEncoder:
         # By path: the latest object, kept alive so that it is not taken for another; its pieces, none if it is small.
         self._known: dict[Path, tuple[Any, list[tuple[str, str]]]] = {}
         self._before: tuple[str, ...] = ()
+        self._has_large = False  # Whether the latest state had a large part, which is not to be encoded again.
 
     def encode(self, state: Any) -> StateText:
         """Encode a state, plain JSON data."""
+        if not self._has_large and len(text := _dumps(state)) < _LARGE:
+            return StateText(f"[{text}]", (), {})
         parts: dict[Path, list[tuple[str, str]]] = {}
         text = _dumps(self._short(state, (), parts) if isinstance(state, _HOLDERS) else state)
         if len(text) >= _LARGE_WHOLE:
             text, parts = "null", {(): _pieces(text), **parts}
         places = [f",{_dumps([path, [digest for digest, _ in pieces]])}" for path, pieces in parts.items()]
         large = {digest: piece for pieces in parts.values() for digest, piece in pieces}
+        self._has_large = bool(large)
         return StateText(f"[{text}{''.join(places)}]", tuple(large), large)
 
     def encode_changes(self, state: Any) -> StateText:

@@ -67,31 +67,6 @@ class TestFailures:
             assert isinstance(error, StreamError)
             assert "rank 1 broke off before step 0: no shard" in str(error)
 
-    def test_that_no_step_reaches_are_none(self) -> None:
-        store = TurnsStore(2)
-
-        def broken(rank: int) -> int:
-            sync = open_sync(store, 2, rank)
-            for step in range(6):
-                sync.publish(small(rank, step))
-            sync.publish_failure("later")
-            return sum(sync.happens(step) for step in range(3))
-
-        assert store.run(lambda rank: walk(open_sync(store, 2, rank), 2), broken) == [2, 2]
-
-    def test_far_ahead_break_off_at_what_the_others_know_of(self) -> None:
-        store = TurnsStore(2)
-
-        def broken(rank: int) -> None:
-            sync = open_sync(store, 2, rank)
-            for step in range(100):
-                sync.publish(small(rank, step))
-            sync.publish_failure("later")
-
-        error = store.run(lambda rank: walk(open_sync(store, 2, rank), 200), broken)[0]
-        assert isinstance(error, StreamError)
-        assert "before step 3: later" in str(error)
-
     @pytest.mark.parametrize("seed", range(5))
     def test_of_several_the_first_step_counts(self, seed: int) -> None:
         store = TurnsStore(3, seed)
@@ -149,6 +124,15 @@ class TestTimeouts:
             assert isinstance(error, StreamError)
             assert "Step 6 was waited for in vain" in str(error)
         assert steps == [0, 1, 2, 3, 4, 5]
+
+    @pytest.mark.parametrize("num_requests", range(1, 25))
+    def test_nobody_waits_for_ever_for_a_rank_that_dies_at_any_request(self, num_requests: int) -> None:
+        """Between its records and the counter, too."""
+        store = TurnsStore(2)
+        store.dies = {1: num_requests}
+        error = store.run(*[lambda rank: walk(open_sync(store, 2, rank, timeout=0.05), 30)] * 2)[0]
+        assert isinstance(error, StreamError)
+        assert "ranks [1] of 2 have not come" in str(error) or "- rank 1: " in str(error)
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_ranks_that_do_not_come_are_named(self, rank: int) -> None:

@@ -166,7 +166,6 @@ def walk(
     sync: RankSync,
     length: int,
     *,
-    ahead: int = 0,
     each: Callable[[int], None] = lambda step: None,
     last: int | None = None,
     say: Say = small,
@@ -174,7 +173,7 @@ def walk(
     """Read a stream of ``length`` batches as a loader would; returns the step before which all stop."""
     rank, step, published, has_ended = sync.topology.rank, 0, 0, False
     while last is None or step < last:
-        while published < sync.horizon(step) + ahead and not has_ended:
+        while published < sync.horizon(step) and not has_ended:
             if published >= length:
                 sync.publish_end(end(rank, published))
                 has_ended = True
@@ -193,7 +192,6 @@ def check_run(
     *,
     group_size: int | None = None,
     keep: int = 5,
-    ahead: list[int] | None = None,
     weights: list[int] | None = None,
     seed: int = 0,
     store: TurnsStore | None = None,
@@ -210,7 +208,7 @@ def check_run(
             for kept in range(max(step + 2 - keep, 1), step + 2) if rank == 0 else ():
                 assert sync.records_at(kept) == [say(other, kept) for other in range(ranks)]
 
-        stop = walk(sync, lengths[rank], ahead=ahead[rank] if ahead else 0, each=each, say=say)
+        stop = walk(sync, lengths[rank], each=each, say=say)
         return stop, sync.stop, sync.final_records(stop)
 
     stop = min(lengths)
