@@ -141,12 +141,6 @@ class TestTimeouts:
         with pytest.raises(StreamError, match=rf"ranks \[{1 - rank}, 2\] of 3 have not come"):
             sync.happens(0)
 
-    def test_a_rank_that_has_published_nothing_is_named(self) -> None:
-        store = TurnsStore(2)
-        assert store.run(*[lambda rank: walk(open_sync(store, 2, rank), 3)] * 2) == [3, 3]
-        error = store.run(lambda rank: walk(open_sync(store, 2, rank, timeout=0.2), 3), lambda rank: None)[0]
-        assert "- rank 1: nothing yet" in str(error)
-
     def test_ctrl_c_ends_a_wait(self) -> None:
         sync = open_sync(HashStore(), 2, 0, timeout=100)
         sync.publish_end([])
@@ -211,12 +205,6 @@ class TestRestarts:
 
         expected = [[[label, 0, rank] for rank in range(2)] for label in ("train", "val")]
         assert in_threads(body, body) == [expected] * 2
-
-    def test_a_run_that_is_left_in_the_middle_does_not_disturb_the_next(self) -> None:
-        store = TurnsStore(3, weights=[1, 5, 20])
-        left = [lambda rank: walk(open_sync(store, 3, rank), 30, last=4 + rank % 2)] * 3
-        assert store.run(*left) == [4, 5, 4]
-        check_run([9, 8, 10], store=store)
 
 
 @contextmanager
