@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -298,7 +299,10 @@ class StreamIterator:
         if slot is not None:
             slot.close()
 
-    def __del__(self) -> None:
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_exiting():
+            # Modules are gone already, and what is open is closed with the process.
+            return
         if self._opened is not None:
             epoch, slot_state = self._opened
             if self._slot is not None:
