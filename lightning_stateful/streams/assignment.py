@@ -355,17 +355,17 @@ def _trimmed(piece: ShardSlice, state: NodeState, num_opened: int) -> tuple[Shar
     """A slice from a state on, without the shards that nobody has opened, and these."""
     first = 0 if state["source"] is None else innermost(state)["shard"]
     opened, unopened = piece.shards[first:num_opened], piece.shards[num_opened:]
-    begun = replace(piece, shards=opened, state=behind(state, first)) if opened else None
+    begun = replace(piece, shards=opened, state=_behind(state, first)) if opened else None
     return begun, [(piece.epoch, shard) for shard in unopened]
 
 
-def behind(state: NodeState, by: int) -> NodeState:
+def _behind(state: NodeState, by: int) -> NodeState:
     """The same state in a slice without its first ``by`` shards; what was left out is counted from here on."""
     counts: NodeState = {name: 0 for name in ("skipped_shards", "skipped_samples", "dropped") if name in state}
     if "source" not in state:
         return {**state, **counts, "shard": state["shard"] - by}
     source = state["source"]
-    return {**state, **counts, "source": None if source is None else behind(source, by)}
+    return {**state, **counts, "source": None if source is None else _behind(source, by)}
 
 
 def _whole_rounds(

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotSlice, behind, left_of
+from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotSlice, left_of
 from lightning_stateful.streams.nodes import NodeState, innermost
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.worker_slot import (
@@ -128,7 +128,7 @@ class StreamState:
         }
         if not shared:
             return None
-        assigned = self._assigned_anew({**self.assignments, **shared})
+        assigned = self._assigned_anew(shared)
         kept = self.assignments.keys() - shared.keys()
         return replace(assigned, slots=tuple(self._kept(slot, kept) for slot in self.slots)) if kept else assigned
 
@@ -170,17 +170,17 @@ class StreamState:
     @property
     def has_begun(self) -> bool:
         """Whether something of the pass was served, or left of the one before."""
-        begun = [piece.state for assignment in self.assignments.values() for piece in assignment.begun]
+        begun = [(name, piece.state) for name, assignment in self.assignments.items() for piece in assignment.begun]
         # A loader's next pass begins with the state that the one before has left.
-        return bool(self.steps) or any(
-            state is None or state["source"] is None or innermost(state)["item"] for state in begun
+        return bool(self.steps + self.steps_before) or any(
+            not self.config.sources[name].shards.is_loader or (state is not None and innermost(state)["item"])
+            for name, state in begun
         )
 
     @property
     def left_out(self) -> tuple[int, ...]:
         """What has been left out since the beginning of training."""
-        found = [self.skipped, *(counts for name in self.assignments for counts in self._left_out_of(name))]
-        return tuple(map(sum, zip(*found, strict=True)))
+        return self._left_out_with(self.assignments)
 
     def report(self) -> dict[str, int]:
         """The pass, and shards not read to their end or left out."""
@@ -208,17 +208,18 @@ class StreamState:
         found: dict[str, int] = {}
         for slot in range(self.num_slots) if slots is None else slots:
             for name, source in self.config.sources.items():
+                if not source.shards.reread:
+                    continue
                 here = progress_in(source, self.task(slot), name)
-                state = here.state
-                if here.current >= len(here.slices) or not source.shards.reread:
-                    continue
-                state = here.slices[here.current].of.state if state is None else state
-                if state is None or state.get("source", {}) is None:
-                    continue
-                at = innermost(state)
-                if at["state"] is None and at["since"]:
-                    shard = here.slices[here.current].of.shards[at["shard"]]
-                    found[source.shards.name(shard)] = at["since"]
+                begins = [slot_slice.of.state for slot_slice in here.slices[here.current :]]
+                if here.state is not None:
+                    begins[0] = here.state
+                for slot_slice, begin in zip(here.slices[here.current :], begins, strict=True):
+                    if begin is None or begin.get("source", begin) is None:
+                        continue
+                    at = innermost(begin)
+                    if at["state"] is None and at["since"]:
+                        found[source.shards.name(slot_slice.of.shards[at["shard"]])] = at["since"]
         return found
 
     def begun_again(self) -> StreamState:
@@ -298,6 +299,10 @@ class StreamState:
                     raise PositionError(f"Worker slot {slot} stands in slice {here.current} of {len(here.slices)}.")
                 slot_slice = here.slices[here.current] if here.current < len(here.slices) else None
                 if slot_slice is not None:
+                    if not 0 <= here.num_opened <= len(slot_slice.of.shards):
+                        raise PositionError(
+                            f"Worker slot {slot} has opened {here.num_opened} of {len(slot_slice.of.shards)} shards."
+                        )
                     wrapped = here.state is None or not slot_slice.is_bare
                     at = here.state if wrapped else {"source": here.state, "seen": [0]}
                     _check_state(at, fresh, slot_slice.of.shards)
@@ -305,8 +310,19 @@ class StreamState:
     def _left(self, name: str) -> Assignment:
         """What is left of a source."""
         source, latest = self.config.sources[name], self._latest(name)
-        slots = [progress_in(source, self.task(slot), name) for slot in range(self.num_slots)]
+        slots = []
+        for slot, assigned in enumerate(self.slices[name]):
+            here = progress_in(source, self.task(slot), name)
+            if here.slices is not assigned:
+                # One that has begun the source again has served its part of what it shares with others.
+                here = here._replace(slices=[*assigned, *here.slices], current=len(assigned) + here.current)
+            slots.append(here)
         return left_of(slots, latest, source.order(latest))
+
+    def _left_out_with(self, names: Iterable[str]) -> tuple[int, ...]:
+        """What had been left out before, and in some sources since shards were assigned."""
+        found = [self.skipped, *(counts for name in names for counts in self._left_out_of(name))]
+        return tuple(map(sum, zip(*found, strict=True)))
 
     def _left_out_of(self, name: str) -> list[Sequence[int]]:
         """What has been left out of a source since shards were assigned: of what slots read together, counted once."""
@@ -345,7 +361,7 @@ class StreamState:
         if slot is None:
             return None
         turn = max(state["turn"] for state in self.slots if state is not None)
-        of = {name: _recounted(slot["of"][name]) if name in names else FRESH for name in self.assignments}
+        of = {name: slot["of"][name] if name in names else FRESH for name in self.assignments}
         ended = [name for name in slot["ended"] if name in names]
         return {"batches": 0, "over": False, "turn": turn, "ended": ended, "again": [], "gone": [], "of": of}
 
@@ -377,8 +393,10 @@ class StreamState:
         return any(slots[slot] for slots in self.slices.values())
 
     def _assigned_anew(self, assignments: Mapping[str, Assignment], **changes: int) -> StreamState:
+        """The state in which these sources are assigned anew, before any slot has begun."""
         changes = {"steps": 0, "steps_before": self.steps_before + self.steps, **changes}
-        made = replace(self, assignments=assignments, skipped=self.left_out, **changes)  # type: ignore[arg-type]
+        skipped = self._left_out_with(assignments)
+        made = replace(self, assignments={**self.assignments, **assignments}, skipped=skipped, **changes)  # type: ignore[arg-type]
         return replace(made, slots=(None,) * made.num_slots)
 
 
@@ -400,12 +418,6 @@ def _check_state(saved: NodeState | None, fresh: NodeState, shards: Sequence[int
         saved, fresh = saved["source"], fresh["source"]
     if not 0 <= saved["shard"] <= len(shards):
         raise PositionError(f"A state in a stream lies in shard {saved['shard']} of {len(shards)}.")
-
-
-def _recounted(held: NodeState) -> NodeState:
-    """Where a slot stands in a source, with what was left out counted from here on."""
-    state = held["state"]
-    return {**held, "skipped": [0, 0, 0], "skipped_shared": {}, "state": None if state is None else behind(state, 0)}
 
 
 def _with_leaf(state: NodeState, changes: Mapping[str, Any]) -> NodeState:
