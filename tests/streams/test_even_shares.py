@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import Counter
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.slot_cases import flat, serve_epoch
 from torchdata.nodes import BaseNode, IterableWrapper
 
 from lightning_stateful.bucketing.budget import Budget
@@ -21,7 +21,7 @@ from lightning_stateful.streams.shards import Shards
 from lightning_stateful.streams.source import Source, Step
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
-from lightning_stateful.streams.worker_slot import ALONE, StreamConfig, WorkerSlot
+from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
 
 
 class Numbers(Shards):
@@ -55,50 +55,6 @@ class _WithoutState(IterableWrapper[int]):
         return None
 
 
-def serve(state: StreamState, most: int | None = None) -> tuple[list[list[Any]], StreamState, bool]:
-    """Take steps of all ranks as they do together: the batches of each, where that leads, and whether it ended."""
-    ranks = state.num_replicas
-    slots = [WorkerSlot(state.config, state.task(slot)) for slot in range(state.num_slots)]
-    states = [slot.state() for slot in slots]
-    turns = [state.workers_in_turn(rank) for rank in range(ranks)]
-    steps: list[list[Any]] = []
-    while most is None or len(steps) < most:
-        step = []
-        for rank in range(ranks):
-            while turns[rank]:
-                worker = turns[rank].pop(0)
-                number = worker * ranks + rank
-                batch = next(slots[number], None)
-                if batch is not None:
-                    step.append((number, batch))
-                    turns[rank].append(worker)
-                    break
-                states[number] = slots[number].state()
-        if len(step) < ranks:
-            break
-        for number, _ in step:
-            states[number] = slots[number].state()
-        steps.append([batch for _, batch in step])
-    ended = most is None or len(steps) < most
-    for slot in slots:
-        slot.close()
-    reached = state.at(tuple(states), state.steps + len(steps))
-    # As a checkpoint would bring it back.
-    return steps, StreamState.from_dict(json.loads(json.dumps(reached.to_dict())), state.config), ended
-
-
-def serve_epoch(state: StreamState, most: int | None = None) -> tuple[list[list[Any]], StreamState, bool]:
-    """All steps of an epoch, in which what is left is shared anew."""
-    steps, state, ended = serve(state, most)
-    while ended and (shared := state.shared_anew()) is not None:
-        more, after, ended = serve(shared, None if most is None else most - len(steps))
-        steps += more
-        state = after
-        if ended and not more:
-            break
-    return steps, state, ended
-
-
 def stream(sizes: Sequence[int], *, batch_size: int = 8, knows_sizes: bool = False, **options: Any) -> StreamConfig:
     """A stream of shards of these sizes."""
     drop_last = options.pop("drop_last", False)
@@ -106,11 +62,6 @@ def stream(sizes: Sequence[int], *, batch_size: int = 8, knows_sizes: bool = Fal
         shards=Numbers(sizes, knows_sizes=knows_sizes), **{"shuffle": True, "buffer_size": 7, "seed": 1, **options}
     )
     return StreamConfig(sources={ALONE: source}, batch_size=batch_size, drop_last=drop_last)
-
-
-def flat(steps: Sequence[Sequence[Sequence[Any]]]) -> list[Any]:
-    """The samples of all steps."""
-    return [sample for step in steps for batch in step for sample in batch]
 
 
 SKEWED = [500, 200, 100, 50, 50, 50, 25, 25]

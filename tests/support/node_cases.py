@@ -58,6 +58,8 @@ class NumberedShards(Shards):
 
     Args:
         sizes: Samples of each shard.
+        label: Comes first in every sample, and in names, if there is one.
+        knows_sizes: Whether they say how many samples each shard has.
         state_size: Characters in the state of a shard's node; None if it has none.
         fails: At which sample a shard breaks off; -1 if it cannot be opened.
         draws: Whether samples come with numbers drawn from the three generators that all code shares.
@@ -68,12 +70,20 @@ class NumberedShards(Shards):
         self,
         sizes: Sequence[int],
         *,
+        label: str = "",
+        knows_sizes: bool = False,
         state_size: int | None = None,
         fails: dict[int, int] | None = None,
         draws: bool = False,
         asked: Counter[str] | None = None,
     ) -> None:
-        self.counts, self.state_size, self.fails, self.draws = list(sizes), state_size, fails or {}, draws
+        self.label, self.knows_sizes = label, knows_sizes
+        self.counts, self.state_size, self.fails, self.draws = (
+            list(sizes),
+            state_size,
+            {} if fails is None else fails,
+            draws,
+        )
         self.asked = Counter[str]() if asked is None else asked
 
     @property
@@ -84,10 +94,21 @@ class NumberedShards(Shards):
         return _NumbersNode(self, shard, epoch)
 
     def name(self, shard: int) -> str:
-        return f"shard-{shard}.bin"
+        return f"{self.label or 'shard'}-{shard}.bin"
 
     def describe(self) -> dict[str, Any]:
         return {"shards": len(self.counts)}
+
+    def sizes(self) -> list[int] | None:
+        return self.counts if self.knows_sizes else None
+
+    def all(self, epoch: int) -> list[Any]:
+        """All samples of a pass."""
+        return [self.sample(epoch, shard, number) for shard, size in enumerate(self.counts) for number in range(size)]
+
+    def sample(self, epoch: int, shard: int, number: int) -> tuple[Any, ...]:
+        """One sample."""
+        return (self.label, epoch, shard, number) if self.label else (epoch, shard, number)
 
 
 class _NumbersNode(BaseNode[Any]):
@@ -109,7 +130,8 @@ class _NumbersNode(BaseNode[Any]):
             raise StopIteration
         self.shards.asked["read"] += 1
         self.at += 1
-        return (self.epoch, self.shard, self.at - 1, *(drawn() if self.shards.draws else ()))
+        sample = self.shards.sample(self.epoch, self.shard, self.at - 1)
+        return (*sample, *drawn()) if self.shards.draws else sample
 
     def get_state(self) -> Any:
         self.shards.asked["states"] += 1

@@ -1,0 +1,607 @@
+"""A stream by itself: in a plain loop, in torch's loader and in torchdata's."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch.distributed
+from support.node_cases import NumberedShards, is_kept, noisy, scan
+from torch.utils.data import DataLoader, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_stateful import patch_dataloader
+from lightning_stateful.core.topology import Topology
+from lightning_stateful.errors import (
+    ConfigurationError,
+    DamagedStateError,
+    ShardError,
+    StateError,
+    StateMismatchError,
+    StateVersionError,
+)
+from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.state import sealed
+from lightning_stateful.streams import ChunkedDataset, MixedStream, Stream, as_stream
+from lightning_stateful.streams import stream as stream_module
+from lightning_stateful.testing import ResumeContract
+
+SIZES = (5, 0, 3, 8, 1)
+TOTAL = sum(SIZES)
+
+
+@pytest.fixture(autouse=True)
+def _randomness_as_it_was() -> Iterator[None]:
+    with keep_randomness():
+        yield
+
+
+def numbered(*sizes: int, seed: int = 0, **options: Any) -> Stream:
+    """A stream of numbered samples."""
+    stream = as_stream(NumberedShards(sizes or SIZES, **options), seed)
+    assert stream is not None
+    return stream
+
+
+def chunked(*sizes: int, **options: Any) -> ChunkedDataset:
+    """Consecutive numbers in chunks."""
+    sizes = sizes or SIZES
+    refs = [(sum(sizes[:chunk]), sum(sizes[: chunk + 1])) for chunk in range(len(sizes))]
+    return ChunkedDataset(refs, _numbers_between, **{"buffer_size": 4, "seed": 1, **options})
+
+
+def _numbers_between(ref: tuple[int, int]) -> range:
+    return range(*ref)
+
+
+def after(stream: Stream, number: int) -> Stream:
+    """The stream after some samples of a pass."""
+    for _ in islice(iter(stream), number):
+        pass
+    return stream
+
+
+def loaded(stream: Stream, state: Any) -> Stream:
+    """The stream at a state as a checkpoint has it."""
+    stream.load_state_dict(json.loads(json.dumps(state)))
+    return stream
+
+
+def share_of(patch: pytest.MonkeyPatch, rank: int, ranks: int, worker: int | None = None, workers: int = 1) -> None:
+    """Let this process be one of several."""
+    info = None if worker is None else type("Info", (), {"id": worker, "num_workers": workers})
+    patch.setattr(stream_module, "get_worker_info", lambda: info)
+    patch.setattr(stream_module, "detect_topology", lambda: Topology(num_replicas=ranks, rank=rank))
+
+
+class _Laws(ResumeContract):
+    """All laws but that on ranks: a stream by itself is one process's share, and says so."""
+
+    num_epochs = 2
+
+    def test_steady(self) -> None:
+        """A state has the same keys at every step, down to those of its worker slot."""
+        stream = self.make()
+        states = [stream.state_dict(), *(stream.state_dict() for _ in stream), stream.state_dict()]
+        assert len({(tuple(state), tuple(state["config"]), tuple(state["progress"])) for state in states}) == 1
+
+    def test_rank_free(self, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[override]  # another law
+        """Refuses a state of another share."""
+        share_of(monkeypatch, 0, 2)
+        state = self.make().state_dict()
+        its_own = r"share \{'rank': 0, 'ranks': 2, 'worker': 0, 'workers': 1\}, and this process reads the share \{"
+        # As many slots may be ranks or workers.
+        for rank, *other in ((1, 2), (0, 1), (0, 3), (0, 2, 0, 2), (0, 2, 1, 2), (0, 1, 0, 2)):
+            share_of(monkeypatch, rank, *other)
+            with pytest.raises(DamagedStateError, match=its_own + f"'rank': {rank}, "):
+                self.make().load_state_dict(state)
+
+
+class TestLawsOfChunks(_Laws):
+    def make(self, num_replicas: int = 1, rank: int = 0) -> Any:
+        return chunked(transform=noisy)
+
+    def make_other(self) -> Any:
+        return chunked(transform=noisy, seed=2)
+
+
+class TestLawsOfShardsWithStates(_Laws):
+    def make(self, num_replicas: int = 1, rank: int = 0) -> Any:
+        return numbered(state_size=20).shuffle(buffer_size=6)
+
+    def make_other(self) -> Any:
+        return numbered(state_size=20).shuffle(buffer_size=7)
+
+
+class TestLawsOfAPipeline(_Laws):
+    def make(self, num_replicas: int = 1, rank: int = 0) -> Any:
+        return chunked().filter(is_kept).recurrent(scan, 100).windowed(3, 2).map(noisy)
+
+    def make_other(self) -> Any:
+        return chunked().filter(is_kept).recurrent(scan, 100).windowed(2, 3).map(noisy)
+
+
+class TestLawsOfAMixture(_Laws):
+    def make(self, num_replicas: int = 1, rank: int = 0) -> Any:
+        return MixedStream([chunked(5, 0, 1), chunked(4, seed=5)], weights=[1, 2], stop="cycle")
+
+    def make_other(self) -> Any:
+        return MixedStream([chunked(5, 0, 1), chunked(4, seed=5)], weights=[2, 1], stop="cycle")
+
+
+class TestALoop:
+    def test_epoch_follows_epoch_and_each_sample_comes_once(self) -> None:
+        stream = chunked()
+        epochs = [list(stream) for _ in range(4)]
+        assert all(sorted(epoch) == list(range(TOTAL)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) == 4
+
+    def test_a_pass_that_was_left_is_begun_again_where_it_was_begun(self) -> None:
+        whole = chunked()
+        first, second = list(whole), list(whole)
+        stream = after(chunked(), 7)
+        assert [list(stream), list(stream)] == [first, second]
+        resumed = after(loaded(chunked(), after(chunked(), 5).state_dict()), 1)
+        assert [list(resumed), list(resumed)] == [first[5:], second]
+
+    def test_the_latest_pass_is_the_one_that_counts(self) -> None:
+        stream = chunked()
+        first = list(chunked())
+        one, other = iter(stream), iter(stream)
+        assert [next(one) for _ in range(5)] == first[:5]
+        assert [next(other) for _ in range(3)] == first[:3]
+        assert list(loaded(chunked(), stream.state_dict())) == first[3:]
+        assert list(one) == first[5:]
+        # The end of a pass that was left for another is no end of an epoch.
+        assert stream.state_dict() == after(chunked(), 3).state_dict()
+
+    def test_an_epoch_can_be_told_and_progress_within_it_stays(self) -> None:
+        stream = chunked()
+        epochs = [list(stream) for _ in range(3)]
+        stream.set_epoch(1)
+        assert list(stream) == epochs[1]
+        state = after(chunked(), 4).state_dict()
+        for epoch, expected in ((0, epochs[0][4:]), (2, epochs[2])):
+            resumed = loaded(chunked(), state)
+            resumed.set_epoch(epoch)
+            assert list(resumed) == expected
+
+    @pytest.mark.parametrize("epoch", [1.5, -1])
+    def test_what_is_no_epoch_is_refused(self, epoch: Any) -> None:
+        stream = chunked()
+        with pytest.raises(ConfigurationError, match=rf"epoch must be .*got {epoch}"):
+            stream.set_epoch(epoch)
+        assert stream.state_dict()["progress"]["epoch"] == 0
+
+    def test_asking_for_a_state_at_every_sample_changes_nothing(self) -> None:
+        stream = chunked().recurrent(scan, 0).windowed(2)
+        assert [sample for sample in stream if stream.state_dict()] == list(chunked().recurrent(scan, 0).windowed(2))
+
+    def test_a_pass_can_be_resumed_by_itself_be_it_at_its_end(self) -> None:
+        whole = list(chunked().recurrent(scan, 0))
+        iterator: Any = iter(chunked().recurrent(scan, 0))
+        for number in range(TOTAL + 1):
+            resumed: Any = iter(chunked().recurrent(scan, 0))
+            resumed.load_state_dict(json.loads(json.dumps(iterator.state_dict())))
+            # Unlike a stream, which then begins the next epoch, a pass stays at its end.
+            assert list(resumed) == whole[number:]
+            assert next(iterator, None) == (whole[number] if number < TOTAL else None)
+
+    def test_a_pass_loads_a_state_in_its_middle(self) -> None:
+        whole, state = list(chunked()), after(chunked(), 9).state_dict()
+        iterator: Any = iter(chunked())
+        next(iterator)
+        iterator.load_state_dict(state)
+        assert list(iterator) == whole[9:]
+
+    def test_a_state_of_the_last_sample_is_that_of_the_next_epoch(self) -> None:
+        state = after(chunked(), TOTAL).state_dict()
+        assert (state["progress"]["epoch"], state["progress"]["slot"]) == (1, None)
+
+    def test_to_know_its_state_a_stream_reads_one_sample_ahead_and_never_two(self) -> None:
+        asked: Counter[str] = Counter()
+        stream = numbered(6, asked=asked)
+        iterator = iter(stream)
+        for number in range(6):
+            assert next(iterator) == (0, 0, number)
+            for _ in range(3):
+                stream.state_dict()
+            assert asked["read"] == min(number + 2, 6)
+        assert next(iterator, None) is None
+
+    def test_a_stream_without_a_sample_is_an_empty_epoch(self) -> None:
+        stream = numbered(0, 0)
+        assert [list(stream), list(stream)] == [[], []]
+        assert stream.state_dict()["progress"]["epoch"] == 2
+
+    def test_nothing_is_read_before_a_sample_or_a_state_is_asked_for(self) -> None:
+        asked: Counter[str] = Counter()
+        stream = numbered(4, asked=asked)
+        iterator = iter(stream)
+        assert not asked
+        next(iterator)
+        assert asked["read"] == 1
+
+
+class TestAPassThatWasLeft:
+    @pytest.mark.parametrize("number", [1, 4, TOTAL - 1, TOTAL])
+    def test_its_state_is_that_of_one_that_is_held_however_often_it_is_asked_for(self, number: int) -> None:
+        asked: Counter[str] = Counter()
+        held, left = numbered(), numbered(asked=asked)
+        iterator = iter(held)
+        for _ in range(number):
+            next(iterator)
+        state = held.state_dict()
+        after(left, number)
+        assert [left.state_dict() for _ in range(3)] == [state] * 3
+        assert copy.deepcopy(left).state_dict() == state
+        # The next pass begins where this one did.
+        assert list(left) == list(numbered())
+
+    def test_it_closes_what_it_reads(self) -> None:
+        closed: list[int] = []
+
+        def read(ref: int) -> Iterator[int]:
+            try:
+                yield from range(9)
+            finally:
+                closed.append(ref)
+
+        stream = ChunkedDataset([0], read, buffer_size=2)
+        after(stream, 3)
+        assert closed == [0]
+        stream.state_dict()
+        assert closed == [0, 0]
+
+    def test_one_that_looked_ahead_lost_nothing(self) -> None:
+        stream = chunked()
+        iterator = iter(stream)
+        taken = [next(iterator) for _ in range(5)]
+        state = stream.state_dict()
+        del iterator
+        assert stream.state_dict() == state
+        assert taken + list(loaded(chunked(), state)) == list(chunked())
+
+    def test_an_earlier_one_or_one_from_before_another_epoch_says_nothing_any_more(self) -> None:
+        stream = chunked()
+        earlier, latest = iter(stream), iter(stream)
+        list(islice(earlier, 7)), list(islice(latest, 3))
+        del earlier
+        assert stream.state_dict() == after(chunked(), 3).state_dict()
+        stream.set_epoch(4)
+        del latest
+        progress = stream.state_dict()["progress"]
+        assert (progress["epoch"], progress["slot"]) == (4, None)
+
+    def test_one_that_is_open_as_python_exits_says_nothing(self) -> None:
+        program = (
+            "from lightning_stateful.streams import ChunkedDataset\n"
+            "iterator = iter(ChunkedDataset([range(9)], iter, buffer_size=4))\n"
+            "next(iterator)\n"
+            "module = __import__('lightning_stateful.streams.nodes').streams.nodes\n"
+            "module.held = iterator"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+
+
+def _pipelines() -> dict[str, Any]:
+    other = as_stream(NumberedShards((4, 5), label="other"), 1)
+    return {
+        "plain": lambda stream: stream,
+        "blocks": lambda stream: stream.shuffle(buffer_size=4).map(str),
+        "windows": lambda stream: stream.windowed(3, 2),
+        "running": lambda stream: stream.recurrent(scan, 1),
+        "by sample": lambda stream: MixedStream([stream, other], by="sample", weights=[2, 1]),
+        "cycle": lambda stream: MixedStream([stream, other], stop="cycle"),
+    }
+
+
+@pytest.mark.parametrize("name", _pipelines())
+@pytest.mark.parametrize("state_size", [None, 1])
+class TestErrors:
+    """What broke off goes on at the very sample, once that can be read, and without a word of it in a state."""
+
+    def make(self, name: str, state_size: int | None, fails: dict[int, int]) -> Stream:
+        stream: Stream = _pipelines()[name](numbered(7, 3, 9, fails=fails, state_size=state_size))
+        return stream
+
+    def test_next_raises_until_the_shard_is_mended_and_then_goes_on(self, name: str, state_size: int | None) -> None:
+        fails: dict[int, int] = {}
+        stream = self.make(name, state_size, fails)
+        whole = list(stream)
+        for shard, number in ((0, 2), (0, 0), (2, 8), (2, -1), (1, 1)):
+            stream.set_epoch(0)
+            fails[shard] = number
+            iterator = iter(stream)
+            taken: list[Any] = []
+            for _ in range(2):
+                with pytest.raises(ShardError, match=f"-{shard}"):
+                    taken.extend(iterator)
+            assert len(taken) < len(whole)
+            fails.clear()
+            assert taken + list(iterator) == whole
+
+    def test_a_state_before_a_bad_sample_is_that_before_it(self, name: str, state_size: int | None) -> None:
+        fails: dict[int, int] = {}
+        stream = self.make(name, state_size, fails)
+        whole = list(stream)
+        stream.set_epoch(0)
+        fails[2] = 5
+        iterator = iter(stream)
+        seen: list[tuple[Any, Any]] = []
+        with pytest.raises(ShardError):
+            seen.extend((sample, stream.state_dict()) for sample in iterator)
+        state = seen[-1][1]
+        for _ in range(2):
+            assert stream.state_dict() == state == copy.deepcopy(stream).state_dict()
+            with pytest.raises(ShardError, match="-2"):
+                next(iterator)
+        del iterator
+        assert stream.state_dict() == state
+        fails.clear()
+        assert [sample for sample, _ in seen] + list(loaded(stream, state)) == whole
+
+
+@pytest.mark.parametrize("error", [OSError("busy"), KeyboardInterrupt()])
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_function_that_fails_once_or_is_interrupted_loses_nothing(error: BaseException, asks: bool) -> None:
+    raised: list[int] = []
+
+    def shaky(value: int) -> int:
+        if value % 4 == 1 and value not in raised:
+            raised.append(value)
+            raise error
+        return value
+
+    stream = chunked().map(shaky)
+    iterator, taken, is_over = iter(stream), [], False
+    while not is_over:
+        try:
+            if asks:
+                stream.state_dict()
+            taken.append(next(iterator))
+        except StopIteration:
+            is_over = True
+        except (ShardError, KeyboardInterrupt):
+            pass
+    assert taken == list(chunked())
+    assert len(raised) == 4
+
+
+def test_an_earlier_pass_that_goes_on_after_an_error_is_not_the_latest() -> None:
+    fails = {0: 3}
+    stream = numbered(6, fails=fails)
+    earlier = iter(stream)
+    with pytest.raises(ShardError):
+        list(earlier)
+    latest = iter(stream)
+    next(latest)
+    fails.clear()
+    assert len(list(earlier)) == 3
+    assert stream.state_dict() == after(numbered(6), 1).state_dict()
+
+
+PIECES: list[Any] = [
+    lambda stream: stream.map(noisy),
+    lambda stream: stream.filter(is_kept),
+    lambda stream: stream.windowed(3),
+    lambda stream: stream.windowed(2, 3),
+    lambda stream: stream.recurrent(scan, 1),
+]
+
+
+class TestSteps:
+    def test_steps_do_what_they_say_one_after_the_other(self) -> None:
+        stream = chunked(9, shuffle=False)
+        piped = stream.filter(lambda n: n % 3).map(lambda n: 10 * n).windowed(2, 2)
+        assert list(piped) == [(10, 20), (40, 50), (70, 80)]
+        summed = piped.recurrent(lambda total, pair: ((total, pair[0]), total + pair[0]), 7)
+        assert list(summed) == [(7, 10), (17, 40), (57, 70)]
+
+    def test_windows_come_of_what_is_shuffled_and_run_over_shards(self) -> None:
+        samples = list(chunked())
+        assert list(chunked().windowed(3)) == [tuple(samples[first : first + 3]) for first in range(TOTAL - 2)]
+
+    def test_a_running_state_begins_anew_in_every_epoch(self) -> None:
+        stream = chunked(3, 3, shuffle=False).recurrent(lambda total, n: (total, total + n), 0)
+        assert [list(stream) for _ in range(2)] == [[0, 0, 1, 3, 6, 10]] * 2
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_any_pipeline_goes_on_from_any_sample(self, seed: int) -> None:
+        rng = random.Random(seed)
+        sizes = [rng.randint(0, 7) for _ in range(rng.randint(1, 5))]
+        chosen = [rng.choice(PIECES) for _ in range(rng.randint(0, 4))]
+
+        def make() -> Stream:
+            stream = numbered(*sizes, seed=seed, state_size=seed % 2 or None, draws=seed % 3 == 0)
+            stream = stream.shuffle(buffer_size=(0, 3, 20)[seed % 3])
+            for piece in chosen:
+                stream = piece(stream)
+            return stream
+
+        epoch, stream = list(make()), make()
+        for number in range(len(epoch)):
+            state = stream.state_dict()
+            assert list(loaded(make(), state)) == epoch[number:]
+            # Stopped again and again.
+            stream = loaded(make(), state)
+            iterator = iter(stream)
+            assert next(iterator) == epoch[number]
+
+    def test_changes_leave_the_stream_they_are_made_to(self) -> None:
+        stream = numbered()
+        stream.map(str), stream.shuffle(buffer_size=9), stream.filter(bool)
+        assert list(stream) == list(numbered())
+
+    def test_shuffling_keeps_the_seed_that_it_is_not_told(self) -> None:
+        stream = numbered(seed=6).shuffle(buffer_size=3)
+        assert list(stream) == list(numbered(seed=5).shuffle(buffer_size=3, seed=6)) != list(numbered(seed=6))
+
+    @pytest.mark.parametrize(("width", "step"), [(0, 1), (1, 0), (-2, 1), (1.5, 1)])
+    def test_widths_and_steps_out_of_range_are_refused(self, width: Any, step: int) -> None:
+        with pytest.raises(ConfigurationError, match="width" if width != 1 else "step"):
+            chunked().windowed(width, step)
+
+    @pytest.mark.parametrize(
+        "change",
+        [lambda s: s.map(repr), lambda s: s.map(str).filter(is_kept), lambda s: s.map(str).windowed(2), lambda s: s],
+        ids=["map", "filter", "windowed", "none"],
+    )
+    def test_states_of_other_pipelines_are_refused(self, change: Any) -> None:
+        with pytest.raises(StateMismatchError, match="steps"):
+            change(chunked()).load_state_dict(chunked().map(str).state_dict())
+
+
+class TestShares:
+    @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 1), (2, 2), (3, 2), (5, 2)])
+    def test_ranks_and_workers_have_their_shares_and_together_all(
+        self, ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served: list[int] = []
+        for rank in range(ranks):
+            for worker in range(workers):
+                share_of(monkeypatch, rank, ranks, worker, workers)
+                served += list(chunked(3, 4, 5, 6, 7, 1))
+        assert sorted(served) == list(range(26))
+
+    def test_a_process_group_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 5)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+        stream = numbered()
+        assert {value[1] for value in stream} == {3}
+        progress = stream.state_dict()["progress"]
+        assert (progress["rank"], progress["ranks"], progress["worker"], progress["workers"]) == (3, 5, 0, 1)
+
+    def test_a_share_goes_on_where_it_stands(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        share_of(monkeypatch, 1, 2, 1, 2)
+        stream = chunked(6, 5, 7, 8, 2, 9, 4, 4)
+        whole = [list(stream), list(stream)]
+        for number in range(len(whole[0])):
+            state = after(chunked(6, 5, 7, 8, 2, 9, 4, 4), number).state_dict()
+            resumed = loaded(chunked(6, 5, 7, 8, 2, 9, 4, 4), state)
+            assert [list(resumed), list(resumed)] == [whole[0][number:], whole[1]]
+
+    def test_a_stream_that_was_loaded_elsewhere_is_refused_in_a_worker(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        stream = loaded(chunked(), after(chunked(), 7).state_dict())
+        # As a worker that is spawned has it.
+        copied = pickle.loads(pickle.dumps(stream))
+        share_of(monkeypatch, 0, 1, 1, 2)
+        with pytest.raises(DamagedStateError, match=r"loaded for the share .*'workers': 1\}, and is read here as"):
+            list(copied)
+
+    def test_one_that_was_only_looked_at_begins_anew_in_workers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        copied = pickle.dumps(after(chunked(), 7))
+        served: list[int] = []
+        for worker in range(2):
+            share_of(monkeypatch, 0, 1, worker, 2)
+            served += list(pickle.loads(copied))
+        assert sorted(served) == list(range(TOTAL))
+
+
+class TestDamage:
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy(after(chunked(), 6).state_dict())
+
+    @pytest.mark.parametrize("state", [None, {}, [], {"version": 1}])
+    def test_a_state_that_is_none_is_refused(self, state: Any) -> None:
+        with pytest.raises(DamagedStateError):
+            chunked().load_state_dict(state)
+
+    def test_another_version_is_refused(self) -> None:
+        with pytest.raises(StateVersionError):
+            chunked().load_state_dict({**self.state(), "version": 99})
+
+    def test_states_of_a_stream_and_of_a_loader_over_it_are_not_mixed_up(self) -> None:
+        loader: Any = patch_dataloader(DataLoader(chunked(), batch_size=1))
+        with pytest.raises(DamagedStateError, match="The stream's state is that of a loader"):
+            chunked().load_state_dict(loader.state_dict())
+        with pytest.raises(StateError, match="The loader's state"):
+            loader.load_state_dict(chunked().state_dict())
+
+    def test_a_state_beyond_what_the_slot_was_assigned_is_refused(self) -> None:
+        state = self.state()
+        state["progress"]["slot"]["of"][""]["slice"] = 9
+        with pytest.raises(StateError, match=r"The stream's state: Worker slot 0 stands in slice 9 of 1.*checkpoint"):
+            chunked().load_state_dict(sealed(state))
+
+    def test_a_state_that_was_refused_leaves_no_trace(self) -> None:
+        stream = chunked()
+        iterator = iter(stream)
+        taken = [next(iterator) for _ in range(4)]
+        before = stream.state_dict()
+        bad = self.state()
+        bad["progress"]["ranks"] = 3
+        for state in (bad, sealed(bad), chunked().map(str).state_dict(), {}):
+            with pytest.raises(StateError):
+                stream.load_state_dict(state)
+        assert stream.state_dict() == before
+        assert taken + list(iterator) == list(chunked())
+
+
+class TestInTorchsLoader:
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_every_epoch_has_each_sample_once(self, num_workers: int) -> None:
+        stream = chunked()
+        context = "fork" if num_workers else None
+        loader = DataLoader(stream, batch_size=4, num_workers=num_workers, multiprocessing_context=context)
+        epochs = []
+        for epoch in range(2):
+            stream.set_epoch(epoch)
+            epochs.append(torch.cat(list(loader)).tolist())
+        assert [sorted(epoch) for epoch in epochs] == [list(range(TOTAL))] * 2
+        assert epochs[0] != epochs[1]
+
+    def test_workers_know_who_they_are(self) -> None:
+        loader = DataLoader(chunked().map(_worker), batch_size=None, num_workers=2, multiprocessing_context="fork")
+        assert set(loader) == {0, 1}
+
+
+def _worker(value: Any) -> int:
+    info: Any = get_worker_info()
+    return int(info.id)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+class TestInTorchdatasLoader:
+    def loader(self, num_workers: int, batch_size: int | None = 3) -> Any:
+        return StatefulDataLoader(
+            chunked(5, 9, 3, 8, 1, 12, 7, 7).map(noisy),
+            batch_size=batch_size,
+            num_workers=num_workers,
+            collate_fn=list if batch_size else None,
+            multiprocessing_context="fork" if num_workers else None,
+        )
+
+    @pytest.mark.parametrize(
+        ("num_workers", "batch_size", "stops"), [(0, None, 5), (0, 1, 5), (0, 3, 1), (0, 52, 1), (2, 3, 6)]
+    )
+    def test_a_run_stopped_anywhere_goes_on_exactly(self, num_workers: int, batch_size: int | None, stops: int) -> None:
+        whole = list(self.loader(num_workers, batch_size))
+        for number in range(0, len(whole), stops):
+            stopped, resumed = self.loader(num_workers, batch_size), self.loader(num_workers, batch_size)
+            iterator = iter(stopped)
+            taken = [next(iterator) for _ in range(number)]
+            resumed.load_state_dict(stopped.state_dict())
+            del iterator, stopped
+            assert taken + list(resumed) == whole
+
+    def test_epochs_after_a_resume_are_those_that_would_have_come(self) -> None:
+        whole, stopped, resumed = self.loader(0), self.loader(0), self.loader(0)
+        epochs = [list(whole) for _ in range(3)]
+        list(stopped)
+        iterator = iter(stopped)
+        for _ in range(4):
+            next(iterator)
+        resumed.load_state_dict(stopped.state_dict())
+        assert [list(resumed), list(resumed)] == [epochs[1][4:], epochs[2]]
