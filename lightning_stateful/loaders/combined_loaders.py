@@ -169,7 +169,7 @@ class CombinedLoaders:
         streams = {path: loader for path, loader in self.loaders.items() if isinstance(loader, StreamLoader)}
         for path, loader in streams.items():
             progress = Progress(epoch=epoch, consumed=step)
-            loader.stream_epochs.begin_at(progress)
+            loader.order.begin_at(progress)
             self._plans[path] = self._resumed_plans[path] = loader.plan(epoch, progress)
         self._resumed_step = step
         return [loader.order.name for loader in streams.values()]
@@ -179,7 +179,7 @@ class CombinedLoaders:
         for path, loader in self.loaders.items():
             plan = self._resumed_plans.get(path)
             if isinstance(loader, StreamLoader) and plan is not None and plan.epoch == epoch:
-                loader.stream_epochs.end_at(plan.progress_after(0))
+                loader.order.end_at(plan.progress_after(0))
 
     def load(self, state: Mapping[str, Any], *, accept: Collection[str] = (), where: str) -> tuple[int, int]:
         """Go on where ``state`` was taken, perhaps on other ranks or with other batch sizes.
@@ -266,7 +266,7 @@ class CombinedLoaders:
         """Let streams of unknown length end an epoch with the shortest; the next epoch goes on in their rests."""
         if self.mode != "min_size" or epoch < 0:
             return
-        streams = [loader.stream_epochs for loader in self.loaders.values() if isinstance(loader, StreamLoader)]
+        streams = [loader.order for loader in self.loaders.values() if isinstance(loader, StreamLoader)]
         ended = [stream.ended[1] for stream in streams if stream.ended is not None and stream.ended[0] == epoch]
         for stream in streams if ended else ():
             if stream.ended is None or stream.ended[0] < epoch:

@@ -81,9 +81,10 @@ def take_over(
         loader = loader.loader
     if not exact and not isinstance(loader, DataLoader) and is_iterable(loader):
         # What it gives are batches of its own making, on each rank, and no rank's are dealt out.
-        return IterableLoader(of_batches(loader), path=path, num_replicas=num_replicas, rank=rank, accept=accept)
+        options = StreamOptions(path=path, num_replicas=num_replicas, rank=rank, accept=accept)
+        return IterableLoader(of_batches(loader), options)
     if isinstance(loader, IterableLoader):
-        return loader.again(path=path, num_replicas=num_replicas, rank=rank)
+        return loader.fresh_copy(path=path, num_replicas=num_replicas, rank=rank)
     is_stream = _is_stream(loader, exact)
     if own_rank is not None and is_stream and not exact:
         _refuse_shards(loader, where)
@@ -91,13 +92,13 @@ def take_over(
         num_replicas, rank = 1, 0
     if isinstance(loader, StreamLoader):
         # Whatever limits a trainer sets are its own.
-        return loader.again(path=path, num_replicas=num_replicas, rank=rank, exact=exact)
+        of_use = {"exact": True, "steps_per_epoch": None} if exact else {}
+        return loader.fresh_copy(path=path, num_replicas=num_replicas, rank=rank, **of_use)
     how: dict[str, Any] = {"path": path, "num_replicas": num_replicas, "rank": rank}
     reason = "" if isinstance(loader, StatefulLoader) else _reason_against(loader, is_stream)
     if is_stream and not reason:
         stream: type[StreamLoader] = class_of_patched(StreamLoader, type(loader))
-        options = StreamOptions(exact=exact)
-        return stream(loader, options=options, seed=seed, seed_samples=seed_samples, accept=accept, **how)
+        return stream(loader, StreamOptions(exact=exact, seed=seed, seed_samples=seed_samples, accept=accept, **how))
     accept = accepted_names(accept)
     use: dict[str, bool] = {"exact": exact, "shuffle": shuffle is not False, "as_one_rank": own_rank is None}
     try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +11,13 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import DamagedStateError, PositionError, StateMismatchError
-from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
+from lightning_stateful.samplers.rng import keep_if_drawn
 from lightning_stateful.samplers.tracker import Tracker
-from lightning_stateful.state import accepted_names, check, differences, refuse_differences
-from lightning_stateful.stream_loader.epochs import StreamEpochs
+from lightning_stateful.state import check, differences, refuse_differences
 from lightning_stateful.stream_loader.options import StreamOptions, StreamSetup
 from lightning_stateful.stream_loader.order import StreamEpochPlan, StreamOrder
 from lightning_stateful.stream_loader.patched_class import Pickled, copied
 from lightning_stateful.streams.iterables import IterableBatches
-from lightning_stateful.streams.worker_slot import StreamConfig
 
 _END = object()
 
@@ -38,94 +35,44 @@ class StreamLoader(Pickled, DataLoader[Any]):
 
     Args:
         loader: The user's loader; a copy of it is read, of its class and with its attributes.
-        config: How the stream is read; by default as the loader says.
-        options: How it is served.
-        seed: Chooses the randomness of what has none of its own; by default that of Lightning's ``seed_everything``,
-            or 0.
-        path: Where several loaders are served side by side, which of them this is: each draws from (seed, path).
-        seed_samples: Seed what torch, NumPy and ``random`` draw, by (seed, path, pass, shards, samples before).
-        num_replicas: Data-parallel ranks; by default those of the process group at the first batch, or 1.
-        rank: This rank.
-        accept: Names of differences between a state and this configuration to let pass.
+        options: How it is read and served.
 
     Attributes:
-        order: The stream's batches as a :class:`~lightning_stateful.core.BatchOrder`.
+        options: The same.
+        order: The stream's batches as a :class:`~lightning_stateful.core.BatchOrder`; trainers prepare it.
+        seed: The seed, as given or found.
         tracker: Holds where the loader stands.
-        stream_epochs: Reads the stream; trainers prepare it.
 
     State:
         The progress after the batches handed over, with where in its shards each worker slot stands; equal on all
         ranks.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        *,
-        config: StreamConfig | None = None,
-        options: StreamOptions | None = None,
-        seed: int | None = None,
-        path: str = "",
-        seed_samples: bool = True,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        accept: Collection[str] = (),
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], options: StreamOptions | None = None) -> None:
         # Not torch's constructor: the copy has been constructed.
         self.__dict__["_original"] = copied(loader)
         vars(self._original).update(_iterator=None)
-        self.seed, self.path, self.seed_samples = seed_or_default(seed), path, seed_samples
-        self.options = StreamOptions() if options is None else options
-        self._setup = StreamSetup(
-            loader=self._original,
-            config=config,
-            options=self.options,
-            seed=self.seed,
-            path=path,
-            seed_samples=seed_samples,
-            num_replicas=num_replicas,
-            rank=rank,
-            accept=accepted_names(accept),
-        )
-        self.stream_epochs = StreamEpochs(self._setup)
-        self.order = StreamOrder(self.stream_epochs, len(self) if self.is_sized else UNKNOWN)
-        self.tracker = Tracker(self.order, num_replicas=num_replicas, rank=rank, accept=accept)
-        self._plans: deque[tuple[int, int, Progress | None, StreamEpochPlan]] = deque(maxlen=2)
+        self.options = options = StreamOptions() if options is None else options
+        setup = StreamSetup(self._original, options)
+        self.seed = setup.seed
+        self.order = StreamOrder(setup, len(self) if self.is_sized else UNKNOWN)
+        self.tracker = Tracker(self.order, num_replicas=options.num_replicas, rank=options.rank, accept=options.accept)
 
-    def again(
-        self, *, path: str = "", num_replicas: int | None = None, rank: int | None = None, exact: bool = False
-    ) -> StreamLoader:
+    def fresh_copy(self, **changes: Any) -> StreamLoader:
         """A loader of the same stream that nobody has read yet.
 
         Args:
-            path: As in the constructor.
-            num_replicas: Data-parallel ranks, if this loader was not given theirs.
-            rank: This rank.
-            exact: Whether it is for evaluation: each rank serves what it has, of every source.
+            **changes: Other options; ranks only if this loader was not given its own.
         """
-        setup = self._setup
-        if (setup.num_replicas, setup.rank) != (None, None):
-            num_replicas, rank = setup.num_replicas, setup.rank
-        made: StreamLoader = type(self)(
-            self._original,
-            config=setup.config,
-            options=replace(self.options, exact=True, steps_per_epoch=None) if exact else self.options,
-            seed=self.seed,
-            path=path,
-            seed_samples=self.seed_samples,
-            num_replicas=num_replicas,
-            rank=rank,
-            accept=self.accept,
-        )
+        if (self.options.num_replicas, self.options.rank) != (None, None):
+            changes = {name: value for name, value in changes.items() if name not in ("num_replicas", "rank")}
+        made: StreamLoader = type(self)(self._original, replace(self.options, **{"seed": self.seed, **changes}))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # What reads for this loader stays here: a copy in another process begins anew, or where a state is loaded.
-        return (
-            super().__reduce_ex__(protocol)
-            if self.stream_epochs.is_unread
-            else self.again(path=self.path).__reduce_ex__(protocol)
-        )
+        loader = self if self.order.is_unread else self.fresh_copy()
+        return super(StreamLoader, loader).__reduce_ex__(protocol)
 
     @property
     def is_sized(self) -> bool:
@@ -135,7 +82,7 @@ class StreamLoader(Pickled, DataLoader[Any]):
     @property
     def resume_note(self) -> str:
         """How a resume goes on, in words."""
-        return f"{self.order.name} {self.stream_epochs.describe()}"
+        return self.order.describe()
 
     @property
     def accept(self) -> tuple[str, ...]:
@@ -158,41 +105,28 @@ class StreamLoader(Pickled, DataLoader[Any]):
         return self.options.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
-        return self.tracker.iterate(self._read)
+        return self.tracker.iterate(self.batches)
 
     def plan(self, epoch: int, progress: Progress | None = None) -> StreamEpochPlan:
-        """The plan of an epoch, or of the rest of it, on the present ranks; the two latest are kept.
-
-        Args:
-            epoch: Which epoch.
-            progress: Where the run stands; None for the beginning of the epoch.
+        """The plan of an epoch, or of the rest of it, on the present ranks; the loader stays where it is.
 
         Raises:
             StateError: The stream cannot go on from there.
         """
-        ranks = self.topology.num_replicas
-        for of_epoch, of_ranks, of_progress, plan in self._plans:
-            if (of_epoch, of_ranks) == (epoch, ranks) and of_progress is progress:
-                return plan
-        plan = self.order.plan(epoch, ranks, progress)
-        self._plans.append((epoch, ranks, progress, plan))
-        return plan
+        return self.order.plan(epoch, self.topology.num_replicas, progress)
 
-    def batches(self, plan: StreamEpochPlan, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
+    def batches(self, plan: Any, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
         """Read the batches of this rank from a step of a plan to the end of the epoch, without moving the loader.
 
         Args:
-            plan: One of this loader's.
+            plan: A :class:`StreamEpochPlan` of this loader's.
             first_step: Where to begin.
             isolated: Whether the process's generators are put back after a batch that is read in this process; not
                 where they are seeded then anyway.
         """
-        return self._read(plan, first_step, isolated=isolated)
-
-    def _read(self, plan: Any, first_step: int, *, isolated: bool = True) -> Iterator[Any]:
         batches: Iterator[Any] = plan.read(first_step)
         # Samples that are seeded in this process draw from the generators that it draws from.
-        draws_here = self.seed_samples and not self.num_workers
+        draws_here = self.options.seed_samples and not self.num_workers
         return _isolated(batches) if draws_here and isolated else batches
 
     def set_epoch(self, epoch: int) -> None:
@@ -240,12 +174,12 @@ class StreamLoader(Pickled, DataLoader[Any]):
 
     @property
     def _iterator(self) -> Any:  # torch's attribute, by which Lightning ends workers
-        return self.stream_epochs.worker_iterator
+        return self.order.worker_iterator
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
         if iterator is None:
-            self.stream_epochs.end_workers()
+            self.order.end_workers()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_original" not in vars(self):
@@ -270,14 +204,14 @@ class IterableLoader(StreamLoader):
 
     Args:
         loader: What :func:`of_batches` made of the iterable.
-        **how: Arguments of :class:`StreamLoader`; ``accept=("replay",)`` begins the iterable anew on a resume within an
-            epoch where it would have to be read again.
+        options: How it is served; ``accept=("replay",)`` begins the iterable anew on a resume within an epoch where it
+            would have to be read again.
     """
 
-    def __init__(self, loader: DataLoader[Any], **how: Any) -> None:
+    def __init__(self, loader: DataLoader[Any], options: StreamOptions | None = None) -> None:
         dataset: Any = loader.dataset
         self.__dict__["iterable"] = dataset.iterable
-        super().__init__(loader, **{**how, "seed_samples": False})
+        super().__init__(loader, replace(options or StreamOptions(), seed_samples=False))
 
     @property
     def is_sized(self) -> bool:

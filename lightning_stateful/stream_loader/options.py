@@ -1,9 +1,11 @@
-"""How a loader's stream is served, and how it is read on the present ranks and workers."""
+"""How a user's loader over a stream is read and served, and what that means on the present ranks and workers."""
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -12,8 +14,10 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.core.topology import Topology
-from lightning_stateful.errors import ConfigurationError, Difference, StateMismatchError
+from lightning_stateful.errors import ConfigurationError, Difference, StatefulWarning, StateMismatchError
+from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import detect_topology
+from lightning_stateful.state import accepted_names
 from lightning_stateful.streams.iterables import IterableBatches, IterableShards, LoaderShards, beginning_of
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.stream import as_stream
@@ -22,27 +26,46 @@ from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
 
 Replay = Literal["warn", "refuse"]
 
+# Readings of each shard, on average, from which on a user is told.
+_MANY_READS = 1.5
+
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """How a stream is served.
+    """How a stream is read and served.
 
     Attributes:
+        config: How the stream is read; None to read it as the loader says.
         steps_per_epoch: Steps of an epoch; the next goes on where it ends, and the stream begins again where it ends.
         replay: Whether a stream that has to be read again up to where it stood is read, with a warning, or refused.
-        exact: Whether each rank serves what it has, however many steps it takes: for evaluation.
+        exact: Whether each rank serves what it has, however many steps it takes, of every source: for evaluation.
         timeout: Seconds to wait for the other ranks' batches.
+        seed: Chooses the randomness of what has none of its own; None for that of Lightning's ``seed_everything``, or 0
+            if there is none.
+        path: Where several loaders are served side by side, which of them this is: each draws from (seed, path).
+        seed_samples: Seed what torch, NumPy and ``random`` draw, by (seed, path, pass, shards, samples before).
+        num_replicas: Data-parallel ranks; None for those of the process group at the first batch, or 1.
+        rank: This rank.
+        accept: Names of differences between a state and this configuration to let pass.
 
     Raises:
         ConfigurationError: An argument is out of range.
     """
 
+    config: StreamConfig | None = None
     steps_per_epoch: int | None = None
     replay: Replay = "warn"
     exact: bool = False
     timeout: float = 1800.0
+    seed: int | None = None
+    path: str = ""
+    seed_samples: bool = True
+    num_replicas: int | None = None
+    rank: int | None = None
+    accept: Collection[str] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "accept", accepted_names(self.accept))
         if self.steps_per_epoch is not None and as_int("steps_per_epoch", self.steps_per_epoch) < 1:
             raise ConfigurationError(f"steps_per_epoch must be at least 1, got {self.steps_per_epoch}.")
         if not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
@@ -51,73 +74,54 @@ class StreamOptions:
             raise ConfigurationError(f"replay must be one of ('warn', 'refuse'), got {self.replay!r}.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class StreamSetup:
-    """All that says how a loader's stream is read and served; from it, the same loader is built for others.
+    """A user's loader with options: its stream, as it is read on the present ranks and workers.
+
+    Args:
+        loader: The user's loader, which nobody has read yet.
+        options: How it is read and served.
 
     Attributes:
-        loader: The user's loader.
-        config: How the stream is read; None to read it as the loader says.
-        options: How it is served.
-        seed: Chooses the randomness of what has none of its own.
-        path: The loader's path among several that are served side by side, which draw apart.
-        seed_samples: Whether what is drawn at samples is seeded.
-        num_replicas: Data-parallel ranks; None for those of the process group.
-        rank: This rank.
-        accept: Names of differences between a state and what is read now to let pass.
+        dataset: What is read: the dataset, or the iterable of batches.
+        is_loader: Whether it is an iterable of batches that every epoch begins anew.
+        name: What people know the stream by.
+        num_workers: Worker slots of a rank: its workers, or itself.
+        seed: The user's.
+        own_seed: That of this loader among several.
     """
 
-    loader: DataLoader[Any]
-    config: StreamConfig | None = None
-    options: StreamOptions = StreamOptions()
-    seed: int = 0
-    path: str = ""
-    seed_samples: bool = True
-    num_replicas: int | None = None
-    rank: int | None = None
-    accept: Collection[str] = ()
-    _beginning: Any = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        # Before anybody has read it.
-        object.__setattr__(self, "_beginning", beginning_of(self.loader.dataset))
+    def __init__(self, loader: DataLoader[Any], options: StreamOptions) -> None:
+        self.loader, self.options = loader, options
+        self.is_loader = isinstance(loader.dataset, IterableBatches)
+        self.dataset: Any = loader.dataset.iterable if isinstance(loader.dataset, IterableBatches) else loader.dataset
+        self.name = type(self.dataset).__qualname__
+        self.num_workers = max(loader.num_workers, 1)
+        self.seed = seed_or_default(options.seed)
+        self.own_seed = loader_seed(self.seed, options.path)
+        self._has_warned = False
+        self._beginning = beginning_of(loader.dataset)
+        size = loader.batch_size
+        self._batching: dict[str, Any] = {
+            "batch_size": size,
+            "is_batched": size is not None,
+            "drop_last": loader.drop_last,
+        }
 
     @property
     def topology(self) -> Topology:
         """The present ranks."""
-        return detect_topology(self.num_replicas, self.rank)
+        return detect_topology(self.options.num_replicas, self.options.rank)
 
     @property
-    def num_workers(self) -> int:
-        """Worker slots of a rank: its workers, or itself."""
-        return max(self.loader.num_workers, 1)
-
-    @property
-    def own_seed(self) -> int:
-        """The seed of this loader among several."""
-        return loader_seed(self.seed, self.path)
-
-    @property
-    def dataset(self) -> Any:
-        """What is read: the dataset, or the iterable of batches."""
-        dataset = self.loader.dataset
-        return dataset.iterable if isinstance(dataset, IterableBatches) else dataset
-
-    @property
-    def is_loader(self) -> bool:
-        """Whether it is an iterable of batches that every epoch begins anew."""
-        return isinstance(self.loader.dataset, IterableBatches)
-
-    @property
-    def name(self) -> str:
-        """What people know the stream by."""
-        return type(self.dataset).__qualname__
+    def config(self) -> StreamConfig:
+        """How the stream is read on the present ranks and workers."""
+        return self.config_on(self.topology.num_replicas, self.num_workers)
 
     def config_on(self, num_replicas: int, num_workers: int) -> StreamConfig:
         """How the stream is read on some ranks and workers: what divides itself has a shard for each of their slots."""
         if self._shared_config is not None:
             return self._shared_config
-        is_checked = "nondeterministic" not in self.accept
+        options, is_checked = self.options, "nondeterministic" not in self.options.accept
         if self.is_loader:
             shards: IterableShards = LoaderShards(self.dataset, num_replicas, is_checked=is_checked)
         else:
@@ -125,23 +129,35 @@ class StreamSetup:
             shards = IterableShards(
                 self.dataset, num_replicas, num_workers, self._beginning, stays=stays, is_checked=is_checked
             )
-        source = Source(shards=shards, seed=self.seed, path=self.path, seed_samples=self.seed_samples)
+        source = Source(shards=shards, seed=self.seed, path=options.path, seed_samples=options.seed_samples)
         return StreamConfig(sources={ALONE: source}, **self._batching)
 
-    @property
-    def present_config(self) -> StreamConfig:
-        """How the stream is read on the present ranks and workers."""
-        return self.config_on(self.topology.num_replicas, self.num_workers)
+    @cached_property
+    def _shared_config(self) -> StreamConfig | None:
+        """The configuration of a stream whose shards any slot can read; None for what divides itself."""
+        config, options = self.options.config, self.options
+        if config is None:
+            stream = as_stream(self.loader.dataset, self.seed, seed_samples=options.seed_samples)
+            if stream is None:
+                return None
+            config = stream.config(**self._batching)
+        if not options.seed_samples:
+            sources = {name: replace(source, seed_samples=False) for name, source in config.sources.items()}
+            config = replace(config, sources=sources)
+        if config.mixing is not None and options.exact:
+            # Each sample once.
+            config = replace(config, mixing=replace(config.mixing, stop="all_exhausted"))
+        return config.at(options.path)
 
     def beginning(self, epoch: int) -> StreamState:
         """The beginning of a pass before which nothing was left, on the present ranks and workers."""
-        return StreamState.beginning(self.present_config, epoch, self.topology.num_replicas, self.num_workers)
+        return StreamState.beginning(self.config, epoch, self.topology.num_replicas, self.num_workers)
 
-    def here(self, state: StreamState, where: str) -> StreamState:
-        """A state on the present ranks and workers.
+    def moved_here(self, state: StreamState, where: str) -> StreamState:
+        """A state, perhaps of other ranks and workers, on the present ones.
 
         Args:
-            state: Where worker slots stand, perhaps those of others.
+            state: Where worker slots stand.
             where: How an error calls that.
 
         Raises:
@@ -167,24 +183,25 @@ class StreamSetup:
         ]
         raise StateMismatchError(changed, where=where)
 
-    @property
-    def _batching(self) -> dict[str, Any]:
-        size = self.loader.batch_size
-        return {"batch_size": size, "is_batched": size is not None, "drop_last": self.loader.drop_last}
-
-    @cached_property
-    def _shared_config(self) -> StreamConfig | None:
-        """The configuration of a stream whose shards any slot can read; None for what divides itself."""
-        config = self.config
-        if config is None:
-            stream = as_stream(self.loader.dataset, self.seed, seed_samples=self.seed_samples)
-            if stream is None:
-                return None
-            config = stream.config(**self._batching)
-        if not self.seed_samples:
-            sources = {name: replace(source, seed_samples=False) for name, source in config.sources.items()}
-            config = replace(config, sources=sources)
-        if config.mixing is not None and self.options.exact:
-            # Each sample once.
-            config = replace(config, mixing=replace(config.mixing, stop="all_exhausted"))
-        return config.at(self.path)
+    def warn_of_many_reads(self, state: StreamState) -> None:
+        """Say once what it costs where there are more worker slots than shards."""
+        for name, slots in state.slices.items():
+            num_shards = state.config.sources[name].shards.num_shards
+            slices = [(one.of.epoch, shard) for slot in slots for one in slot for shard in one.of.shards]
+            times = Counter(slices)
+            is_quiet = self._has_warned or self.options.exact or num_shards >= state.num_slots
+            if is_quiet or len(slices) <= _MANY_READS * len(times):
+                continue
+            self._has_warned = True
+            several, of = sum(1 for number in times.values() if number > 1), f" of source {name!r}" if name else ""
+            workers = num_shards // state.num_replicas
+            fewer = f"num_workers={workers}, or " if workers else ""
+            warnings.warn(
+                f"{state.num_replicas} ranks with {state.num_workers} workers each are {state.num_slots} worker slots, "
+                f"more than the {num_shards} shards{of} that {self.name} has. So {several} shards are read by several "
+                f"slots, each of which keeps its part of the samples: {len(slices) / len(times):.1f} times as much "
+                f"work for reading and decoding. Use {fewer}more and smaller shards (Hugging Face: dataset.reshard() "
+                "for parquet files).",
+                StatefulWarning,
+                stacklevel=2,
+            )

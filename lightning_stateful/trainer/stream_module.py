@@ -149,13 +149,8 @@ class StreamDataModule(StatefulDataModule):
             raise ConfigurationError(
                 f"A {type(dataset).__name__} has no shards, so its batches cannot be cut ahead. Make a ChunkedDataset."
             )
-        return StreamLoader(
-            loader,
-            config=config,
-            options=replace(self._serving, exact=exact, steps_per_epoch=None) if exact else self._serving,
-            seed=self.seed,
-            seed_samples=self._settings.seed_samples,
-        )
+        options = replace(self._serving, config=config, seed=self.seed, seed_samples=self._settings.seed_samples)
+        return StreamLoader(loader, replace(options, exact=True, steps_per_epoch=None) if exact else options)
 
     def _of_index(self, dataset: Any, name: str | None, size: int | None, **how: Any) -> DataLoader[Any]:
         """Evaluation on a dataset with an index, beside training on a stream."""

@@ -232,7 +232,7 @@ class TrainingData:
         streams = {path: loader for path, loader in self.combined.loaders.items() if isinstance(loader, StreamLoader)}
         steps = self.num_batches()
         for path, loader in streams.items():
-            loader.stream_epochs.prepare(
+            loader.order.prepare(
                 f"training data {path}",
                 limit=steps if steps < UNKNOWN else None,
                 # A window of accumulated gradients that is open is served again from its first batch.

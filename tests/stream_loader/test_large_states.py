@@ -52,7 +52,7 @@ def test_what_is_remembered_of_the_latest_steps_is_one_and_the_same_state() -> N
     iterator = iter(loader)
     for _ in range(28):
         next(iterator)
-    remembered = [states for _, states in sorted(loader.stream_epochs._run._history.items())]
+    remembered = [states for _, states in sorted(loader.order._run._history.items())]
     states = [
         {
             id(text)

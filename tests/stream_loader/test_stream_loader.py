@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful import ChunkedDataset, check_resume, is_patched, patch_dataloader
 from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
-from lightning_stateful.stream_loader import StreamLoader
+from lightning_stateful.stream_loader import StreamLoader, StreamOptions
 
 
 class Draws(IterableDataset[Any]):
@@ -194,7 +194,7 @@ def test_what_a_chunk_reader_draws_as_it_goes_is_the_same_after_a_resume() -> No
 
 
 def test_a_copy_of_a_loader_that_is_read_draws_at_the_same_path() -> None:
-    loader = StreamLoader(DataLoader(ChunkedDataset(range(3), read_drawing), batch_size=4), path="a")
+    loader = StreamLoader(DataLoader(ChunkedDataset(range(3), read_drawing), batch_size=4), StreamOptions(path="a"))
     whole = [batch.tolist() for batch in loader]
 
     assert [batch.tolist() for batch in pickle.loads(pickle.dumps(loader))] == whole

@@ -136,7 +136,7 @@ def test_details_of_a_progress_are_kept_as_they_were_asked_for(loader: Any) -> N
 def test_where_nobody_was_is_not_known(loader: Any) -> None:
     with pytest.raises(PositionError, match=r"before step 3 of epoch 0 is not known.*Resume from a checkpoint"):
         dict(loader.plan(0, Progress(consumed=3)).progress_after(0).details)
-    loader.stream_epochs.begin_at(Progress(consumed=3))
+    loader.order.begin_at(Progress(consumed=3))
     assert dict(loader.plan(0, Progress(consumed=3)).progress_after(0).details)["pass"] == 0
 
 
@@ -145,20 +145,11 @@ def test_an_epoch_may_end_where_others_do_and_the_next_goes_on(loader: Any, whol
     read = loader.batches(plan)
     for _ in range(3):
         next(read)
-    loader.stream_epochs.end_at(plan.progress_after(3))
+    loader.order.end_at(plan.progress_after(3))
 
-    assert loader.stream_epochs.ended == (0, 3)
+    assert loader.order.ended == (0, 3)
     assert plan.num_steps == 3
     assert batches(loader, loader.plan(1)) == whole[0][3:]
-
-
-def test_the_two_latest_plans_are_kept(loader: Any) -> None:
-    first, second = loader.plan(0), loader.plan(1)
-
-    assert (loader.plan(0), loader.plan(1)) == (first, second)
-    loader.plan(2)
-    assert loader.plan(1) is second
-    assert loader.plan(0) is not first
 
 
 def test_other_ranks_than_those_it_is_read_on_are_refused(loader: Any) -> None:

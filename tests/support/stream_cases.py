@@ -199,15 +199,14 @@ def stream_loader(dataset: Any, *, config: StreamConfig | None = None, kind: Any
         dataset: The dataset.
         config: As StreamLoader has it.
         kind: The class of the user's loader.
-        **how: Options of StreamLoader, of StreamOptions and of the user's loader; ``slow`` is the latter's timeout.
+        **how: StreamOptions, and options of the user's loader; ``slow`` is the latter's timeout.
     """
-    own = {name: how.pop(name) for name in ("num_replicas", "rank", "seed", "seed_samples", "accept") if name in how}
-    serving = {name: how.pop(name) for name in StreamOptions.__dataclass_fields__ if name in how}
+    options = {name: how.pop(name) for name in StreamOptions.__dataclass_fields__ if name in how}
     how["timeout"] = how.pop("slow", 0)
     if how.get("num_workers") and "multiprocessing_context" not in how:
         how["multiprocessing_context"] = "fork"
     user = kind(dataset, **{"batch_size": 2 if config is None else 1, **how})
-    return StreamLoader(user, config=config, options=StreamOptions(**serving), **{"seed": 3, **own})
+    return StreamLoader(user, StreamOptions(config=config, **{"seed": 3, **options}))
 
 
 def plain(batch: Any) -> Any:

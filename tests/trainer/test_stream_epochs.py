@@ -110,9 +110,8 @@ def test_a_trainer_leaves_no_limit_behind() -> None:
 
 def test_an_epoch_of_the_middle_of_a_pass_begins_where_it_did_when_it_is_broken_off() -> None:
     loader = patch_dataloader(DataLoader(chunks((30, 30, 20)), batch_size=2), seed=7)
-    limited = type(loader)(DataLoader(chunks((30, 30, 20)), batch_size=2), options=loader.options, seed=7)
-    limited.stream_epochs.prepare("here", limit=18)
-    limited.stream_epochs._is_prepared = False
+    limited = type(loader)(DataLoader(chunks((30, 30, 20)), batch_size=2), loader.options)
+    limited.order.prepare("here", limit=18)
     batches = [batch["id"].tolist() for batch in limited]
     again = [[batch["id"].tolist() for batch in islice(limited, 17)] for _ in range(2)]
 
@@ -187,7 +186,7 @@ def test_loaders_made_anew_leave_no_workers_behind(persistent_workers: bool) -> 
 def test_a_loader_whose_workers_were_ended_goes_on() -> None:
     def batches(ends: bool) -> Iterator[Any]:
         loader: Any = patch_dataloader(DataLoader(chunks(), batch_size=2, num_workers=1), seed=7)
-        loader.stream_epochs.prepare("here", limit=4)
+        loader.order.prepare("here", limit=4)
         for _ in range(4):
             yield from (batch["id"].tolist() for batch in loader)
             if ends:
