@@ -225,17 +225,6 @@ def test_a_cycle_gives_every_sample_at_least_once_in_a_pass_on_any_workers() -> 
             assert len(served) == sum(SIZES) + sum(OTHER_SIZES)
 
 
-def test_a_state_after_a_change_of_workers_stands_for_itself() -> None:
-    _, states = observe(lambda: WHOLE["in blocks"](3), 6)
-    loader = WHOLE["in blocks"](2)
-    loader.load_state_dict(states[6])
-    before = saved(loader)
-
-    assert before["progress"]["workers"] == 2
-    assert saved(loaded(WHOLE["in blocks"](2), before)) == before
-    assert list(islice(steps(loaded(WHOLE["in blocks"](2), before)), 20)) == list(islice(steps(loader), 20))
-
-
 @pytest.mark.parametrize("dataset", [Divided, Remembers])
 def test_a_dataset_that_divides_itself_changes_workers_between_epochs_only(dataset: Any) -> None:
     make = of(dataset)

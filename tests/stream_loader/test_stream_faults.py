@@ -28,13 +28,11 @@ from support.stream_cases import (
     budgeted,
     chunks,
     loaded,
-    mixed,
     numbers,
     observe,
     plain,
     random_legs,
     read_lines,
-    refs,
     saved,
     steps,
     stream_loader,
@@ -153,14 +151,13 @@ def test_a_reader_that_raises(tmp_path: Path, workers: str) -> None:
     assert_mends(make, trouble.marker.touch, trouble.marker.unlink, match)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-def test_a_truncated_file(tmp_path: Path, workers: str) -> None:
+def test_a_truncated_file(tmp_path: Path) -> None:
     files = write_lines(tmp_path, (30, 40, 3000, 10))
     whole = Path(files[2]).read_bytes()
 
     def make() -> Any:
         dataset = ChunkedDataset(files, read_lines, buffer_size=50, seed=1)
-        return stream_loader(dataset, batch_size=100, **WORKERS[workers])
+        return stream_loader(dataset, batch_size=100, **IN_PROCESS)
 
     damage = partial(Path(files[2]).write_bytes, whole[: len(whole) // 2])
     match = r"chunk 2 of 4 \(shard-2.gz\) could not be read at its sample \d+: EOFError"
@@ -181,17 +178,6 @@ def test_workers_of_a_stream_that_broke_off_end_with_their_loader(tmp_path: Path
         assert set(multiprocessing.active_children()) == before
     finally:
         gc.enable()
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    files = write_lines(tmp_path)
-    away = tmp_path / "away"
-
-    def make() -> Any:
-        return stream_loader(ChunkedDataset(files, read_lines, buffer_size=4), **IN_PROCESS)
-
-    match = r"chunk 1 of 6 \(shard-1.gz\) could not be read at its sample \d: FileNotFoundError"
-    assert_mends(make, partial(os.rename, files[1], away), partial(os.rename, away, files[1]), match)
 
 
 @pytest.mark.parametrize("workers", ["no workers", "persistent worker"])
@@ -237,20 +223,6 @@ def measured_by(dataset: Stream, length: Callable[[int], int], **options: Any) -
     return replace(config, sources=sources)
 
 
-def test_a_sample_longer_than_a_batch(tmp_path: Path) -> None:
-    trouble = Trouble(tmp_path, 14, fail)
-
-    def length_of(number: int) -> int:
-        return 13 if number == trouble.number and trouble.marker.exists() else 1 + number % 5
-
-    def make() -> Any:
-        dataset = chunks()
-        return stream_loader(dataset, config=measured_by(dataset, length_of), **IN_PROCESS)
-
-    match = r"the sample 14 .* is 13 tokens, and max_tokens=12"
-    assert_mends(make, trouble.marker.touch, trouble.marker.unlink, match)
-
-
 def test_a_collate_fn_that_fails_leaves_the_state_of_the_last_batch(tmp_path: Path) -> None:
     trouble = Trouble(tmp_path, 14, fail)
 
@@ -267,27 +239,6 @@ def test_a_collate_fn_that_fails_leaves_the_state_of_the_last_batch(tmp_path: Pa
     assert saved(loader) == states[len(found)]
     trouble.marker.unlink()
     assert list(islice(steps(loaded(loader, states[len(found)])), 5)) == items[len(found) :][:5]
-
-
-OPENINGS: dict[str, Callable[[Any], Any]] = {"nothing": lambda ref: None, "no more": lambda ref: next(iter(()))}
-
-
-@pytest.mark.parametrize("by", ["batch", "sample"])
-@pytest.mark.parametrize("buffer_size", [1, 5])
-@pytest.mark.parametrize("opening", OPENINGS)
-def test_a_reader_that_gives_no_samples_is_no_empty_chunk(opening: str, buffer_size: int, by: Any) -> None:
-    def read(ref: tuple[int, int]) -> Any:
-        return OPENINGS[opening](ref) if ref == (11, 5) else range(ref[0], sum(ref))
-
-    dataset = chunks(read=read, buffer_size=buffer_size)
-    with pytest.raises(ShardError, match=r"chunk 3 of 6 \(\(11, 5\)\) could not be read"):
-        list(stream_loader(mixed_with(dataset, by), batch_size=4))
-
-
-def mixed_with(dataset: Any, by: Any) -> Any:
-    """A mixture with a stream of its own."""
-    mixture = mixed(by=by)
-    return type(mixture)({"one": dataset, "two": chunks((9,), 100)}, by=by)
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
@@ -441,8 +392,3 @@ def test_a_stream_of_which_nothing_can_be_read_ends(tmp_path: Path) -> None:
     assert loader.position_report()["epoch"] == 2
     with pytest.raises(ConfigurationError, match="has given no batch to all ranks in 4 passes"):
         list(make(steps_per_epoch=2))
-
-
-def test_a_way_to_go_on_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"on_error must be one of \('raise', 'skip'\), got 'ignore'"):
-        ChunkedDataset(refs(), read_lines, on_error="ignore")  # type: ignore[arg-type]

@@ -68,18 +68,6 @@ def test_a_run_stopped_anywhere_goes_on_exactly(num_replicas: int) -> None:
     assert result, result
 
 
-def test_workers_go_on_exactly_too() -> None:
-    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
-    whole, stopped, resumed = (patched(**options) for _ in range(3))
-    expected = read(whole)
-    iterator = iter(stopped)
-    assert [next(iterator).tolist() for _ in range(3)] == expected[:3]
-    resumed.load_state_dict(stopped.state_dict())
-
-    with pytest.warns(StatefulWarning, match=r"6 samples of Draws \(rank 0, worker 0\), .* were read again"):
-        assert read(resumed) == expected[3:]
-
-
 def test_ranks_and_epochs_draw_otherwise() -> None:
     loader = patched()
     drawn = [read(loader), read(loader), read(patched(num_replicas=2, rank=1))]
@@ -95,16 +83,6 @@ def test_a_resume_tells_its_cost() -> None:
 
     with pytest.warns(StatefulWarning, match=r"2 samples of Draws .* were read again.*took \d+\.\d s"):
         read(fresh)
-
-
-def test_a_stream_that_draws_nothing_leaves_the_process_its_randomness_unless_samples_are_seeded() -> None:
-    random.seed(5)
-    torch.manual_seed(5)
-    expected = random.Random(5).random(), torch.rand(1, generator=torch.Generator().manual_seed(5))
-    for _ in patch_dataloader(DataLoader(Plain(), batch_size=2), seed_samples=False):
-        pass
-
-    assert (random.random(), torch.rand(1)) == expected
 
 
 def test_another_number_of_ranks_is_refused_within_an_epoch_and_not_between() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import operator
-from collections.abc import Callable, Iterator
-from functools import partial, reduce
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -35,17 +33,13 @@ from support.stream_cases import (
     observe,
     plain,
     random_legs,
-    read_lines,
     saved,
     steps,
     stream_loader,
-    write_lines,
 )
 
-from lightning_stateful import ChunkedDataset, MixedStream, check_resume
+from lightning_stateful import MixedStream, check_resume
 from lightning_stateful.errors import (
-    DamagedStateError,
-    PositionError,
     StateMismatchError,
     StreamError,
 )
@@ -101,6 +95,7 @@ CHUNKS: dict[str, Case] = {
     "drop_last": of(chunks, batch_size=4, drop_last=True),
     "drop_last, less than a batch in a pass": of(partial(chunks, (1, 0, 2)), batch_size=5, drop_last=True),
     "one by one": of(chunks, batch_size=None),
+    "one by one, collate draws": of(chunks, batch_size=None, collate_fn=drawn),
     "draws": of(partial(chunks, transform=drawn)),
     "collate draws": of(partial(chunks, transform=drawn), collate_fn=all_drawn, batch_size=3),
     "map and filter": of(lambda: chunks().map(drawn).map(lambda found: found[0]).filter(is_even).map(drawn)),
@@ -266,26 +261,6 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
     ][12:]
 
 
-def test_any_number_of_iterators_that_are_not_begun_change_nothing() -> None:
-    items, states = observe(CHUNKS["shuffled"], 8)
-    loader = CHUNKS["shuffled"]()
-    early = iter(loader)
-    iter(loader)
-    loader.load_state_dict(states[5])
-    iter(loader)
-
-    assert [plain(next(early)) for _ in range(3)] == items[5:]
-    assert saved(loader) == states[8]
-
-
-def test_the_latest_state_that_is_loaded_counts() -> None:
-    items, states = observe(CHUNKS["shuffled"], 20)
-    loader = CHUNKS["shuffled"]()
-    for at in (5, 0, 17, 3, 3):
-        loaded(loader, states[at])
-        assert list(islice(steps(loader), 3)) == items[at : at + 3]
-
-
 def test_an_iterator_goes_on_where_a_state_was_loaded_meanwhile() -> None:
     items, states = observe(CHUNKS["shuffled"], 8)
     loader = CHUNKS["shuffled"]()
@@ -351,17 +326,6 @@ def test_set_epoch_keeps_a_place_in_that_epoch_and_leaves_any_other() -> None:
     assert loader.epoch == 8
 
 
-def test_a_stream_that_was_read_by_itself_does_not_move_the_loader() -> None:
-    loader = CHUNKS["shuffled"]()
-    before = saved(loader)
-    expected, _ = observe(CHUNKS["shuffled"], 20)
-
-    assert len(list(loader.dataset)) == sum(SIZES)
-    assert list(map(plain, loader.batches(loader.plan(0)))) == expected[:12]
-    assert saved(loader) == before
-    assert list(islice(steps(loader), 20)) == expected
-
-
 def test_drop_last_leaves_nothing_out_for_good() -> None:
     loader = stream_loader(chunks(), batch_size=5, drop_last=True)
     served = numbers(list(islice(steps(loader), 240)))
@@ -376,10 +340,6 @@ def test_drop_last_serves_full_batches_only_of_a_dataset_that_divides_itself(num
 
     for _ in range(2):
         assert {len(batch[0]) for batch in loader} == {3}
-
-
-def test_what_converts_single_samples_may_draw() -> None:
-    assert_goes_on(of(chunks, batch_size=None, collate_fn=drawn), [3, 5, 1], total=20)
 
 
 def test_without_seeded_samples_the_process_keeps_its_randomness() -> None:
@@ -446,25 +406,6 @@ def test_a_state_of_another_stream_is_refused_and_changes_nothing(what: str) -> 
     assert list(islice(steps(other), 9)) == expected
 
 
-def parts_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all numbers and words in a state."""
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from parts_of(part, (*path, key)) if isinstance(part, (dict, list)) and part else ((*path, key),)
-
-
-def test_whatever_is_damaged_is_found_by_the_checksum_and_changes_nothing() -> None:
-    items, states = observe(CHUNKS["shuffled"], 9)
-    loader = loaded(CHUNKS["shuffled"](), states[4])
-    for *path, last in parts_of(states[7]["progress"]):
-        wrong = copy.deepcopy(states[7])
-        part = reduce(operator.getitem, path, wrong["progress"])
-        part[last] = "damaged"
-        with pytest.raises(DamagedStateError, match=r"The loader's state .* checksum"):
-            loader.load_state_dict(wrong)
-    assert saved(loader) == states[4]
-    assert list(islice(steps(loader), 5)) == items[4:]
-
-
 def test_an_accepted_difference_that_shards_do_not_allow_is_named() -> None:
     _, states = observe(CHUNKS["shuffled"], 5)
     fewer = stream_loader(chunks(SIZES[:2]), accept=("dataset",))
@@ -476,21 +417,6 @@ def test_an_accepted_difference_that_shards_do_not_allow_is_named() -> None:
     assert saved(fewer) == own[1]
 
 
-def test_a_chunk_that_has_become_shorter_is_refused_at_the_first_batch(tmp_path: Path) -> None:
-    files = write_lines(tmp_path, (6, 6))
-
-    def make() -> Any:
-        return stream_loader(ChunkedDataset(files, read_lines, shuffle=False), batch_size=2)
-
-    _, states = observe(make, 2)
-    write_lines(tmp_path, (3, 6))
-
-    with pytest.raises(
-        PositionError, match=r"4 samples of chunk 0 of 2 \(shard-0.gz\) were used, but now it ends after 3"
-    ):
-        next(iter(loaded(make(), states[2])))
-
-
 def test_a_dataset_of_hugging_faces_stays_as_it_is(hugging_face: dict[str, Case]) -> None:
     make = hugging_face["map that draws"]
     dataset = make().dataset
@@ -499,10 +425,3 @@ def test_a_dataset_of_hugging_faces_stays_as_it_is(hugging_face: dict[str, Case]
         pass
 
     assert ([dict(row, drawn=None) for row in dataset], dataset.state_dict()) == before
-
-
-def test_a_state_is_small_however_far_it_is(hugging_face: dict[str, Case]) -> None:
-    for make in (CHUNKS["shuffled"], MIXED["cycle by batch"], hugging_face["map"]):
-        _, states = observe(make, 60)
-        sizes = [len(str(state)) for state in states]
-        assert max(sizes[30:]) < 1.5 * max(sizes[:30]) < 6000

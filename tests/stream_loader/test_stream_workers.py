@@ -91,19 +91,6 @@ def test_workers_that_are_spawned_read_what_those_that_are_forked_do() -> None:
     assert list(islice(steps(loaded(make("spawn"), states[5])), 11)) == items[5:]
 
 
-def test_the_number_of_workers_may_change_again_and_again() -> None:
-    served, state = Counter[int](), None
-    for num_workers, count in ((2, 3), (0, 1), (3, 4), (1, 2), (2, 99)):
-        loader = stream_loader(chunks(), num_workers=num_workers)
-        if state is not None:
-            loader.load_state_dict(state)
-        served += numbers(list(map(plain, islice(loader, count))))
-        state = saved(loader)
-
-    assert served == Counter(range(sum(SIZES)))
-    assert loader.epoch == 1
-
-
 def test_persistent_workers_live_on_and_end_with_their_loader() -> None:
     before = set(multiprocessing.active_children())
     loader = stream_loader(chunks(), num_workers=2, persistent_workers=True)
