@@ -165,7 +165,8 @@ class Assignment:
 
     Attributes:
         epoch: The latest pass that a shard of it belongs to.
-        begun: Slices that come first: what was open when shards were assigned anew.
+        begun: Slices that come first: what was open when shards were assigned anew, and shards that teams of equal
+            numbers of ranks would not have shared evenly.
         whole: The other shards, as pairs of pass and number in the order in which they are read.
         is_small: Whether the begun slices hold less than a step takes, and are not worth being shared.
     """
@@ -229,6 +230,12 @@ class Assignment:
     def shared(self) -> Assignment:
         """The same with nothing that one slot is to go on with."""
         return replace(self, begun=tuple(replace(piece, slot=-1) for piece in self.begun), is_small=False)
+
+    def spread(self) -> Assignment:
+        """The same with every shard shared by as many slots as what was begun, and none of it left to one of them."""
+        return replace(
+            self, begun=(*self.begun, *(ShardSlice(epoch, (shard,)) for epoch, shard in self.whole)), whole=()
+        ).shared()
 
     def to_dict(self, order: Sequence[int]) -> dict[str, Any]:
         """Plain data for a state: shards of the latest pass as runs of indices into its order."""

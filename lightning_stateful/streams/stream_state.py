@@ -122,7 +122,7 @@ class StreamState:
         shared = {name: self._left(name) for name in self.assignments if self._is_uneven(name)}
         # With many shards left, slots go on in those that they have open.
         shared = {
-            name: left if len(left.whole) >= self.num_slots else left.shared()
+            name: left if len(left.whole) >= self.num_slots else left.spread()
             for name, left in shared.items()
             if left.begun or left.whole
         }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.slot_cases import flat, serve_epoch
+from support.slot_cases import flat, serve_epoch, serve_rest
 from torchdata.nodes import BaseNode, IterableWrapper
 
 from lightning_stateful.bucketing.budget import Budget
@@ -129,15 +129,30 @@ def test_nodes_behind_the_samples_give_the_same_on_other_ranks(steps: tuple[Step
         assert Counter(map(str, served)) == expected
 
 
-def test_batches_of_like_lengths_are_shared_whole() -> None:
-    batcher = Step(LengthBatcher, {"window": 10, "budget": Budget(max_tokens=12), "length": lambda n: 1 + n % 5})
-    config = StreamConfig(sources={ALONE: Source(shards=Numbers([60]), steps=(batcher,))}, batch_size=None)
-    alone, _, _ = serve_epoch(StreamState.beginning(config, 0, 1, 1))
-    first, state, _ = serve_epoch(StreamState.beginning(config, 0, 1, 1), 3)
-    rest, state, _ = serve_epoch(state.on(2, 1))
-    last, _, _ = serve_epoch(state.on(1, 1))
-    batches = [sorted(batch) for step in first + rest + last for batch in step]
-    assert sorted(batches) == sorted(sorted(batch) for step in alone for batch in step)
+def length(number: int) -> int:
+    """How many tokens a number counts for; 0 to 5 of 50 are too long."""
+    return 1 + number % 50 if number % 50 > 44 else 1 + number % 5
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_batches_of_like_lengths_are_shared_whole_again_and_again(seed: int) -> None:
+    history = random.Random(seed)
+    options = {"window": 10, "budget": Budget(max_tokens=12), "length": length, "too_long": "drop"}
+    sizes = [60] if seed % 2 else [history.randint(0, 40) for _ in range(7)]
+    config = StreamConfig(
+        sources={ALONE: Source(shards=Numbers(sizes), steps=(Step(LengthBatcher, options),))}, batch_size=None
+    )
+    state, batches = StreamState.beginning(config, 0, history.randint(1, 3), history.randint(1, 2)), []
+    for _ in range(4):
+        steps, state, _ = serve_epoch(state, history.randint(0, 4))
+        batches += [batch for step in steps for batch in step]
+        state = state.on(history.randint(1, 4), history.randint(1, 2))
+    steps, state, _ = serve_epoch(state.on(1, 1))
+    batches += [batch for step in steps for batch in step]
+    assert all(len(batch) * max(map(length, batch)) <= 12 for batch in batches)
+    too_long = [number for number in range(sum(sizes)) if length(number) > 12]
+    assert sorted([number for batch in batches for number in batch] + too_long) == list(range(sum(sizes)))
+    assert state.left_out == (0, 0, len(too_long))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -179,10 +194,40 @@ def test_a_slot_reads_no_shard_that_it_need_not() -> None:
     assert shards.num_read == 32
 
 
-def test_what_is_shared_leaves_a_batch_of_each_slot_at_most() -> None:
-    config = stream([50, 3, 3, 3, 41], drop_last=True, batch_size=4)
-    state = StreamState.beginning(config, 0, 3, 2)
-    for _ in range(4):
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "num_read"),
+    [([40] * 3, 2, 2 + 2), ([48] * 3, 16, 3 * 16), ([20, 20], 4, 4), ([20, 20], 40, 40), ([32, 34], 33, 33)],
+    ids=["the last alone", "one team", "two teams", "two large teams", "two unequal teams"],
+)
+def test_as_few_ranks_read_a_shard_as_share_it(sizes: list[int], ranks: int, num_read: int) -> None:
+    config = stream(sizes, shuffle=False, buffer_size=0, batch_size=1)
+    shards: Any = config.sources[ALONE].shards
+    steps, _, _ = serve_epoch(StreamState.beginning(config, 0, ranks, 1))
+    assert sorted(flat(steps)) == list(range(sum(sizes)))
+    assert shards.num_read == num_read
+
+
+def test_of_many_ranks_teams_go_on_with_what_is_open() -> None:
+    config = stream([66] * 2, shuffle=False, buffer_size=0, batch_size=1)
+    shards: Any = config.sources[ALONE].shards
+    steps, state, _ = serve_epoch(StreamState.beginning(config, 0, 2, 1), 1)
+    shards.num_read = 0
+    more, _, _ = serve_epoch(state.on(33, 1), 3)
+    assert shards.num_read == 33
+    assert len(set(flat(steps + more))) == 2 + 3 * 33
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (3, 1), (3, 2), (5, 2)])
+@pytest.mark.parametrize("sizes", [[50, 3, 3, 3, 41], [37], SKEWED])
+def test_no_sample_is_lost_over_ten_epochs(sizes: list[int], ranks: int, workers: int, drop_last: bool) -> None:
+    config = stream(sizes, drop_last=drop_last, batch_size=4)
+    state, served = StreamState.beginning(config, 0, ranks, workers), Counter[Any]()
+    for epoch in range(10):
         steps, state, _ = serve_epoch(state)
+        served.update(flat(steps))
+        # At most a batch of each slot is left for the next epoch.
+        assert sum(served.values()) >= (epoch + 1) * sum(sizes) - 4 * ranks * workers
         state = state.following()
-        assert len(flat(steps)) >= 100 - 2 * 4 * 6
+    served.update(serve_rest(state)[0])
+    assert served == dict.fromkeys(range(sum(sizes)), 11)
