@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -168,13 +168,11 @@ class Assignment:
         begun: Slices that come first: what was open when shards were assigned anew, and shards that teams of equal
             numbers of ranks would not have shared evenly.
         whole: The other shards, as pairs of pass and number in the order in which they are read.
-        is_small: Whether the begun slices hold less than a step takes, and are not worth being shared.
     """
 
     epoch: int
     begun: tuple[ShardSlice, ...] = ()
     whole: tuple[tuple[int, int], ...] = ()
-    is_small: bool = False
 
     @classmethod
     def of_pass(cls, epoch: int, order: Iterable[int]) -> Assignment:
@@ -202,10 +200,9 @@ class Assignment:
             return [self._own_slices(slot) for slot in range(number)]
         slots: list[list[SlotSlice]] = [[] for _ in range(number)]
         for which, piece in enumerate(self.begun):
-            if piece.slot >= 0 or self.is_small:
-                slot = which % number if self.is_small else piece.slot
-                slots[slot].append(SlotSlice(piece, number=which))
-        shared = [] if self.is_small else [which for which, piece in enumerate(self.begun) if piece.slot < 0]
+            if piece.slot >= 0:
+                slots[piece.slot].append(SlotSlice(piece, number=which))
+        shared = [which for which, piece in enumerate(self.begun) if piece.slot < 0]
         teams = min(num_replicas // _MOST_RANKS, len(shared))
         for numbers, readers in _readers(len(shared), num_replicas, num_workers, teams):
             for which in numbers:
@@ -228,14 +225,17 @@ class Assignment:
         return [*begun, *(SlotSlice(ShardSlice(epoch, (shard,))) for epoch, shard in self.whole if shard == slot)]
 
     def shared(self) -> Assignment:
-        """The same with nothing that one slot is to go on with."""
-        return replace(self, begun=tuple(replace(piece, slot=-1) for piece in self.begun), is_small=False)
+        """The same with nothing that one slot is to go on with alone."""
+        return replace(self, begun=tuple(replace(piece, slot=-1) for piece in self.begun))
+
+    def unshared(self, num_slots: int) -> Assignment:
+        """The same with one slot for each begun slice."""
+        return replace(self, begun=tuple(replace(piece, slot=n % num_slots) for n, piece in enumerate(self.begun)))
 
     def spread(self) -> Assignment:
-        """The same with every shard shared by as many slots as what was begun, and none of it left to one of them."""
-        return replace(
-            self, begun=(*self.begun, *(ShardSlice(epoch, (shard,)) for epoch, shard in self.whole)), whole=()
-        ).shared()
+        """The same with every shard shared as what was begun is, by as many slots as can be."""
+        whole = (ShardSlice(epoch, (shard,)) for epoch, shard in self.whole)
+        return replace(self, begun=(*self.begun, *whole), whole=()).shared()
 
     def to_dict(self, order: Sequence[int]) -> dict[str, Any]:
         """Plain data for a state: shards of the latest pass as runs of indices into its order."""
@@ -243,7 +243,7 @@ class Assignment:
         runs = _runs_of(sorted(where[shard] for epoch, shard in self.whole if epoch == self.epoch))
         older = [list(pair) for pair in self.whole if pair[0] != self.epoch]
         begun = [piece.to_dict() for piece in self.begun]
-        return {"epoch": self.epoch, "begun": begun, "older": older, "whole": runs, "is_small": self.is_small}
+        return {"epoch": self.epoch, "begun": begun, "older": older, "whole": runs}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], order: Callable[[int], Sequence[int]]) -> Assignment:
@@ -259,7 +259,7 @@ class Assignment:
             raise PositionError(f"A stream's progress names shard {last}, and there are {len(shards)}.")
         whole = [(data["epoch"], shards[index]) for first, last in data["whole"] for index in range(first, last + 1)]
         older = [(epoch, shard) for epoch, shard in data["older"]]
-        return cls(data["epoch"], begun, (*older, *whole), data["is_small"])
+        return cls(data["epoch"], begun, (*older, *whole))
 
 
 class SlotProgress(NamedTuple):
@@ -286,8 +286,7 @@ def left_of(slots: Sequence[SlotProgress], epoch: int, order: Sequence[int]) -> 
         epoch: The latest pass of its shards.
         order: The order of the shards of that pass.
     """
-    begun: list[ShardSlice] = []
-    whole: list[tuple[int, int]] = []
+    left: list[tuple[ShardSlice | None, list[tuple[int, int]]]] = []
     together: dict[int, list[tuple[SlotSlice, SlotProgress | None]]] = {}
     for number, slot in enumerate(slots):
         for index, slot_slice in enumerate(slot.slices):
@@ -296,24 +295,15 @@ def left_of(slots: Sequence[SlotProgress], epoch: int, order: Sequence[int]) -> 
             if slot_slice.number is not None:
                 together.setdefault(slot_slice.number, []).append((slot_slice, here))
             elif here is not None:
-                _add_left(*_left_alone(slot_slice, here, number), begun, whole)
-    for readers in together.values():
-        _add_left(*_left_together(readers), begun, whole)
+                left.append(_left_alone(slot_slice, here, number))
+    left += map(_left_together, together.values())
+    begun = [piece for piece, _ in left if piece is not None]
+    whole = [pair for _, unopened in left for pair in unopened]
     where = {shard: index for index, shard in enumerate(order)}
     # Older passes first, and shards in the order of theirs.
     whole.sort(key=lambda pair: (pair[0], where[pair[1]]))
     begun.sort(key=lambda piece: piece.epoch)
     return Assignment(epoch, tuple(begun), tuple(whole))
-
-
-def _add_left(
-    piece: ShardSlice | None,
-    unopened: Iterable[tuple[int, int]],
-    begun: list[ShardSlice],
-    whole: list[tuple[int, int]],
-) -> None:
-    begun += [] if piece is None else [piece]
-    whole += unopened
 
 
 def _left_alone(
@@ -416,12 +406,12 @@ def _give(slots: list[list[SlotSlice]], piece: ShardSlice, readers: Sequence[int
         slots[slot].append(SlotSlice(piece, reader, len(readers), number))
 
 
-def _runs_of(numbers: Sequence[int]) -> list[list[int]]:
+def _runs_of(numbers: Iterable[int]) -> list[list[int]]:
     """Rising numbers as runs ``[first, last]``."""
-    if not numbers:
-        return []
-    breaks = [(a, b) for a, b in pairwise(numbers) if b != a + 1]
-    return [
-        list(run)
-        for run in zip([numbers[0], *(b for _, b in breaks)], [*(a for a, _ in breaks), numbers[-1]], strict=True)
-    ]
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return runs

@@ -1,11 +1,11 @@
-"""One source of a stream: its shards, the order in which they are read, and the nodes behind them."""
+"""One source of a stream: its shards, the order in which they are read, and the nodes over them."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 from torchdata.nodes import BaseNode
@@ -22,18 +22,9 @@ from lightning_stateful.streams.shards import Shards
 from lightning_stateful.streams.shuffle import BlockShuffle
 
 
-class StepNode(Protocol):
-    """A class of nodes that a user puts behind the samples of a source."""
-
-    context: ClassVar[tuple[str, ...]]
-
-    def __call__(self, source: BaseNode[Any], **options: Any) -> StreamNode[Any]:
-        """The node over a source."""
-
-
 @dataclass(frozen=True)
 class Step:
-    """A node to be put behind the samples of a source: its class, and its arguments.
+    """A node to be put over the samples of a source: its class, and its arguments.
 
     Attributes:
         kind: The class. Its ``context`` names what else it is given: ``seed``, ``on_error``, ``where``.
@@ -51,10 +42,9 @@ class Step:
 
     def node(self, source: BaseNode[Any], **context: Any) -> StreamNode[Any]:
         """The node over ``source``."""
-        made: StreamNode[Any] = self.kind(
-            source, **self.options, **{name: context[name] for name in self.kind.context if name in context}
-        )
-        return made
+        wanted = {name: context[name] for name in self.kind.context if name in context}
+        node: StreamNode[Any] = self.kind(source, **self.options, **wanted)
+        return node
 
     def describe(self) -> Any:
         """Plain data to be compared."""

@@ -119,13 +119,16 @@ class StreamState:
 
         Of a mixture, sources that some slots have served and others have not; the other slots go on in the others.
         """
-        shared = {name: self._left(name) for name in self.assignments if self._is_uneven(name)}
-        # With many shards left, slots go on in those that they have open.
-        shared = {
-            name: left if len(left.whole) >= self.num_slots else left.spread()
-            for name, left in shared.items()
-            if left.begun or left.whole
-        }
+        shared = {}
+        for name in filter(self._is_uneven, self.assignments):
+            left = self._left(name)
+            if len(left.whole) < self.num_slots:
+                left = left.spread()
+            elif not self.steps:
+                left = left.shared()
+            # Else slots go on in the shards that they have open.
+            if left.begun or left.whole:
+                shared[name] = left
         if not shared:
             return None
         assigned = self._assigned_anew(shared)
@@ -134,6 +137,9 @@ class StreamState:
 
     def following(self) -> StreamState:
         """The beginning of the next pass: first what is left of this one, then all shards once more."""
+        mixing = self.config.mixing
+        # Until there was not enough for a step, which is not worth being shared once more.
+        was_shared = self.num_replicas > 1 and (mixing is None or mixing.stop == "all_exhausted")
         assignments = {}
         for name, source in self.config.sources.items():
             latest = self._latest(name)
@@ -142,11 +148,10 @@ class StreamState:
                 continue
             left = self._left(name) if source.shards.pinned else self._left(name).shared()
             if not self._has_plenty(left, source):
+                if was_shared and not source.shards.pinned:
+                    left = left.unshared(self.num_slots)
                 order = tuple((latest + 1, shard) for shard in source.order(latest + 1))
-                mixing = self.config.mixing
-                # What was shared until there was not enough of it for a step.
-                is_small = self.num_replicas > 1 and (mixing is None or mixing.stop == "all_exhausted")
-                left = Assignment(latest + 1, left.begun, (*left.whole, *order), is_small)
+                left = Assignment(latest + 1, left.begun, (*left.whole, *order))
             assignments[name] = left
         return self._assigned_anew(assignments, epoch=self.epoch + 1, steps_before=0)
 

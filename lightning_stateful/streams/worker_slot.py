@@ -123,13 +123,9 @@ class SourceReader:
 
     def __init__(self, source: Source, task: SlotTask, name: str) -> None:
         self._source, self._task, self._name = source, task, name
-        held = None if task.state is None else task.state["of"][name]
-        held = held or FRESH
-        self.round: int = held["round"]
-        self._slices = slices_in_round(source, self.round, task, name)
-        self._index: int = held["slice"]
-        self._begin: NodeState | None = held["state"]
-        self._opened: int = held["opened"]
+        self._slices, self._index, self._begin, self._opened = progress_in(source, task, name)
+        held = FRESH if task.state is None else task.state["of"][name]
+        self._round: int = held["round"]
         # In slices that are done: shards, samples, and samples that were too long; and in each that others read too.
         self._skipped: list[int] = held["skipped"]
         self._skipped_shared: dict[str, list[int]] = held["skipped_shared"]
@@ -160,8 +156,8 @@ class SourceReader:
     def begin_again(self) -> None:
         """Read the slot's part of all shards, as those of another pass."""
         self.close()
-        self.round += 1
-        self._slices = slices_in_round(self._source, self.round, self._task, self._name)
+        self._round += 1
+        self._slices = slices_in_round(self._source, self._round, self._task, self._name)
         self._index, self._begin, self._opened = 0, None, 0
 
     def state(self) -> NodeState:
@@ -170,7 +166,7 @@ class SourceReader:
         if self._node is not None and self._reader is not None:
             at, opened = self._node.state_dict(), self._reader.num_opened
         skipped = {"skipped": self._skipped, "skipped_shared": self._skipped_shared}
-        held = {"round": self.round, "slice": self._index, "opened": opened, **skipped, "state": at}
+        held = {"round": self._round, "slice": self._index, "opened": opened, **skipped, "state": at}
         return {**held, "carried": self._carried} if self._source.shards.is_loader else held
 
     def close(self) -> None:

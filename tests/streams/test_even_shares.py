@@ -187,6 +187,14 @@ def test_sources_of_a_mixture_are_shared_evenly(stop: Any, by: Any, ranks: int) 
         state = state.following()
 
 
+@pytest.mark.parametrize("knows_sizes", [True, False])
+def test_shards_of_known_sizes_go_to_the_slot_with_the_least_to_read(knows_sizes: bool) -> None:
+    config = stream([9, 1] * 4, shuffle=False, knows_sizes=knows_sizes)
+    slices = StreamState.beginning(config, 0, 2, 1).slices[ALONE]
+    loads = [sum((9, 1)[shard % 2] for slot_slice in slot for shard in slot_slice.of.shards) for slot in slices]
+    assert loads == ([20, 20] if knows_sizes else [36, 4])
+
+
 def test_a_slot_reads_no_shard_that_it_need_not() -> None:
     config = stream([10] * 32, buffer_size=0)
     shards: Any = config.sources[ALONE].shards
