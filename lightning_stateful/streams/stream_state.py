@@ -302,15 +302,12 @@ class StreamState:
                 here = progress_in(source, self.task(slot), name)
                 if not 0 <= here.current <= len(here.slices):
                     raise PositionError(f"Worker slot {slot} stands in slice {here.current} of {len(here.slices)}.")
-                slot_slice = here.slices[here.current] if here.current < len(here.slices) else None
-                if slot_slice is not None:
-                    if not 0 <= here.num_opened <= len(slot_slice.of.shards):
-                        raise PositionError(
-                            f"Worker slot {slot} has opened {here.num_opened} of {len(slot_slice.of.shards)} shards."
-                        )
-                    wrapped = here.state is None or not slot_slice.is_bare
-                    at = here.state if wrapped else {"source": here.state, "seen": [0]}
-                    _check_state(at, fresh, slot_slice.of.shards)
+                for slot_slice in here.slices[here.current : here.current + 1]:
+                    shards = slot_slice.of.shards
+                    if not 0 <= here.num_opened <= len(shards):
+                        raise PositionError(f"Worker slot {slot} has opened {here.num_opened} of {len(shards)} shards.")
+                    is_wrapped = here.state is None or not slot_slice.is_bare
+                    _check_state(here.state if is_wrapped else {"source": here.state, "seen": [0]}, fresh, shards)
 
     def _left(self, name: str) -> Assignment:
         """What is left of a source."""
@@ -403,10 +400,6 @@ class StreamState:
         skipped = self._left_out_with(assignments)
         made = replace(self, assignments={**self.assignments, **assignments}, skipped=skipped, **changes)  # type: ignore[arg-type]
         return replace(made, slots=(None,) * made.num_slots)
-
-
-# What stands there is a source's or a user's own.
-_FREE = ("state", "first")
 
 
 def _check_state(saved: NodeState | None, fresh: NodeState, shards: Sequence[int]) -> None:

@@ -434,15 +434,27 @@ class TestReports:
         _, end = serve_rest(state)
         assert end.left_out == end.following().on(3, 1).left_out == (2, 4, 0)
 
-    def test_what_is_left_out_of_a_mixture_is_counted_once_however_often_the_rest_is_shared(self) -> None:
-        fails = dict.fromkeys(range(0, 9, 2), 2)
-        parts = {
-            "a": source([9] * 5, of={"label": "a", "fails": fails}, on_error="skip"),
-            "b": source([1, 30, 2], of={"label": "b", "fails": {1: 9}}, on_error="skip"),
-        }
-        _, state, _ = serve_epoch(StreamState.beginning(mixture(parts, batching={"batch_size": 2}), 0, 4, 1))
-        _, end = serve_rest(state)
-        assert end.left_out == (4, 0, 0)
+    def test_what_is_left_out_of_a_mixture_is_counted_once_where_another_source_is_shared_anew(self) -> None:
+        # One slot ends with the first source soon, as both have left out a shard of the second.
+        parts = {"a": [3, 30], "b": source([9] * 6, of={"label": "b", "fails": {0: 1, 1: 1}}, on_error="skip")}
+        _, state = take(StreamState.beginning(mixture(parts), 0, 2, 1), 9, 7)
+        shared = state.shared_anew()
+        assert shared is not None
+        assert shared.slots[0] is not None
+        assert [one.left_out for one in (state, shared, round_trip(shared).on(3, 1))] == [(2, 0, 0)] * 3
+        assert serve_rest(shared)[1].left_out == (2, 0, 0)
+
+    @pytest.mark.parametrize(
+        ("sizes", "bad", "batches", "expected"),
+        [([9], 0, (5, 1), 0), ([9], 0, (5, 5), 1), ([9], 0, (9, 9), 2), ([1, 1, 9], 2, (7, 3), 0)],
+        ids=["the last before it", "both behind it", "again", "the last before it, of several"],
+    )
+    def test_of_a_shared_shard_what_the_last_slot_has_left_out_counts(
+        self, sizes: list[int], bad: int, batches: tuple[int, int], expected: int
+    ) -> None:
+        small = source(sizes, of={"label": "a", "fails": {bad: 4}}, on_error="skip")
+        begun = StreamState.beginning(mixture({"a": small, "b": [50, 50]}, stop="cycle"), 0, 2, 1)
+        assert take(begun, *batches)[1].left_out == (expected, 0, 0)
 
     def test_what_is_known_and_begun(self) -> None:
         begun = StreamState.beginning(alone([3, 3], batching={"batch_size": 1}), 0, 2, 1)
