@@ -5,27 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import PositionError, StreamError
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.state_text import StateText, complete, decode
-from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
+from lightning_stateful.stream_loader.worker_slots import Delivery, SlotLoader
 from lightning_stateful.streams.nodes import NodeState
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.worker_slot import WorkerSlot
 
 # Where the worker slots of this rank stand; a worker's is JSON until somebody wants it.
 SlotStates = list[NodeState | StateText]
-
-
-class _Read(NamedTuple):
-    """A batch that was read, and where this rank's slots stand after it."""
-
-    batch: Any
-    states: SlotStates
 
 
 class StreamRun:
@@ -43,7 +36,6 @@ class StreamRun:
     Attributes:
         begun: Where it began.
         num_served: Batches that were handed over.
-        is_closed: Whether it reads no more.
     """
 
     def __init__(
@@ -56,23 +48,25 @@ class StreamRun:
         seed: int = 0,
         keep: int = 64,
     ) -> None:
-        self.begun, self.num_served, self.is_closed = begun, 0, False
+        self.begun, self.num_served, self._is_closed = begun, 0, False
         self._slots, self._topology, self._keep = slots, topology, keep
         self._sync = None if connect is None else connect(self._describe)
-        self._buffer: deque[_Read] = deque()
+        # Batches that were read ahead, and where this rank's slots stand after each.
+        self._buffer: deque[tuple[Any, SlotStates]] = deque()
         self._num_read = 0
         self._is_read = self._is_over = False
         # Met where this rank reads ahead, and where it has to be raised.
         self._error: Exception | None = None
         self._broken: Exception | None = None
         self._sure = -1  # The step of which it is known that it happens.
-        tasks = [begun.task(self._slot(worker)) for worker in begun.workers_in_turn(topology.rank)]
+        rank, num_replicas = topology.rank, begun.num_replicas
+        tasks = [begun.task(worker * num_replicas + rank) for worker in begun.workers_in_turn(rank)]
         self._states: SlotStates = [
             WorkerSlot(begun.config, task).state() if task.state is None else task.state
             for task in sorted(tasks, key=lambda task: task.worker)
         ]
-        labels = begun.epoch, begun.steps_before, topology.rank
-        self._deliveries: Iterator[Delivery] | None = slots.read(tasks, derive_seed("stream", seed, *labels))
+        seed = derive_seed("stream", seed, begun.epoch, begun.steps_before, rank)
+        self._deliveries: Iterator[Delivery] | None = slots.read(tasks, seed)
         self._skip_unknown()
         self._history = {0: self._states}
 
@@ -120,7 +114,7 @@ class StreamRun:
 
     def goes_on(self, num_served: int) -> bool:
         """Whether the next batch is the one after ``num_served``."""
-        return num_served == self.num_served and not self.is_closed
+        return num_served == self.num_served and not self._is_closed
 
     def state_at(self, num_served: int) -> StreamState:
         """Where all worker slots stood after ``num_served`` batches of each rank.
@@ -148,10 +142,7 @@ class StreamRun:
 
     def close(self) -> None:
         """Stop reading; where it stood can still be asked for until another run has a batch on all ranks."""
-        self._deliveries, self.is_closed = None, True
-
-    def _slot(self, worker: int, rank: int | None = None) -> int:
-        return worker * self.begun.num_replicas + (self._topology.rank if rank is None else rank)
+        self._deliveries, self._is_closed = None, True
 
     def _skip_unknown(self) -> None:
         """Where nobody has written where this rank stood: read again what it was given."""
@@ -187,56 +178,58 @@ class StreamRun:
             self._num_read += 1
             self._buffer.append(read)
             if sync is not None:
-                sync.publish(read.states)
+                sync.publish(self._states)
 
-    def _read(self) -> _Read | None:
-        """The next batch of this rank; None at its end."""
+    def _read(self) -> tuple[Any, SlotStates] | None:
+        """The next batch of this rank, and where its slots stand then; None at its end."""
+        rank = self._topology.rank
         try:
             for delivery in () if self._deliveries is None else self._deliveries:
-                self._states = self._states_after(delivery)
+                self._note(delivery)
                 if not delivery.is_end:
-                    return _Read(delivery.batch, self._states)
+                    return delivery.batch, self._states
         except Exception as error:
             self._deliveries = None
-            explained = self._slots.explained(error, self._reading)
+            explained = self._slots.explained(error, lambda: self._shards_in(rank, list(map(_decoded, self._states))))
             raise explained from explained.__cause__
         self._deliveries = None
         return None
 
-    def _states_after(self, delivery: Delivery) -> SlotStates:
+    def _note(self, delivery: Delivery) -> None:
+        """Note where the slot that has delivered stands now."""
+        state, before = delivery.state, self._states[delivery.worker]
         # A new list: the old one is part of the history.
-        states, state = list(self._states), delivery.state
-        before = states[delivery.worker]
-        states[delivery.worker] = (
-            state.state
-            if isinstance(state, OpaqueState)
-            else complete(state, before if isinstance(before, StateText) else None)
-        )
-        return states
+        self._states = list(self._states)
+        if isinstance(state, StateText):
+            self._states[delivery.worker] = complete(state, before if isinstance(before, StateText) else None)
+        else:
+            self._states[delivery.worker] = state.state
 
-    def _reading(self) -> list[str]:
-        """The shards that this rank's slots have open, by name."""
-        states = enumerate(map(_decoded, self._states))
-        return sorted({name for worker, state in states for name in self.begun.shards_at(self._slot(worker), state)})
+    def _shards_in(self, rank: int, states: Sequence[NodeState]) -> list[str]:
+        """The shards that a rank's slots have open, by name."""
+        begun = self.begun
+        slots = range(rank, begun.num_slots, begun.num_replicas)
+        return sorted(
+            {name for slot, state in zip(slots, states, strict=True) for name in begun.shards_at(slot, state)}
+        )
 
     def _describe(self, rank: int, record: Record) -> str:
-        states = enumerate(record)
-        names = {name for worker, state in states for name in self.begun.shards_at(self._slot(worker, rank), state)}
-        return f"last known to read {', '.join(sorted(names)) or 'nothing more'}"
-
-    def _state_alone(self, states: SlotStates, num_served: int) -> StreamState:
-        records: list[Record | None] = [None] * self.begun.num_replicas
-        records[self._topology.rank] = [_decoded(state) for state in states]
-        return self._state_of(records, num_served)
+        return f"last known to read {', '.join(self._shards_in(rank, record)) or 'nothing more'}"
 
     def _state_of(self, records: Sequence[Record | None], num_served: int) -> StreamState:
+        """The state in which all ranks stand at their records."""
         begun = self.begun
-        # Where the others stand by now, a rank that is alone does not know.
-        slots: list[NodeState | None] = [None] * begun.num_slots if self._sync is None else list(begun.slots)
+        slots: list[NodeState | None] = list(begun.slots)
         for rank, record in enumerate(records):
             if record is not None:
                 slots[rank :: begun.num_replicas] = record
         return begun.at(tuple(slots), begun.steps + num_served)
+
+    def _state_alone(self, states: SlotStates, num_served: int) -> StreamState:
+        """The state of this rank; where the others stand by now, it does not know."""
+        slots: list[NodeState | None] = [None] * self.begun.num_slots
+        slots[self._topology.rank :: self.begun.num_replicas] = map(_decoded, states)
+        return self.begun.at(tuple(slots), self.begun.steps + num_served)
 
 
 def _decoded(state: NodeState | StateText) -> NodeState:
