@@ -79,6 +79,11 @@ class StreamOrder:
             if source.shards.warning:
                 warnings.warn(source.shards.warning, StatefulWarning, stacklevel=3)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans are pickled where a trainer's loop is: what reads stays here.
+        known = OrderedDict((at, known) for at, known in self._known.items() if isinstance(known, StreamState))
+        return {**vars(self), "_known": known, "_run": None, "_slots": None}
+
     def config(self) -> dict[str, Any]:
         """What determines the batches, as plain data to be compared."""
         return self._setup.config.describe()

@@ -133,6 +133,17 @@ def test_details_of_a_progress_are_kept_as_they_were_asked_for(loader: Any) -> N
     assert dict(progress.details) == details
 
 
+def test_a_plan_that_is_read_can_be_pickled_and_its_copy_reads_the_epoch_itself(whole: Any) -> None:
+    loader = stream_loader(chunks(), num_workers=1)
+    plan = loader.plan(0)
+    read = loader.batches(plan)
+    first = plain(next(read))
+    twin = pickle.loads(pickle.dumps(plan))
+
+    assert list(map(plain, twin.read())) == whole[0]
+    assert [first, *map(plain, read)] == whole[0]
+
+
 def test_where_nobody_was_is_not_known(loader: Any) -> None:
     with pytest.raises(PositionError, match=r"before step 3 of epoch 0 is not known.*Resume from a checkpoint"):
         dict(loader.plan(0, Progress(consumed=3)).progress_after(0).details)
