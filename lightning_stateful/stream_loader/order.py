@@ -178,7 +178,7 @@ class StreamOrder:
         )
 
     def read(self, epoch: int, step: int) -> Iterator[Any]:
-        """The batches from ``step`` to the end of the epoch, which is in :attr:`ended` when the last is handed over.
+        """The batches from ``step`` to the end of the epoch; at the last, :attr:`ended` says how many steps it had.
 
         Raises:
             StreamError: A stream broke off, here or on another rank.
@@ -203,7 +203,7 @@ class StreamOrder:
             if looks_ahead and not is_last:
                 run, before = self._shared_if_over(run), run
                 is_last = not run.has_next()
-                if run is not before:
+                if run is not before and not is_last:
                     num_served = 0
                     self._know(epoch, step, _Served(run, 0))
             if is_last:
