@@ -116,6 +116,11 @@ class TestBatches:
             source(sizes, **options)
 
 
+def test_sizes_that_decide_who_reads_a_shard_are_part_of_the_configuration() -> None:
+    described = [alone(sizes, of={"knows_sizes": True}).describe() for sizes in ([1, 2], [2, 1], [1, 2])]
+    assert described[0] == described[2] != described[1]
+
+
 class TestErrors:
     def test_an_error_leaves_the_state_of_the_latest_batch(self) -> None:
         slot = slot_of(alone([3, 6], of={"fails": {1: 3}}))
@@ -288,7 +293,9 @@ class TestStop:
         served: list[Any] = []
         for slot in range(begun.num_slots):
             reader = slot_of(config, slot, ranks, workers)
-            served += [sample for batch in reader for sample in batch if sample[:2] == ("a", 1)]
+            found = [sample for batch in reader for sample in batch if sample[:2] == ("a", 1)]
+            assert found
+            served += found
         assert sorted(served) == config.sources["a"].shards.all(1)  # type: ignore[attr-defined]  # numbered shards
 
     @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted"])
