@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
 from pathlib import PurePath
@@ -122,7 +123,9 @@ class ChunkNode(StreamNode[Any]):
     def close(self) -> None:
         """Close a generator."""
         if callable(close := getattr(self._samples, "close", None)):
-            close()
+            # A thread of a node behind this one may be reading just now; it ends with that node.
+            with suppress(ValueError):
+                close()
         self._samples = None
 
 

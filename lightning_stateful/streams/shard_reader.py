@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, get_args
 
@@ -272,13 +272,22 @@ class ShardReader(StreamNode[Any]):
             self._advance()
             return
         raise ShardError(
-            f"{self._name()} could not be read at its sample {self._item}: {type(error).__name__}: {error}. Nothing is "
-            "lost: the state is that of the last batch handed over. Mend the shard and resume, or pass "
+            f"{self._name()} could not be read at its sample {self._item}: {type(error).__name__}: {error}. A "
+            "resume from any state taken before loses nothing: mend the shard and resume, or pass "
             'on_error="skip" to leave out what is left of it.'
         ) from error
 
     def _name(self) -> str:
         return self._shards.name(self._numbers[self._at])
+
+
+def _lacks_source_state(state: Any) -> bool:
+    """Whether the state of a node holds None for a node that it reads from, which then has none."""
+    if not isinstance(state, Mapping):
+        return False
+    # By torchdata's names for them.
+    sources = [state.get("source", state), *state.get("dataset_node_states", {}).values()]
+    return None in sources or any(map(_lacks_source_state, state.values()))
 
 
 def _first_of(node: Any) -> str | None:

@@ -348,8 +348,8 @@ def sample_in_words(sample: Any, where: Where | None) -> str:
 def failed(function: Callable[..., Any], sample: Any, error: Exception, where: Where | None) -> ShardError:
     """The error that a user's function has failed on a sample."""
     return ShardError(
-        f"{name_of(function)} failed on {sample_in_words(sample, where)}: {type(error).__name__}: {error}. Nothing is "
-        "lost: the state is that of the last batch handed over. Mend the sample or the function and resume."
+        f"{name_of(function)} failed on {sample_in_words(sample, where)}: {type(error).__name__}: {error}. A "
+        "resume from any state taken before loses nothing: mend the sample or the function and resume."
     )
 
 
