@@ -235,7 +235,8 @@ class ShardReader(StreamNode[Any]):
     def _state_of(self, node: BaseNode[Any]) -> Any:
         """The state of a shard's node, as a copy that it does not change any more."""
         try:
-            return copy_plain(state_of(node))
+            state = copy_plain(state_of(node))
+            return None if _lacks_source_state(state) else state
         except Exception as error:
             raise StateError(
                 f"get_state() of {type(node).__qualname__} gave, for {self.where()}, nothing that can be kept in a "

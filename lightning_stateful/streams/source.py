@@ -38,7 +38,7 @@ class Step:
     options: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        self.node(_Nothing())
+        self.describe()
 
     def node(self, source: BaseNode[Any], **context: Any) -> StreamNode[Any]:
         """The node over ``source``."""

@@ -16,6 +16,7 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError
 from lightning_stateful.mixture.sources import Stop
 from lightning_stateful.samplers.mixture_samplers import refuse_splits
+from lightning_stateful.samplers.rng import keep_if_drawn
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
 from lightning_stateful.streams.mixing import By, Mixing
@@ -69,15 +70,15 @@ class Stream(IterableDataset[Any]):
 
     def map(self, function: Callable[[Any], Any]) -> Stream:
         """Apply a function to every sample, after shuffling; what it draws follows from (seed, epoch, sample)."""
-        return self._with_step(MapNode, function=function)
+        return self.then(MapNode, function=function)
 
     def filter(self, function: Callable[[Any], Any]) -> Stream:
         """Keep the samples of which a function is true; what it draws follows from (seed, epoch, sample)."""
-        return self._with_step(FilterNode, function=function)
+        return self.then(FilterNode, function=function)
 
     def windowed(self, width: int, step: int = 1) -> Stream:
         """Sliding windows: tuples of ``width`` consecutive samples of what one worker reads."""
-        return self._with_step(WindowNode, width=width, step=step)
+        return self.then(WindowNode, width=width, step=step)
 
     def recurrent(self, function: Callable[[Any, Any], tuple[Any, Any]], initial: Any) -> Stream:
         """Carry a state from sample to sample: ``value, state = function(state, sample)`` gives ``value``.
@@ -86,7 +87,19 @@ class Stream(IterableDataset[Any]):
         workers, shards that nobody has begun begin with ``initial``. The function is not seeded, and is run again over
         a few samples on a resume: what it returns has to follow from its arguments alone.
         """
-        return self._with_step(RunningStateNode, function=function, initial=initial)
+        return self.then(RunningStateNode, function=function, initial=initial)
+
+    def then(self, node: Any, **options: Any) -> Stream:
+        """Put a node behind the samples.
+
+        Args:
+            node: A class of :class:`~lightning_stateful.streams.nodes.StreamNode`, called with the node that it reads
+                from and the options. Its ``context`` names what else it is given (``"seed"``, ``"on_error"``,
+                ``"where"``), and its ``describe()`` gives plain data that changes with its options.
+            **options: Its other arguments, which are pickled into workers.
+        """
+        step = Step(node, options)
+        return self._with(lambda source: replace(source, steps=(*source.steps, step)))
 
     def config(self, **batching: Any) -> StreamConfig:
         """The configuration by which this stream is read."""
@@ -112,7 +125,7 @@ class Stream(IterableDataset[Any]):
         return self.pack(*self._stand())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, with the next iteration.
+        """Go on where ``state_dict`` was taken, with the next iteration; one that is left is begun there again.
 
         Raises:
             StateError: It is damaged, or of another stream, rank or worker.
@@ -202,10 +215,6 @@ class Stream(IterableDataset[Any]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         return {"rank": topology.rank, "ranks": topology.num_replicas, "worker": worker, "workers": workers}
 
-    def _with_step(self, kind: Any, **options: Any) -> Stream:
-        step = Step(kind, options)
-        return self._with(lambda source: replace(source, steps=(*source.steps, step)))
-
     def _with(self, change: Callable[[Source], Source]) -> Stream:
         return Stream({name: change(source) for name, source in self.sources.items()}, self.mixing)
 
@@ -239,7 +248,7 @@ class StreamIterator:
             return self._ahead.pop()
         epoch, slot = self._open()
         try:
-            return next(slot)[0]
+            return _read(slot)
         except StopIteration:
             slot.close()
             self._stream.end_of(self, epoch)
@@ -254,7 +263,7 @@ class StreamIterator:
         if not self._ahead:
             self._slot_state = slot.state()
             try:
-                self._ahead.append(next(slot)[0])
+                self._ahead.append(_read(slot))
             except StopIteration:
                 return epoch + 1, None
             except BaseException as error:
@@ -309,6 +318,14 @@ class StreamIterator:
                 slot_state = self._slot_state if self._ahead else self._slot.state()
             self._stream.leave(self, epoch, slot_state)
         self._close()
+
+
+def _read(slot: WorkerSlot) -> Any:
+    """The next sample; it is seeded, and in the main process others draw from the same generators."""
+    if get_worker_info() is not None:
+        return next(slot)[0]
+    with keep_if_drawn():
+        return next(slot)[0]
 
 
 class MixedStream(Stream):

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from support.node_cases import ListNode, NumberedShards, assert_resumes, drawn, started
-from torchdata.nodes import BaseNode, IterableWrapper
+from torchdata.nodes import BaseNode, Batcher, IterableWrapper, Mapper, MultiNodeWeightedSampler
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, ShardError, StateError
 from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams import shard_reader as module
 from lightning_stateful.streams.shard_reader import ShardReader
+from lightning_stateful.streams.shuffle import BlockShuffle
+from lightning_stateful.streams.transforms import MapNode
 
 SIZES = [3, 0, 5, 1, 0, 4]
 ORDER = (4, 2, 5, 0, 1, 3)
@@ -122,6 +124,25 @@ class TestStates:
                 return Counting(range(10))
 
         assert_resumes(lambda: ShardReader(Counted([10]), (0,), 0))
+
+
+@pytest.mark.usefixtures("_states_at_every_sample")
+@pytest.mark.parametrize(
+    "over",
+    [
+        lambda node: MapNode(node, str),
+        lambda node: BlockShuffle(node, 4, seed=1),
+        lambda node: Mapper(Batcher(node, 2), str),
+        lambda node: MultiNodeWeightedSampler({"one": node}, {"one": 1.0}, "ALL_DATASETS_EXHAUSTED"),
+    ],
+    ids=["map", "shuffle", "of torchdata", "several"],
+)
+def test_a_graph_over_a_node_without_a_state_is_read_again(over: Any) -> None:
+    class Graphs(NumberedShards):
+        def node(self, shard: int, epoch: int) -> BaseNode[Any]:
+            return over(super().node(shard, epoch))
+
+    assert_resumes(lambda: ShardReader(Graphs([9, 5], state_size=None), (1, 0), 0))
 
 
 class TestShorterShards:

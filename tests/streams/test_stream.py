@@ -33,6 +33,7 @@ from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.state import sealed
 from lightning_stateful.streams import ChunkedDataset, MixedStream, Stream, as_stream
 from lightning_stateful.streams import stream as stream_module
+from lightning_stateful.streams.transforms import WindowNode
 from lightning_stateful.testing import ResumeContract
 
 SIZES = (5, 0, 3, 8, 1)
@@ -230,6 +231,21 @@ class TestALoop:
         assert not asked
         next(iterator)
         assert asked["read"] == 1
+
+
+def test_reading_in_the_process_leaves_its_generators_alone() -> None:
+    stream = chunked(transform=noisy)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    for _ in islice(stream, 4):
+        assert stream.state_dict()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_node_of_ones_own_can_be_put_behind_the_samples() -> None:
+    stream = chunked(shuffle=False).then(WindowNode, width=2)
+    assert list(islice(stream, 2)) == [(0, 1), (1, 2)]
 
 
 class TestAPassThatWasLeft:

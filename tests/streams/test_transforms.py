@@ -259,7 +259,7 @@ class TestFailures:
                 raise error
             return value + 1
 
-        said = rf"function failed on the sample 6: {type(error).__name__}: {error}\. A resume from any state taken before loses nothing"
+        said = rf"function failed on the sample 6: {type(error).__name__}: {error}\. A resume from any"
         with keep_randomness():
             node = started(kind(ListNode(range(10)), function))
             assert len(node.next_many(4)) == 4
