@@ -332,11 +332,13 @@ class StreamOrder:
         )
 
     def _shared_if_over(self, run: StreamRun) -> StreamRun:
-        """A run over what other ranks have left, shared evenly, where a run is over; itself where nothing is left."""
-        if run.has_next() or not self._is_joined:
-            return run
-        shared = run.final_state.shared_anew()
-        return run if shared is None else self._begin_after(run, shared)
+        """A run over what other ranks have left, shared evenly, where a run is over; itself where that gives no step."""
+        while self._is_joined and not run.has_next():
+            shared = run.final_state.shared_anew()
+            if shared is None:
+                break
+            run = self._begin_after(run, shared)
+        return run
 
     def _following(self, run: StreamRun) -> StreamState:
         """The beginning of the pass after a run that is over."""

@@ -232,6 +232,11 @@ class Assignment:
         """The same with one slot for each begun slice."""
         return replace(self, begun=tuple(replace(piece, slot=n % num_slots) for n, piece in enumerate(self.begun)))
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks share all of it."""
+        return not self.whole and all(piece.slot < 0 for piece in self.begun)
+
     def spread(self) -> Assignment:
         """The same with every shard shared as what was begun is, by as many slots as can be."""
         whole = (ShardSlice(epoch, (shard,)) for epoch, shard in self.whole)

@@ -115,17 +115,18 @@ class StreamState:
         return self._assigned_anew(assignments, num_replicas=num_replicas, num_workers=num_workers)
 
     def shared_anew(self) -> StreamState | None:
-        """What is left of the pass, shared evenly among the same slots; None where nothing can be shared.
+        """What is left of the pass, shared evenly among the same slots; None where that would give no more steps.
 
         Of a mixture, sources that some slots have served and others have not; the other slots go on in the others.
         """
         shared = {}
         for name in filter(self._is_uneven, self.assignments):
+            if not self.steps and self.assignments[name].is_spread:
+                # It has been shared by all, and there was not enough for a step.
+                continue
             left = self._left(name)
-            if len(left.whole) < self.num_slots:
+            if len(left.whole) < self.num_slots or not self.steps:
                 left = left.spread()
-            elif not self.steps:
-                left = left.shared()
             # Else slots go on in the shards that they have open.
             if left.begun or left.whole:
                 shared[name] = left

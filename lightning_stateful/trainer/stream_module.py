@@ -139,8 +139,10 @@ class StreamDataModule(StatefulDataModule):
             return self._of_index(dataset, name, size, **how)
         budgeted = self._length_batching is not None and not (exact and self.eval_batch_size is not None)
         drop_last = bool(how.get("drop_last", False))
+        # torch and Lightning take what is no IterableDataset, as a graph of nodes, for data with an index.
+        held = dataset if stream is None or isinstance(dataset, IterableDataset) else stream
         loader: DataLoader[Any] = DataLoader(
-            dataset, **{**self._options, "batch_size": size or 1, "drop_last": drop_last and not budgeted}
+            held, **{**self._options, "batch_size": size or 1, "drop_last": drop_last and not budgeted}
         )
         if exact and stream is None:
             return loader

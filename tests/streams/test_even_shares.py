@@ -239,3 +239,15 @@ def test_no_sample_is_lost_over_ten_epochs(sizes: list[int], ranks: int, workers
         state = state.following()
     served.update(serve_rest(state)[0])
     assert served == dict.fromkeys(range(sum(sizes)), 11)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[0] * 6 + [59], [0, 87, 1, 24, 0, 0, 69, 1, 33], [5, 78, 2, 0, 0, 37, 0, 2, 5, 0, 5, 0]]
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_empty_shards_make_no_epoch_shorter_or_longer(sizes: list[int], ranks: int) -> None:
+    state = StreamState.beginning(stream(sizes, batch_size=1), 0, ranks, 1)
+    for _ in range(6):
+        steps, state, _ = serve_epoch(state)
+        assert abs(len(steps) - sum(sizes) / ranks) <= 2
+        state = state.following()

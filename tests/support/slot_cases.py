@@ -96,11 +96,8 @@ def serve_epoch(state: StreamState, most: int | None = None) -> tuple[Steps, Str
     """All steps of an epoch, in which what is left is shared anew."""
     steps, state, ended = serve(state, most)
     while ended and (shared := state.shared_anew()) is not None:
-        more, after, ended = serve(round_trip(shared), None if most is None else most - len(steps))
+        more, state, ended = serve(round_trip(shared), None if most is None else most - len(steps))
         steps += more
-        state = after
-        if ended and not more:
-            break
     return steps, state, ended
 
 
