@@ -332,7 +332,7 @@ class StreamOrder:
         )
 
     def _shared_if_over(self, run: StreamRun) -> StreamRun:
-        """A run over what other ranks have left, shared evenly, where a run is over; itself where that gives no step."""
+        """A run over what other ranks have left, where a run is over; itself where sharing that gives no step."""
         while self._is_joined and not run.has_next():
             shared = run.final_state.shared_anew()
             if shared is None:

@@ -205,8 +205,9 @@ class SlotLoader:
         # Those that persist are not all there, or still at it.
         self.shut_down()
         broken_off = StreamError(
-            f"The workers broke off: {error} They were reading {', '.join(name_shards())}. Nothing is lost: the state "
-            "is that of the last batch handed over. Look for a worker out of memory or a slow disk, and resume."
+            f"The workers broke off: {error} By their last batches they had come to {', '.join(name_shards())}, and "
+            "may have read on since. Nothing is lost: the state is that of the last batch handed over. Look for a "
+            "worker out of memory or a slow disk, and resume."
         )
         broken_off.__cause__ = error
         return broken_off

@@ -16,6 +16,7 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful.samplers.fast_forward import digest
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.streams.node_shards import draws_orders
 from lightning_stateful.streams.nodes import NodeState, StreamNode
 from lightning_stateful.streams.shards import Shards
 
@@ -128,6 +129,14 @@ class LoaderShards(IterableShards):
 
     def __init__(self, loader: Any, num_replicas: int, *, is_checked: bool = True) -> None:
         super().__init__(loader, num_replicas, 1, is_checked=is_checked)
+        root = getattr(loader, "root", None)
+        if isinstance(root, BaseNode) and draws_orders(root):
+            self.warning = (
+                f"{type(loader).__qualname__} has a sampler that draws its order from a generator, and its state does "
+                "not say which order: a resume within an epoch repeats samples and leaves out others. Train on the "
+                "graph, with StreamDataModule(graph), which seeds the sampler by epoch; or give it a sampler with "
+                "set_epoch."
+            )
         # The node that was reset last in this process.
         self._latest: IterableNode | None = None
 

@@ -191,6 +191,11 @@ class GraphNode(StreamNode[Any]):
             nodes.close(graph)
 
 
+def draws_orders(graph: BaseNode[Any]) -> bool:
+    """Whether a sampler in a graph draws its order from a generator, whose state torchdata's states do not have."""
+    return any(isinstance(node, SamplerWrapper) and isinstance(node.sampler, _DRAWING) for node in _nodes_of(graph))
+
+
 def _nodes_of(graph: BaseNode[Any]) -> Iterator[Any]:
     yield graph
     for source in sources_of(graph):

@@ -382,10 +382,15 @@ class StreamState:
         return Assignment(epoch, tuple(begun), tuple((epoch, slot) for slot in sorted(others)))
 
     def _has_plenty(self, left: Assignment, source: Source) -> bool:
-        """Whether so much is left of a source that it is not begun anew yet, lest it pile up pass by pass."""
+        """Whether so much is left of a source that it is not begun anew yet, lest passes grow longer and longer."""
         mixing, number = self.config.mixing, len(left.whole)
-        cut_short = mixing is not None and mixing.stop == "first_exhausted"
-        return cut_short and number >= self.num_slots and 2 * number > source.shards.num_shards
+        if mixing is None or mixing.stop == "all_exhausted":
+            return False
+        if mixing.stop == "cycle":
+            # It begins again by itself within the pass.
+            number += len({shard for piece in left.begun for shard in piece.shards})
+            return 2 * number > source.shards.num_shards
+        return number >= self.num_slots and 2 * number > source.shards.num_shards
 
     def _latest(self, name: str) -> int:
         """The latest pass of a source's shards that a slot has come to."""

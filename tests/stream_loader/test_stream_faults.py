@@ -281,7 +281,7 @@ def test_a_shard_that_is_too_slow(tmp_path: Path) -> None:
     assert found == items[: len(found)]
     assert saved(loader) == states[len(found)]
     assert "timed out after 1 seconds" in str(error)
-    assert "They were reading chunk" in str(error)
+    assert "By their last batches they had come to chunk" in str(error)
     rest = list(islice(steps(loaded(make(), states[len(found)])), 6))
     assert rest == items[len(found) :][:6]
 

@@ -35,10 +35,13 @@ from support.stream_runs import (
     two_streams,
     write_files,
 )
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torchdata.nodes import Batcher, Loader, Mapper, SamplerWrapper
 
 from lightning_stateful import MixedStream, StatefulDataCallback, StatefulDataModule, StreamDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
+from lightning_stateful.stream_loader.loader import IterableLoader, of_batches
+from lightning_stateful.stream_loader.options import StreamOptions
 
 MOMENTS = [
     ("on_before_backward", 0, 2),
@@ -490,3 +493,20 @@ def test_streams_of_hugging_face_in_a_mixture_are_shuffled_apart() -> None:
     assert sorted(a) == sorted(b) == list(range(40))
     assert a != b
     assert sorted(a) not in (a, b)
+
+
+# Graphs of torchdata's nodes
+
+
+@pytest.mark.parametrize("train_data", [SequentialSampler, RandomSampler])
+def test_a_graph_of_nodes_is_no_data_with_an_index(train_data: Any) -> None:
+    graph = Mapper(SamplerWrapper(train_data(range(12))), torch.tensor)
+    loader = StreamDataModule(graph, batch_size=4, seed=0).train_dataloader()
+    assert isinstance(loader.dataset, IterableDataset)
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(12))
+
+
+def test_a_loader_of_nodes_whose_state_does_not_say_its_order_warns() -> None:
+    loader = Loader(Batcher(SamplerWrapper(RandomSampler(range(12))), 4))
+    with pytest.warns(StatefulWarning, match="draws its order from a generator"):
+        IterableLoader(of_batches(loader), StreamOptions())
