@@ -85,7 +85,7 @@ def another(name: str) -> Any:
 
 
 def settings_of(loader: Any) -> dict[str, Any]:
-    names = ("seed", "seed_samples", "options", "accept", "batch_size", "drop_last", "num_workers", "topology")
+    names = ("options", "batch_size", "drop_last", "num_workers", "topology")
     return {name: str(getattr(loader, name)) for name in names}
 
 
