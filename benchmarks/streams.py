@@ -675,7 +675,7 @@ def states(folder: Path) -> tuple[list[Row], list[Row]]:
         for num_replicas, num_workers in ((1, 1), (1, 8), (8, 8)):
             loader: Any = patch_dataloader(DataLoader(dataset, batch_size=BATCH))
             details = state_of(dataset, num_replicas, num_workers).to_dict()
-            state = loader.state_at(Progress(consumed=5 * num_workers, details=details))
+            state = loader.tracker.state_dict(Progress(consumed=5 * num_workers, details=details))
             if (name, num_workers) not in peers:
                 peers[name, num_workers] = torch_bytes(torchdata_state(dataset, 0 if num_workers == 1 else num_workers))
             slots = num_replicas * num_workers
