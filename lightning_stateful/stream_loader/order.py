@@ -316,6 +316,8 @@ class StreamOrder:
 
     def _with_batches(self, run: StreamRun, *, at_start: bool) -> StreamRun:
         """The run that goes on in an epoch: itself, one over what other ranks have left, or one over the next pass."""
+        if run.has_next():
+            return run
         run = self._shared_if_over(run)
         for _ in range(_MOST_EMPTY):
             # A limited epoch may begin where a pass ends; a whole pass in which a rank has nothing is no epoch.
@@ -333,7 +335,7 @@ class StreamOrder:
 
     def _shared_if_over(self, run: StreamRun) -> StreamRun:
         """A run over what other ranks have left, where a run is over; itself where sharing that gives no step."""
-        while self._is_joined and not run.has_next():
+        while not run.has_next() and self._is_joined:
             shared = run.final_state.shared_anew()
             if shared is None:
                 break
