@@ -248,7 +248,7 @@ class StreamIterator:
             return self._ahead.pop()
         epoch, slot = self._open()
         try:
-            return _read(slot)
+            return self._read(slot)
         except StopIteration:
             slot.close()
             self._stream.end_of(self, epoch)
@@ -263,7 +263,7 @@ class StreamIterator:
         if not self._ahead:
             self._slot_state = slot.state()
             try:
-                self._ahead.append(_read(slot))
+                self._ahead.append(self._read(slot))
             except StopIteration:
                 return epoch + 1, None
             except BaseException as error:
@@ -298,6 +298,14 @@ class StreamIterator:
             self._slot = WorkerSlot(whole.config, whole.task(slot, slot_state))
         return epoch, self._slot
 
+    def _read(self, slot: WorkerSlot) -> Any:
+        """The next sample. Where it is seeded, others in the main process draw from the same generators."""
+        is_seeded = all(source.seed_samples for source in self._stream.sources.values())
+        if not is_seeded or get_worker_info() is not None:
+            return next(slot)[0]
+        with keep_if_drawn():
+            return next(slot)[0]
+
     def _break_off(self, epoch: int, slot: WorkerSlot) -> None:
         """Open the slot anew before the next sample: nodes that an error went through have lost what they held."""
         self._opened = epoch, slot.state()
@@ -318,14 +326,6 @@ class StreamIterator:
                 slot_state = self._slot_state if self._ahead else self._slot.state()
             self._stream.leave(self, epoch, slot_state)
         self._close()
-
-
-def _read(slot: WorkerSlot) -> Any:
-    """The next sample; it is seeded, and in the main process others draw from the same generators."""
-    if get_worker_info() is not None:
-        return next(slot)[0]
-    with keep_if_drawn():
-        return next(slot)[0]
 
 
 class MixedStream(Stream):

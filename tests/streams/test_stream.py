@@ -243,6 +243,12 @@ def test_reading_in_the_process_leaves_its_generators_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_samples_that_are_not_seeded_draw_from_the_generators_of_the_process() -> None:
+    stream = as_stream(NumberedShards([4], draws=True), seed_samples=False)
+    assert stream is not None
+    assert len({str(sample[3:]) for sample in stream}) == 4
+
+
 def test_a_node_of_ones_own_can_be_put_behind_the_samples() -> None:
     stream = chunked(shuffle=False).then(WindowNode, width=2)
     assert list(islice(stream, 2)) == [(0, 1), (1, 2)]
