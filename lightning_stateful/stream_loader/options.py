@@ -187,10 +187,11 @@ class StreamSetup:
         """Say once what it costs where there are more worker slots than shards."""
         for name, slots in state.slices.items():
             num_shards = state.config.sources[name].shards.num_shards
+            if self._has_warned or self.options.exact or num_shards >= state.num_slots:
+                continue
             slices = [(one.of.epoch, shard) for slot in slots for one in slot for shard in one.of.shards]
             times = Counter(slices)
-            is_quiet = self._has_warned or self.options.exact or num_shards >= state.num_slots
-            if is_quiet or len(slices) <= _MANY_READS * len(times):
+            if len(slices) <= _MANY_READS * len(times):
                 continue
             self._has_warned = True
             several, of = sum(1 for number in times.values() if number > 1), f" of source {name!r}" if name else ""
