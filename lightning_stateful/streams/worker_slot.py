@@ -144,11 +144,6 @@ class SourceReader:
         return taken
 
     @property
-    def is_over(self) -> bool:
-        """Whether all slices are known to be served."""
-        return self._index >= len(self._slices)
-
-    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to read, however often it is begun again."""
         return not slices_in_round(self._source, 1, self._task, self._name)
