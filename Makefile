@@ -13,7 +13,7 @@ OLDEST_TESTS := tests/test_dependencies.py tests/test_state.py tests/streams tes
 	tests/trainer/test_edges.py tests/trainer/test_counters.py tests/trainer/test_view.py tests/trainer/test_sources.py \
 	tests/trainer/test_streams.py tests/trainer/test_samplers.py tests/trainer/test_ddp.py
 
-.PHONY: install demo test test-oldest check bench docs clean
+.PHONY: install demo test test-all test-oldest check bench docs clean
 
 install: $(STAMP)
 
@@ -29,6 +29,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# All examples of all properties too, and what make test leaves out for its time.
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --hypothesis-profile=thorough
 
 $(OLDEST): pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
