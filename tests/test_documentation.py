@@ -26,14 +26,14 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
         exec(compile(block, str(page), "exec"), names)
 
 
-def test_the_error_that_the_readme_shows_is_the_one_raised(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_that_is_shown_is_the_one_raised() -> None:
     from lightning_stateful import StatefulLoader
     from lightning_stateful.errors import StateMismatchError
 
     state = StatefulLoader(list(range(640)), shuffle=True).state_dict()
     with pytest.raises(StateMismatchError) as caught:
         StatefulLoader(list(range(500)), shuffle=True, seed=1).load_state_dict(state)
-    assert str(caught.value) in (ROOT / "README.md").read_text()
+    assert str(caught.value) in (ROOT / "docs" / "start.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
