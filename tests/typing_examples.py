@@ -43,7 +43,7 @@ def buckets() -> int:
     own = BucketBatchSampler([3, 1, 2], max_tokens=8, cost=QuadraticCost(4), boundaries="equal_counts", num_buckets=2)
     BucketBatchSampler(torch.arange(8), batch_size=4, boundaries=[4, 8], accept=("seed",))
     BucketBatchSampler("lengths.npy", batch_size=2, num_buckets=20, too_long="drop")
-    BucketDataModule([[1], [2, 3]], lengths=lengths, max_tokens=4, log_padding=True, num_workers=2)
+    BucketDataModule([[1], [2, 3]], lengths=lengths, max_tokens=4, log_data=True, num_workers=2)
     return sum(len(batch) for batch in own)
 
 

@@ -48,7 +48,7 @@ class BucketDataModule(StatefulDataModule):
             Those of other data are kept beside it: ``lengths-val.npy`` where it is ``lengths.npy``. By default only
             those of a Hugging Face dataset on disk are kept, beside its files.
         measure_workers: Processes that measure lengths; by default one a core, or none for few samples.
-        **options: Any other argument of :class:`StatefulDataModule`; ``log_padding`` among them, which logs padding and
+        **options: Any other argument of :class:`StatefulDataModule`; ``log_data`` among them, which logs padding and
             tokens of a step.
 
     State:

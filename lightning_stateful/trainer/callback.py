@@ -51,8 +51,8 @@ class StatefulDataCallback(pl.Callback):
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         accept: Names of differences between a checkpoint and the present data to let pass, for example
             ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
-        log_sources: Log what has been served of every source of a mixture whenever the trainer logs.
-        log_padding: Log ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths in the same way.
+        log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and
+            ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths.
         brought_along: Whether a data module made this callback, and may change its settings.
 
     State:
@@ -72,8 +72,7 @@ class StatefulDataCallback(pl.Callback):
         seed_samples: bool = True,
         seed_model: bool = True,
         accept: Collection[str] = (),
-        log_sources: bool = False,
-        log_padding: bool = False,
+        log_data: bool = False,
         brought_along: bool = False,
     ) -> None:
         self.brought_along = brought_along
@@ -82,8 +81,7 @@ class StatefulDataCallback(pl.Callback):
             seed_samples=seed_samples,
             seed_model=seed_model,
             accept=accept,
-            log_sources=log_sources,
-            log_padding=log_padding,
+            log_data=log_data,
         )
         self._trainer: pl.Trainer | None = None
         self._seed = 0

@@ -64,8 +64,8 @@ class StatefulDataModule(pl.LightningDataModule):
             loader, epoch, batch).
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         accept: Names of differences between a checkpoint and the present data to let pass.
-        log_sources: Log what has been served of every source of a mixture whenever the trainer logs.
-        log_padding: Log the padding of batches of like lengths whenever the trainer logs.
+        log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and the padding of
+            batches of like lengths.
         **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader.
 
     State:
@@ -95,8 +95,7 @@ class StatefulDataModule(pl.LightningDataModule):
         seed_samples: bool = True,
         seed_model: bool = True,
         accept: Collection[str] = (),
-        log_sources: bool = False,
-        log_padding: bool = False,
+        log_data: bool = False,
         **loader_options: Any,
     ) -> None:
         self._callback: StatefulDataCallback | None = None
@@ -105,8 +104,7 @@ class StatefulDataModule(pl.LightningDataModule):
             seed_samples=seed_samples,
             seed_model=seed_model,
             accept=accept,
-            log_sources=log_sources,
-            log_padding=log_padding,
+            log_data=log_data,
         )
         super().__init__()
         self.batch_size = batch_size
@@ -153,8 +151,7 @@ class StatefulDataModule(pl.LightningDataModule):
             self._callback.settings = replace(
                 theirs,
                 accept=tuple(dict.fromkeys([*theirs.accept, *self._settings.accept])),
-                log_sources=theirs.log_sources or self._settings.log_sources,
-                log_padding=theirs.log_padding or self._settings.log_padding,
+                log_data=theirs.log_data or self._settings.log_data,
             )
 
     def __iter__(self) -> NoReturn:

@@ -18,15 +18,11 @@ from lightning_stateful.trainer.training_data import Settings, TrainingData
 
 
 def log_data(trainer: pl.Trainer, pl_module: pl.LightningModule, data: TrainingData, settings: Settings) -> None:
-    """After a batch, log what the settings ask for, in the steps in which the trainer logs at all."""
-    if not (settings.log_sources or settings.log_padding) or not trainer._logger_connector.should_update_logs:
+    """After a batch, log what has been served and how it was padded, in the steps in which the trainer logs at all."""
+    if not settings.log_data or not trainer._logger_connector.should_update_logs:
         return
     epoch, step = counters.next_step(trainer)
-    values: dict[str, float] = {}
-    if settings.log_sources:
-        values |= _flat("sources", data.report_at(epoch, step))
-    if settings.log_padding:
-        values |= _padding(data.padding_at(epoch, step - 1))
+    values = {**_flat("sources", data.report_at(epoch, step)), **_padding(data.padding_at(epoch, step - 1))}
     if values:
         # In double precision, because counts soon exceed what single precision can tell apart. The batch size weighs
         # averages over an epoch, of which there are none here.

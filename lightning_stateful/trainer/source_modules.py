@@ -124,9 +124,8 @@ class RoundRobinDataModule(SourcesDataModule):
         num_steps: In place of ``stop``: steps of an epoch. Every dataset goes on in the next where it was.
         collate_fn: Makes a batch of samples: one function for all, or one for each dataset by name.
         tag: Key under which a batch that is a dict gets the name of its dataset.
-        log_sources: Log samples, passes and share of every dataset whenever the trainer logs, as
-            ``sources/<name>/samples`` and so on.
-        **options: Any other argument of :class:`StatefulDataModule`.
+        **options: Any other argument of :class:`StatefulDataModule`; ``log_data`` among them, which logs samples,
+            passes and share of every dataset as ``sources/<name>/samples`` and so on.
 
     State:
         As :class:`StatefulDataModule`, with the samples served of every dataset.
@@ -148,7 +147,6 @@ class RoundRobinDataModule(SourcesDataModule):
         num_steps: int | None = None,
         collate_fn: Collate | Mapping[str, Collate] | Sequence[Collate] | None = None,
         tag: str | None = None,
-        log_sources: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -160,7 +158,6 @@ class RoundRobinDataModule(SourcesDataModule):
             batch_size=batch_size,
             collate_fn=collate_fn,
             tag=tag,
-            log_sources=log_sources,
             **options,
         )
 
@@ -187,8 +184,7 @@ class MixtureDataModule(SourcesDataModule):
         collate_fn: As in :class:`RoundRobinDataModule`; with ``by="sample"`` one for all.
         tag: Key under which a batch that is a dict gets the name of its dataset (with ``by="sample"`` a list of names,
             one a sample).
-        log_sources: As in :class:`RoundRobinDataModule`; with ``lengths`` also tokens.
-        **options: Any other argument of :class:`StatefulDataModule`.
+        **options: As in :class:`RoundRobinDataModule`; with ``lengths``, ``log_data`` also logs tokens.
 
     State:
         As :class:`StatefulDataModule`, with the samples served of every dataset.
@@ -216,7 +212,6 @@ class MixtureDataModule(SourcesDataModule):
         num_steps: int | None = None,
         collate_fn: Collate | Mapping[str, Collate] | Sequence[Collate] | None = None,
         tag: str | None = None,
-        log_sources: bool = False,
         **options: Any,
     ) -> None:
         sampler = partial(
@@ -240,6 +235,5 @@ class MixtureDataModule(SourcesDataModule):
             collate_fn=collate_fn,
             tag=tag,
             mixes=by == "sample",
-            log_sources=log_sources,
             **options,
         )

@@ -41,16 +41,14 @@ class Settings:
         seed_samples: Seed the samples' randomness.
         seed_model: Seed the model's randomness.
         accept: Names of differences to let pass on load.
-        log_sources: Log what has been served of every source.
-        log_padding: Log the padding of batches of like lengths.
+        log_data: Log what has been served and how it was padded.
     """
 
     seed: int | None = None
     seed_samples: bool = True
     seed_model: bool = True
     accept: Collection[str] = ()
-    log_sources: bool = False
-    log_padding: bool = False
+    log_data: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept", accepted_names(self.accept))

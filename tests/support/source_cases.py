@@ -19,7 +19,7 @@ UNEVEN = {"news": 9, "code": 15, "web": 5}
 
 
 def uneven(**options: Any) -> dict[str, Any]:
-    return {"train": datasets(**UNEVEN), "log_sources": True, **options}
+    return {"train": datasets(**UNEVEN), "log_data": True, **options}
 
 
 CONFIGS: dict[str, Any] = {
@@ -135,7 +135,7 @@ def refusal(make: Any) -> str:
 def fewer_samples_than_ranks(folder: Path) -> dict[str, Any]:
     """Sources of one sample each, which no step can serve on both ranks."""
     sets = {"news": Numbers(1), "code": Numbers(1, first=100), "web": Numbers(4, first=200)}
-    return plain(train_on(lambda: mixture(train=sets, batch_size=2, tag="source", log_sources=True), **DDP))
+    return plain(train_on(lambda: mixture(train=sets, batch_size=2, tag="source", log_data=True), **DDP))
 
 
 ALL = [

@@ -36,7 +36,7 @@ HANDED_OVER = {2: 3, 3: 5, 1: 8}
 def make(name: str, **options: Any) -> Any:
     """A configuration over samples that two and three ranks cannot share without remainders."""
     data = {"train": Texts(NUM_SAMPLES), "val": Texts(NUM_VAL, first=VAL_FIRST)}
-    return lambda: MODULES[name](**{**data, "log_padding": True, **options})
+    return lambda: MODULES[name](**{**data, "log_data": True, **options})
 
 
 def num_ranks() -> int:

@@ -112,7 +112,7 @@ def test_another_dataset_of_the_same_lengths_is_refused_and_may_be_accepted_with
 def test_what_does_not_decide_about_batches_may_change_at_any_time(tmp_path: Path) -> None:
     path, first = stopped(tmp_path, {})
     # The same lengths in another form, workers, and the size of evaluation batches.
-    other = {"lengths": Texts().num_tokens, "num_workers": 1, "eval_batch_size": 4, "log_padding": True}
+    other = {"lengths": Texts().num_tokens, "num_workers": 1, "eval_batch_size": 4, "log_data": True}
     resumed = train(lambda: bucketed(**other), ckpt_path=path, seed=99)
     whole = train(bucketed)
     assert trained(first) + trained(resumed.ledger) == trained(whole.ledger)

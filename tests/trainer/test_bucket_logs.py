@@ -34,12 +34,12 @@ def expected(name: str, ledger: list[Event], *, every: int = 1) -> list[tuple[in
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("name", ["tokens", "batch size", "quadratic cost", "too long dropped"])
 def test_what_is_logged_is_what_the_batches_hold_that_were_trained_on(name: str, every: int) -> None:
-    found, run = logged(lambda: MODULES[name](log_padding=True), log_every_n_steps=every)
+    found, run = logged(lambda: MODULES[name](log_data=True), log_every_n_steps=every)
     assert found == expected(name, run.ledger, every=every)
 
 
 def test_under_accumulation_every_optimizer_step_logs_its_last_batch() -> None:
-    found, run = logged(lambda: bucketed(log_padding=True), accumulate_grad_batches=5, max_epochs=1)
+    found, run = logged(lambda: bucketed(log_data=True), accumulate_grad_batches=5, max_epochs=1)
     steps = trained(run.ledger)
     assert len(steps) == 12
     assert found == [
@@ -59,7 +59,7 @@ def test_under_accumulation_every_optimizer_step_logs_its_last_batch() -> None:
 )
 def test_logging_goes_on_exactly(tmp_path: Path, name: str, hook: str, epoch: int, batch: int) -> None:
     def make() -> Any:
-        return MODULES[name](log_padding=True)
+        return MODULES[name](log_data=True)
 
     stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
     # Every other step: a step that a crash follows has not been logged yet.
@@ -73,20 +73,19 @@ def test_logging_goes_on_exactly(tmp_path: Path, name: str, hook: str, epoch: in
 
 
 def test_a_limited_epoch_logs_the_batches_it_trained_on() -> None:
-    found, run = logged(lambda: bucketed(log_padding=True), limit_train_batches=5)
+    found, run = logged(lambda: bucketed(log_data=True), limit_train_batches=5)
     assert len(found) == 10
     assert found == expected("tokens", run.ledger)
 
 
-@pytest.mark.parametrize("log_sources", [False, True])
-def test_nothing_is_logged_unless_asked_for(log_sources: bool) -> None:
-    found, run = logged(lambda: bucketed(log_sources=log_sources))
+def test_nothing_is_logged_unless_asked_for() -> None:
+    found, run = logged(bucketed)
     assert found == []
     assert not any("padding" in name for name in run.trainer.callback_metrics)
 
 
 def test_loaders_without_a_budget_have_no_padding_to_log() -> None:
-    found, _ = logged(lambda: StatefulDataModule(Numbers(6), batch_size=2, log_padding=True))
+    found, _ = logged(lambda: StatefulDataModule(Numbers(6), batch_size=2, log_data=True))
     assert found == []
 
 
@@ -96,13 +95,13 @@ def loader() -> DataLoader[Any]:
 
 
 def test_the_callback_alone_does_the_same() -> None:
-    found, run = logged(loader, callbacks=[StatefulDataCallback(log_padding=True)])
+    found, run = logged(loader, callbacks=[StatefulDataCallback(log_data=True)])
     assert found == expected("tokens", run.ledger)
-    assert found == logged(lambda: bucketed(log_padding=True))[0]
+    assert found == logged(lambda: bucketed(log_data=True))[0]
 
 
 def test_a_modules_switch_works_beside_a_callback_of_the_users_own() -> None:
-    found, run = logged(lambda: bucketed(log_padding=True), callbacks=[StatefulDataCallback()])
+    found, run = logged(lambda: bucketed(log_data=True), callbacks=[StatefulDataCallback()])
     assert found == expected("tokens", run.ledger)
 
 
@@ -118,7 +117,7 @@ class Beside(StatefulDataModule):
     """Texts beside a plain loader of other length."""
 
     def __init__(self, length: int) -> None:
-        super().__init__(log_padding=True)
+        super().__init__(log_data=True)
         self.length = length
 
     def train_dataloader(self) -> Any:

@@ -580,7 +580,7 @@ def test_datasets_set_in_setup_go_on_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "make"),
     [
-        (["--data.max_tokens=40", "--data.num_buckets=4", "--data.log_padding=true"], bucketed),
+        (["--data.max_tokens=40", "--data.num_buckets=4", "--data.log_data=true"], bucketed),
         (
             ["--data.max_tokens=60", "--data.num_buckets=4", "--data.cost.length=12"],
             MODULES["quadratic cost"],

@@ -58,12 +58,12 @@ def logged(run: Outcome) -> list[tuple[int, dict[str, float]]]:
 
 
 LOGGED: dict[str, Any] = {
-    "round robin": lambda: round_robin(log_sources=True),
-    "cycle": lambda: round_robin(stop="cycle", log_sources=True),
-    "mixture": lambda: mixture(weights=[1, 2, 1], log_sources=True),
-    "by sample": lambda: mixture(by="sample", log_sources=True),
-    "by sample, steps": lambda: mixture(by="sample", num_steps=7, log_sources=True),
-    "steps": lambda: round_robin(num_steps=7, log_sources=True),
+    "round robin": lambda: round_robin(log_data=True),
+    "cycle": lambda: round_robin(stop="cycle", log_data=True),
+    "mixture": lambda: mixture(weights=[1, 2, 1], log_data=True),
+    "by sample": lambda: mixture(by="sample", log_data=True),
+    "by sample, steps": lambda: mixture(by="sample", num_steps=7, log_data=True),
+    "steps": lambda: round_robin(num_steps=7, log_data=True),
 }
 
 
@@ -95,7 +95,7 @@ def test_logging_goes_on_exactly(tmp_path: Path, name: str, hook: str, epoch: in
 
 
 def test_with_lengths_tokens_are_logged_too() -> None:
-    run = train_on(lambda: mixture(by="token", lengths=TOKENS, log_sources=True, stop="cycle"), max_epochs=1)
+    run = train_on(lambda: mixture(by="token", lengths=TOKENS, log_data=True, stop="cycle"), max_epochs=1)
     steps = trained(run.ledger)
     for number, values in logged(run):
         for name, length in LENGTHS.items():
@@ -132,8 +132,8 @@ class Overrides(StatefulDataModule):
 def run_from(where: str, **options: Any) -> Outcome:
     options = {"max_epochs": 2, **options}
     if where == "module":
-        return train_on(lambda: Overrides(log_sources=True), **options)
-    callbacks = [*options.pop("callbacks", []), StatefulDataCallback(log_sources=True)]
+        return train_on(lambda: Overrides(log_data=True), **options)
+    callbacks = [*options.pop("callbacks", []), StatefulDataCallback(log_data=True)]
     if where == "argument":
         return train_on(plain_loader, callbacks=callbacks, **options)
     return train_on(lambda: None, model=seeded(FromHooks, options.pop("seed", 1)), callbacks=callbacks, **options)
@@ -164,7 +164,7 @@ class OnlyTurns(SourcesModel):
 
 @pytest.mark.parametrize("length", [14, 5])
 def test_sources_beside_another_loader_are_logged_under_its_path(length: int) -> None:
-    run = train_on(lambda: Beside(length, log_sources=True), model=seeded(OnlyTurns), max_epochs=2)
+    run = train_on(lambda: Beside(length, log_data=True), model=seeded(OnlyTurns), max_epochs=2)
     found = [
         (step, {key.removeprefix("turns/"): value for key, value in values.items()}) for step, values in logged(run)
     ]

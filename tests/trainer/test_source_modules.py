@@ -257,7 +257,7 @@ class MixtureFromCommandLine(FromCommandLine, MixtureDataModule):
         ),
         (
             MixtureFromCommandLine,
-            ["--data.batch_size=3", "--data.temperature=2", "--data.log_sources=true", "--data.num_workers=0"],
+            ["--data.batch_size=3", "--data.temperature=2", "--data.log_data=true", "--data.num_workers=0"],
             lambda: mixture(seed=5, num_steps=6, temperature=2),
         ),
     ],
