@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -50,13 +50,13 @@ class Stream(IterableDataset[Any]):
     def __init__(self, sources: Mapping[str, Source], mixing: Mixing | None = None) -> None:
         self.sources = dict(sources)
         self.mixing = mixing
+        # Where the next pass begins; the rank and worker that stood there, and whether that was loaded or told.
         self._epoch = 0
         self._slot_state: NodeState | None = None
-        # The rank and worker of that state, and whether it was loaded.
-        self._held: tuple[dict[str, int], bool] = ({}, False)
-        # The latest pass, which is over where nobody holds it any more, and where that was then.
-        self._latest: weakref.ref[StreamIterator] | None = None
-        self._left: tuple[int, NodeState | None] = (0, None)
+        self._held_by: dict[str, int] = {}
+        self._is_loaded = self._is_told = False
+        # What the latest pass reads; it knows where it stands once it is closed, too.
+        self._latest: WorkerSlot | None = None
         self._described: dict[str, Any] | None = None
 
     def shuffle(self, *, buffer_size: int = 0, seed: int | None = None) -> Stream:
@@ -106,7 +106,7 @@ class Stream(IterableDataset[Any]):
         return StreamConfig(sources=self.sources, mixing=self.mixing, **batching)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next iteration; progress within that same epoch is kept.
+        """Begin ``epoch`` with the next iteration; progress within that same epoch is kept, be it at its end.
 
         Raises:
             ConfigurationError: It is no epoch.
@@ -114,6 +114,7 @@ class Stream(IterableDataset[Any]):
         epoch = as_int("epoch", epoch)
         if epoch < 0:
             raise ConfigurationError(f"epoch must be at least 0, got {epoch}.")
+        self._is_told = True
         if epoch != self._epoch:
             self._epoch, self._slot_state, self._latest = epoch, None, None
 
@@ -121,17 +122,19 @@ class Stream(IterableDataset[Any]):
         return StreamIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next sample comes from: fresh plain data. To know, one sample may be read ahead."""
+        """Where the next sample comes from: fresh plain data."""
         return self.pack(*self._stand())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, with the next iteration; one that is left is begun there again.
 
+        Where nothing is left of the epoch, the next iteration is that of the epoch after it.
+
         Raises:
             StateError: It is damaged, or of another stream, rank or worker.
         """
         self._epoch, self._slot_state = self.unpack(state_dict)
-        self._latest, self._held = None, (self._rank_and_worker(), True)
+        self._held_by, self._is_loaded, self._is_told, self._latest = self._rank_and_worker(), True, False, None
 
     def pack(self, epoch: int, slot_state: NodeState | None) -> dict[str, Any]:
         """The state of this process's share where its worker slot stands."""
@@ -172,42 +175,49 @@ class Stream(IterableDataset[Any]):
         whole = StreamState.beginning(self.config(is_batched=False), epoch, here["ranks"], here["workers"])
         return whole, here["worker"] * here["ranks"] + here["rank"]
 
-    def begin_of(self, iterator: StreamIterator) -> tuple[int, NodeState | None]:
-        """Where a pass begins that is the latest from now on."""
-        here, loaded = self._held
-        if self._slot_state is not None and here != self._rank_and_worker():
-            if loaded:
+    def open(self, begin: tuple[int, NodeState | None] | None = None) -> WorkerSlot:
+        """What a pass reads that is the latest from now on.
+
+        Args:
+            begin: The epoch, and where the worker slot stands in it; None for where the stream stands.
+
+        Raises:
+            DamagedStateError: The stream was loaded for another share.
+        """
+        here = self._rank_and_worker()
+        if self._slot_state is not None and self._held_by != here:
+            if self._is_loaded:
                 raise DamagedStateError(
-                    f"The stream was loaded for the share {here}, and is read here as {self._rank_and_worker()}. "
-                    "Load the state where it is read: in each worker, as torchdata's StatefulDataLoader does."
+                    f"The stream was loaded for the share {self._held_by}, and is read here as {here}. Load the state "
+                    "where it is read: in each worker, as torchdata's StatefulDataLoader does."
                 )
             # Only looked at, in another process.
             self._slot_state = None
-        self._latest = iterator.reference
-        return self._epoch, self._slot_state
+        epoch, slot_state = begin or (self._epoch, self._slot_state)
+        whole, slot = self.share(epoch)
+        self._latest = WorkerSlot(whole.config, whole.task(slot, slot_state))
+        return self._latest
 
-    def end_of(self, iterator: StreamIterator, epoch: int) -> None:
-        """Go on with the next epoch, if this was the latest pass."""
-        if self._latest is iterator.reference:
-            self._epoch, self._slot_state, self._latest = epoch + 1, None, None
-
-    def leave(self, iterator: StreamIterator, epoch: int, slot_state: NodeState | None) -> None:
-        """Know where a pass stood that nobody holds any more, if this was the latest."""
-        if self._latest is iterator.reference:
-            self._left = epoch, slot_state
+    def end(self, slot: WorkerSlot) -> bool:
+        """Go on with the next epoch, if this was the latest pass; tell whether that began at the end of its own."""
+        if self._latest is not slot:
+            return False
+        begun = 0 if self._slot_state is None or self._is_told else self._slot_state["batches"]
+        self._epoch, self._slot_state, self._latest = slot.epoch + 1, None, None
+        return bool(begun) and begun == slot.state()["batches"]
 
     def _stand(self) -> tuple[int, NodeState | None]:
         if self._latest is None:
             return self._epoch, self._slot_state
-        # One that was left is opened again to know whether a sample follows, and left again.
-        iterator = self._latest() or StreamIterator(self, self._left)
-        return iterator.stand()
+        return self._latest.epoch, self._latest.state()
 
     def __getstate__(self) -> dict[str, Any]:
         # Open files stay here.
-        epoch, slot_state = self._stand()
-        held = self._held if self._latest is None else (self._rank_and_worker(), False)
-        return {**vars(self), "_epoch": epoch, "_slot_state": slot_state, "_held": held, "_latest": None}
+        held = {**vars(self), "_latest": None}
+        if self._latest is not None:
+            held["_epoch"], held["_slot_state"] = self._stand()
+            held["_held_by"], held["_is_loaded"] = self._rank_and_worker(), False
+        return held
 
     @staticmethod
     def _rank_and_worker() -> dict[str, int]:
@@ -224,59 +234,38 @@ class StreamIterator:
 
     Args:
         stream: The stream; the pass begins where it stands at the first ``next()``.
-        begin: The epoch, and where its worker slot stands in it, to begin at instead.
-
-    Attributes:
-        reference: By this the stream knows the pass without holding it.
     """
 
-    def __init__(self, stream: Stream, begin: tuple[int, NodeState | None] | None = None) -> None:
-        self._stream, self._begin = stream, begin
-        # Where its worker slot was opened, once it is begun.
-        self._opened: tuple[int, NodeState | None] | None = None
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._begin: tuple[int, NodeState | None] | None = None
         self._slot: WorkerSlot | None = None
-        # A sample that was read ahead, and where the slot stood before it.
-        self._ahead: list[Any] = []
-        self._slot_state: NodeState | None = None
-        self.reference = weakref.ref(self)
+        # What is seeded would have others in the main process draw the same from there on.
+        self._is_seeded = all(source.seed_samples for source in stream.sources.values())
 
     def __iter__(self) -> StreamIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._ahead:
-            return self._ahead.pop()
-        epoch, slot = self._open()
+        slot = self._opened()
         try:
-            return self._read(slot)
+            with keep_if_drawn() if self._is_seeded and get_worker_info() is None else nullcontext():
+                return next(slot)[0]
         except StopIteration:
             slot.close()
-            self._stream.end_of(self, epoch)
-            raise
+            if not self._stream.end(slot) or self._begin is not None:
+                raise
+            self._slot = None
         except BaseException:
-            self._break_off(epoch, slot)
+            # Nodes that an error went through have lost what they held.
+            slot.reopen()
             raise
-
-    def stand(self) -> tuple[int, NodeState | None]:
-        """The epoch, and where the next sample comes from; it is read to know that there is one."""
-        epoch, slot = self._open()
-        if not self._ahead:
-            self._slot_state = slot.state()
-            try:
-                self._ahead.append(self._read(slot))
-            except StopIteration:
-                return epoch + 1, None
-            except BaseException as error:
-                self._break_off(epoch, slot)
-                # Whoever asks for that sample is told.
-                if not isinstance(error, Exception):
-                    raise
-        return epoch, self._slot_state
+        return next(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this pass stands, be it at its end: fresh plain data."""
-        epoch, slot = self._open()
-        return self._stream.pack(epoch, self._slot_state if self._ahead else slot.state())
+        slot = self._opened()
+        return self._stream.pack(slot.epoch, slot.state())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with a pass where ``state_dict`` was taken.
@@ -286,30 +275,11 @@ class StreamIterator:
         """
         self._begin = self._stream.unpack(state_dict)
         self._close()
-        self._opened, self._ahead = None, []
 
-    def _open(self) -> tuple[int, WorkerSlot]:
-        if self._opened is None:
-            began = self._stream.begin_of(self)
-            self._opened = self._begin or began
-        epoch, slot_state = self._opened
+    def _opened(self) -> WorkerSlot:
         if self._slot is None:
-            whole, slot = self._stream.share(epoch)
-            self._slot = WorkerSlot(whole.config, whole.task(slot, slot_state))
-        return epoch, self._slot
-
-    def _read(self, slot: WorkerSlot) -> Any:
-        """The next sample. Where it is seeded, others in the main process draw from the same generators."""
-        is_seeded = all(source.seed_samples for source in self._stream.sources.values())
-        if not is_seeded or get_worker_info() is not None:
-            return next(slot)[0]
-        with keep_if_drawn():
-            return next(slot)[0]
-
-    def _break_off(self, epoch: int, slot: WorkerSlot) -> None:
-        """Open the slot anew before the next sample: nodes that an error went through have lost what they held."""
-        self._opened = epoch, slot.state()
-        self._close()
+            self._slot = self._stream.open(self._begin)
+        return self._slot
 
     def _close(self) -> None:
         slot, self._slot = self._slot, None
@@ -317,15 +287,9 @@ class StreamIterator:
             slot.close()
 
     def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        if is_exiting():
-            # Modules are gone already, and what is open is closed with the process.
-            return
-        if self._opened is not None:
-            epoch, slot_state = self._opened
-            if self._slot is not None:
-                slot_state = self._slot_state if self._ahead else self._slot.state()
-            self._stream.leave(self, epoch, slot_state)
-        self._close()
+        # As Python exits modules are gone already, and what is open is closed with the process.
+        if not is_exiting():
+            self._close()
 
 
 class MixedStream(Stream):

@@ -206,10 +206,18 @@ class WorkerSlot:
     Args:
         config: How the stream is read.
         task: What the slot reads.
+
+    Attributes:
+        epoch: The pass.
     """
 
     def __init__(self, config: StreamConfig, task: SlotTask) -> None:
-        self._config, self._epoch, self._worker = config, task.epoch, task.worker
+        self._config, self._task, self.epoch = config, task, task.epoch
+        self._keeps_tails = config.drop_last and config.mixing is not None and config.mixing.stop == "cycle"
+        self._size = (config.batch_size or 1) if config.is_batched else 1
+        self._begin(task)
+
+    def _begin(self, task: SlotTask) -> None:
         state = task.state or {"turn": 0, "batches": 0, "over": False, "again": [], "gone": [], "ended": []}
         self._turn: int = state["turn"]
         self._served: int = state["batches"]
@@ -218,14 +226,12 @@ class WorkerSlot:
         self._begun_again: set[str] = set(state["again"])
         self._gone: set[str] = set(state["gone"])
         self._ended: set[str] = set(state["ended"])
-        self._readers = {name: SourceReader(source, task, name) for name, source in config.sources.items()}
+        self._readers = {name: SourceReader(source, task, name) for name, source in self._config.sources.items()}
         # After the latest batch: a slot may have read more, which then was no batch.
         self._states = {name: reader.state() for name, reader in self._readers.items()}
         self._note_ends()
         # Too little for a batch, of sources that begin again.
         self._tails: dict[str, list[Any]] = {}
-        self._keeps_tails = config.drop_last and config.mixing is not None and config.mixing.stop == "cycle"
-        self._size = (config.batch_size or 1) if config.is_batched else 1
 
     def __iter__(self) -> WorkerSlot:
         return self
@@ -249,6 +255,11 @@ class WorkerSlot:
         """Where each source stands after the latest batch: plain data that later batches leave as it is."""
         return {"batches": self._served, "over": self._over, "turn": self._turn, **self._ends, "of": dict(self._states)}
 
+    def reopen(self) -> None:
+        """Go back to where the slot stood after the latest batch, as is needed after an error."""
+        self.close()
+        self._begin(self._task._replace(state=self.state()))
+
     def close(self) -> None:
         """Close all sources."""
         for reader in self._readers.values():
@@ -257,7 +268,7 @@ class WorkerSlot:
     def _in_turn(self, mixing: Mixing) -> list[Any]:
         while active := self._active(mixing):
             # Each worker goes through the whole sequence, one draw ahead of the worker before: the same on all ranks.
-            name = mixing.source_at(self._turn + self._worker, active, self._epoch)
+            name = mixing.source_at(self._turn + self._task.worker, active, self.epoch)
             batch = self._of_source(name)
             if batch:
                 self._turn += 1
@@ -269,7 +280,7 @@ class WorkerSlot:
     def _of_samples(self, mixing: Mixing) -> list[Any]:
         batch: list[Any] = []
         while len(batch) < self._size and (active := self._active(mixing)):
-            name = mixing.source_at(self._turn + len(batch), active, self._epoch)
+            name = mixing.source_at(self._turn + len(batch), active, self.epoch)
             found = self._readers[name].next_many(1)
             batch += found
             if found:
