@@ -157,7 +157,7 @@ class CombinedLoaders:
                     stacklevel=2,
                 )
                 continue
-            progress = loader.progress_in(state, where=f"The state of loader {path!r}")
+            progress = loader.tracker.progress_in(state, where=f"The state of loader {path!r}")
             self._plans[path] = self._resumed_plans[path] = loader.plan(epoch, progress)
 
     def begin_streams_at(self, epoch: int, step: int) -> list[str]:
@@ -206,7 +206,9 @@ class CombinedLoaders:
         )
         saved = dict(format_.walk(state))
         found = {
-            path: loader.progress_in(saved[path], where=where) for path, loader in self.loaders.items() if path in saved
+            path: loader.tracker.progress_in(saved[path], where=where)
+            for path, loader in self.loaders.items()
+            if path in saved
         }
         # Where all loaders are new, and accepted as such, they begin with the epoch of the old ones.
         known = [*found.values(), *(Progress.from_dict(part["progress"]) for part in saved.values())]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Sized
 from itertools import chain
 from typing import Any
 
@@ -13,19 +13,18 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress, SampleCountingPlan
 from lightning_stateful.core.samples import ShuffledOrder
 from lightning_stateful.core.seeding import derive_seed, loader_seed
-from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.batch_reader import BatchReader, known_steps, options_of
 from lightning_stateful.loaders.description import LoaderDescription, describe_loader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import Tracker
+from lightning_stateful.samplers.tracker import Tracked, Tracker
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.patched_class import Pickled, copied
 
 
-class StatefulLoader(Pickled, DataLoader[Any]):
+class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
     """A map-style DataLoader that resumes at the very next batch.
 
     A pass begins at the first ``next()``, so a state may still be loaded after ``iter()``. The state counts the batches
@@ -69,6 +68,7 @@ class StatefulLoader(Pickled, DataLoader[Any]):
 
     # This rank, if each rank has a loader of its own which is not dealt out.
     own_rank: int | None = None
+    state_name = "The loader's state"
 
     def __init__(
         self,
@@ -182,38 +182,14 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         self._original: DataLoader[Any] = copied(loader._original if isinstance(loader, StatefulLoader) else loader)
 
     @property
-    def order(self) -> BatchOrder:
-        """The order that the loader serves, with its seed derived for the loader's path."""
-        return self.tracker.order
-
-    @property
-    def accept(self) -> tuple[str, ...]:
-        """Names of differences to let pass on load."""
-        return self.tracker.accept
-
-    @property
     def resume_note(self) -> str:
         """A sentence on how a wrapped sampler is resumed; empty for others."""
         return self.description.resume_note
-
-    def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:
-        """Read the progress from a checked state whose differences have been accepted; see :class:`Tracker`."""
-        return self.tracker.progress_in(state, where=where)
-
-    @property
-    def topology(self) -> Topology:
-        """The ranks that batches are dealt out to."""
-        return self.tracker.topology
 
     @property
     def progress(self) -> Progress:
         """The progress of a model that has been trained on all batches handed over."""
         return self.tracker.progress
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next batch belongs to."""
-        return self.tracker.epoch
 
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank, also when an epoch is resumed in the middle.
@@ -255,26 +231,6 @@ class StatefulLoader(Pickled, DataLoader[Any]):
         rank = self.topology.rank
         base_seed = derive_seed("workers", self._own_seed, rank, plan.epoch, plan.progress_after(first_step).consumed)
         return self._reader.read(plan, rank, first_step, base_seed, isolated=isolated)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next pass begin with ``epoch``; progress within that same epoch is kept."""
-        self.tracker.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state after the batches handed over: fresh plain data, equal on all ranks."""
-        return self.tracker.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken; a pass that is running moves there.
-
-        Raises:
-            StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
-        """
-        self.tracker.load_state_dict(state_dict, where="The loader's state")
-
-    def position_report(self) -> dict[str, Any]:
-        """The epoch, and counts of what it has served (in mixtures, of every source); equal on all ranks."""
-        return self.tracker.report()
 
     @property
     def _iterator(self) -> Any:

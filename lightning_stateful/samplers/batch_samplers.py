@@ -16,12 +16,12 @@ from lightning_stateful.bucketing.budget import QuadraticCost, TooLong
 from lightning_stateful.bucketing.order import BucketOrder
 from lightning_stateful.core.order import BatchOrder, EpochPlan
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import TrackedSampler, Tracker
+from lightning_stateful.samplers.tracker import Tracked, Tracker
 
 Lengths = Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor | str | Path
 
 
-class StatefulBatchSampler(TrackedSampler, Sampler[list[int]]):
+class StatefulBatchSampler(Tracked, Sampler[list[int]]):
     """Deals the batches of an order out over the ranks, from any progress.
 
     Every rank gets the same number of batches. The end of a pass moves on to the next epoch; :meth:`set_epoch` chooses
@@ -49,11 +49,6 @@ class StatefulBatchSampler(TrackedSampler, Sampler[list[int]]):
     ) -> None:
         self.tracker = Tracker(order, num_replicas=num_replicas, rank=rank, accept=accept)
 
-    @property
-    def order(self) -> BatchOrder:
-        """The order that the sampler serves."""
-        return self.tracker.order
-
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
         return self.tracker.plan_epoch(0).num_steps
@@ -73,7 +68,7 @@ class StatefulBatchSampler(TrackedSampler, Sampler[list[int]]):
         Raises:
             ConfigurationError: ``num_batches`` is more than the pass has.
         """
-        return self._state_dict(num_batches)
+        return self.tracker.state_after(num_batches)
 
 
 class BucketBatchSampler(StatefulBatchSampler):

@@ -12,12 +12,12 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import TrackedSampler, Tracker
+from lightning_stateful.samplers.tracker import Tracked, Tracker
 from lightning_stateful.samplers.wrapped_sampler import Length, Tail, WrappedSampler, knows_how_to_split
 from lightning_stateful.state import accepted_names
 
 
-class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
+class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
     """Deals what any sampler or batch sampler yields out to the ranks, in turn, from any progress.
 
     All ranks see one and the same sequence: in every epoch a deep copy of the sampler is iterated, under randomness
@@ -83,17 +83,16 @@ class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
         self.length: Length = length
         self.seed_given: int | None = None if seed is None else as_int("seed", seed)
         self.seed: int = seed_or_default(seed)
-        self.accept: tuple[str, ...] = accepted_names(accept)
         order = WrappedSampler(
             sampler,
             seed=self.seed,
             length=length,
             tail=tail,
             shuffles=shuffle_samples_between_gpus,
-            accept=self.accept,
+            accept=accept,
         )
         order = order.replaced(batch_size=None if _yields_batches(order) else 1)
-        self.tracker = Tracker(order, num_replicas=num_replicas, rank=rank, accept=self.accept)
+        self.tracker = Tracker(order, num_replicas=num_replicas, rank=rank, accept=accept)
 
     @property
     def order(self) -> WrappedSampler:
@@ -126,7 +125,7 @@ class DDPSamplerWrapper(TrackedSampler, DistributedSampler[Any]):
         Raises:
             ConfigurationError: ``num_items`` is more than the pass has.
         """
-        return self._state_dict(num_items)
+        return self.tracker.state_after(num_items)
 
 
 def _yields_batches(order: WrappedSampler) -> bool:

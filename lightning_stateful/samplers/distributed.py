@@ -12,10 +12,10 @@ from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.core.samples import SampleBatchOrder, SampleEpochPlan, SequentialOrder, ShuffledOrder
 from lightning_stateful.samplers.fingerprint import describe_dataset
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import TrackedSampler, Tracker
+from lightning_stateful.samplers.tracker import Tracked, Tracker
 
 
-class StatefulDistributedSampler(TrackedSampler, DistributedSampler[Any]):
+class StatefulDistributedSampler(Tracked, DistributedSampler[Any]):
     """Deals an epoch out over the ranks, one sample a rank in turn, from any progress.
 
     Every rank gets the same number of samples. If the last round has fewer samples than ranks, some of them are given
@@ -92,4 +92,4 @@ class StatefulDistributedSampler(TrackedSampler, DistributedSampler[Any]):
         Raises:
             ConfigurationError: ``num_samples`` is more than the pass has.
         """
-        return self._state_dict(num_samples)
+        return self.tracker.state_after(num_samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch.distributed
 
@@ -212,6 +212,10 @@ class Tracker:
         progress = self.progress if progress is None else progress
         return format_.pack(self.order.kind, self.order.version, self.config, progress.to_dict())
 
+    def state_after(self, steps: int | None) -> dict[str, Any]:
+        """The state after ``steps`` steps of the latest pass; None for those that were handed over."""
+        return self.state_dict(None if steps is None else self.progress_after(steps))
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *, where: str) -> None:
         """Move to the progress in ``state_dict``, which may be from another number of ranks.
 
@@ -234,7 +238,8 @@ class Tracker:
             where: A name for the state, with which errors begin.
 
         Raises:
-            StateMismatchError: The state counts in another unit than this order.
+            StateMismatchError: The state counts in another unit than this order, or the run cannot go on from there
+                under this configuration.
             DamagedStateError: A part of the progress is missing or no integer.
             PositionError: The progress lies beyond the end of the epoch.
         """
@@ -253,6 +258,8 @@ class Tracker:
             raise DamagedStateError(f"{where}: {error} Resume from another checkpoint.") from None
         except PositionError as error:
             raise PositionError(f"{where}: {error}") from None
+        except StateMismatchError as error:
+            raise StateMismatchError(error.differences, where=where) from error.__cause__
         return progress
 
     def report(self) -> dict[str, Any]:
@@ -264,14 +271,35 @@ class Tracker:
         return {"epoch": plan.epoch, **plan.report_after(self._num_handed)}
 
 
-class TrackedSampler:
-    """Methods that all samplers over a :class:`Tracker` share."""
+class Tracked:
+    """Methods that all samplers and loaders over a :class:`Tracker` share.
+
+    Attributes:
+        tracker: The tracker.
+        state_name: A name for the state, with which errors begin.
+    """
 
     tracker: Tracker
+    state_name: ClassVar[str] = "The sampler's state"
+
+    @property
+    def order(self) -> BatchOrder:
+        """The order that is served; a loader has derived its seed for the loader's path."""
+        return self.tracker.order
+
+    @property
+    def accept(self) -> tuple[str, ...]:
+        """Names of differences between a state and this configuration that are let pass."""
+        return self.tracker.accept
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks that batches are dealt out to, and this one."""
+        return self.tracker.topology
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next item belongs to; to set it is to call :meth:`set_epoch`."""
+        """The epoch that the next batch or item belongs to; to set it is to call :meth:`set_epoch`."""
         return self.tracker.epoch
 
     @epoch.setter
@@ -282,19 +310,22 @@ class TrackedSampler:
         """Let the next pass begin with ``epoch``; progress within that same epoch is kept."""
         self.tracker.set_epoch(epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state after what was handed over: fresh plain data, equal on all ranks."""
+        return self.tracker.state_dict()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, on any number of ranks.
+        """Go on where ``state_dict`` was taken, on any number of ranks; a pass that is running moves there.
 
         Raises:
-            StateError: The state is damaged, from a future version, or of another configuration. A wrapped sampler that
-                yields another sequence now is refused later, at the first item.
+            StateError: The state is damaged, from a future version, or of another configuration; nothing changes then.
+                A wrapped sampler that yields another sequence now is refused later, at the first item.
         """
-        self.tracker.load_state_dict(state_dict, where="The sampler's state")
+        self.tracker.load_state_dict(state_dict, where=self.state_name)
 
     def position_report(self) -> dict[str, Any]:
-        """The epoch, and counts of what it has served (in mixtures, of every source); equal on all ranks."""
-        return self.tracker.report()
+        """The epoch, and counts of what it has served, in mixtures of every source; equal on all ranks.
 
-    def _state_dict(self, steps: int | None) -> dict[str, Any]:
-        """The state after the items that were yielded, or after the first ``steps`` of the present pass."""
-        return self.tracker.state_dict(None if steps is None else self.tracker.progress_after(steps))
+        Of a stream: steps, the pass over it, and shards not read to their end or left out.
+        """
+        return self.tracker.report()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
-from lightning_stateful.core.topology import Topology
-from lightning_stateful.errors import DamagedStateError, PositionError, StateMismatchError
 from lightning_stateful.samplers.rng import keep_if_drawn
-from lightning_stateful.samplers.tracker import Tracker
-from lightning_stateful.state import check, differences, refuse_differences
+from lightning_stateful.samplers.tracker import Tracked, Tracker
 from lightning_stateful.stream_loader.options import StreamOptions, StreamSetup
 from lightning_stateful.stream_loader.order import StreamEpochPlan, StreamOrder
 from lightning_stateful.stream_loader.patched_class import Pickled, copied
@@ -22,7 +19,7 @@ from lightning_stateful.streams.iterables import IterableBatches
 _END = object()
 
 
-class StreamLoader(Pickled, DataLoader[Any]):
+class StreamLoader(Tracked, Pickled, DataLoader[Any]):
     """Serves a stream so that a resume goes on at the very next batch.
 
     Ranks and workers read the stream's shards in even shares. Each rank publishes how far it has read in its shards,
@@ -39,7 +36,6 @@ class StreamLoader(Pickled, DataLoader[Any]):
 
     Attributes:
         options: The same.
-        order: The stream's batches as a :class:`~lightning_stateful.core.BatchOrder`; trainers prepare it.
         seed: The seed, as given or found.
         tracker: Holds where the loader stands.
 
@@ -48,6 +44,8 @@ class StreamLoader(Pickled, DataLoader[Any]):
         ranks.
     """
 
+    state_name = "The loader's state"
+
     def __init__(self, loader: DataLoader[Any], options: StreamOptions | None = None) -> None:
         # Not torch's constructor: the copy has been constructed.
         self.__dict__["_original"] = copied(loader)
@@ -55,8 +53,8 @@ class StreamLoader(Pickled, DataLoader[Any]):
         self.options = options = StreamOptions() if options is None else options
         setup = StreamSetup(self._original, options)
         self.seed = setup.seed
-        self.order = StreamOrder(setup, len(self) if self.is_sized else UNKNOWN)
-        self.tracker = Tracker(self.order, num_replicas=options.num_replicas, rank=options.rank, accept=options.accept)
+        order = StreamOrder(setup, len(self) if self.is_sized else UNKNOWN)
+        self.tracker = Tracker(order, num_replicas=options.num_replicas, rank=options.rank, accept=options.accept)
 
     def fresh_copy(self, **changes: Any) -> StreamLoader:
         """A loader of the same stream that nobody has read yet.
@@ -75,6 +73,11 @@ class StreamLoader(Pickled, DataLoader[Any]):
         return super(StreamLoader, loader).__reduce_ex__(protocol)
 
     @property
+    def order(self) -> StreamOrder:
+        """The stream's batches as a :class:`~lightning_stateful.core.BatchOrder`; trainers prepare it."""
+        return cast(StreamOrder, self.tracker.order)
+
+    @property
     def is_sized(self) -> bool:
         """Whether the number of steps of an epoch is known beforehand."""
         return self.options.steps_per_epoch is not None
@@ -82,22 +85,7 @@ class StreamLoader(Pickled, DataLoader[Any]):
     @property
     def resume_note(self) -> str:
         """How a resume goes on, in words."""
-        return self.order.describe()
-
-    @property
-    def accept(self) -> tuple[str, ...]:
-        """Names of differences between a state and this configuration that are let pass."""
-        return self.tracker.accept
-
-    @property
-    def topology(self) -> Topology:
-        """The ranks."""
-        return self.tracker.topology
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next batch belongs to."""
-        return self.tracker.epoch
+        return self.order.setup.describe()
 
     def __len__(self) -> int:
         if self.options.steps_per_epoch is None:
@@ -128,49 +116,6 @@ class StreamLoader(Pickled, DataLoader[Any]):
         # Samples that are seeded in this process draw from the generators that it draws from.
         draws_here = self.options.seed_samples and not self.num_workers
         return _isolated(batches) if draws_here and isolated else batches
-
-    def set_epoch(self, epoch: int) -> None:
-        """Stand at the beginning of ``epoch``; progress within that same epoch is kept."""
-        self.tracker.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state after the batches handed over: fresh plain data, equal on all ranks."""
-        return self.tracker.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Stand where ``state_dict`` was taken.
-
-        Raises:
-            StateError: The state is damaged, of a future version, or of another configuration.
-        """
-        where = "The loader's state"
-        check(state_dict, where=where)
-        refuse_differences(state_dict, self.tracker.state_dict(Progress()), accept=self.accept, where=where)
-        self.tracker.seek(self.progress_in(state_dict, where=where))
-
-    def position_report(self) -> dict[str, Any]:
-        """Epoch, steps, pass over the stream, and shards not read to their end or left out; equal on all ranks."""
-        return self.tracker.report()
-
-    def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:
-        """The progress in a checked state whose differences were accepted; the stream can go on from there.
-
-        Raises:
-            StateError: It is damaged, or cannot be continued on these ranks and workers.
-        """
-        try:
-            located = self.tracker.progress_in(state, where=where)
-        except StateMismatchError as error:
-            raise StateMismatchError(error.differences, where=where) from None
-        except (DamagedStateError, PositionError) as error:
-            # Accepted, and yet it changes what the state's slots say.
-            changed = differences(state, self.tracker.state_dict(Progress()), fingerprints=False)
-            if not changed:
-                raise
-            remedy = "Within a pass this cannot be let pass. Put it back, or resume where a pass begins."
-            raise StateMismatchError([replace(one, remedy=remedy) for one in changed], where=where) from error
-        # As the stream knows it from now on.
-        return self.plan(located.epoch, replace(located, details={})).progress_after(0)
 
     @property
     def _iterator(self) -> Any:  # torch's attribute, by which Lightning ends workers

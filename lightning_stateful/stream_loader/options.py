@@ -149,6 +149,25 @@ class StreamSetup:
             config = replace(config, mixing=replace(config.mixing, stop="all_exhausted"))
         return config.at(options.path)
 
+    def describe(self) -> str:
+        """How the stream is divided and resumed, in words."""
+        sources = self.config.sources.values()
+        if self.is_loader:
+            divided = "is no DataLoader: each rank trains on what its own gives, without seed_samples"
+        elif any(source.shards.pinned for source in sources):
+            divided = "is a stream: every rank and worker trains on what its own dataset gives it"
+        else:
+            number = sum(source.shards.num_shards for source in sources)
+            divided = f"is a stream: its {number} shards are shared evenly among ranks and workers"
+        reasons = self.reasons_to_read_again
+        resumes = f"reads it again, because {reasons}" if reasons else "goes on within it"
+        return f"{self.name} {divided}, and a resume {resumes}."
+
+    @property
+    def reasons_to_read_again(self) -> str:
+        """Why a resume reads samples again; empty if it does not."""
+        return "; ".join(sorted({source.shards.reread for source in self.config.sources.values()} - {""}))
+
     def beginning(self, epoch: int) -> StreamState:
         """The beginning of a pass before which nothing was left, on the present ranks and workers."""
         return StreamState.beginning(self.config, epoch, self.topology.num_replicas, self.num_workers)
@@ -182,6 +201,16 @@ class StreamSetup:
             if before != now
         ]
         raise StateMismatchError(changed, where=where)
+
+    def warn_of_nothing(self) -> None:
+        """Say that an epoch had no step; nothing is said in evaluation, as by torch and Lightning."""
+        if not self.options.exact:
+            warnings.warn(
+                f"{self.name} has given no batch in an epoch, so nothing was trained on. Look for shards that are "
+                "empty or missing, a filter that keeps no sample, or drop_last=True with less than a batch.",
+                StatefulWarning,
+                stacklevel=3,
+            )
 
     def warn_of_many_reads(self, state: StreamState) -> None:
         """Say once what it costs where there are more worker slots than shards."""

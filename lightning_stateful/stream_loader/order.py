@@ -6,14 +6,23 @@ import time
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch.distributed
 
 from lightning_stateful.core.order import UNKNOWN, Progress
-from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StatefulWarning, StateMismatchError
+from lightning_stateful.errors import (
+    ConfigurationError,
+    DamagedStateError,
+    Difference,
+    PositionError,
+    StatefulWarning,
+    StateMismatchError,
+)
 from lightning_stateful.samplers.fast_forward import digest
+from lightning_stateful.state import differences
 from lightning_stateful.stream_loader.options import StreamSetup
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.run import StreamRun
@@ -28,13 +37,14 @@ _MOST_EMPTY = 4
 _COUNTED: Counter[str] = Counter()
 
 
-class _Served(NamedTuple):
-    """Where worker slots stood after so many batches of a run."""
+@dataclass(eq=False)
+class _Served:
+    """Where worker slots stood after so many batches of a run, which says so for a while."""
 
     run: StreamRun
     num_served: int
 
-    @property
+    @cached_property
     def state(self) -> StreamState:
         return self.run.state_at(self.num_served)
 
@@ -53,6 +63,7 @@ class StreamOrder:
         num_steps: Steps of an epoch; :data:`~lightning_stateful.core.UNKNOWN` if they are known only at its end.
 
     Attributes:
+        setup: How the stream is read and served.
         ended: The latest epoch that has ended, and its steps.
     """
 
@@ -61,16 +72,17 @@ class StreamOrder:
     carries_over: ClassVar[bool] = True
 
     def __init__(self, setup: StreamSetup, num_steps: int = UNKNOWN) -> None:
-        self._setup, self.num_steps, self.name = setup, num_steps, setup.name
+        self.setup, self.num_steps, self.name = setup, num_steps, setup.name
         self.ended: tuple[int, int] | None = None
         # Where the stream stands before steps, by epoch and step: the latest, and that at which the latest iteration
         # began, however long ago.
         self._known: OrderedDict[tuple[int, int], StreamState | _Served] = OrderedDict()
-        self._origin: tuple[tuple[int, int], StreamState] | None = None
+        self._began: tuple[int, int] | None = None
+        # The latest details that a state was loaded from: they are looked up from then on.
+        self._loaded: Mapping[str, Any] | None = None
         self._run: StreamRun | None = None
         self._slots: SlotLoader | None = None
-        self._is_endless = setup.options.steps_per_epoch is not None
-        self._limit = setup.options.steps_per_epoch
+        self._limit = setup.options.steps_per_epoch or UNKNOWN
         self._repeats = False
         self._lag = 0  # Steps that a state may lie behind the batches handed over, beside those read ahead.
         # Tells loaders apart that are read side by side, the same on all ranks; where nobody says, they are counted.
@@ -81,26 +93,14 @@ class StreamOrder:
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans are pickled where a trainer's loop is: what reads stays here.
-        known = OrderedDict((at, known) for at, known in self._known.items() if isinstance(known, StreamState))
-        return {**vars(self), "_known": known, "_run": None, "_slots": None}
+        known = {at: known for at, known in self._known.items() if isinstance(known, StreamState)}
+        if self._began is not None:
+            known[self._began] = self.state_at(*self._began)
+        return {**vars(self), "_known": OrderedDict(known), "_run": None, "_slots": None}
 
     def config(self) -> dict[str, Any]:
         """What determines the batches, as plain data to be compared."""
-        return self._setup.config.describe()
-
-    def describe(self) -> str:
-        """How the stream is divided and resumed, in words."""
-        sources = self._setup.config.sources.values()
-        if self._setup.is_loader:
-            divided = "is no DataLoader: each rank trains on what its own gives, without seed_samples"
-        elif any(source.shards.pinned for source in sources):
-            divided = "is a stream: every rank and worker trains on what its own dataset gives it"
-        else:
-            number = sum(source.shards.num_shards for source in sources)
-            divided = f"is a stream: its {number} shards are shared evenly among ranks and workers"
-        reasons = self._reasons_to_read_again()
-        resumes = f"reads it again, because {reasons}" if reasons else "goes on within it"
-        return f"{self.name} {divided}, and a resume {resumes}."
+        return self.setup.config.describe()
 
     def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> StreamEpochPlan:
         """Plan ``epoch``, or the rest of it.
@@ -111,7 +111,7 @@ class StreamOrder:
             ConfigurationError: The stream is read on another number of ranks.
             StateError: The details cannot be continued on these ranks and workers.
         """
-        present = self._setup.topology.num_replicas
+        present = self.setup.topology.num_replicas
         if num_replicas != present:
             raise ConfigurationError(
                 f"{self.name} is read on {present} ranks and cannot be planned for {num_replicas}. "
@@ -120,7 +120,8 @@ class StreamOrder:
         if progress is None:
             return StreamEpochPlan(self, epoch)
         details = progress.details
-        is_own = isinstance(details, StreamDetails) and details.order is self
+        is_loaded = details is self._loaded and (progress.epoch, progress.consumed) in self._known
+        is_own = is_loaded or (isinstance(details, StreamDetails) and details.order is self)
         if details and not is_own:
             self._load(progress)
         is_over = progress.consumed and progress.consumed >= self.num_steps
@@ -129,7 +130,21 @@ class StreamOrder:
         return StreamEpochPlan(self, epoch, progress.consumed if progress.epoch == epoch else 0)
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
-        """The same; a plan is refused where the accepted differences change what the details say."""
+        """The same, where the accepted differences leave what its details say as it is.
+
+        Raises:
+            StateMismatchError: They do not, as within a pass over shards that are others now.
+        """
+        try:
+            self.plan(progress.epoch, self.setup.topology.num_replicas, progress)
+        except (DamagedStateError, PositionError) as error:
+            envelope = {"kind": self.kind, "order_version": self.version}
+            before, now = {**envelope, "config": saved}, {**envelope, "config": self.config()}
+            remedy = "Within a pass this cannot be let pass. Put it back, or resume where a pass begins."
+            changed = [replace(one, remedy=remedy) for one in differences(before, now, fingerprints=False)]
+            if not changed:
+                raise
+            raise StateMismatchError(changed, where=f"The progress of {self.name}") from error
         return progress
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> StreamOrder:
@@ -147,11 +162,11 @@ class StreamOrder:
         """
         self._label, self._lag, self._repeats = label, lag, repeats
         if limit is not None:
-            self._limit = limit if self._limit is None else min(limit, self._limit)
+            self._limit = min(limit, self._limit)
 
     def begin_at(self, progress: Progress) -> None:
         """Let a pass begin at a progress of which no state says where the stream stood, within an epoch too."""
-        self._know(progress.epoch, progress.consumed, self._setup.beginning(progress.epoch))
+        self._know(progress.epoch, progress.consumed, self.setup.beginning(progress.epoch))
 
     def end_at(self, progress: Progress) -> None:
         """The epoch of a known progress ends there: the next goes on from it."""
@@ -167,10 +182,8 @@ class StreamOrder:
         known = self._known.get((epoch, step))
         if known is not None:
             return known.state if isinstance(known, _Served) else known
-        if self._origin is not None and self._origin[0] == (epoch, step):
-            return self._origin[1]
         if not step:
-            return self._setup.beginning(epoch)
+            return self.setup.beginning(epoch)
         raise PositionError(
             f"Where {self.name} stood before step {step} of epoch {epoch} is not known: it was not read there, and "
             "no state of it was loaded. Resume from a checkpoint that holds the data's state, as runs with this "
@@ -188,8 +201,9 @@ class StreamOrder:
         run = self._run_at(epoch, step)
         num_served = run.num_served
         # A loader may use the memory of a batch again for the next, which is asked for ahead only if it has to be.
-        looks_ahead = not self._is_endless and not (self._setup.is_loader and self._limit is not None)
-        while self._limit is None or step < self._limit:
+        has_limit = self._limit != UNKNOWN
+        looks_ahead = self.setup.options.steps_per_epoch is None and not (self.setup.is_loader and has_limit)
+        while step < self._limit:
             if not run.goes_on(num_served):
                 # Another iteration has taken over what is read.
                 run = self._run_at(epoch, step)
@@ -197,21 +211,23 @@ class StreamOrder:
             if not run.has_next():
                 break
             batch = run.next()
-            step, num_served = step + 1, run.num_served
-            self._know(epoch, step, _Served(run, num_served))
+            step += 1
+            self._know(epoch, step, _Served(run, run.num_served))
             is_last = step == self._limit
             if looks_ahead and not is_last:
-                run, before = self._shared_if_over(run), run
+                before, run = run, self._shared_if_over(run)
                 is_last = not run.has_next()
                 if run is not before and not is_last:
-                    num_served = 0
                     self._know(epoch, step, _Served(run, 0))
+            num_served = run.num_served
             if is_last:
-                self._end(epoch, step, None if step == self._limit else run)
+                self._end(epoch, step, run)
                 yield batch
                 return
             yield batch
-        self._end(epoch, step, None if step == self._limit else run)
+        if not step and self._limit:
+            self.setup.warn_of_nothing()
+        self._end(epoch, step, run)
 
     @property
     def is_unread(self) -> bool:
@@ -237,25 +253,22 @@ class StreamOrder:
     @property
     def _is_joined(self) -> bool:
         """Whether there are other ranks to be in step with."""
-        if self._setup.topology.num_replicas == 1 or self._setup.options.exact:
+        if self.setup.topology.num_replicas == 1 or self.setup.options.exact:
             return False
         return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-    def _reasons_to_read_again(self) -> str:
-        """Why a resume reads samples again; empty if it does not."""
-        return "; ".join(sorted({source.shards.reread for source in self._setup.config.sources.values()} - {""}))
 
     def _know(self, epoch: int, step: int, known: StreamState | _Served) -> None:
         self._known[epoch, step] = known
         self._known.move_to_end((epoch, step))
-        while len(self._known) > self._keep:
-            self._known.popitem(last=False)
+        old = [at for at in self._known if at != self._began]
+        for at in old[: -self._keep]:
+            del self._known[at]
 
     def _load(self, progress: Progress) -> None:
         """Know from the details of a progress where all worker slots stand, on the present ranks."""
-        data, where, options = progress.details, f"The progress of {self.name}", self._setup.options
-        saved = self._setup.config_on(data["num_replicas"], data["workers"])
-        state = self._setup.moved_here(StreamState.from_dict(data, saved), where)
+        data, where, options = progress.details, f"The progress of {self.name}", self.setup.options
+        saved = self.setup.config_on(data["num_replicas"], data["workers"])
+        state = self.setup.moved_here(StreamState.from_dict(data, saved), where)
         again = state.read_again()
         if again and "replay" in options.accept:
             # As without this package: what is left of the epoch is the beginning of the data.
@@ -267,6 +280,7 @@ class StreamOrder:
             raise StateMismatchError([refused], where=where)
         self._forget_end(progress.epoch)
         self._know(progress.epoch, progress.consumed, state)
+        self._loaded = progress.details
 
     def _forget_end(self, epoch: int) -> None:
         """An epoch that is read again, perhaps on other ranks, may have another end."""
@@ -276,27 +290,27 @@ class StreamOrder:
     def _run_at(self, epoch: int, step: int) -> StreamRun:
         known = self._known.get((epoch, step))
         if isinstance(known, _Served) and known.run is self._run and known.run.goes_on(known.num_served):
-            # Its batches are read ahead already.
-            self._origin = (epoch, step), known.state
+            # Its batches are read ahead already; for how long it says where they began is not known.
+            self._began, _ = (epoch, step), known.state
             return known.run
-        state = self._setup.moved_here(self.state_at(epoch, step), "The stream")
-        again = state.read_again(range(self._setup.topology.rank, state.num_slots, state.num_replicas))
+        state = self.setup.moved_here(self.state_at(epoch, step), "The stream")
+        again = state.read_again(range(self.setup.topology.rank, state.num_slots, state.num_replicas))
         started = time.perf_counter()
         run = self._begin(state)
         if again and run.has_next() and not run.is_broken:
             warnings.warn(
-                f"{sum(again.values())} {'batches' if self._setup.is_loader else 'samples'} of {', '.join(again)} were "
+                f"{sum(again.values())} {'batches' if self.setup.is_loader else 'samples'} of {', '.join(again)} were "
                 f"read again, and left out, to go on in epoch {epoch}, which took "
-                f"{time.perf_counter() - started:.1f} s, because {self._reasons_to_read_again()}.",
+                f"{time.perf_counter() - started:.1f} s, because {self.setup.reasons_to_read_again}.",
                 StatefulWarning,
                 stacklevel=3,
             )
+        self._began = epoch, step
         self._know(epoch, step, state)
-        self._origin = (epoch, step), state
         return run
 
     def _begin(self, state: StreamState) -> StreamRun:
-        setup = self._setup
+        setup = self.setup
         if self._run is not None:
             self._run.close()
         if self._slots is None:
@@ -310,7 +324,7 @@ class StreamOrder:
         """Begin where a run is over."""
         # What other ranks have published in it is about to be deleted.
         late = [(at, known) for at, known in self._known.items() if isinstance(known, _Served) and known.run is run]
-        for at, known in late[len(late) - self._lag - 1 :]:
+        for at, known in late[-self._lag - 1 :]:
             self._known[at] = known.state
         return self._begin(state)
 
@@ -322,8 +336,8 @@ class StreamOrder:
         for _ in range(_MOST_EMPTY):
             # A limited epoch may begin where a pass ends; a whole pass in which a rank has nothing is no epoch.
             has_none = self._is_joined and not run.num_served and not run.begun.steps + run.begun.steps_before
-            begins = at_start and (self._limit is not None or has_none) and not self._setup.is_loader
-            if run.has_next() or not (self._is_endless or begins):
+            begins = at_start and (self._limit != UNKNOWN or has_none) and not self.setup.is_loader
+            if run.has_next() or not (self.setup.options.steps_per_epoch or begins):
                 return run
             run = self._shared_if_over(self._begin_after(run, self._following(run)))
         if run.has_next():
@@ -345,23 +359,27 @@ class StreamOrder:
     def _following(self, run: StreamRun) -> StreamState:
         """The beginning of the pass after a run that is over."""
         final = run.final_state
-        if self._setup.options.exact or (final.num_replicas > 1 and not self._is_joined):
+        if self.setup.options.exact or (final.num_replicas > 1 and not self._is_joined):
             # Each rank ends for itself.
-            return self._setup.beginning(final.epoch + 1)
+            return self.setup.beginning(final.epoch + 1)
         return final.following()
 
     def _end(self, epoch: int, step: int, run: StreamRun | None = None) -> None:
-        """End ``epoch`` before ``step``; with the pass of ``run``, or within a pass."""
-        known = self._known[epoch, step] if run is None else self._following(run)
+        """End ``epoch`` before ``step``: with the pass of ``run``, or within a pass at the limit and without a run."""
         self.ended = epoch, step
+        known: StreamState | _Served
         if self._repeats:
-            known = self._setup.beginning(0)
-        elif run is None and self._setup.is_loader:
+            known = self.setup.beginning(0)
+        elif run is not None and step != self._limit:
+            known = self._following(run)
+        elif self.setup.is_loader:
             known = self.state_at(epoch, step).following()
+        else:
+            known = self._known[epoch, step]
         self._know(epoch + 1, 0, known)
 
     def _connect(self, state: StreamState, describe: Callable[[int, Record], str]) -> RankSync:
-        setup, world = self._setup, torch.distributed.get_world_size()
+        setup, world = self.setup, torch.distributed.get_world_size()
         if world != setup.topology.num_replicas:
             raise ConfigurationError(
                 f"{world} processes are {setup.topology.num_replicas} data-parallel ranks. Streams need one process "

@@ -40,7 +40,7 @@ from support.stream_cases import (
 )
 
 from lightning_stateful import ChunkedDataset
-from lightning_stateful.errors import ConfigurationError, ShardError, StreamError
+from lightning_stateful.errors import ConfigurationError, ShardError, StatefulWarning, StreamError
 from lightning_stateful.streams import Stream
 
 # Makes a loader on so many workers.
@@ -381,13 +381,16 @@ def test_samples_too_long_are_counted_over_a_stop() -> None:
     assert loader.position_report()["samples_too_long"] == 10
 
 
-def test_a_stream_of_which_nothing_can_be_read_ends(tmp_path: Path) -> None:
+def test_a_stream_of_which_nothing_can_be_read_ends_with_a_warning(tmp_path: Path) -> None:
     def make(**options: Any) -> Any:
         files = [str(tmp_path / f"{number}.gz") for number in range(3)]
         return stream_loader(ChunkedDataset(files, read_lines, on_error="skip"), **options)
 
     loader = make()
-    assert list(loader) == list(loader) == []
+    for _ in range(2):
+        with pytest.warns(StatefulWarning, match="has given no batch in an epoch, so nothing was trained on"):
+            assert list(loader) == []
+    assert list(make(exact=True)) == []
     assert loader.position_report()["shards_skipped"] == 6
     assert loader.position_report()["epoch"] == 2
     with pytest.raises(ConfigurationError, match="has given no batch to all ranks in 4 passes"):
