@@ -15,7 +15,7 @@ from lightning_stateful.errors import ConfigurationError, StateMismatchError
 from lightning_stateful.samplers import StatefulDistributedSampler
 from lightning_stateful.state import sealed
 
-SIZES = [(n, num_replicas) for n in (0, 1, 7, 24) for num_replicas in (1, 2, 5)]
+SIZES = [(0, 2), (1, 1), (1, 5), (7, 2), (24, 5)]
 
 
 def a_sampler(length: int = 20, num_replicas: int = 1, rank: int = 0, **options: Any) -> StatefulDistributedSampler:
@@ -54,12 +54,9 @@ class TestAsADropIn:
         served = [Counter(index for sampler in samplers for index in sampler) for samplers in (ours, theirs)]
         assert (served[0].total(), len(served[0])) == (served[1].total(), len(served[1]))
 
-    @pytest.mark.parametrize("num_replicas", [1, 3])
-    def test_without_shuffling_an_even_epoch_is_the_same_as_torchs(self, num_replicas: int) -> None:
-        for rank, sampler in enumerate(the_ranks(12, num_replicas, shuffle=False)):
-            assert list(sampler) == list(DistributedSampler(range(12), num_replicas, rank, shuffle=False))
-
-    def test_the_last_round_is_filled_up_from_itself(self) -> None:
+    def test_without_shuffling_an_epoch_is_torchs_but_for_the_last_round_which_is_filled_up_from_itself(self) -> None:
+        for rank, sampler in enumerate(the_ranks(12, 3, shuffle=False)):
+            assert list(sampler) == list(DistributedSampler(range(12), 3, rank, shuffle=False))
         assert [list(sampler)[-1] for sampler in the_ranks(11, 3, shuffle=False)] == [9, 10, 9]
 
     def test_it_takes_a_dataset_or_its_length_as_torchs_by_position_or_name(self) -> None:
@@ -74,7 +71,6 @@ class TestAsADropIn:
         [
             ((10, 0, 0), "num_replicas must be at least 1, got 0"),
             ((10, 2, 2), r"rank must be in range\(2\), got 2"),
-            ((2**40 + 1, 1, 0), r"A dataset has 0 to 2\*\*40 samples"),
             ((-1, 1, 0), r"A dataset has 0 to 2\*\*40 samples, got -1"),
             ((10, 1, 0, True, 1.5), "seed"),
         ],
@@ -103,7 +99,7 @@ class TestAsADropIn:
         assert list(ours) == list(theirs) == [2, 6, 10]
 
 
-class TestOrder:
+class TestPasses:
     def test_an_epoch_of_2_to_the_40_samples_begins_and_resumes_anywhere(self) -> None:
         sampler = a_sampler(2**40, 8, 3)
         head = take(sampler, 3)
@@ -111,8 +107,6 @@ class TestOrder:
 
         assert len({*head, *sampler}) == 5
 
-
-class TestPasses:
     def test_the_length_does_not_depend_on_where_it_stands(self) -> None:
         sampler = a_sampler(20, 3)
         lengths = {len(sampler) for _ in sampler}
@@ -121,7 +115,7 @@ class TestPasses:
         assert lengths | {len(sampler)} == {7}
         assert [len(list(sampler)) for _ in range(3)] == [4, 7, 7]
 
-    @pytest.mark.parametrize(("trained", "num_workers"), [(0, 0), (3, 2), (5, 0)])
+    @pytest.mark.parametrize(("trained", "num_workers"), [(3, 2), (5, 0)])
     def test_the_number_of_trained_samples_leaves_out_what_was_only_fetched(
         self, num_workers: int, trained: int
     ) -> None:
