@@ -15,6 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_stateful.audit import AuditResult, check_resume
     from lightning_stateful.bucketing import QuadraticCost
+    from lightning_stateful.data_modules import (
+        BucketDataModule,
+        MixtureDataModule,
+        RoundRobinDataModule,
+        StatefulDataModule,
+        StreamDataModule,
+    )
     from lightning_stateful.loaders import StatefulLoader, is_patched, patch_dataloader
     from lightning_stateful.mixture import WeightSchedule
     from lightning_stateful.samplers import (
@@ -25,34 +32,27 @@ if TYPE_CHECKING:
         StatefulDistributedSampler,
     )
     from lightning_stateful.streams import ChunkedDataset, MixedStream
-    from lightning_stateful.trainer import (
-        BucketDataModule,
-        MixtureDataModule,
-        RoundRobinDataModule,
-        StatefulDataCallback,
-        StatefulDataModule,
-        StreamDataModule,
-    )
+    from lightning_stateful.trainer import StatefulDataCallback
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AuditResult": "audit",
     "BucketBatchSampler": "samplers",
-    "BucketDataModule": "trainer",
+    "BucketDataModule": "data_modules",
     "ChunkedDataset": "streams",
     "DDPSamplerWrapper": "samplers",
     "MixtureBatchSampler": "samplers",
     "MixedStream": "streams",
-    "MixtureDataModule": "trainer",
+    "MixtureDataModule": "data_modules",
     "QuadraticCost": "bucketing",
     "RoundRobinBatchSampler": "samplers",
-    "RoundRobinDataModule": "trainer",
+    "RoundRobinDataModule": "data_modules",
     "StatefulDataCallback": "trainer",
-    "StatefulDataModule": "trainer",
+    "StatefulDataModule": "data_modules",
     "StatefulDistributedSampler": "samplers",
     "StatefulLoader": "loaders",
-    "StreamDataModule": "trainer",
+    "StreamDataModule": "data_modules",
     "WeightSchedule": "mixture",
     "check_resume": "audit",
     "is_patched": "loaders",

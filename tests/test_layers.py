@@ -74,7 +74,7 @@ def test_only_one_file_touches_the_loop_counters() -> None:
     touching = {
         path.name for path in FILES if re.search(r"(batch|epoch)_progress|_batches_that_stepped", path.read_text())
     }
-    assert touching == {"counters.py"}
+    assert touching == {"loop_progress.py"}
 
 
 def test_only_one_function_asks_torch_for_the_rank() -> None:

@@ -76,7 +76,7 @@ def take_over(
         UnsupportedLoaderError: The loader's batches cannot be computed from a position; with the reason.
         ConfigurationError: Each rank has a stream of its own, which cannot be resumed in its shards.
     """
-    if is_view(loader):
+    if is_proxy(loader):
         # A trainer was given it in place of one of its loaders.
         loader = loader.loader
     if not exact and not isinstance(loader, DataLoader) and is_iterable(loader):
@@ -214,9 +214,9 @@ def is_iterable(loader: object) -> bool:
     return hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
 
 
-def is_view(loader: object) -> bool:
+def is_proxy(loader: object) -> bool:
     """Whether it is what a trainer was given in place of a loader of this package, which it holds as ``loader``."""
-    return getattr(type(loader), "is_view", False) is True
+    return getattr(type(loader), "is_proxy", False) is True
 
 
 def _is_stream(loader: object, exact: bool) -> bool:
@@ -259,7 +259,7 @@ _HELD = {"CombinedLoader": "iterables", "_FabricDataLoader": "_dataloader"}
 
 def _leaves(loaders: Any) -> Iterator[object]:
     """The loaders in a structure, without the wrappers of Fabric and of the callback."""
-    if is_view(loaders):
+    if is_proxy(loaders):
         yield loaders.loader
     elif is_lightnings(loaders) and (held := _HELD.get(type(loaders).__name__)):
         yield from _leaves(getattr(loaders, held))

@@ -1,16 +1,5 @@
-"""Floor 3: the only package that imports lightning."""
+"""Makes a Trainer resume exactly: the callback, and what it puts between Lightning's loops and their loaders."""
 
-from lightning_stateful.trainer.bucket_module import BucketDataModule
 from lightning_stateful.trainer.callback import StatefulDataCallback
-from lightning_stateful.trainer.datamodule import StatefulDataModule
-from lightning_stateful.trainer.source_modules import MixtureDataModule, RoundRobinDataModule
-from lightning_stateful.trainer.stream_module import StreamDataModule
 
-__all__ = [
-    "BucketDataModule",
-    "MixtureDataModule",
-    "RoundRobinDataModule",
-    "StatefulDataCallback",
-    "StatefulDataModule",
-    "StreamDataModule",
-]
+__all__ = ["StatefulDataCallback"]

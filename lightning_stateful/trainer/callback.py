@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.errors import ConfigurationError, StateError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import VERSION
-from lightning_stateful.trainer import counters, other_callbacks
+from lightning_stateful.trainer import loop_progress, other_callbacks
 from lightning_stateful.trainer.checkpoint import (
-    drop_states_of_views,
+    drop_loader_states,
     find_data_state,
     fits_our_module,
     module_name,
@@ -22,17 +23,30 @@ from lightning_stateful.trainer.checkpoint import (
     refuse_other_seed,
     warn_of_missing_loops,
 )
-from lightning_stateful.trainer.evaluation_data import exact_evaluation
-from lightning_stateful.trainer.fit_data import FitData
+from lightning_stateful.trainer.eval_loaders import exact_evaluation
 from lightning_stateful.trainer.lightning import TrainerFn, pl
+from lightning_stateful.trainer.loader_hooks import Request, intercept, release
 from lightning_stateful.trainer.logs import log_data
-from lightning_stateful.trainer.metrics import monitored_metrics, restore_metrics
-from lightning_stateful.trainer.moment import Moment, Resume
-from lightning_stateful.trainer.randomness import seed_model
+from lightning_stateful.trainer.loop_progress import LoopProgress
+from lightning_stateful.trainer.other_callbacks import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.ranks import topology_of
 from lightning_stateful.trainer.signals import HeldSignals
-from lightning_stateful.trainer.source import Request, intercept, release
-from lightning_stateful.trainer.training_data import Settings, TrainingData
+from lightning_stateful.trainer.train_loaders import FitData, Settings, TrainingData, seed_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """What a run goes on with, until its first batch or validation.
+
+    Attributes:
+        progress: Where, in steps of the present topology.
+        global_step: Optimizer steps taken.
+        metrics: Values of monitored metrics.
+    """
+
+    progress: LoopProgress
+    global_step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class StatefulDataCallback(pl.Callback):
@@ -56,7 +70,7 @@ class StatefulDataCallback(pl.Callback):
         brought_along: Whether a data module made this callback, and may change its settings.
 
     State:
-        The moment of training that the checkpoint belongs to, and, where no :class:`StatefulDataModule` holds it, the
+        The progress of training that the checkpoint belongs to, and, where no :class:`StatefulDataModule` holds it, the
         position of the data.
 
     Raises:
@@ -90,9 +104,9 @@ class StatefulDataCallback(pl.Callback):
         self._resume: Resume | None = None
         self._in_resumed_epoch = False
         self._validation_epoch = -1
-        self._batch: counters.BatchBegun | None = None
+        self._batch: loop_progress.BatchBegun | None = None
         self._unchecked = True
-        self._interrupted: Moment | None = None
+        self._interrupted: LoopProgress | None = None
         self._signals = HeldSignals()
 
     @property
@@ -118,7 +132,7 @@ class StatefulDataCallback(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the trainer as it was."""
-        counters.restore_max_steps(trainer)
+        loop_progress.restore_max_steps(trainer)
         self._signals.end()
         if self._resume is not None and stage == "fit":
             other_callbacks.finish_averaging(trainer)
@@ -134,38 +148,38 @@ class StatefulDataCallback(pl.Callback):
         epoch = -1
         if stage == "val" and trainer.state.fn == TrainerFn.FITTING:
             epoch, self._validation_epoch = self._validation_epoch, -1
-        with counters.validation_loaders_as_of(trainer, epoch):
+        with loop_progress.validation_loaders_as_of(trainer, epoch):
             return exact_evaluation(trainer, request, self.settings, stage)
 
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """The moment of training, and the data's state where no data module holds it; fresh plain data."""
+        """The progress of training, and the data's state where no data module holds it; fresh plain data."""
         module = module_name(self._trainer)
-        moment = self._moment()
+        progress = self._progress()
         return {
             "version": VERSION,
             "restored": self._fit is None or not self._fit.awaits_start,
             "averaged": other_callbacks.holds_averages(self._trainer),
             "module": module,
             "seed": self._seed,
-            "moment": moment.to_dict(),
-            "monitored": self._monitored(moment),
+            "progress": progress.to_dict(),
+            "monitored": self._monitored(progress),
             "data": self.data_state() if module is None else None,
         }
 
     def data_state(self) -> dict[str, Any] | None:
-        """The state of the training data at this moment; None before there are loaders."""
+        """The state of the training data at this progress; None before there are loaders."""
         data = self._data
-        return None if data is None else data.combined.state_at(*self._moment().data)
+        return None if data is None else data.combined.state_at(*self._progress().data)
 
     def position_report(self) -> dict[str, Any]:
-        """Epoch, and what has been served of every source, at this moment; equal on all ranks.
+        """Epoch, and what has been served of every source, at this progress; equal on all ranks.
 
         Of several loaders a dict by path; empty before there are loaders.
         """
         data = self._data
-        return {} if data is None else data.report_at(*self._moment().data)
+        return {} if data is None else data.report_at(*self._progress().data)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -180,27 +194,27 @@ class StatefulDataCallback(pl.Callback):
                 "This StatefulDataCallback has been fitted in another trainer since, and knows only its position. "
                 "Give every trainer a callback of its own, and save a checkpoint before the next trainer is fitted."
             )
-        drop_states_of_views(checkpoint)
+        drop_loader_states(checkpoint)
         if (name := module_name(trainer)) is not None:
             put_data_state(checkpoint, name, self.state_key, self.data_state())
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Remember the moment: Lightning soon forgets whether it was validating."""
+        """Remember the progress: Lightning soon forgets whether it was validating."""
         if trainer.state.fn == TrainerFn.FITTING:
-            self._interrupted = self._moment()
+            self._interrupted = self._progress()
             self._signals.end(failed=True)
 
-    def _moment(self) -> Moment:
+    def _progress(self) -> LoopProgress:
         if self._resume is not None:
-            return self._resume.moment
+            return self._resume.progress
         if self._interrupted is not None:
             return self._interrupted
-        return Moment() if self._trainer is None else counters.read_moment(self._trainer, self._batch)
+        return LoopProgress() if self._trainer is None else loop_progress.read_progress(self._trainer, self._batch)
 
-    def _monitored(self, moment: Moment) -> dict[str, float]:
+    def _monitored(self, progress: LoopProgress) -> dict[str, float]:
         if self._resume is not None:
             return dict(self._resume.metrics)
-        return {} if self._trainer is None else monitored_metrics(self._trainer, epoch_ended=moment.ended)
+        return {} if self._trainer is None else monitored_metrics(self._trainer, epoch_ended=progress.ended)
 
     # Resuming
 
@@ -220,16 +234,16 @@ class StatefulDataCallback(pl.Callback):
             warn_of_missing_loops(checkpoint)
             return
         own = checkpoint.get("callbacks", {}).get(self.state_key)
-        moment, metrics = (counters.locate(loops["fit_loop"]), {}) if own is None else read_callback_state(own)
+        progress, metrics = (loop_progress.locate(loops["fit_loop"]), {}) if own is None else read_callback_state(own)
         state = find_data_state(checkpoint, own, module_name(trainer), self.settings.accept)
-        moment = self._fitting().place(state, moment)
+        progress = self._fitting().place(state, progress)
         if own is not None:
             refuse_other_seed(own, self._seed, self.settings.accept)
-        loops["fit_loop"] = counters.rewritten(loops["fit_loop"], moment)
-        self._go_on(Resume(moment=moment, global_step=checkpoint["global_step"], metrics=metrics))
+        loops["fit_loop"] = loop_progress.rewritten(loops["fit_loop"], progress)
+        self._go_on(Resume(progress=progress, global_step=checkpoint["global_step"], metrics=metrics))
         if trainer.strategy.restore_checkpoint_after_setup:
             # Such strategies restore after on_fit_start.
-            counters.lift_max_steps(trainer, moment, checkpoint["global_step"])
+            loop_progress.lift_max_steps(trainer, progress, checkpoint["global_step"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Where a trainer is fitted again after it was stopped within an epoch, go on at the next batch."""
@@ -238,26 +252,26 @@ class StatefulDataCallback(pl.Callback):
             self._fit_again(trainer, earlier)
         self._interrupted = self._batch = None
         if self._resume is not None:
-            counters.lift_max_steps(trainer, self._resume.moment, self._resume.global_step)
+            loop_progress.lift_max_steps(trainer, self._resume.progress, self._resume.global_step)
 
     def _fit_again(self, trainer: pl.Trainer, earlier: TrainingData) -> None:
-        moment = self._moment()
-        if not moment.running:
+        progress = self._progress()
+        if not progress.running:
             return
         try:
-            moment = self._fitting().place(earlier.combined.state_at(*moment.data), moment)
+            progress = self._fitting().place(earlier.combined.state_at(*progress.data), progress)
         except StateMismatchError as error:
             rank_zero_warn(
-                f"This trainer was stopped after batch {moment.batch} of epoch {moment.epoch} and is fitted again on "
-                f"other data. The rest of that epoch is not trained on. {error}",
+                f"This trainer was stopped after batch {progress.batch} of epoch {progress.epoch} and is fitted again "
+                f"on other data. The rest of that epoch is not trained on. {error}",
                 category=StatefulWarning,
             )
             return
-        counters.continue_from(trainer, moment)
-        self._go_on(Resume(moment=moment, global_step=trainer.global_step))
+        loop_progress.continue_from(trainer, progress)
+        self._go_on(Resume(progress=progress, global_step=trainer.global_step))
 
     def _go_on(self, resume: Resume) -> None:
-        self._resume, self._validation_epoch = resume, resume.moment.val_reload_epoch
+        self._resume, self._validation_epoch = resume, resume.progress.val_reload_epoch
 
     # Training
 
@@ -268,8 +282,8 @@ class StatefulDataCallback(pl.Callback):
         self._in_resumed_epoch = self._resume is not None
         if self._resume is not None:
             restore_metrics(trainer, self._resume.metrics)
-            counters.step_plateau_schedulers(trainer, self._resume.moment)
-            counters.prepare_first_epoch(trainer, self._resume.moment)
+            loop_progress.step_plateau_schedulers(trainer, self._resume.progress)
+            loop_progress.prepare_first_epoch(trainer, self._resume.progress)
         self._signals.begin(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -284,7 +298,7 @@ class StatefulDataCallback(pl.Callback):
         if self._unchecked:
             self._fitting().check_in_use()
         self._unchecked = False
-        self._batch = counters.note_batch(trainer)
+        self._batch = loop_progress.note_batch(trainer)
         other_callbacks.clear_stale_gradients(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -293,7 +307,7 @@ class StatefulDataCallback(pl.Callback):
         Raises:
             ConfigurationError: A step with ``dataloader_iter`` took more or fewer than one batch.
         """
-        counters.skip_repeated_validation(trainer)
+        loop_progress.skip_repeated_validation(trainer)
         if self._data is not None:
             self._data.check_one_batch_a_step()
             log_data(trainer, pl_module, self._data, self.settings)
@@ -308,13 +322,13 @@ class StatefulDataCallback(pl.Callback):
         """Let learning rate schedulers that monitor a metric step in a resumed epoch too."""
         self._resume = None
         if self._in_resumed_epoch:
-            counters.end_resumed_epoch(trainer)
+            loop_progress.end_resumed_epoch(trainer)
         self._in_resumed_epoch = False
         self._seed_model(trainer, "epoch end")
 
     def _seed_model(self, trainer: pl.Trainer, stage: str) -> None:
         if self.settings.seed_model:
-            seed_model(self._seed, topology_of(trainer).rank, stage, *counters.next_step(trainer))
+            seed_model(self._seed, topology_of(trainer).rank, stage, *loop_progress.next_step(trainer))
 
     def _fitting(self) -> FitData:
         if self._fit is None:

@@ -16,14 +16,14 @@ from lightning_stateful.errors import (
     StateVersionError,
 )
 from lightning_stateful.state import VERSION
-from lightning_stateful.trainer.moment import Moment
+from lightning_stateful.trainer.loop_progress import LoopProgress
 
 # Under this key a data module's state holds that of its data, apart from what a subclass adds.
 STATE_KEY = "lightning_stateful"
 
 
-def read_callback_state(own: Any) -> tuple[Moment, dict[str, float]]:
-    """The moment and the monitored metrics in the callback's part of a checkpoint.
+def read_callback_state(own: Any) -> tuple[LoopProgress, dict[str, float]]:
+    """The progress and the monitored metrics in the callback's part of a checkpoint.
 
     Raises:
         DamagedStateError: It is not what the callback writes.
@@ -48,12 +48,12 @@ def read_callback_state(own: Any) -> tuple[Moment, dict[str, float]]:
             "validation or after training had ended, and training cannot go on with them. Resume from a checkpoint of "
             "the training itself, or load these weights into the model, and call fit without ckpt_path."
         )
-    if not isinstance(own.get("moment"), Mapping):
-        raise DamagedStateError(f"The callback's state has no moment: {own!r}. Resume from another checkpoint.")
+    if not isinstance(own.get("progress"), Mapping):
+        raise DamagedStateError(f"The callback's state has no progress: {own!r}. Resume from another checkpoint.")
     metrics = own.get("monitored")
     if not isinstance(metrics, Mapping) or not all(type(value) is float for value in metrics.values()):
         raise DamagedStateError(f"The callback's state has no metrics: {own!r}. Resume from another checkpoint.")
-    return Moment.from_dict(own["moment"]), dict(metrics)
+    return LoopProgress.from_dict(own["progress"]), dict(metrics)
 
 
 def refuse_other_seed(own: Mapping[str, Any], seed: int, accept: Collection[str]) -> None:
@@ -129,7 +129,7 @@ def data_state_in(module_state: Any) -> Mapping[str, Any] | None:
     return module_state.get(STATE_KEY) if isinstance(module_state, Mapping) else None
 
 
-def drop_states_of_views(checkpoint: Mapping[str, Any]) -> None:
+def drop_loader_states(checkpoint: Mapping[str, Any]) -> None:
     """Take out what Lightning saved of each loader, which is nothing: a Trainer of plain loaders would refuse it."""
     checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
@@ -144,11 +144,11 @@ def warn_of_missing_loops(checkpoint: Mapping[str, Any]) -> None:
     )
 
 
-def warn_of_missing_state(moment: Moment, begun_anew: Collection[str]) -> None:
+def warn_of_missing_state(progress: LoopProgress, begun_anew: Collection[str]) -> None:
     """Say what a run does that is resumed from a checkpoint without a data state.
 
     Args:
-        moment: Where it goes on.
+        progress: Where it goes on.
         begun_anew: Names of streams, of which nobody knows where they stood within the epoch.
     """
     follows = (
@@ -162,6 +162,6 @@ def warn_of_missing_state(moment: Moment, begun_anew: Collection[str]) -> None:
         )
     rank_zero_warn(
         "The checkpoint has no data state: it was made without lightning-stateful, or before there were loaders. The "
-        f"run goes on at batch {moment.batch} of epoch {moment.epoch}, as the loop counters say, {follows}",
+        f"run goes on at batch {progress.batch} of epoch {progress.epoch}, as the loop counters say, {follows}",
         category=StatefulWarning,
     )

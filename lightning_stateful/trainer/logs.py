@@ -12,16 +12,16 @@ import torch
 
 from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.bucketing.padding import StepPadding
-from lightning_stateful.trainer import counters
+from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.lightning import pl
-from lightning_stateful.trainer.training_data import Settings, TrainingData
+from lightning_stateful.trainer.train_loaders import Settings, TrainingData
 
 
 def log_data(trainer: pl.Trainer, pl_module: pl.LightningModule, data: TrainingData, settings: Settings) -> None:
     """After a batch, log what has been served and how it was padded, in the steps in which the trainer logs at all."""
     if not settings.log_data or not trainer._logger_connector.should_update_logs:
         return
-    epoch, step = counters.next_step(trainer)
+    epoch, step = loop_progress.next_step(trainer)
     values = {**_flat("sources", data.report_at(epoch, step)), **_padding(data.padding_at(epoch, step - 1))}
     if values:
         # In double precision, because counts soon exceed what single precision can tell apart. The batch size weighs

@@ -31,7 +31,7 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError, Uns
 from lightning_stateful.loaders import StatefulLoader, is_patched, patch_dataloader, take_over
 from lightning_stateful.samplers import StatefulDistributedSampler
 from lightning_stateful.stream_loader import StreamLoader
-from lightning_stateful.trainer.view import LoaderView
+from lightning_stateful.trainer.loader_proxy import LoaderProxy
 
 DATA = list(range(LENGTH))
 
@@ -542,8 +542,8 @@ def ours() -> StatefulLoader:
     return patch_dataloader(loader(batch_size=2))
 
 
-def view() -> LoaderView:
-    return LoaderView(ours(), Progress)
+def view() -> LoaderProxy:
+    return LoaderProxy(ours(), Progress)
 
 
 @pytest.mark.parametrize("name", [*PATCHED, *NOT_PATCHED])

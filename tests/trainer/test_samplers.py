@@ -584,7 +584,7 @@ def test_loaders_of_another_trainer_are_taken_for_what_they_are() -> None:
         assert again.ledger == first.ledger
 
 
-def test_views_of_another_trainer_may_be_passed_on() -> None:
+def test_loaders_of_another_trainer_may_be_passed_on() -> None:
     first = train_with(LOADERS["class balanced"], max_epochs=2)
     again = train_with(lambda: first.trainer.train_dataloader, max_epochs=2)
     assert again.ledger == first.ledger

@@ -215,7 +215,7 @@ def test_20_a_save_after_an_evaluation_that_followed_fit_knows_the_position(tmp_
     run.trainer.validate(model, datamodule=numbers_module(), verbose=False)
     run.trainer.save_checkpoint(tmp_path / "stop.ckpt")
     checkpoint = torch.load(tmp_path / "stop.ckpt", weights_only=True)
-    assert checkpoint["callbacks"]["StatefulDataCallback"]["moment"]["batch"] == 5
+    assert checkpoint["callbacks"]["StatefulDataCallback"]["progress"]["batch"] == 5
 
 
 def reloading(sizes: dict[int, int]) -> Any:

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
 
+from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.source_datasets import Collate, SourceCollate, SourceDataset
 from lightning_stateful.mixture.sources import By, Stop
 from lightning_stateful.mixture.weights import WeightSchedule
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.mixture_samplers import MixtureBatchSampler, RoundRobinBatchSampler, refuse_splits
-from lightning_stateful.trainer.datamodule import StatefulDataModule
 
 
 class SourcesDataModule(StatefulDataModule):

@@ -19,7 +19,8 @@ from support.ledger import Numbers
 from support.runs import StopAt, assert_same_end, assert_stitches, numbers_module, train
 
 from lightning_stateful.errors import DamagedStateError
-from lightning_stateful.trainer.counters import (
+from lightning_stateful.trainer.loop_progress import (
+    LoopProgress,
     continue_from,
     epoch_set_to,
     locate,
@@ -27,7 +28,6 @@ from lightning_stateful.trainer.counters import (
     rewritten,
     step_is_beyond_epoch,
 )
-from lightning_stateful.trainer.moment import Moment
 
 TRACKED = ("ready", "started", "processed", "completed")
 Counts = tuple[int, int, int, int]
@@ -71,19 +71,19 @@ def loops(
     }
 
 
-def between(epoch: int) -> Moment:
-    return Moment(epoch=epoch)
+def between(epoch: int) -> LoopProgress:
+    return LoopProgress(epoch=epoch)
 
 
-def within(epoch: int, batch: int) -> Moment:
-    return Moment(epoch=epoch, batch=batch, running=True)
+def within(epoch: int, batch: int) -> LoopProgress:
+    return LoopProgress(epoch=epoch, batch=batch, running=True)
 
 
-def at_the_end(epoch: int, batch: int) -> Moment:
-    return Moment(epoch=epoch, batch=batch, running=True, ended=True)
+def at_the_end(epoch: int, batch: int) -> LoopProgress:
+    return LoopProgress(epoch=epoch, batch=batch, running=True, ended=True)
 
 
-# Epochs of 7 batches; 3 of them done where the moment lies within an epoch. ``e`` epochs were over before.
+# Epochs of 7 batches; 3 of them done where the progress lies within an epoch. ``e`` epochs were over before.
 ROWS: dict[str, Any] = {
     "before anything has run": lambda e: (loops((e, e, e, e), (0, 0, 0, 0), is_last=e > 0), between(e)),
     "on_train_epoch_start": lambda e: (loops((e + 1, e, e, e), (7, 7, 7, 7), is_last=True), between(e)),
@@ -124,12 +124,12 @@ class TestLocate:
     @pytest.mark.parametrize("epoch", [0, 3])
     @pytest.mark.parametrize("row", ROWS)
     def test_the_counters_of_every_hook_stand_for_their_moment(self, row: str, epoch: int) -> None:
-        state, moment = ROWS[row](epoch)
+        state, progress = ROWS[row](epoch)
 
-        assert locate(state) == moment
+        assert locate(state) == progress
 
     @pytest.mark.parametrize(
-        ("epoch", "batch", "moment"),
+        ("epoch", "batch", "progress"),
         [
             ((3, 3, 2, 2), (7, 7, 7, 6), at_the_end(2, 7)),
             ((3, 3, 2, 2), (7, 7, 7, 7), at_the_end(2, 7)),
@@ -138,17 +138,19 @@ class TestLocate:
             ((3, 3, 2, 2), (7, 7, 6, 6), within(2, 6)),
         ],
     )
-    def test_the_last_batch_of_a_limited_epoch_is_its_end(self, epoch: Counts, batch: Counts, moment: Moment) -> None:
-        assert locate(loops(epoch, batch), max_batches=7) == moment
+    def test_the_last_batch_of_a_limited_epoch_is_its_end(
+        self, epoch: Counts, batch: Counts, progress: LoopProgress
+    ) -> None:
+        assert locate(loops(epoch, batch), max_batches=7) == progress
 
     def test_epochs_of_a_sized_loader_end_where_the_counters_say_whatever_the_limit(self) -> None:
         assert locate(loops((1, 1, 0, 0), (5, 5, 5, 4), is_last=True), max_batches=7) == at_the_end(0, 5)
 
     def test_the_count_of_windows_is_taken_along(self) -> None:
         for row in ROWS.values():
-            state, moment = row(2)
+            state, progress = row(2)
             state["epoch_loop.state_dict"]["_batches_that_stepped"] = 41
-            assert locate(state) == dataclasses.replace(moment, stepped=41)
+            assert locate(state) == dataclasses.replace(progress, stepped=41)
 
     def test_a_state_without_a_count_of_windows_counts_from_0(self) -> None:
         state = loops((1, 1, 0, 0), (3, 3, 3, 2))
@@ -170,14 +172,14 @@ class TestLocate:
         assert state == kept
 
     def test_the_counters_of_a_new_trainer_stand_for_the_beginning(self) -> None:
-        assert locate(a_trainer().fit_loop.state_dict()) == Moment()
+        assert locate(a_trainer().fit_loop.state_dict()) == LoopProgress()
 
     @pytest.mark.parametrize(
-        ("moment", "data"),
-        [(Moment(), (0, 0)), (between(2), (2, 0)), (within(2, 5), (2, 5)), (at_the_end(2, 7), (3, 0))],
+        ("progress", "data"),
+        [(LoopProgress(), (0, 0)), (between(2), (2, 0)), (within(2, 5), (2, 5)), (at_the_end(2, 7), (3, 0))],
     )
-    def test_the_data_goes_on_at_the_next_batch_or_epoch(self, moment: Moment, data: tuple[int, int]) -> None:
-        assert moment.data == data
+    def test_the_data_goes_on_at_the_next_batch_or_epoch(self, progress: LoopProgress, data: tuple[int, int]) -> None:
+        assert progress.data == data
 
 
 def a_trainer() -> pl.Trainer:
@@ -201,21 +203,21 @@ WITHIN = {"within": within(4, 3), "at the end": at_the_end(4, 7), "between": bet
 
 class TestRewritten:
     @given(STATES, MOMENTS, st.integers(0, 1000))
-    def test_reading_what_was_rewritten_gives_the_moment(self, state: Any, moment: Moment, stepped: int) -> None:
-        moment = dataclasses.replace(moment, stepped=stepped)
+    def test_reading_what_was_rewritten_gives_it_back(self, state: Any, progress: LoopProgress, stepped: int) -> None:
+        progress = dataclasses.replace(progress, stepped=stepped)
 
-        assert locate(rewritten(state, moment)) == moment
-
-    @given(STATES, MOMENTS)
-    def test_rewriting_again_changes_nothing(self, state: Any, moment: Moment) -> None:
-        once = rewritten(state, moment)
-
-        assert rewritten(once, moment) == once
+        assert locate(rewritten(state, progress)) == progress
 
     @given(STATES, MOMENTS)
-    def test_rewriting_leaves_its_argument_as_it_was(self, state: Any, moment: Moment) -> None:
+    def test_rewriting_again_changes_nothing(self, state: Any, progress: LoopProgress) -> None:
+        once = rewritten(state, progress)
+
+        assert rewritten(once, progress) == once
+
+    @given(STATES, MOMENTS)
+    def test_rewriting_leaves_its_argument_as_it_was(self, state: Any, progress: LoopProgress) -> None:
         kept = copy.deepcopy(state)
-        result = rewritten(state, moment)
+        result = rewritten(state, progress)
         assert state == kept
 
         for part in leaves(result):
@@ -223,9 +225,9 @@ class TestRewritten:
         assert state == kept
 
     @given(STATES, MOMENTS)
-    def test_every_moment_has_one_form_of_the_current_counters(self, state: Any, moment: Moment) -> None:
+    def test_every_moment_has_one_form_of_the_current_counters(self, state: Any, progress: LoopProgress) -> None:
         other = loops((1, 1, 0, 0), (2, 2, 1, 1))
-        ours, theirs = rewritten(state, moment), rewritten(other, moment)
+        ours, theirs = rewritten(state, progress), rewritten(other, progress)
 
         assert ours["epoch_progress"] == theirs["epoch_progress"]
         for key in ("current", "is_last_batch"):
@@ -262,23 +264,23 @@ class TestRewritten:
         }
 
     def test_an_epoch_that_has_only_been_announced_has_not_begun(self) -> None:
-        state, moment = ROWS["on_train_epoch_start"](5)
+        state, progress = ROWS["on_train_epoch_start"](5)
 
-        assert rewritten(state, moment)["epoch_progress"]["current"] == tracked((5,) * 4)
+        assert rewritten(state, progress)["epoch_progress"]["current"] == tracked((5,) * 4)
 
-    @pytest.mark.parametrize("moment", WITHIN)
-    def test_epochs_are_counted_alike_in_total(self, moment: str) -> None:
-        progress = rewritten(loops((5, 5, 4, 4), (4, 4, 3, 3)), WITHIN[moment])["epoch_progress"]
+    @pytest.mark.parametrize("progress", WITHIN)
+    def test_epochs_are_counted_alike_in_total(self, progress: str) -> None:
+        progress = rewritten(loops((5, 5, 4, 4), (4, 4, 3, 3)), WITHIN[progress])["epoch_progress"]
 
         assert progress["total"] == progress["current"]
 
     @pytest.mark.parametrize("row", [row for row in ROWS if "skip" not in row])
     def test_the_total_of_batches_is_what_has_been_processed(self, row: str) -> None:
-        state, moment = ROWS[row](3)
+        state, progress = ROWS[row](3)
         current = state["epoch_loop.batch_progress"]["current"]["processed"]
         state["epoch_loop.batch_progress"]["total"] = tracked((99, 98, 21 + current, 97))
 
-        assert rewritten(state, moment)["epoch_loop.batch_progress"]["total"] == tracked((21 + current,) * 4)
+        assert rewritten(state, progress)["epoch_loop.batch_progress"]["total"] == tracked((21 + current,) * 4)
 
     def test_batches_of_an_open_window_are_taken_off_the_total(self) -> None:
         result = rewritten(loops((2, 2, 1, 1), (6, 6, 6, 5), total=17), within(1, 4))
@@ -325,14 +327,14 @@ class TestRewritten:
 
         assert locate(rewritten({key: full[key] for key in kept}, within(1, 3))) == within(1, 3)
 
-    @pytest.mark.parametrize("moment", WITHIN)
-    def test_lightnings_own_loops_take_it_and_give_it_back(self, moment: str) -> None:
+    @pytest.mark.parametrize("progress", WITHIN)
+    def test_lightnings_own_loops_take_it_and_give_it_back(self, progress: str) -> None:
         fit_loop = a_trainer().fit_loop
-        result = rewritten(fit_loop.state_dict(), WITHIN[moment])
+        result = rewritten(fit_loop.state_dict(), WITHIN[progress])
         fit_loop.load_state_dict(result)
 
         assert fit_loop.state_dict() == result
-        assert locate(fit_loop.state_dict()) == WITHIN[moment]
+        assert locate(fit_loop.state_dict()) == WITHIN[progress]
 
     def test_the_keys_are_those_of_lightnings_own_loops(self) -> None:
         ours, theirs = loops((1, 1, 0, 0), (1, 1, 0, 0)), a_trainer().fit_loop.state_dict()
@@ -340,13 +342,13 @@ class TestRewritten:
 
         assert shape(ours) == shape(theirs)
 
-    @pytest.mark.parametrize("moment", WITHIN)
-    def test_the_next_step_is_where_the_data_goes_on_within_the_epoch(self, moment: str) -> None:
+    @pytest.mark.parametrize("progress", WITHIN)
+    def test_the_next_step_is_where_the_data_goes_on_within_the_epoch(self, progress: str) -> None:
         trainer = a_trainer()
-        continue_from(trainer, WITHIN[moment])
+        continue_from(trainer, WITHIN[progress])
 
-        assert next_step(trainer) == (WITHIN[moment].epoch, WITHIN[moment].batch)
-        assert trainer.current_epoch == WITHIN[moment].epoch
+        assert next_step(trainer) == (WITHIN[progress].epoch, WITHIN[progress].batch)
+        assert trainer.current_epoch == WITHIN[progress].epoch
 
     @pytest.mark.parametrize("batch", [(3, 3, 3, 3), (4, 3, 3, 3), (4, 4, 3, 3), (3, 3, 3, 2)])
     def test_the_next_step_counts_only_batches_that_have_been_trained_on(self, batch: Counts) -> None:
@@ -378,49 +380,49 @@ def shape(state: Any) -> Any:
     return {key: shape(value) for key, value in state.items()} if isinstance(state, dict) else type(state)
 
 
-WHOLE = Moment(
+WHOLE = LoopProgress(
     epoch=2, batch=5, running=True, validate=True, stepped=19, train_reload_epoch=1, val_reload_epoch=2
 ).to_dict()
 
 
-class TestMoment:
+class TestPlainData:
     @given(MOMENTS)
-    def test_a_moment_survives_json(self, moment: Moment) -> None:
-        assert Moment.from_dict(json.loads(json.dumps(moment.to_dict()))) == moment
+    def test_it_survives_json(self, progress: LoopProgress) -> None:
+        assert LoopProgress.from_dict(json.loads(json.dumps(progress.to_dict()))) == progress
 
     def test_everything_in_it_is_kept(self) -> None:
-        assert Moment.from_dict(WHOLE).to_dict() == WHOLE
+        assert LoopProgress.from_dict(WHOLE).to_dict() == WHOLE
 
     @pytest.mark.parametrize("key", WHOLE)
     def test_a_missing_key_is_refused_by_name(self, key: str) -> None:
         with pytest.raises(DamagedStateError, match=f"under '{key}', got None"):
-            Moment.from_dict({name: value for name, value in WHOLE.items() if name != key})
+            LoopProgress.from_dict({name: value for name, value in WHOLE.items() if name != key})
 
     @pytest.mark.parametrize("wrong", [None, 1.0, [1], {}, b"1"])
     @pytest.mark.parametrize("key", WHOLE)
     def test_a_value_of_another_type_is_refused_by_name(self, key: str, wrong: Any) -> None:
         with pytest.raises(DamagedStateError, match=f"must hold a (int|bool|str) under '{key}'"):
-            Moment.from_dict({**WHOLE, key: wrong})
+            LoopProgress.from_dict({**WHOLE, key: wrong})
 
     def test_truth_is_no_number_and_a_number_no_truth(self) -> None:
         for key, wrong in [("epoch", True), ("batch", False), ("running", 1), ("ended", 0)]:
             with pytest.raises(DamagedStateError, match=f"under '{key}'"):
-                Moment.from_dict({**WHOLE, key: wrong})
+                LoopProgress.from_dict({**WHOLE, key: wrong})
 
     def test_keys_that_nobody_asks_for_are_let_pass(self) -> None:
-        assert Moment.from_dict({**WHOLE, "colour": "red"}).to_dict() == WHOLE
+        assert LoopProgress.from_dict({**WHOLE, "colour": "red"}).to_dict() == WHOLE
 
     def test_reading_leaves_the_dict_as_it_was(self) -> None:
         data = dict(WHOLE)
-        Moment.from_dict(data)
+        LoopProgress.from_dict(data)
 
         assert data == WHOLE
 
     def test_writing_gives_a_new_dict_each_time(self) -> None:
-        moment = Moment()
-        moment.to_dict()["epoch"] = 7
+        progress = LoopProgress()
+        progress.to_dict()["epoch"] = 7
 
-        assert moment.to_dict()["epoch"] == 0
+        assert progress.to_dict()["epoch"] == 0
 
 
 class TestEpochSetTo:

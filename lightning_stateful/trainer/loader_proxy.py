@@ -48,7 +48,7 @@ def _shown(loader: AnyLoader, original: Any, overfits: bool, is_dealt_out: bool)
     return SimpleNamespace(sampler=sampler, batch_sampler=batches, **{f"{_RECORDS}kwargs": {"shuffle": shuffles}})
 
 
-class LoaderView:
+class LoaderProxy:
     """An iterable over a loader that asks where to begin at the first ``next()`` of every pass.
 
     It is no DataLoader, so Lightning neither injects a sampler nor rebuilds it. Attributes are those of the loader;
@@ -68,7 +68,7 @@ class LoaderView:
         is_dealt_out: Show a DistributedSampler on a single rank too, as Lightning does under DDP.
     """
 
-    is_view = True
+    is_proxy = True
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class LoaderView:
         self._before_batch = before_batch
         self._at_end = at_end
         self._isolated = isolated
-        # The filter of warnings that is this view's, told from others by a comment.
+        # The filter of warnings that is this proxy's, told from others by a comment.
         self._ignored = ""
         if loader.is_sized and isinstance(loader.dataset, IterableDataset):
             # Lightning doubts the length of any iterable dataset; this one is a number of steps, for all workers.
@@ -177,7 +177,7 @@ def _has_sampler(loader: Any) -> bool:
 
 
 class _Pass:
-    """One pass over a view, which can be pickled, but not gone on with."""
+    """One pass over a proxy, which can be pickled, but not gone on with."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches

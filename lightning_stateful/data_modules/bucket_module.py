@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_stateful.bucketing.buckets import Boundaries
 from lightning_stateful.bucketing.budget import QuadraticCost, TooLong
 from lightning_stateful.core.checks import as_int
+from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.length_cache import lengths_of, names_lengths
 from lightning_stateful.samplers.batch_samplers import BucketBatchSampler, Lengths
-from lightning_stateful.trainer.datamodule import StatefulDataModule
 
 
 class BucketDataModule(StatefulDataModule):

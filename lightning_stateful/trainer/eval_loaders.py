@@ -18,10 +18,10 @@ from lightning_stateful.loaders.patching import AnyLoader, take_over
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.trainer.lightning import TrainerFn, pl
+from lightning_stateful.trainer.loader_hooks import Structure
+from lightning_stateful.trainer.loader_proxy import LoaderProxy
 from lightning_stateful.trainer.ranks import build_alike, deals_out, own_rank, topology_of
-from lightning_stateful.trainer.structure import Structure
-from lightning_stateful.trainer.training_data import Settings, length_of, overfit_batches
-from lightning_stateful.trainer.view import LoaderView
+from lightning_stateful.trainer.train_loaders import Settings, length_of, overfit_batches
 
 
 def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: Settings, stage: str) -> Any:
@@ -43,18 +43,18 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
 
     def build() -> Structure:
         structure = Structure.of(request())
-        views = {
-            path: _view(trainer, loader, stage, path, settings, topology) for path, loader in structure.loaders.items()
+        proxies = {
+            path: _proxy(trainer, loader, stage, path, settings, topology) for path, loader in structure.loaders.items()
         }
-        return replace(structure, loaders=views)
+        return replace(structure, loaders=proxies)
 
     structure = build_alike(trainer, build, _lengths, f"the {stage} data")
-    for path, view in structure.loaders.items():
+    for path, proxy in structure.loaders.items():
         # The same on all ranks, which have to hear of each other what only some of them can try.
-        if isinstance(view, LoaderView) and _serves_pairs(view.loader):
-            fails = not _can_serve_pairs(view.loader)
+        if isinstance(proxy, LoaderProxy) and _serves_pairs(proxy.loader):
+            fails = not _can_serve_pairs(proxy.loader)
             if trainer.strategy.reduce_boolean_decision(fails, all=False):
-                _repeat_instead(view.loader, f"the {stage} loader {path!r}")
+                _repeat_instead(proxy.loader, f"the {stage} loader {path!r}")
     return structure.rebuilt(lambda path, loader: loader)
 
 
@@ -105,11 +105,11 @@ def _repeat_instead(loader: Any, where: str) -> None:
 
 def _lengths(structure: Structure) -> dict[str, dict[str, Any]]:
     described: dict[str, dict[str, Any]] = {}
-    for path, view in structure.loaders.items():
+    for path, proxy in structure.loaders.items():
         # As Lightning has it, ranks may take unequal steps through data of their own.
-        if isinstance(view, LoaderView) and not _is_of_one_rank(view.loader):
-            described[path] = {"length": length_of(view.loader)}
-            if begins := view.loader.tracker.config.get("sequence"):
+        if isinstance(proxy, LoaderProxy) and not _is_of_one_rank(proxy.loader):
+            described[path] = {"length": length_of(proxy.loader)}
+            if begins := proxy.loader.tracker.config.get("sequence"):
                 described[path]["begins"] = begins
     return described
 
@@ -118,7 +118,7 @@ def _is_of_one_rank(loader: Any) -> bool:
     return isinstance(loader, StatefulLoader) and loader.own_rank is not None
 
 
-def _view(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Settings, topology: Topology) -> Any:
+def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Settings, topology: Topology) -> Any:
     where = f"the {stage} loader {path!r}" if path else f"the {stage} loader"
     overfits = trainer.state.fn == TrainerFn.FITTING and overfit_batches(trainer) > 0
     try:
@@ -148,7 +148,7 @@ def _view(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Set
         rank_zero_warn(f"{where}: {repeats}, because ranks take equal steps.", category=StatefulWarning)
 
     locate = partial(_locate, trainer, taken)
-    return LoaderView(
+    return LoaderProxy(
         taken,
         locate,
         keeps_indices=trainer.predicting,

@@ -1,4 +1,4 @@
-"""Lightning's loop counters: where a run stands when it is saved, and how a resumed run is put there.
+"""Loop progress: how far a run has got by Lightning's counters, and how a resumed run is put there.
 
 This is the only file that touches the counters. ``docs/traps.md`` says what Lightning does with them and why they are
 rewritten.
@@ -8,16 +8,90 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from lightning_stateful.errors import DamagedStateError
 from lightning_stateful.trainer.lightning import RestartStage, TrainerFn, pl
-from lightning_stateful.trainer.moment import Moment
 from lightning_stateful.trainer.other_callbacks import announce_resumed_epoch, tell_to_stop, waits_to_stop
 
 _AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")
 _TRACKED = ("ready", "started", "processed", "completed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopProgress:
+    """How far a training run has got.
+
+    Attributes:
+        epoch: Epochs that are over.
+        batch: Batches of the running epoch that the model has been trained on; 0 between epochs.
+        running: An epoch has begun and its end hooks have not run.
+        ended: All batches of the running epoch are done, its end hooks are not.
+        validate: A validation is due before the next batch.
+        plateau: ``"step"`` or ``"epoch"`` if schedulers that monitor a metric have yet to take that step, or empty.
+        stepped: Lightning's count of batches (of windows, under accumulation) for its loggers.
+        train_reload_epoch: Epoch at which the training loaders were built last; -1 for none.
+        val_reload_epoch: The same for validation loaders.
+        validated: Batches of the running epoch up to which validations have been run; 0 unless beyond ``batch``, where
+            batches of an open accumulation window are trained on again.
+        stopping: The run has been told to stop, and waits for ``min_epochs`` or ``min_steps``.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    running: bool = False
+    ended: bool = False
+    validate: bool = False
+    plateau: str = ""
+    stepped: int = 0
+    train_reload_epoch: int = -1
+    val_reload_epoch: int = -1
+    validated: int = 0
+    stopping: bool = False
+
+    @property
+    def data(self) -> tuple[int, int]:
+        """Epoch and step that the data goes on from: after the last batch of an epoch, the next epoch."""
+        return (self.epoch + 1, 0) if self.ended else (self.epoch, self.batch)
+
+    def at_step(self, step: int, *, ended: bool) -> LoopProgress:
+        """The same progress within a running epoch in steps of the present ranks and batch sizes.
+
+        Args:
+            step: Batches that the model has been trained on.
+            ended: The epoch has no more of them.
+        """
+        validated = self.validated if step == self.batch else 0
+        progress = replace(self, batch=step, ended=ended, validated=validated)
+        if ended and not self.validate:
+            # Nothing is left on the present ranks. Lightning then decides on a validation, and counts the batch again.
+            return replace(progress, validate=True, stepped=self.stepped - 1)
+        if self.validate and step != self.batch:
+            # Validations fall after certain steps, of which this is no longer one.
+            return replace(progress, validate=ended, stepped=self.stepped + (not ended))
+        return progress
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a state."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LoopProgress:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            DamagedStateError: A key is missing or has the wrong type.
+        """
+        fresh = asdict(cls())
+        for key, default in fresh.items():
+            if type(data.get(key)) is not type(default):
+                raise DamagedStateError(
+                    f"The callback's state must hold a {type(default).__name__} under {key!r}, got {data.get(key)!r}. "
+                    "Resume from another checkpoint; this one's state is damaged."
+                )
+        return cls(**{key: data[key] for key in fresh})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +115,8 @@ def note_batch(trainer: pl.Trainer) -> BatchBegun:
     return BatchBegun(next_step(trainer)[1], stepped, waits_to_stop(trainer))
 
 
-def read_moment(trainer: pl.Trainer, begun: BatchBegun | None = None) -> Moment:
-    """The moment that a checkpoint written now belongs to.
+def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopProgress:
+    """How far training has got, for a checkpoint that is written now.
 
     Args:
         trainer: The trainer.
@@ -50,25 +124,25 @@ def read_moment(trainer: pl.Trainer, begun: BatchBegun | None = None) -> Moment:
     """
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
-    moment = locate(fit_loop.state_dict(), max_batches=fit_loop.max_batches)
+    progress = locate(fit_loop.state_dict(), max_batches=fit_loop.max_batches)
     in_batch_end = _in_batch_end(trainer, begun)
-    validated = _validated_before(trainer, moment.epoch)
-    validate = moment.running and moment.batch > validated and _validation_is_due(trainer, in_batch_end)
+    validated = _validated_before(trainer, progress.epoch)
+    validate = progress.running and progress.batch > validated and _validation_is_due(trainer, in_batch_end)
     stopping = waits_to_stop(trainer) or (in_batch_end and begun is not None and begun.stopping)
     # An epoch that only updates BatchNorm's statistics, from their beginning, is one window.
-    window = moment.batch + 1 if fit_loop._skip_backward else trainer.accumulate_grad_batches
-    in_window = moment.batch % window
-    if moment.running and not moment.ended and in_window:
+    window = progress.batch + 1 if fit_loop._skip_backward else trainer.accumulate_grad_batches
+    in_window = progress.batch % window
+    if progress.running and not progress.ended and in_window:
         # Gradients are not saved: the open window is served again from its first batch, without its validations.
-        validated = max(moment.batch - validate, validated)
-        moment = replace(moment, batch=moment.batch - in_window, validated=validated)
+        validated = max(progress.batch - validate, validated)
+        progress = replace(progress, batch=progress.batch - in_window, validated=validated)
         validate = False
-    elif moment.running and not validate and (in_batch_end or _validates_within_fit(trainer)):
-        moment = replace(moment, stepped=moment.stepped + 1, plateau="step")
-    elif not moment.running and _in_epoch_end(trainer):
-        moment = replace(moment, plateau="epoch")
+    elif progress.running and not validate and (in_batch_end or _validates_within_fit(trainer)):
+        progress = replace(progress, stepped=progress.stepped + 1, plateau="step")
+    elif not progress.running and _in_epoch_end(trainer):
+        progress = replace(progress, plateau="epoch")
     return replace(
-        moment,
+        progress,
         validate=validate,
         stopping=stopping,
         train_reload_epoch=_epoch_or_none(fit_loop._last_train_dl_reload_epoch),
@@ -76,53 +150,54 @@ def read_moment(trainer: pl.Trainer, begun: BatchBegun | None = None) -> Moment:
     )
 
 
-def locate(fit_loop_state: Mapping[str, Any], *, max_batches: float = float("inf")) -> Moment:
-    """The moment that a fit loop's saved counters stand for, whatever hook they were saved in.
+def locate(fit_loop_state: Mapping[str, Any], *, max_batches: float = float("inf")) -> LoopProgress:
+    """How far training had got by a fit loop's saved counters, whatever hook they were saved in.
 
     Args:
         fit_loop_state: ``fit_loop.state_dict()``, or ``checkpoint["loops"]["fit_loop"]``.
         max_batches: Batches of a limited epoch, if known.
     """
     epoch = fit_loop_state["epoch_progress"]["current"]
-    progress = fit_loop_state["epoch_loop.batch_progress"]
-    batch = progress["current"]
+    batches = fit_loop_state["epoch_loop.batch_progress"]
+    batch = batches["current"]
     stepped = fit_loop_state["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
     if epoch["ready"] > epoch["started"]:
-        return Moment(epoch=epoch["ready"] - 1, stepped=stepped)
+        return LoopProgress(epoch=epoch["ready"] - 1, stepped=stepped)
     if epoch["started"] == 0:
-        return Moment(stepped=stepped)
-    is_last = progress["is_last_batch"] and batch["processed"] == batch["ready"]
-    if is_last or batch["processed"] >= max_batches:
-        if epoch["processed"] >= epoch["started"]:
-            return Moment(epoch=epoch["started"], stepped=stepped)
-        return Moment(epoch=epoch["started"] - 1, batch=batch["processed"], running=True, ended=True, stepped=stepped)
-    return Moment(epoch=epoch["started"] - 1, batch=batch["processed"], running=True, stepped=stepped)
+        return LoopProgress(stepped=stepped)
+    is_last = batches["is_last_batch"] and batch["processed"] == batch["ready"]
+    ended = is_last or batch["processed"] >= max_batches
+    if ended and epoch["processed"] >= epoch["started"]:
+        return LoopProgress(epoch=epoch["started"], stepped=stepped)
+    return LoopProgress(
+        epoch=epoch["started"] - 1, batch=batch["processed"], running=True, ended=ended, stepped=stepped
+    )
 
 
-def rewritten(fit_loop_state: Mapping[str, Any], moment: Moment) -> dict[str, Any]:
-    """A fit loop's state at ``moment`` in the one form that Lightning resumes from exactly."""
+def rewritten(fit_loop_state: Mapping[str, Any], progress: LoopProgress) -> dict[str, Any]:
+    """A fit loop's state at ``progress`` in the one form that Lightning resumes from exactly."""
     state = {key: _copy(value) for key, value in fit_loop_state.items()}
     state["state_dict"].pop("combined_loader", None)
     old = state["epoch_loop.batch_progress"]
     before = old["total"]["processed"] - old["current"]["processed"]
-    begun = moment.epoch + 1 if moment.running else moment.epoch
+    begun = progress.epoch + 1 if progress.running else progress.epoch
     state["epoch_progress"] = {
-        scope: dict(zip(_TRACKED, (begun, begun, moment.epoch, moment.epoch), strict=True))
+        scope: dict(zip(_TRACKED, (begun, begun, progress.epoch, progress.epoch), strict=True))
         for scope in ("total", "current")
     }
-    if not moment.running:
+    if not progress.running:
         before += old["current"]["processed"]
     state["epoch_loop.batch_progress"] = {
-        "total": dict.fromkeys(_TRACKED, before + moment.batch),
-        "current": dict.fromkeys(_TRACKED, moment.batch),
-        "is_last_batch": moment.ended or not moment.running,
+        "total": dict.fromkeys(_TRACKED, before + progress.batch),
+        "current": dict.fromkeys(_TRACKED, progress.batch),
+        "is_last_batch": progress.ended or not progress.running,
     }
-    state["epoch_loop.state_dict"]["_batches_that_stepped"] = moment.stepped
+    state["epoch_loop.state_dict"]["_batches_that_stepped"] = progress.stepped
     for key in ("epoch_loop.scheduler_progress", "epoch_loop.manual_optimization.optim_step_progress"):
         _complete(state.get(key, {}))
     optimizer = state.get("epoch_loop.automatic_optimization.optim_progress", {}).get("optimizer", {})
-    for progress in optimizer.values():
-        _complete(progress)
+    for steps in optimizer.values():
+        _complete(steps)
     _clear(state.get("epoch_loop.val_loop.batch_progress", {}))
     return state
 
@@ -157,13 +232,13 @@ def epoch_set_to(trainer: pl.Trainer, epoch: int) -> Iterator[None]:
             setattr(current, name, value)
 
 
-def continue_from(trainer: pl.Trainer, moment: Moment) -> None:
-    """Put the loops of a trainer that has trained before at ``moment``, as a checkpoint would."""
+def continue_from(trainer: pl.Trainer, progress: LoopProgress) -> None:
+    """Put the loops of a trainer that has trained before at ``progress``, as a checkpoint would."""
     fit_loop = trainer.fit_loop
-    fit_loop.load_state_dict(rewritten(fit_loop.state_dict(), moment))
+    fit_loop.load_state_dict(rewritten(fit_loop.state_dict(), progress))
 
 
-def prepare_first_epoch(trainer: pl.Trainer, moment: Moment) -> None:
+def prepare_first_epoch(trainer: pl.Trainer, progress: LoopProgress) -> None:
     """Make the first epoch after a resume run as it would have without the stop.
 
     To be called when training starts. Lightning's loops treat a restart specially in ways that lose or repeat work;
@@ -171,17 +246,17 @@ def prepare_first_epoch(trainer: pl.Trainer, moment: Moment) -> None:
     """
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
-    if moment.train_reload_epoch >= 0:
-        fit_loop._last_train_dl_reload_epoch = moment.train_reload_epoch
-    epoch_loop._validated = (moment.epoch, moment.validated)
-    if moment.val_reload_epoch >= 0:
-        epoch_loop.val_loop._last_val_dl_reload_epoch = moment.val_reload_epoch
-    _around_reset(trainer, moment)
-    if not moment.running:
+    if progress.train_reload_epoch >= 0:
+        fit_loop._last_train_dl_reload_epoch = progress.train_reload_epoch
+    epoch_loop._validated = (progress.epoch, progress.validated)
+    if progress.val_reload_epoch >= 0:
+        epoch_loop.val_loop._last_val_dl_reload_epoch = progress.val_reload_epoch
+    _around_reset(trainer, progress)
+    if not progress.running:
         # With max_steps, Lightning restarts even a finished epoch: one batch, or a whole epoch, too many.
         fit_loop._restarting = False
         epoch_loop.restarting = False
-    elif moment.validate:
+    elif progress.validate:
         # Sends Lightning through the rest of its on_advance_end first: validate, then count the batch.
         epoch_loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
         epoch_loop.val_loop._has_run = False  # in an earlier fit of this trainer, perhaps
@@ -193,12 +268,12 @@ def skip_repeated_validation(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop._skip_next_val = batch <= _validated_before(trainer, epoch)
 
 
-def step_plateau_schedulers(trainer: pl.Trainer, moment: Moment) -> None:
+def step_plateau_schedulers(trainer: pl.Trainer, progress: LoopProgress) -> None:
     """Let ReduceLROnPlateau take the step that was due when the checkpoint was written, if its metric is known."""
-    if not moment.plateau or not _plateau_metrics_known(trainer):
+    if not progress.plateau or not _plateau_metrics_known(trainer):
         return
-    with epoch_set_to(trainer, moment.epoch - (moment.plateau == "epoch")):
-        trainer.fit_loop.epoch_loop.update_lr_schedulers(moment.plateau, update_plateau_schedulers=True)
+    with epoch_set_to(trainer, progress.epoch - (progress.plateau == "epoch")):
+        trainer.fit_loop.epoch_loop.update_lr_schedulers(progress.plateau, update_plateau_schedulers=True)
 
 
 def end_resumed_epoch(trainer: pl.Trainer) -> None:
@@ -224,13 +299,13 @@ def validation_loaders_as_of(trainer: pl.Trainer, epoch: int) -> Iterator[None]:
     trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epoch
 
 
-def lift_max_steps(trainer: pl.Trainer, moment: Moment, global_step: int) -> None:
+def lift_max_steps(trainer: pl.Trainer, progress: LoopProgress, global_step: int) -> None:
     """Let Lightning enter an epoch whose last step is done but whose validation or end hooks are not.
 
     :func:`prepare_first_epoch` puts the limit back.
     """
     epoch_loop: Any = trainer.fit_loop.epoch_loop
-    if moment.running and (moment.validate or moment.ended) and -1 < epoch_loop.max_steps <= global_step:
+    if progress.running and (progress.validate or progress.ended) and -1 < epoch_loop.max_steps <= global_step:
         epoch_loop._lifted_max_steps, epoch_loop.max_steps = epoch_loop.max_steps, -1
 
 
@@ -240,26 +315,26 @@ def restore_max_steps(trainer: pl.Trainer) -> None:
     epoch_loop.max_steps = vars(epoch_loop).pop("_lifted_max_steps", epoch_loop.max_steps)
 
 
-def _around_reset(trainer: pl.Trainer, moment: Moment) -> None:
+def _around_reset(trainer: pl.Trainer, progress: LoopProgress) -> None:
     # There is no hook between the epoch loop's reset and its first batch, hence this wrapper for one call.
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     vars(epoch_loop).pop("reset", None)
-    epoch_loop.reset = partial(_reset_once, trainer, moment)
+    epoch_loop.reset = partial(_reset_once, trainer, progress)
 
 
-def _reset_once(trainer: pl.Trainer, moment: Moment) -> None:
+def _reset_once(trainer: pl.Trainer, progress: LoopProgress) -> None:
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     vars(epoch_loop).pop("reset", None)
     restore_max_steps(trainer)
-    if moment.running:
-        announce_resumed_epoch(trainer, ended=moment.ended)
+    if progress.running:
+        announce_resumed_epoch(trainer, ended=progress.ended)
     epoch_loop.reset()
-    if not moment.validate:
+    if not progress.validate:
         # A loop that still calls itself restarting skips or repeats a validation, steps schedulers and counts a
         # batch twice. With a validation due, that is what leads to it.
         epoch_loop._restarting = False
-    if moment.stopping:
-        tell_to_stop(trainer, after_validation=moment.validate)
+    if progress.stopping:
+        tell_to_stop(trainer, after_validation=progress.validate)
 
 
 def _validated_before(trainer: pl.Trainer, epoch: int) -> int:
@@ -306,15 +381,15 @@ def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
-def _complete(progress: dict[str, Any]) -> None:
+def _complete(counts: dict[str, Any]) -> None:
     for scope in ("total", "current"):
-        if scope in progress:
-            progress[scope] = dict.fromkeys(progress[scope], progress[scope]["completed"])
+        if scope in counts:
+            counts[scope] = dict.fromkeys(counts[scope], counts[scope]["completed"])
 
 
-def _clear(progress: dict[str, Any]) -> None:
+def _clear(counts: dict[str, Any]) -> None:
     for scope in ("total", "current"):
-        if scope in progress:
-            progress[scope] = dict.fromkeys(progress[scope], 0)
-    if "is_last_batch" in progress:
-        progress["is_last_batch"] = False
+        if scope in counts:
+            counts[scope] = dict.fromkeys(counts[scope], 0)
+    if "is_last_batch" in counts:
+        counts["is_last_batch"] = False

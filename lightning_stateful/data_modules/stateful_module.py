@@ -16,7 +16,7 @@ from lightning_stateful.samplers.mixture_samplers import refuse_splits
 from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.checkpoint import STATE_KEY
 from lightning_stateful.trainer.lightning import PACKAGE, _CallbackConnector, check_package, pl
-from lightning_stateful.trainer.training_data import Settings
+from lightning_stateful.trainer.train_loaders import Settings
 
 _SAMPLES = (str, bytes, list, tuple, dict)
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_stateful import StatefulLoader
 from lightning_stateful.core import EpochPlan, Progress
-from lightning_stateful.trainer.source import InterceptedSource, intercept, request_training_loaders
-from lightning_stateful.trainer.view import LoaderView
+from lightning_stateful.trainer.loader_hooks import InterceptedSource, intercept, request_training_loaders
+from lightning_stateful.trainer.loader_proxy import LoaderProxy
 
 Place = tuple[EpochPlan, int]
 
@@ -67,8 +67,8 @@ def a_loader(length: int = 12, **options: Any) -> StatefulLoader:
     return StatefulLoader(list(range(length)), **{"batch_size": 2, "shuffle": True, **options})
 
 
-def a_view(locate: Callable[[], Place | None] = the_beginning, **options: Any) -> LoaderView:
-    return LoaderView(a_loader(), locate, **options)
+def a_proxy(locate: Callable[[], Place | None] = the_beginning, **options: Any) -> LoaderProxy:
+    return LoaderProxy(a_loader(), locate, **options)
 
 
 def read(batches: Any) -> list[list[int]]:
@@ -82,13 +82,13 @@ def batches_from(progress: Progress) -> list[list[int]]:
 class TestIterating:
     def test_nobody_asks_for_a_place_at_iter(self) -> None:
         guide = Guide()
-        iterators = [iter(a_view(guide)) for _ in range(4)]
+        iterators = [iter(a_proxy(guide)) for _ in range(4)]
 
         assert (guide.num_asked, len(iterators)) == (0, 4)
 
     def test_the_place_is_asked_for_at_the_first_next_and_at_no_other(self) -> None:
         guide = Guide()
-        iterator = iter(a_view(guide))
+        iterator = iter(a_proxy(guide))
         next(iterator)
         assert guide.num_asked == 1
 
@@ -97,56 +97,56 @@ class TestIterating:
 
     def test_the_place_that_holds_at_the_first_next_is_what_counts(self) -> None:
         guide = Guide(Progress())
-        iterator = iter(a_view(guide))
+        iterator = iter(a_proxy(guide))
         guide.places = [Progress(epoch=3, consumed=4)]
 
         assert read(iterator) == batches_from(Progress(epoch=3, consumed=4))
 
     def test_every_pass_asks_anew(self) -> None:
         guide = Guide(Progress(), Progress(epoch=1), Progress(epoch=1, consumed=8))
-        view = a_view(guide)
+        proxy = a_proxy(guide)
 
-        assert [read(view) for _ in range(3)] == [batches_from(place) for place in guide.places]
+        assert [read(proxy) for _ in range(3)] == [batches_from(place) for place in guide.places]
         assert guide.num_asked == 3
 
     def test_any_number_of_unused_iterators_changes_nothing(self) -> None:
-        view = a_view()
-        unused = [iter(view) for _ in range(4)]
-        first = read(view)
-        unused += [iter(view) for _ in range(4)]
+        proxy = a_proxy()
+        unused = [iter(proxy) for _ in range(4)]
+        first = read(proxy)
+        unused += [iter(proxy) for _ in range(4)]
 
-        assert first == read(view) == batches_from(Progress())
+        assert first == read(proxy) == batches_from(Progress())
         assert len(unused) == 8
 
     def test_a_pass_may_lie_beyond_the_first_within_an_epoch(self) -> None:
         place = Progress(epoch=1, consumed=12)
 
-        assert read(a_view(Guide(place))) == batches_from(place)
+        assert read(a_proxy(Guide(place))) == batches_from(place)
 
     def test_where_there_is_no_place_there_are_no_batches(self) -> None:
         guide = Guide(None, Progress())
-        view = a_view(guide)
+        proxy = a_proxy(guide)
 
-        assert read(view) == []
-        assert len(read(view)) == 6
+        assert read(proxy) == []
+        assert len(read(proxy)) == 6
 
     def test_a_pass_that_is_over_stays_over(self) -> None:
-        iterator = iter(a_view())
+        iterator = iter(a_proxy())
         list(iterator)
 
         assert list(iterator) == []
 
     def test_iterating_does_not_move_the_loader(self) -> None:
-        view = a_view(Guide(Progress(epoch=2, consumed=6)))
-        read(view)
+        proxy = a_proxy(Guide(Progress(epoch=2, consumed=6)))
+        read(proxy)
 
-        assert view.loader.progress == Progress()
+        assert proxy.loader.progress == Progress()
 
     def test_the_hook_runs_after_a_batch_is_read_and_before_it_is_handed_over(self) -> None:
         events: list[str] = []
         loader = StatefulLoader(Told(events), batch_size=2)
-        view = LoaderView(loader, lambda: (loader.plan(0), 0), lambda: events.append("before batch"))
-        for batch in view:
+        proxy = LoaderProxy(loader, lambda: (loader.plan(0), 0), lambda: events.append("before batch"))
+        for batch in proxy:
             events.append(f"got {batch.tolist()}")
 
         assert events[:4] == ["read 0", "read 1", "before batch", "got [0, 1]"]
@@ -154,14 +154,14 @@ class TestIterating:
 
     def test_the_hook_does_not_run_where_there_is_no_batch(self) -> None:
         calls: list[int] = []
-        read(a_view(Guide(None), before_batch=lambda: calls.append(1)))
+        read(a_proxy(Guide(None), before_batch=lambda: calls.append(1)))
 
         assert calls == []
 
     def test_an_error_of_the_dataset_reaches_the_caller(self) -> None:
         loader = StatefulLoader(Numbers(4, fail_at=2), batch_size=1)
-        view = LoaderView(loader, lambda: (loader.plan(0), 0))
-        iterator = iter(view)
+        proxy = LoaderProxy(loader, lambda: (loader.plan(0), 0))
+        iterator = iter(proxy)
         next(iterator)
         next(iterator)
         with pytest.raises(RuntimeError, match="sample 2 cannot be read"):
@@ -171,121 +171,121 @@ class TestIterating:
 class TestLookingLikeALoader:
     @pytest.mark.parametrize("place", [Progress(), Progress(consumed=6), None])
     def test_its_length_is_that_of_a_whole_epoch_wherever_it_begins(self, place: Progress | None) -> None:
-        view = a_view(Guide(place))
-        read(view)
+        proxy = a_proxy(Guide(place))
+        read(proxy)
 
-        assert len(view) == 6
+        assert len(proxy) == 6
 
     def test_it_is_no_data_loader(self) -> None:
-        assert not isinstance(a_view(), DataLoader)
+        assert not isinstance(a_proxy(), DataLoader)
 
     @pytest.mark.parametrize("name", ["dataset", "batch_size", "num_workers", "collate_fn", "seed", "order"])
     def test_its_attributes_are_those_of_the_loader(self, name: str) -> None:
-        view = a_view()
+        proxy = a_proxy()
 
-        assert getattr(view, name) == getattr(view.loader, name)
+        assert getattr(proxy, name) == getattr(proxy.loader, name)
 
     @pytest.mark.parametrize("shuffle", [False, True])
     def test_on_several_ranks_hooks_find_the_sampler_that_lightning_would_put_there(self, shuffle: bool) -> None:
         original = DataLoader(range(12), batch_size=2, shuffle=shuffle)  # type: ignore[arg-type]  # is sized
-        view = LoaderView(a_loader(num_replicas=2, rank=1), the_beginning, original=original)
+        proxy = LoaderProxy(a_loader(num_replicas=2, rank=1), the_beginning, original=original)
 
-        assert (type(view.sampler), view.sampler.num_replicas, view.sampler.rank) == (DistributedSampler, 2, 1)
-        assert view.batch_sampler.sampler is view.sampler
-        assert len(view.batch_sampler) == len(view) == 3
-        assert _is_dataloader_shuffled(view) is shuffle
+        assert (type(proxy.sampler), proxy.sampler.num_replicas, proxy.sampler.rank) == (DistributedSampler, 2, 1)
+        assert proxy.batch_sampler.sampler is proxy.sampler
+        assert len(proxy.batch_sampler) == len(proxy) == 3
+        assert _is_dataloader_shuffled(proxy) is shuffle
 
     def test_a_missing_attribute_is_reported_as_usual(self) -> None:
         with pytest.raises(AttributeError, match="no_such_thing"):
-            _ = a_view().no_such_thing
+            _ = a_proxy().no_such_thing
 
     def test_a_worker_init_fn_is_set_through(self) -> None:
-        view = a_view()
-        assert view.worker_init_fn is None
+        proxy = a_proxy()
+        assert proxy.worker_init_fn is None
 
-        view.worker_init_fn = worker_init
-        assert view.loader.worker_init_fn is view.worker_init_fn is worker_init
+        proxy.worker_init_fn = worker_init
+        assert proxy.loader.worker_init_fn is proxy.worker_init_fn is worker_init
 
     def test_seeding_everything_for_workers_reaches_the_loader(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 
         monkeypatch.setenv("PL_SEED_WORKERS", "1")
-        view = a_view()
-        _auto_add_worker_init_fn(view, 0)
+        proxy = a_proxy()
+        _auto_add_worker_init_fn(proxy, 0)
 
-        assert view.loader.worker_init_fn is not None
+        assert proxy.loader.worker_init_fn is not None
 
     def test_loading_a_state_moves_nothing(self) -> None:
-        view = a_view()
-        view.load_state_dict(a_loader().tracker.state_dict(Progress(epoch=1, consumed=4)))
+        proxy = a_proxy()
+        proxy.load_state_dict(a_loader().tracker.state_dict(Progress(epoch=1, consumed=4)))
 
-        assert view.loader.progress == Progress()
-        assert view.state_dict() == {}
+        assert proxy.loader.progress == Progress()
+        assert proxy.state_dict() == {}
 
     def test_persistent_workers_are_found_and_ended_where_lightning_looks(self) -> None:
-        view = LoaderView(a_loader(num_workers=1, persistent_workers=True), the_beginning)
-        assert view._iterator is None
-        read(view)
-        workers = view._iterator
-        assert workers is view.loader._iterator is not None
+        proxy = LoaderProxy(a_loader(num_workers=1, persistent_workers=True), the_beginning)
+        assert proxy._iterator is None
+        read(proxy)
+        workers = proxy._iterator
+        assert workers is proxy.loader._iterator is not None
 
         workers._shutdown_workers()
-        view._iterator = None
-        assert view.loader._iterator is None
+        proxy._iterator = None
+        assert proxy.loader._iterator is None
 
 
 class TestCopying:
     @pytest.mark.parametrize("keeps_indices", [False, True])
     @pytest.mark.parametrize(
         "duplicate",
-        [copy.copy, copy.deepcopy, lambda view: pickle.loads(pickle.dumps(view))],
+        [copy.copy, copy.deepcopy, lambda proxy: pickle.loads(pickle.dumps(proxy))],
         ids=["copy", "deep", "pickle"],
     )
     def test_a_duplicate_serves_the_same(self, duplicate: Any, keeps_indices: bool) -> None:
-        twin = duplicate(a_view(keeps_indices=keeps_indices))
+        twin = duplicate(a_proxy(keeps_indices=keeps_indices))
 
-        assert type(twin) is LoaderView
+        assert type(twin) is LoaderProxy
         assert read(twin) == batches_from(Progress())
         assert isinstance(twin.batch_sampler, _IndexBatchSamplerWrapper) is keeps_indices
 
     def test_a_view_that_is_not_yet_filled_has_no_attributes(self) -> None:
-        empty = LoaderView.__new__(LoaderView)
+        empty = LoaderProxy.__new__(LoaderProxy)
         for name in ("loader", "sampler", "dataset", "_locate", "__setstate__", "__getstate_manages_dict__"):
             with pytest.raises(AttributeError):
                 getattr(empty, name)
 
     def test_a_shallow_copy_shares_the_loader(self) -> None:
-        view = a_view()
+        proxy = a_proxy()
 
-        assert copy.copy(view).loader is view.loader
+        assert copy.copy(proxy).loader is proxy.loader
 
 
 class TestKeepingIndices:
     def test_lightning_finds_the_indices_of_every_batch(self) -> None:
         place = Progress(epoch=1, consumed=4)
-        view = a_view(Guide(place), keeps_indices=True)
-        batches = read(view)
+        proxy = a_proxy(Guide(place), keeps_indices=True)
+        batches = read(proxy)
 
-        assert isinstance(view.batch_sampler, _IndexBatchSamplerWrapper)
-        assert view.batch_sampler.seen_batch_indices == batches == batches_from(place)
+        assert isinstance(proxy.batch_sampler, _IndexBatchSamplerWrapper)
+        assert proxy.batch_sampler.seen_batch_indices == batches == batches_from(place)
 
     def test_they_are_there_when_the_first_batch_is(self) -> None:
-        view = a_view(keeps_indices=True)
-        first = next(iter(view))
+        proxy = a_proxy(keeps_indices=True)
+        first = next(iter(proxy))
 
-        assert view.batch_sampler.seen_batch_indices[0] == first.tolist()
+        assert proxy.batch_sampler.seen_batch_indices[0] == first.tolist()
 
     def test_every_pass_has_its_own(self) -> None:
-        view = a_view(Guide(Progress(), Progress(epoch=1)), keeps_indices=True)
-        read(view)
-        read(view)
+        proxy = a_proxy(Guide(Progress(), Progress(epoch=1)), keeps_indices=True)
+        read(proxy)
+        read(proxy)
 
-        assert view.batch_sampler.seen_batch_indices == batches_from(Progress(epoch=1))
+        assert proxy.batch_sampler.seen_batch_indices == batches_from(Progress(epoch=1))
 
     def test_its_length_is_that_of_the_epoch(self) -> None:
-        view = a_view(keeps_indices=True)
+        proxy = a_proxy(keeps_indices=True)
 
-        assert len(view.batch_sampler) == len(view) == 6
+        assert len(proxy.batch_sampler) == len(proxy) == 6
 
 
 def a_trainer() -> pl.Trainer:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import SequentialSampler
 
@@ -14,22 +17,28 @@ from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.bucketing.order import BucketEpochPlan, BucketOrder
 from lightning_stateful.bucketing.padding import StepPadding, measure
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import MODES, CombinedLoaders
-from lightning_stateful.loaders.patching import AnyLoader, take_over
+from lightning_stateful.loaders.patching import AnyLoader, is_patched, take_over
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import StreamLoader
-from lightning_stateful.trainer import counters
+from lightning_stateful.trainer import loop_progress
+from lightning_stateful.trainer.checkpoint import warn_of_missing_state
 from lightning_stateful.trainer.lightning import _DataLoaderIterDataFetcher, pl
-from lightning_stateful.trainer.moment import Moment
+from lightning_stateful.trainer.loader_hooks import (
+    Request,
+    Structure,
+    discard_training_loaders,
+    request_training_loaders,
+)
+from lightning_stateful.trainer.loader_proxy import LoaderProxy
+from lightning_stateful.trainer.loop_progress import LoopProgress
 from lightning_stateful.trainer.other_callbacks import longest_accumulation
-from lightning_stateful.trainer.randomness import seed_model
 from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
-from lightning_stateful.trainer.structure import Structure
-from lightning_stateful.trainer.view import LoaderView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +64,7 @@ class Settings:
 
 
 class TrainingData:
-    """The loaders that a ``train_dataloader`` gave, taken over, and the views of them that Lightning gets.
+    """The loaders that a ``train_dataloader`` gave, taken over, and the proxies of them that Lightning gets.
 
     Args:
         trainer: The trainer.
@@ -81,7 +90,7 @@ class TrainingData:
         self._ended_epoch = -1
         # Epoch and step that a resume goes on at: Lightning may ask for a batch before it has restored its counters.
         self.pending: tuple[int, int] | None = None
-        self.structure: Any = structure.rebuilt(self._view)
+        self.structure: Any = structure.rebuilt(self._proxy)
         self.combined.refuse_short_sources(self.num_batches())
         self._prepare_streams()
         self._report()
@@ -145,46 +154,46 @@ class TrainingData:
         limit, length = self._trainer.limit_train_batches, self.combined.num_batches()
         return min(length, limit) if isinstance(limit, int) else int(length * limit)
 
-    def load(self, state: Mapping[str, Any], moment: Moment) -> Moment:
+    def load(self, state: Mapping[str, Any], progress: LoopProgress) -> LoopProgress:
         """Go on where a checkpoint's data state says.
 
         Returns:
-            The moment in steps of the present ranks and batch sizes.
+            The progress in steps of the present ranks and batch sizes.
 
         Raises:
             StateError: The state does not fit the data.
         """
         where = "The checkpoint's data state"
         epoch, step = self.combined.load(state, accept=self._settings.accept, where=where)
-        if moment.running and (epoch, step) == (moment.epoch + 1, 0):
+        if progress.running and (epoch, step) == (progress.epoch + 1, 0):
             # Of the epoch that the checkpoint was taken in, accepted changes have left nothing.
-            epoch, step = moment.data[0], self.num_batches()
-        if epoch != moment.data[0]:
+            epoch, step = progress.data[0], self.num_batches()
+        if epoch != progress.data[0]:
             raise DamagedStateError(
-                f"{where} lies in epoch {epoch}, but the loops of the same checkpoint go on in epoch {moment.data[0]}. "
-                "Resume from another checkpoint."
+                f"{where} lies in epoch {epoch}, but the loops of the same checkpoint go on in epoch "
+                f"{progress.data[0]}. Resume from another checkpoint."
             )
-        if moment.running and not moment.ended:
-            moment = moment.at_step(step, ended=step >= self.num_batches())
-            if moment.ended:
-                self.combined.end_epoch(moment.epoch)
-        if moment.ended:
-            self._ended_epoch = moment.epoch
-            moment = replace(moment, batch=self.num_batches()) if self.combined.is_sized else moment
-        self.pending = (moment.epoch, moment.batch)
-        return moment
+        if progress.running and not progress.ended:
+            progress = progress.at_step(step, ended=step >= self.num_batches())
+            if progress.ended:
+                self.combined.end_epoch(progress.epoch)
+        if progress.ended:
+            self._ended_epoch = progress.epoch
+            progress = replace(progress, batch=self.num_batches()) if self.combined.is_sized else progress
+        self.pending = (progress.epoch, progress.batch)
+        return progress
 
-    def go_on_without_state(self, moment: Moment) -> list[str]:
+    def go_on_without_state(self, progress: LoopProgress) -> list[str]:
         """Go on where a checkpoint says that has no data state, with streams from their beginning.
 
         Returns:
             Names of the streams that begin anew within an epoch.
         """
-        self.pending = (moment.epoch, moment.batch)
-        if moment.ended:
-            self._ended_epoch = moment.epoch
+        self.pending = (progress.epoch, progress.batch)
+        if progress.ended:
+            self._ended_epoch = progress.epoch
             return []
-        return self.combined.begin_streams_at(moment.epoch, moment.batch) if moment.batch else []
+        return self.combined.begin_streams_at(progress.epoch, progress.batch) if progress.batch else []
 
     def check_one_batch_a_step(self) -> None:
         """Refuse a training step that took several batches, or fetched ahead, through ``dataloader_iter``.
@@ -195,7 +204,7 @@ class TrainingData:
         loop = self._trainer.fit_loop
         if not isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
             return
-        handed, counted = self._num_handed, counters.next_step(self._trainer)[1] - self._first_step
+        handed, counted = self._num_handed, loop_progress.next_step(self._trainer)[1] - self._first_step
         if handed != counted:
             raise ConfigurationError(
                 f"training_step(dataloader_iter) has taken {handed} batches in {counted} steps. Lightning counts one "
@@ -260,11 +269,11 @@ class TrainingData:
                 category=StatefulWarning,
             )
 
-    # No local functions: where workers are spawned, views may have to be pickled.
+    # No local functions: where workers are spawned, proxies may have to be pickled.
 
-    def _view(self, path: str, original: Any) -> LoaderView:
+    def _proxy(self, path: str, original: Any) -> LoaderProxy:
         loader, rank = self.combined.loaders[path], topology_of(self._trainer).rank
-        return LoaderView(
+        return LoaderProxy(
             loader,
             partial(self._locate, path),
             partial(self._before_batch, path, loader.seed, rank),
@@ -276,11 +285,11 @@ class TrainingData:
         )
 
     def _locate(self, path: str) -> tuple[EpochPlan, int] | None:
-        epoch, step = self.pending or counters.next_step(self._trainer)
+        epoch, step = self.pending or loop_progress.next_step(self._trainer)
         if path == self._first_path and epoch != self._counted_epoch:
             self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
         # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
-        is_over = epoch == self._ended_epoch or counters.step_is_beyond_epoch(self._trainer, step)
+        is_over = epoch == self._ended_epoch or loop_progress.step_is_beyond_epoch(self._trainer, step)
         if is_over:
             return None
         plan, step = self.combined.plan_at(path, epoch, step)
@@ -293,7 +302,7 @@ class TrainingData:
 
     def _seed_batch(self, seed: int, rank: int) -> None:
         if self._settings.seed_model:
-            seed_model(seed, rank, "batch", *(self.pending or counters.next_step(self._trainer)))
+            seed_model(seed, rank, "batch", *(self.pending or loop_progress.next_step(self._trainer)))
 
 
 def length_of(loader: AnyLoader) -> int:
@@ -315,3 +324,126 @@ def overfit_batches(trainer: Any) -> float:
     """How much of an epoch is trained and validated on, over and over; 0 for all of it."""
     # Set by Lightning's data connector, unknown to its types.
     return float(trainer.overfit_batches)
+
+
+class FitData:
+    """Builds the training loaders of one fit, and sees to it that Lightning trains on those that a resume has placed.
+
+    Lightning builds loaders before it restores a checkpoint wherever ``trainer.estimated_stepping_batches`` is asked
+    for in ``setup``, ``configure_model`` or, under strategies that restore late, in ``configure_optimizers``, and would
+    train on them. It is made to ask again.
+
+    Args:
+        trainer: The trainer.
+        settings: How loaders are taken over.
+        earlier: The training data of an earlier fit of the same trainer, which streams go on from.
+
+    Attributes:
+        data: The latest loaders; None before there are any.
+        earlier: As it was given, until training begins.
+        awaits_start: A resume has placed the loaders, and training has not begun.
+    """
+
+    def __init__(self, trainer: pl.Trainer, settings: Settings, earlier: TrainingData | None = None) -> None:
+        self._trainer, self._settings = trainer, settings
+        self.data: TrainingData | None = None
+        self.earlier = earlier
+        self.awaits_start = False
+        # What loaders that are built anew before the first batch are placed by; whether Lightning has asked since.
+        self._state: Mapping[str, Any] | None = None
+        self._progress = LoopProgress()
+        self._has_asked = True
+        # Those of whoever asked for the user's own before the callback stood between.
+        discard_training_loaders(trainer)
+
+    def loaders(self, request: Request) -> Any:
+        """What the fit loop gets when it asks for its loaders."""
+        if not self._has_asked and self.data is not None:
+            data = self.data
+        elif self.awaits_start:
+            data = self._build_again()
+        else:
+            data, before = self._build(request), self.data or self.earlier
+            if before is not None:
+                data.combined.continue_from(before.combined, loop_progress.next_step(self._trainer)[0])
+        self.data, self._has_asked = data, True
+        return data.structure
+
+    def place(self, state: Mapping[str, Any] | None, progress: LoopProgress) -> LoopProgress:
+        """Build the loaders anew where a run goes on, and throw away what Lightning has built before.
+
+        Args:
+            state: The data's state; None to go on as the progress alone says.
+            progress: Where the run goes on.
+
+        Returns:
+            The progress in steps of the present ranks and batch sizes.
+
+        Raises:
+            StateError: The state does not fit the data; nothing changes then.
+        """
+        data = self._build_as_of(progress)
+        if state is not None:
+            progress = data.load(state, progress)
+        else:
+            begun_anew = data.go_on_without_state(progress)
+            if progress.data != (0, 0):
+                warn_of_missing_state(progress, begun_anew)
+        self.data, self._has_asked, self.awaits_start = data, False, True
+        self._state, self._progress = state, progress
+        discard_training_loaders(self._trainer)
+        return progress
+
+    def begin(self) -> None:
+        """Training begins: from now on loaders are built where the loop's counters stand."""
+        self.earlier, self._state, self.awaits_start = None, None, False
+        self.check_in_use()
+        if self.data is not None:
+            self.data.pending = None
+
+    def check_in_use(self) -> None:
+        """Make sure that the fit loop's loaders are these, and not others that something put in their place.
+
+        Raises:
+            ConfigurationError: They are not.
+        """
+        combined: Any = self._trainer.fit_loop._combined_loader
+        found = [] if combined is None else combined.flattened
+        expected = None if self.data is None else list(self.data.combined.loaders.values())
+        if not is_patched(found) or [proxy.loader for proxy in found] != expected:
+            names = ", ".join(type(loader).__qualname__ for loader in found) or "nothing"
+            raise ConfigurationError(
+                f"Lightning is about to train on loaders that are not the callback's ({names}): something has replaced "
+                "them, or where they come from, after they were set up, and a resume would not be exact. Leave "
+                "trainer.fit_loop's loaders alone, and let train_dataloader return what is to be trained on."
+            )
+
+    def _build(self, request: Request) -> TrainingData:
+        return TrainingData.build(self._trainer, request, self._settings)
+
+    def _build_as_of(self, progress: LoopProgress) -> TrainingData:
+        """Build the loaders under the epoch at which an uninterrupted run would have built them."""
+        trainer = self._trainer
+        with loop_progress.epoch_set_to(trainer, max(progress.train_reload_epoch, 0)):
+            return self._build(lambda: request_training_loaders(trainer))
+
+    def _build_again(self) -> TrainingData:
+        """Build loaders that Lightning asks for once more before the first batch, at the same place."""
+        progress = self._progress
+        data = self._build_as_of(progress)
+        if self._state is None:
+            data.go_on_without_state(progress)
+        elif (again := data.load(self._state, progress)) != progress:
+            raise ConfigurationError(
+                f"The data would now go on at batch {again.batch} of epoch {progress.epoch}, and not at batch "
+                f"{progress.batch} as when the checkpoint was loaded: the batch size has changed since. Set it before."
+            )
+        return data
+
+
+def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:
+    """Seed torch on every device, NumPy and ``random`` for what happens from this batch to the next."""
+    derived = derive_seed("model", seed, rank, stage, epoch, batch)
+    torch.manual_seed(derived)
+    np.random.seed(derived & 0xFFFFFFFF)
+    random.seed(derived)

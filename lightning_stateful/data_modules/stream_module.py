@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.bucketing.budget import Budget, QuadraticCost, TooLong
 from lightning_stateful.core.checks import as_int
+from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.stream_loader.options import Replay, StreamOptions
@@ -19,7 +20,6 @@ from lightning_stateful.streams.shard_reader import OnError
 from lightning_stateful.streams.source import Source, Step
 from lightning_stateful.streams.stream import Stream, as_stream
 from lightning_stateful.streams.worker_slot import StreamConfig
-from lightning_stateful.trainer.datamodule import StatefulDataModule
 
 
 class StreamDataModule(StatefulDataModule):

@@ -3,17 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning_utilities.core.inheritance import get_all_subclasses
+from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_stateful.trainer.lightning import CombinedLoader, _DataLoaderSource, _worker_check, check_package, pl
-from lightning_stateful.trainer.structure import Structure
-from lightning_stateful.trainer.view import LoaderView
+from lightning_stateful.loaders.patching import is_iterable
+from lightning_stateful.trainer.lightning import (
+    CombinedLoader,
+    TrainerFn,
+    _check_dataloader_iterable,
+    _DataLoaderSource,
+    _is_leaf_or_primitive_container,
+    _worker_check,
+    check_package,
+    pl,
+)
+from lightning_stateful.trainer.loader_proxy import LoaderProxy
 
 Request = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Loaders by their path, and the way back to the structure that they came in.
+
+    Attributes:
+        loaders: The loaders by path, with dots; a single loader has the path ``""``.
+        spec: What torch needs to build the structure again.
+        mode: Mode of the CombinedLoader that they came in; None if there was none.
+    """
+
+    loaders: dict[str, Any]
+    spec: Any
+    mode: str | None
+
+    @classmethod
+    def of(cls, raw: Any) -> Structure:
+        """Take apart what a hook returned."""
+        combined = raw if isinstance(raw, CombinedLoader) else None
+        # As Lightning has it, a list of numbers is a loader of them, and so is an empty list.
+        leaves, spec = pytree.tree_flatten_with_path(
+            raw if combined is None else combined.iterables, is_leaf=_is_leaf_or_primitive_container
+        )
+        mode = None if combined is None else combined._mode
+        paths = [_path(keys) for keys, _ in leaves]
+        # Of paths that look alike, as of the keys 0 and "0", or "a.b" and "a" with "b" in it, the keys are spelled out.
+        loaders = {_path(keys, str if paths.count(_path(keys)) == 1 else repr): leaf for keys, leaf in leaves}
+        return cls(loaders, spec, mode)
+
+    def refuse_others(self, trainer: pl.Trainer) -> None:
+        """Let Lightning refuse, in its own words, what cannot be iterated.
+
+        Raises:
+            TypeError: That is so of a training loader.
+        """
+        for loader in self.loaders.values():
+            if not is_iterable(loader):
+                _check_dataloader_iterable(loader, trainer.fit_loop._data_source, TrainerFn.FITTING)
+
+    def rebuilt(self, replace: Callable[[str, Any], Any]) -> Any:
+        """The same structure of what ``replace(path, loader)`` returns."""
+        tree = pytree.tree_unflatten([replace(path, loader) for path, loader in self.loaders.items()], self.spec)
+        return tree if self.mode is None else CombinedLoader(tree, self.mode)  # type: ignore[arg-type]  # its own mode
+
+
+def _path(keys: Any, text: Callable[[Any], str] = str) -> str:
+    return ".".join(text(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
 
 
 class InterceptedSource(_DataLoaderSource):
@@ -121,18 +180,18 @@ def _undo_patches() -> None:
 
 def _advise(trainer: pl.Trainer, loaders: Any, name: str) -> None:
     """Give Lightning's advice on workers, which it has for a DataLoader only."""
-    for view in Structure.of(loaders).loaders.values():
-        if isinstance(view, LoaderView):
-            _worker_check(trainer, view.original, name)
+    for proxy in Structure.of(loaders).loaders.values():
+        if isinstance(proxy, LoaderProxy):
+            _worker_check(trainer, proxy.original, name)
 
 
 def _end_workers(combined: CombinedLoader | None) -> None:
     """End the workers of loaders of ours that are replaced: references in a circle would keep them for long."""
     if combined is None:
         return
-    views = [leaf for leaf in combined.flattened if isinstance(leaf, LoaderView)]
-    if combined._iterator is not None and len(views) == len(combined.flattened):
+    proxies = [leaf for leaf in combined.flattened if isinstance(leaf, LoaderProxy)]
+    if combined._iterator is not None and len(proxies) == len(combined.flattened):
         # Passes that are broken off have workers too. Begun anew, which costs nothing, for whoever asked in between.
         iter(combined)
-    for view in views:
-        view.end_workers()
+    for proxy in proxies:
+        proxy.end_workers()
