@@ -237,32 +237,6 @@ class TestRefusals:
         with pytest.raises(StateMismatchError):
             Ranks(RoundRobinBatchSampler, {**LENGTHS, "a": 99}, accept=accept).load(state)
 
-    @pytest.mark.parametrize(
-        ("options", "expected"),
-        [
-            ({"weights": [3, 2, 2]}, "weights"),
-            ({"weights": [3, 2, 1], "temperature": 2}, "weights"),
-            ({"schedule": {0: [3, 2, 1]}}, "weights"),
-            ({"by": "sample"}, "by"),
-            ({"block": 12}, "weights"),
-            ({"batch_size": [2, 2, 3]}, "batch_size"),
-            ({"seed": 1}, "seed"),
-            ({"shuffle": False}, "shuffle"),
-            ({"drop_last": True}, "drop_last"),
-            ({"num_steps": 8}, "stop"),
-            ({"num_steps": None, "stop": "cycle"}, "stop"),
-        ],
-    )
-    def test_every_other_setting_is_named(self, options: dict[str, Any], expected: str) -> None:
-        base: dict[str, Any] = {"weights": [3, 2, 1], "num_steps": 7}
-        state = Ranks(MixtureBatchSampler, LENGTHS, **base).state()
-        if "schedule" in options:
-            base["weights"] = None
-        with pytest.raises(StateMismatchError) as caught:
-            Ranks(MixtureBatchSampler, LENGTHS, **{**base, **options}).load(state)
-
-        assert any(path.split(".")[0] == expected for path in paths(caught))
-
     def test_schedules_with_other_points_or_steps_are_different(self) -> None:
         first: dict[str, Any] = {"schedule": {0: [1, 1, 1], 100: [1, 2, 3]}, "num_steps": 7}
         saved = Ranks(MixtureBatchSampler, LENGTHS, **first)
@@ -273,13 +247,6 @@ class TestRefusals:
         # Not to be accepted: the schedule counts steps by epochs of so many.
         with pytest.raises(StateMismatchError, match="counts steps by num_steps"):
             Ranks(MixtureBatchSampler, LENGTHS, **{**first, "num_steps": 40}, accept="stop").load(saved.state())
-
-    def test_a_mixture_and_a_round_robin_refuse_each_others_states(self) -> None:
-        kinds = (RoundRobinBatchSampler, MixtureBatchSampler)
-        for one, other in (kinds, kinds[::-1]):
-            with pytest.raises(StateMismatchError) as caught:
-                Ranks(one, LENGTHS).load(Ranks(other, LENGTHS).state())
-            assert "kind" in paths(caught)
 
     @pytest.mark.parametrize("options", [{"num_steps": 30}, {}])
     def test_other_token_lengths_are_a_difference(self, options: dict[str, Any]) -> None:

@@ -1,0 +1,176 @@
+"""A loader over mixtures or buckets serves the batches of their samplers, patched or not, and goes on exactly."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+
+from lightning_stateful.errors import ConfigurationError, StateMismatchError
+from lightning_stateful.loaders import StatefulLoader, take_over
+from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler
+from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
+
+SOURCES = {"a": 7, "b": 12, "c": 4}
+LENGTHS = [random.Random(seed).randint(1, 12) for seed in range(23)]
+
+
+class Noisy(Dataset[tuple[int, float]]):
+    """Every sample draws from torch, NumPy and random."""
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, torch.rand(1, dtype=torch.double).item() + np.random.rand() + random.random()
+
+
+class Tokens(Noisy):
+    """Samples as long as they are said to be."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((LENGTHS[index],), index)
+
+
+class Versioned(Noisy):
+    """Says what it is."""
+
+    def describe(self) -> dict[str, Any]:
+        return {"version": 2}
+
+
+SAMPLERS: dict[str, Any] = {
+    "round robin": lambda **options: RoundRobinBatchSampler(SOURCES, 2, **options),
+    "cycle": lambda **options: MixtureBatchSampler(SOURCES, [1, 2, 3], weights=[2, 1, 1], stop="cycle", **options),
+    "by sample": lambda **options: MixtureBatchSampler(SOURCES, 4, by="sample", num_steps=9, **options),
+    "buckets": lambda **options: BucketBatchSampler(LENGTHS, max_tokens=30, num_buckets=3, **options),
+}
+every_sampler = pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+round_robin, buckets = SAMPLERS["round robin"], SAMPLERS["buckets"]
+
+
+def a_loader(sampler: Any, **options: Any) -> StatefulLoader:
+    return StatefulLoader(Noisy(), batch_sampler=sampler, **options)
+
+
+def plain(sampler: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Noisy(), batch_sampler=sampler, **options)
+
+
+def draws(batches: Any) -> list[list[tuple[int, float]]]:
+    return [[(int(index), float(drawn)) for index, drawn in zip(*batch, strict=True)] for batch in batches]
+
+
+def indices(batches: Any) -> list[list[int]]:
+    return [[index for index, _ in batch] for batch in draws(batches)]
+
+
+class TestBatches:
+    @every_sampler
+    def test_a_loader_serves_the_batches_of_its_sampler_epoch_by_epoch(self, make: Any) -> None:
+        sampler, loader = make(num_replicas=2, rank=1), a_loader(make(num_replicas=2, rank=1))
+
+        for _ in range(3):
+            assert indices(loader) == list(sampler)
+            assert len(loader) == len(sampler)
+
+    @every_sampler
+    def test_those_who_look_at_its_samplers_find_the_rest_of_the_pass(self, make: Any) -> None:
+        loader = a_loader(make(num_replicas=2, rank=1))
+        next(iter(loader))
+        loader.load_state_dict(loader.state_dict())
+        batches = list(loader.batch_sampler)
+
+        assert list(loader.sampler) == [index for batch in batches for index in batch]
+        assert indices(loader) == batches
+        loader.set_epoch(5)
+        assert len(list(loader.batch_sampler)) == len(loader.batch_sampler) == len(loader)
+        assert isinstance(loader.sampler, DistributedSampler)
+
+    def test_ranks_given_to_the_loader_count_before_the_samplers_which_may_be_an_order_alone(self) -> None:
+        loader = a_loader(round_robin(num_replicas=2, rank=0), num_replicas=3, rank=2)
+        bare = a_loader(round_robin().order, num_replicas=3, rank=2)
+
+        assert (loader.topology.num_replicas, loader.topology.rank) == (3, 2)
+        assert draws(bare) == draws(loader)
+
+    def test_no_batch_is_longer_than_its_budget_when_it_is_padded(self) -> None:
+        def pad(samples: list[torch.Tensor]) -> torch.Tensor:
+            return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-1)
+
+        batches = list(StatefulLoader(Tokens(), batch_sampler=buckets(), collate_fn=pad))
+
+        assert max(batch.numel() for batch in batches) <= 30
+        assert sum(int((batch >= 0).sum()) for batch in batches) == sum(LENGTHS)
+
+    def test_a_dataset_of_another_length_is_refused_with_both_numbers(self) -> None:
+        for batches in (buckets(), buckets().order):
+            with pytest.raises(ConfigurationError, match="There are 23 lengths, and the dataset has 24 samples"):
+                StatefulLoader(range(24), batch_sampler=batches)
+
+
+class TestStates:
+    def test_with_workers_only_what_was_handed_over_is_reported(self) -> None:
+        loader = a_loader(round_robin(), num_workers=2)
+        batches = iter(loader)
+        next(batches)
+
+        assert [of["samples"] for of in loader.position_report()["sources"].values()] == [2, 0, 0]
+
+    def test_another_dataset_of_the_same_lengths_is_refused(self) -> None:
+        with pytest.raises(StateMismatchError, match=r"dataset\.version"):
+            StatefulLoader(Versioned(), batch_sampler=buckets()).load_state_dict(a_loader(buckets()).state_dict())
+
+    def test_a_state_of_the_sampler_alone_is_one_of_the_loader_but_for_what_it_does_not_say(self) -> None:
+        state = buckets().state_dict(num_batches=4)
+        with pytest.raises(StateMismatchError, match="dataset"):
+            a_loader(buckets()).load_state_dict(state)
+        accepting = a_loader(buckets(), accept="dataset")
+        accepting.load_state_dict(state)
+        assert indices(accepting) == list(buckets())[4:]
+
+
+class TestTakenOver:
+    @every_sampler
+    def test_a_loader_taken_over_serves_what_it_would_and_resumes(self, make: Any) -> None:
+        sampler = make()
+        before = sampler.state_dict()
+        loader, fresh = take_over(plain(sampler, num_workers=2), seed=4), take_over(plain(make()), seed=4)
+        batches = iter(loader)
+        begun = draws(next(batches) for _ in range(3))
+        fresh.load_state_dict(loader.state_dict())
+        rest = draws(fresh)
+
+        assert [[index for index, _ in batch] for batch in begun + rest] == list(make())
+        assert draws(batches) == rest
+        assert sampler.state_dict() == before
+
+    def test_ranks_given_are_those_of_a_sampler_that_has_none(self) -> None:
+        loaders = [take_over(plain(round_robin()), num_replicas=2, rank=rank) for rank in range(2)]
+        served = [index for loader in loaders for batch in indices(loader) for index in batch]
+
+        assert len(served) == len(set(served)) == len(LENGTHS)
+
+    def test_what_the_sampler_accepts_is_accepted_when_it_is_taken_over_again_too(self) -> None:
+        loader = take_over(plain(round_robin(accept="seed")), accept="weights", seed=4)
+        again = take_over(loader, seed=9, num_replicas=2, rank=1)
+        again.load_state_dict(take_over(plain(round_robin(seed=8))).state_dict())
+
+        assert (again.accept, again.seed, again.topology.num_replicas) == (("seed", "weights"), 4, 2)
+
+    def test_for_evaluation_it_is_served_in_the_same_order_every_time(self) -> None:
+        loader = take_over(plain(RoundRobinBatchSampler(SOURCES, 3)), shuffle=False)
+        first, second = indices(loader), indices(loader)
+
+        assert first == second
+        assert first[:3] == [[0, 1, 2], [7, 8, 9], [19, 20, 21]]
+
+    def test_a_batch_sampler_derived_from_torchs_is_run_as_it_is(self) -> None:
+        class Own(BatchSampler):
+            pass
+
+        assert list(take_over(plain(Own(range(23), 2, False))).batch_sampler)[:2] == [[0, 1], [2, 3]]
