@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gzip
-import json
 import pickle
 import random
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateMismatchError
+from lightning_stateful.errors import ConfigurationError, ShardError, StateMismatchError
 from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams.chunks import ChunkedDataset, Chunks
 from lightning_stateful.streams.shard_reader import ShardReader
-
-REFS = [list(range(7)), [], list(range(7, 11)), list(range(11, 23)), [23], list(range(24, 30))]
-TOTAL = 30
 
 
 @pytest.fixture(autouse=True)
@@ -32,33 +26,26 @@ def _randomness_as_it_was() -> Iterator[None]:
         yield
 
 
-def dataset(**options: Any) -> ChunkedDataset:
-    return ChunkedDataset(REFS, iter, **{"buffer_size": 5, "seed": 3, **options})
-
-
 def drawn(value: Any = None) -> tuple[Any, ...]:
     """A sample beside a number of each of the generators that all code shares."""
     return value, random.randrange(10**9), int(np.random.randint(10**9)), int(torch.randint(10**9, ()))
 
 
-def with_worker(value: Any) -> tuple[Any, int]:
-    info = get_worker_info()
-    return value, -1 if info is None else info.id
-
-
 class TestReading:
     def test_each_sample_comes_once_in_an_order_of_every_epochs_own(self) -> None:
-        stream = dataset()
+        def make(seed: int = 3) -> ChunkedDataset:
+            return ChunkedDataset([range(7), range(7, 7), range(7, 11), range(11, 30)], iter, buffer_size=5, seed=seed)
+
+        stream = make()
         epochs = [list(stream) for _ in range(3)]
-        assert all(sorted(epoch) == list(range(TOTAL)) for epoch in epochs)
+        assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) == 3
-        assert list(dataset()) == epochs[0]
-        assert list(dataset(seed=4)) != epochs[0]
+        assert list(make()) == epochs[0] != list(make(seed=4))
 
     @pytest.mark.parametrize(
         "opened",
-        [list, tuple, iter, np.array, torch.tensor, lambda ref: (one for one in ref), lambda ref: dict.fromkeys(ref)],
-        ids=["list", "tuple", "iterator", "array", "tensor", "generator", "dict"],
+        [list, iter, np.array, torch.tensor, lambda ref: (one for one in ref)],
+        ids=["list", "iterator", "array", "tensor", "generator"],
     )
     def test_a_chunk_may_be_opened_as_anything_that_can_be_iterated(self, opened: Any) -> None:
         stream = ChunkedDataset(([[3, 1], [], [4, 1, 5]][number] for number in range(3)), opened, shuffle=False)
@@ -101,21 +88,6 @@ class TestReading:
         stream.state_dict()
         assert opened.count(-1) == sum(ref >= 0 for ref in opened)
 
-    def test_a_resume_reads_a_chunk_again(self) -> None:
-        stream = dataset(transform=drawn)
-        iterator = iter(stream)
-        begun = [next(iterator) for _ in range(9)]
-        state = json.loads(json.dumps(stream.state_dict()))
-        again = dataset(transform=drawn)
-        again.load_state_dict(state)
-        assert [*begun, *again] == list(dataset(transform=drawn))
-
-    def test_workers_share_the_chunks(self) -> None:
-        stream = dataset().map(with_worker)
-        found = list(DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context="fork"))
-        assert sorted(number for number, _ in found) == list(range(TOTAL))
-        assert {worker for _, worker in found} == {0, 1}
-
 
 class TestRandomness:
     @pytest.mark.parametrize("lazily", [False, True])
@@ -134,12 +106,6 @@ class TestRandomness:
         assert samples([3, 0, 2, 1]) == first
         others = [first, samples([0, 1, 2, 3], seed=2), samples([0, 1, 2, 3], epoch=1)]
         assert len({str(one[shard]) for one in others for shard in range(4)}) == 12
-
-    def test_a_list_draws_nothing_as_it_is_read(self) -> None:
-        for opened, draws in ((list, False), (iter, True), (np.array, False)):
-            node: Any = Chunks([[1, 2]], opened).node(0, 0)
-            node.reset()
-            assert node.draws is draws
 
 
 class TestErrors:
@@ -161,17 +127,6 @@ class TestErrors:
     def test_a_function_that_opens_nothing_is_told_so(self, opened: Any) -> None:
         with pytest.raises(ShardError, match=r"chunk 0 of 1 .* TypeError"):
             list(ChunkedDataset([0], opened))
-
-    def test_a_chunk_that_became_shorter_is_refused(self) -> None:
-        held = {"a": [0, 1, 2, 3], "b": [4, 5]}
-        stream = ChunkedDataset(["a", "b"], held.__getitem__, shuffle=False)
-        iterator = iter(stream)
-        for _ in range(3):
-            next(iterator)
-        shorter = ChunkedDataset(["a", "b"], {**held, "a": [0, 1]}.__getitem__, shuffle=False)
-        shorter.load_state_dict(stream.state_dict())
-        with pytest.raises(PositionError, match=r"3 samples of chunk 0 of 2 .* were used, but now it ends after 2"):
-            list(shorter)
 
     def test_a_changed_list_of_chunks_is_refused_on_a_resume(self) -> None:
         state = ChunkedDataset(np.arange(4), lambda ref: [ref] * 3).state_dict()
@@ -212,13 +167,10 @@ class TestNames:
     @pytest.mark.parametrize(
         ("one", "other"),
         [
-            (np.arange(4), np.arange(4, 8)),
-            (torch.arange(4).reshape(2, 2), torch.arange(4, 8).reshape(2, 2)),
-            ([b"0", b"1"], [b"0", b"2"]),
-            ([{"file": "a", "rows": [0, 9]}], [{"file": "a", "rows": [9, 18]}]),
+            (torch.arange(4).reshape(2, 2), np.arange(4, 8).reshape(2, 2)),
+            ([{"file": b"a", "rows": [0, 9]}], [{"file": b"a", "rows": [9, 18]}]),
             ([("a", Path("/x"))], [("a", Path("/y"))]),
-            ([{1, 2}], [{1, 3}]),
-            ([1.5, None], [1.25, None]),
+            ([{1.5, None}], [{1.25, None}]),
             ([True], [1]),
             ([(1, (2,))], [((1,), 2)]),
             (["/a/en/0.gz", "/a/de/0.gz"], ["/a/en/0.gz", "/a/fr/0.gz"]),
@@ -228,19 +180,9 @@ class TestNames:
         assert Chunks(one, list).describe() != Chunks(other, list).describe()
         assert Chunks(copy.deepcopy(one), list).describe() == Chunks(one, list).describe()
 
-    def test_numbers_are_one_whatever_counts_them(self) -> None:
-        described = Chunks(range(3), list).describe()
-        for refs in (np.arange(3), torch.arange(3), [np.uint8(0), 1, np.int32(2)]):
-            assert Chunks(list(refs), list).describe() == described
-
 
 class TestArguments:
-    @pytest.mark.parametrize("refs", [[], (), iter([])])
-    def test_no_chunks(self, refs: Any) -> None:
-        with pytest.raises(ConfigurationError, match="no chunks"):
-            ChunkedDataset(refs, list)
-
-    @pytest.mark.parametrize("refs", ["chunks/*.gz", b"chunks", Path("chunks"), None, 3], ids=repr)
+    @pytest.mark.parametrize("refs", ["chunks/*.gz", b"chunks", Path("chunks"), None], ids=repr)
     def test_one_pattern_is_no_list_of_chunks(self, refs: Any) -> None:
         with pytest.raises(ConfigurationError, match=r"got .*glob"):
             ChunkedDataset(refs, list)
@@ -248,23 +190,15 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("options", "what"),
         [
+            ({"chunk_refs": []}, "no chunks"),
             ({"buffer_size": -1}, "buffer_size"),
-            ({"buffer_size": 2.5}, "buffer_size"),
             ({"on_error": "ignore"}, "on_error"),
             ({"seed": "a"}, "seed"),
             ({"transform": 3}, "must be a function, got 3"),
             ({"read_chunk_fn": None}, "read_chunk_fn must be a function, got None"),
-            *[
-                ({"chunk_sizes": sizes}, "chunk_sizes")
-                for sizes in ([1.7, 3], ["3", 3], [-1, 3], [3], 6, "33", [[1], 2])
-            ],
+            *[({"chunk_sizes": sizes}, "chunk_sizes") for sizes in ([1.7, 3], [-1, 3], [3], 6, "33")],
         ],
     )
     def test_arguments_out_of_range(self, options: dict[str, Any], what: str) -> None:
         with pytest.raises(ConfigurationError, match=what):
-            ChunkedDataset([[1], [2]], **{"read_chunk_fn": list, **options})
-
-    def test_sizes_may_be_any_integers(self) -> None:
-        found = [Chunks(["a", "b"], list, sizes).sizes() for sizes in (np.array([0, 3]), (0, np.uint8(3)))]
-        assert found == [[0, 3]] * 2
-        assert Counter(type(size) for sizes in found for size in sizes or ()) == {int: 4}
+            ChunkedDataset(**{"chunk_refs": [[1], [2]], "read_chunk_fn": list, **options})

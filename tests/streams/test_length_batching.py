@@ -15,13 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from infinibatch.iterators import BucketedReadaheadBatchIterator, NativeCheckpointableIterator
 from support.bucket_cases import is_within, random_budget, random_lengths, read_ahead
-from support.node_cases import ListNode, assert_resumes, is_kept, mixed, noisy, started
+from support.node_cases import ListNode, assert_resumes, started
 
 from lightning_stateful.bucketing.budget import Budget, QuadraticCost
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
-from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams.length_batching import LengthBatcher, cut_window
 from lightning_stateful.streams.transforms import FilterNode, MapNode
 
@@ -94,28 +92,7 @@ def test_a_window_of_any_lengths_and_keys_is_sorted_and_cut(
     assert cut.lengths == [lengths[number] for number in order]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_batches_are_those_of_infinibatch(seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(10):
-        samples = samples_of(rng)
-        options = random_options(rng, samples, shuffle_batches=False, too_long="error")
-        if not all(options["budget"].num_samples(sample["length"]) for sample in samples):
-            continue
-        keyed = options["boundary_key"] is not None
-        theirs = BucketedReadaheadBatchIterator(
-            NativeCheckpointableIterator(samples),
-            read_ahead=options["window"],
-            # It sorts from large to small.
-            key=lambda sample, keyed=keyed: (-sample["key"] if keyed else 0, sample["length"]),
-            batch_size=lambda sample, budget=options["budget"]: budget.num_samples(sample["length"]),
-            boundary_key=key_of if keyed else None,
-            shuffle=False,
-        )
-        assert list(batcher(samples, **options)) == list(theirs)
-
-
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_it_resumes_at_every_batch_of_what_a_plain_loop_cuts(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(3):
@@ -131,25 +108,7 @@ def test_it_resumes_at_every_batch_of_what_a_plain_loop_cuts(seed: int) -> None:
         assert batches == []
 
 
-def test_over_other_nodes_it_resumes_at_every_batch() -> None:
-    options: dict[str, Any] = {"window": 13, "max_tokens": 50, "length": lambda value: mixed(value) % 20}
-    with keep_randomness():
-        assert_resumes(lambda: batcher(FilterNode(MapNode(ListNode(range(90)), noisy, seed=1), is_kept), **options))
-
-
 class TestOrder:
-    def test_batches_of_each_window_are_shuffled_in_an_order_of_its_own(self) -> None:
-        lengths = list(range(1, 41)) * 8
-        cut = list(batcher(lengths, window=40, max_tokens=40, shuffle_batches=False))
-        size, orders = len(cut) // 8, set()
-        for seed in range(3):
-            batches = list(batcher(lengths, window=40, max_tokens=40, order_seed=seed))
-            for first in range(0, len(cut), size):
-                part = batches[first : first + size]
-                assert sorted(part) == sorted(cut[:size])
-                orders.add(tuple(map(cut.index, part)))
-        assert len(orders) == 24
-
     def test_the_order_is_always_this_one(self) -> None:
         # Of other batches, a state that was taken within a window would be worth nothing.
         assert list(batcher(range(1, 14), window=6, max_tokens=24, order_seed=5)) == [
@@ -184,7 +143,7 @@ class TestReadingAgain:
 
 
 class TestTooLong:
-    @pytest.mark.parametrize("seed", range(6))
+    @pytest.mark.parametrize("seed", range(3))
     def test_dropped_samples_are_counted_once_however_often_it_is_resumed(self, seed: int) -> None:
         rng = random.Random(seed)
         lengths = [rng.choice([1, 3, 12, 13, 99]) for _ in range(rng.choice([5, 60]))]
@@ -198,13 +157,6 @@ class TestTooLong:
             assert started(batcher(lengths, **options), node.state_dict()).state_dict()["dropped"] == dropped
         assert served == sum(length <= 12 for length in lengths)
 
-    def test_windows_of_nothing_but_long_samples_are_passed(self) -> None:
-        make = functools.partial(batcher, [99] * 9 + [5] * 2 + [99] * 20, window=4, too_long="drop")
-        assert assert_resumes(make) == [[5, 5]]
-        node = started(make())
-        node.skip(9)
-        assert node.state_dict()["dropped"] == 29
-
     def test_the_first_is_an_error_that_shows_it(self) -> None:
         said = "The length of the sample 13 is 13 tokens, and max_tokens=12 has room for 12"
         with pytest.raises(StreamError, match=said):
@@ -214,17 +166,13 @@ class TestTooLong:
 class TestLengths:
     @pytest.mark.parametrize(
         "column",
-        [7, np.int16(7), np.array(7), torch.tensor(7), "seven .", [0] * 7, np.zeros((7, 3)), torch.zeros(7, 2)],
+        [7, np.int16(7), torch.tensor(7), "seven .", np.zeros((7, 3)), torch.zeros(7, 2)],
         ids=lambda value: type(value).__name__,
     )
     def test_a_column_counts_as_a_number_or_by_its_len(self, column: Any) -> None:
         assert len(list(batcher([{"text": column}], length="text", max_tokens=7))) == 1
         with pytest.raises(StreamError, match="is 7 tokens, and max_tokens=6"):
             next(batcher([{"text": column}], length="text", max_tokens=6))
-
-    @pytest.mark.parametrize("column", [[5], np.array([5]), torch.tensor([5])], ids=["list", "array", "tensor"])
-    def test_one_token_is_not_a_length(self, column: Any) -> None:
-        assert len(next(batcher([{"text": column}] * 3, length="text", max_tokens=3))) == 3
 
     def test_by_default_the_len_of_a_sample_counts_but_not_the_number_of_columns(self) -> None:
         texts = ["abc", "a", "abcdef", "ab"]
@@ -245,26 +193,16 @@ class TestLengths:
             next(batcher(range(20), **{"length": lambda value: 3, what: function}))
         assert type(caught.value.__cause__) is type(error)
 
-    @pytest.mark.parametrize("length", [2.5, 3.0, None, "12", [1, 2], -1, 2**42, 2**70, math.nan, np.float32(2)])
-    @pytest.mark.parametrize("others", [3, np.int64(3)])
-    def test_what_is_no_length_is_named_with_the_sample(self, length: Any, others: Any) -> None:
-        lengths = [others, others, others, length, others]
+    @pytest.mark.parametrize("length", [2.5, None, "12", -1, 2**42, 2**70, math.nan])
+    def test_what_is_no_length_is_named_with_the_sample(self, length: Any) -> None:
+        lengths = [3, 3, 3, length, 3]
         with pytest.raises(ShardError, match=r"the sample 3 \(the stream has been read up to the end\)"):
             next(batcher(range(5), length=lengths.__getitem__, too_long="drop", where=lambda: "the end"))
 
-    @pytest.mark.parametrize("key", [0.5, None, "de", [1], 2**63, -(2**63) - 1])
+    @pytest.mark.parametrize("key", [0.5, None, 2**63])
     def test_what_is_no_key_is_named_with_the_sample(self, key: Any) -> None:
         with pytest.raises(ShardError, match=r"boundary key of the sample 3|Of the sample 3: boundary key"):
             next(batcher(range(4), boundary_key=[1, 2, 3, key].__getitem__))
-
-    @pytest.mark.parametrize("keys", [[True, False, True], [2**63 - 1, -(2**63), 2**63 - 1], [np.uint8(9), 2, 9]])
-    def test_any_integers_are_keys(self, keys: list[Any]) -> None:
-        assert list(batcher(range(3), boundary_key=keys.__getitem__, shuffle_batches=False)) == [[1], [2, 0]]
-
-    def test_any_integers_are_lengths(self) -> None:
-        lengths = [np.uint8(200), np.int64(3), True, torch.tensor(7), np.array(2), 0]
-        node = batcher(range(6), length=lengths.__getitem__, budget=Budget(batch_size=9))
-        assert list(node) == [[0, 3, 1, 4, 2, 5]]
 
 
 def test_after_an_error_the_last_state_leads_to_all_samples() -> None:
@@ -287,10 +225,8 @@ class TestArguments:
         ("wrong", "said"),
         [
             ({"window": 0}, "window must be at least 1"),
-            ({"window": 2.0}, "window must be an integer"),
             ({"budget": 5}, "budget must be a Budget"),
             ({"length": 5}, "length must be a function of a sample or the name of a column, got 5"),
-            ({"length": None}, "length must be"),
             ({"boundary_key": 5}, "boundary_key must be"),
             ({"too_long": "skip"}, "too_long must be one of"),
             ({"order_seed": "x"}, "order_seed must be an integer"),

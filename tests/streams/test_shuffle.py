@@ -24,7 +24,7 @@ def over_shards(size: int, on_error: Any = "raise", **options: Any) -> BlockShuf
     return BlockShuffle(reader, size, seed=0)
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 29, 55, 56, 1000])
+@pytest.mark.parametrize("size", [1, 8, 55, 1000])
 def test_it_resumes_at_every_item(size: int) -> None:
     items = assert_resumes(lambda: shuffled(size=size))
     blocks = [sorted(items[first : first + size]) for first in range(0, 55, size)]
@@ -52,23 +52,6 @@ def test_the_order_is_always_this_one() -> None:
     assert list(shuffled(14, 6, seed=5)) == [2, 3, 4, 5, 1, 0, 6, 10, 8, 9, 11, 7, 12, 13]
 
 
-def test_how_far_an_item_moves_beside_a_true_shuffle() -> None:
-    moved = np.abs(np.array(list(shuffled(6000, 300))) - np.arange(6000))
-    assert moved.max() < 300
-    # A third of the block, where a true shuffle has a third of all.
-    assert moved.mean() == pytest.approx((300**2 - 1) / 900, rel=0.05)
-
-
-@pytest.mark.parametrize("size", [2, 100, 5000])
-def test_no_block_is_ever_stored(size: int) -> None:
-    node = started(shuffled(6000, size))
-    for _ in range(100):
-        node.skip(59)
-        state = node.state_dict()
-        del state["source"]
-        assert len(json.dumps(state)) <= 60
-
-
 def test_going_on_reads_one_block_again_and_between_blocks_nothing() -> None:
     node = started(shuffled(400, 50))
     for skipped, again in ((333, 50), (17, 0)):
@@ -89,7 +72,7 @@ def test_a_block_that_was_begun_keeps_the_size_that_it_had() -> None:
 
 
 @pytest.mark.parametrize("state_size", [None, 0])
-@pytest.mark.parametrize("size", [2, 7, 60])
+@pytest.mark.parametrize("size", [7, 60])
 def test_shards_left_out_count_once_and_keep_what_came_before(size: int, state_size: int | None) -> None:
     options: dict[str, Any] = {"on_error": "skip", "fails": {3: 20, 2: 0, 0: -1}, "state_size": state_size}
     assert len(assert_resumes(lambda: over_shards(size, **options))) == 20
@@ -101,7 +84,7 @@ def test_shards_left_out_count_once_and_keep_what_came_before(size: int, state_s
     assert node.state_dict()["source"]["skipped_shards"] == 3
 
 
-@pytest.mark.parametrize("fail", [0, 5, 10, 19])
+@pytest.mark.parametrize("fail", [0, 19])
 def test_an_error_within_a_block_is_met_before_any_of_its_items(fail: int) -> None:
     node = started(over_shards(10, fails={3: fail}))
     taken = node.next_many(fail // 10 * 10)
@@ -111,7 +94,7 @@ def test_an_error_within_a_block_is_met_before_any_of_its_items(fail: int) -> No
     assert taken + list(started(over_shards(10), json.loads(state))) == list(over_shards(10))
 
 
-@pytest.mark.parametrize("now", [20, 22, 25])
+@pytest.mark.parametrize("now", [20, 25])
 def test_a_source_that_became_shorter_within_a_block_is_refused(now: int) -> None:
     node = started(shuffled(30, 10))
     node.skip(26)

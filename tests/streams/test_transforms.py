@@ -56,13 +56,13 @@ KINDS: dict[str, Callable[[BaseNode[Any]], BaseNode[Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [0, 1, 8, 80])
+@pytest.mark.parametrize("length", [0, 80])
 def test_a_node_resumes_at_every_item(kind: str, length: int) -> None:
     with keep_randomness():
         assert_resumes(lambda: KINDS[kind](ListNode(range(length))), histories=0 if kind == "seeded map" else 3)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_nodes_in_any_nesting_resume_at_every_item(seed: int) -> None:
     rng = random.Random(seed)
     names = [rng.choice(list(KINDS)) for _ in range(rng.randint(2, 5))]
@@ -90,13 +90,10 @@ def test_a_source_that_ends_before_what_was_used_of_it_is_refused(kind: str) -> 
     ("make", "said"),
     [
         (partial(MapNode, function=3), "function must be a function, got 3"),
-        (partial(FilterNode, function=None), "function must be a function"),
-        (partial(RunningStateNode, function="f", initial=0), "function must be a function"),
         (partial(MapNode, function=mixed, on_error="ignore"), "on_error must be one of"),
         (partial(MapNode, function=mixed, seed=0.5), "seed must be an integer"),
         (partial(WindowNode, width=0), "width must be at least 1, got 0"),
         (partial(WindowNode, width=1, step=-1), "step must be at least 1"),
-        (partial(WindowNode, width=2.5), "width must be an integer"),
     ],
 )
 def test_wrong_arguments_are_refused(make: Any, said: str) -> None:
@@ -104,23 +101,14 @@ def test_wrong_arguments_are_refused(make: Any, said: str) -> None:
         make(ListNode([]))
 
 
-def test_nodes_describe_themselves() -> None:
-    source = ListNode([])
-    assert MapNode(source, mixed).describe() == ["map", "mixed"]
-    assert FilterNode(source, partial(is_kept)).describe() == ["filter", "partial"]
-    assert WindowNode(source, 3, 2).describe() == ["windowed", 3, 2]
-    assert RunningStateNode(source, scan, 0).describe() == ["recurrent", "scan"]
-
-
 class TestWindows:
-    @pytest.mark.parametrize("width", [1, 2, 5, 100])
-    @pytest.mark.parametrize("step", [1, 2, 7, 100])
-    @pytest.mark.parametrize("length", [4, 6, 100, 210])
-    def test_windows_slide(self, width: int, step: int, length: int) -> None:
-        windows = assert_resumes(lambda: WindowNode(ListNode(range(length)), width, step))
-        assert windows == [tuple(range(first, first + width)) for first in range(0, length - width + 1, step)]
+    @pytest.mark.parametrize(("width", "step"), [(1, 1), (2, 7), (5, 2), (100, 100), (100, 1)])
+    def test_windows_slide(self, width: int, step: int) -> None:
+        for length in (4, 6, 100, 210):
+            windows = list(WindowNode(ListNode(range(length)), width, step))
+            assert windows == [tuple(range(first, first + width)) for first in range(0, length - width + 1, step)]
 
-    @pytest.mark.parametrize(("width", "step"), [(1, 1), (64, 1), (200, 1), (200, 150), (3, 200)])
+    @pytest.mark.parametrize(("width", "step"), [(1, 1), (200, 150), (3, 200)])
     def test_a_few_items_are_read_again(self, width: int, step: int) -> None:
         asked: Counter[str] = Counter()
         node, states = started(WindowNode(ListNode(range(2000), asked), width, step)), []
@@ -135,19 +123,8 @@ class TestWindows:
             assert asked["read"] == width
             assert asked["skipped"] <= 64 + width + step
 
-    def test_resuming_again_and_again_brings_the_state_along(self) -> None:
-        node = started(WindowNode(ListNode(range(400)), 3))
-        for number in range(390):
-            node = started(WindowNode(ListNode(range(400)), 3), node.state_dict())
-            assert next(node)[0] == number
-            assert node.state_dict()["since"] <= 70
-
 
 class TestRunningStates:
-    def test_each_value_follows_from_the_state_before(self) -> None:
-        node = RunningStateNode(ListNode([3, 1, 4]), lambda state, value: (state + value,) * 2, 10)
-        assert list(node) == [13, 14, 18]
-
     def test_a_state_of_any_plain_kind_is_kept(self) -> None:
         def keep(state: Any, value: int) -> tuple[str, Any]:
             state["array"][value % 3] += value
@@ -199,21 +176,6 @@ class TestMapsAndFilters:
         assert alone == whole
         assert all(len({item[which] for item in whole + other}) == 80 for which in (1, 2, 3))
 
-    @pytest.mark.parametrize("number", [2, 8, 13])
-    def test_batches_are_alike_after_a_resume(self, number: int) -> None:
-        with keep_randomness():
-            batches = lambda node: list(iter(lambda: node.next_many(number), []))  # noqa: E731
-            whole, node = batches(started(MapNode(ListNode([0] * 40), noisy, seed=1))), None
-            for done in range(len(whole)):
-                node = started(MapNode(ListNode([0] * 40), noisy, seed=1), node and node.state_dict())
-                assert node.next_many(number) == whole[done]
-
-    @pytest.mark.parametrize("kind", [MapNode, FilterNode])
-    def test_without_a_seed_randomness_is_left_alone(self, kind: Any) -> None:
-        before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-        list(kind(ListNode(range(5)), mixed))
-        assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
-
     def test_items_that_are_left_out_are_not_mapped(self) -> None:
         mapped: list[int] = []
         node = started(WindowNode(MapNode(ListNode(range(300)), mapped.append), 2, 2))
@@ -252,8 +214,7 @@ class DoubtfulError(Exception):
 class TestFailures:
     @pytest.mark.parametrize("kind", [partial(MapNode, seed=1), MapNode, FilterNode])
     @pytest.mark.parametrize("error", [ValueError("no"), StopIteration("no"), DoubtfulError(1, 2)], ids=repr)
-    @pytest.mark.parametrize("ask", [list, lambda node: node.next_many(4)], ids=["one by one", "together"])
-    def test_a_failing_function_names_the_sample(self, kind: Any, error: Exception, ask: Any) -> None:
+    def test_a_failing_function_names_the_sample(self, kind: Any, error: Exception) -> None:
         def function(value: int) -> int:
             if value == 6:
                 raise error
@@ -264,7 +225,7 @@ class TestFailures:
             node = started(kind(ListNode(range(10)), function))
             assert len(node.next_many(4)) == 4
             with pytest.raises(ShardError, match=said) as caught:
-                ask(node)
+                node.next_many(4)
         assert caught.value.__cause__ is error
 
     @pytest.mark.parametrize("kind", [MapNode, FilterNode, partial(RunningStateNode, initial=0)])
@@ -277,25 +238,3 @@ class TestFailures:
         said = r"fail failed on the sample \(0, 1, 0, .{70}\.\.\. \(.* read up to shard-1\.bin, at its sample 1\)"
         with pytest.raises(ShardError, match=said):
             next(kind(blown_up, fail, where=reader.where))
-
-    def test_what_is_neither_true_nor_false_is_no_filter(self) -> None:
-        with pytest.raises(ShardError, match=r"the sample array.*: ValueError"):
-            next(FilterNode(ListNode([np.arange(2)]), lambda value: value > 0))
-
-    @pytest.mark.parametrize("kind", ["map", "filter", "running state", "window", "shuffle"])
-    def test_the_last_state_before_an_error_loses_no_item(self, kind: str) -> None:
-        class Breaking(ListNode):
-            def next(self) -> Any:
-                if self.at == 20 and self.asked["broken"]:
-                    raise OSError("not now")
-                return super().next()
-
-        asked = Counter({"broken": 1})
-        whole = list(KINDS[kind](ListNode(range(40))))
-        node, taken = started(KINDS[kind](Breaking(range(40), asked))), []
-        with pytest.raises(OSError, match="not now"):  # noqa: PT012  # where it breaks off is the node's own
-            while True:
-                state = node.state_dict()
-                taken.append(next(node))
-        asked.clear()
-        assert taken + list(started(node, state)) == whole

@@ -11,10 +11,10 @@ import pytest
 from support.node_cases import is_kept
 from support.slot_cases import alone, flat, mixture, serve, serve_epoch, slot_of, source
 
-from lightning_stateful.errors import ConfigurationError, ShardError
+from lightning_stateful.errors import ShardError
 from lightning_stateful.streams.source import Source, Step
 from lightning_stateful.streams.stream_state import StreamState
-from lightning_stateful.streams.transforms import FilterNode, MapNode
+from lightning_stateful.streams.transforms import FilterNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
 
 
@@ -28,31 +28,21 @@ def first(slot: Any, number: int) -> list[Any]:
     return [next(slot) for _ in range(number)]
 
 
-KEPT = (Step(FilterNode, {"function": is_kept}), Step(MapNode, {"function": repr}))
 TWO = {"a": [7, 2], "b": [3, 12]}
+LAST_DROPPED = {"batch_size": 4, "drop_last": True}
 CONFIGS: dict[str, StreamConfig] = {
-    "alone": alone([5, 0, 7, 3], batching={"batch_size": 4}),
-    "alone, in blocks": alone([5, 0, 7, 3], shuffle=True, buffer_size=6, batching={"batch_size": 4}),
-    "alone, last dropped": alone([5, 0, 7, 2], buffer_size=3, batching={"batch_size": 4, "drop_last": True}),
+    "in blocks": alone([5, 0, 7, 2], shuffle=True, buffer_size=6, batching=LAST_DROPPED),
     "not batched": alone([2, 3], batching={"batch_size": None, "is_batched": False}),
-    "by state": alone([9, 8], of={"state_size": 20}, batching={"batch_size": 3}),
-    "filtered": alone([9, 4, 8], steps=KEPT, batching={"batch_size": 3}),
-    "by batch": mixture(TWO, batching={"batch_size": 2}),
-    "by batch, weighted": mixture(TWO, batching={"batch_size": 2}, weights=[1, 3]),
-    "by sample": mixture(TWO, batching={"batch_size": 4}, by="sample", weights=[2, 1]),
-    "by sample, last dropped": mixture(TWO, batching={"batch_size": 5, "drop_last": True}, by="sample"),
+    "by state": alone([9, 8], of={"state_size": 20}, steps=(Step(FilterNode, {"function": is_kept}),)),
+    "by batch": mixture(TWO, batching={"batch_size": 2}, weights=[1, 3]),
+    "by sample": mixture(TWO, batching=LAST_DROPPED, by="sample", weights=[2, 1]),
     "first exhausted": mixture(TWO, batching={"batch_size": 2}, stop="first_exhausted"),
-    "cycle": mixture({"a": [3, 2], "b": [3, 12]}, batching={"batch_size": 2}, stop="cycle"),
-    "cycle, last dropped": mixture(
-        {"a": [3, 2], "b": [3, 12]}, batching={"batch_size": 2, "drop_last": True}, stop="cycle"
-    ),
-    "cycle by sample": mixture(
-        {"a": [3, 2], "b": [3, 12]}, batching={"batch_size": 4}, by="sample", stop="cycle", weights=[2, 1]
-    ),
+    "cycle": mixture({"a": [3, 2], "b": [3, 12]}, batching=LAST_DROPPED, stop="cycle"),
+    "cycle by sample": mixture({"a": [3, 2], "b": [3, 12]}, by="sample", stop="cycle", weights=[2, 1]),
 }
 
 
-@pytest.mark.parametrize(("ranks", "workers", "slot"), [(1, 1, 0), (2, 1, 1), (2, 3, 2)])
+@pytest.mark.parametrize(("ranks", "workers", "slot"), [(1, 1, 0), (2, 3, 2)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_slot_goes_on_from_any_state_which_later_batches_leave_as_it_is(
     name: str, ranks: int, workers: int, slot: int
@@ -88,32 +78,12 @@ class TestBatches:
         at = slot.state()["of"][ALONE]["state"]
         assert (at["shard"], at["item"]) == (1, 3)
 
-    def test_a_slot_asked_again_after_its_end_stays_where_it_is(self) -> None:
-        slot = slot_of(alone([5, 5], batching={"batch_size": 4, "drop_last": True}))
-        list(slot)
-        state = slot.state()
-        assert next(slot, None) is None
-        assert slot.state() == state
-
     def test_a_stream_that_divides_itself_leaves_nothing_for_the_next_epoch(self) -> None:
         config = alone([5], batching={"batch_size": 4, "drop_last": True})
         config.sources[ALONE].shards.pinned = True
         slot = slot_of(config)
         assert [len(batch) for batch in slot] == [4]
         assert slot.state()["of"][ALONE]["slice"] == 1
-
-    @pytest.mark.parametrize("size", [0, -1, 2.5, "4"])
-    def test_sizes_that_are_none_are_refused(self, size: Any) -> None:
-        with pytest.raises(ConfigurationError, match="batch_size"):
-            alone([1], batching={"batch_size": size})
-
-    @pytest.mark.parametrize(
-        ("sizes", "options", "what"),
-        [([1], {"buffer_size": -1}, "buffer_size"), ([1], {"buffer_size": 1.5}, "buf"), ([], {}, "no shards")],
-    )
-    def test_sources_out_of_range_are_refused(self, sizes: list[int], options: Any, what: str) -> None:
-        with pytest.raises(ConfigurationError, match=what):
-            source(sizes, **options)
 
 
 def test_sizes_that_decide_who_reads_a_shard_are_part_of_the_configuration() -> None:
@@ -122,19 +92,9 @@ def test_sizes_that_decide_who_reads_a_shard_are_part_of_the_configuration() -> 
 
 
 class TestErrors:
-    def test_an_error_leaves_the_state_of_the_latest_batch(self) -> None:
-        slot = slot_of(alone([3, 6], of={"fails": {1: 3}}))
-        mended = alone([3, 6])
-        batches = first(slot, 3)
-        for _ in range(2):
-            state = json.loads(json.dumps(slot.state()))
-            with pytest.raises(ShardError, match=r"shard-1\.bin could not be read at its sample 3"):
-                next(slot)
-            assert batches + list(slot_of(mended, state=state)) == list(slot_of(mended))
-
     @pytest.mark.parametrize("how", [{"by": "batch"}, {"by": "sample"}, {"by": "sample", "stop": "cycle"}])
-    @pytest.mark.parametrize(("sizes", "bad"), [([8], 5), ([3], 3), ([4], 4), ([2], 9), ([4, 0], 5)])
-    @pytest.mark.parametrize("batching", [{"batch_size": 4}, {"batch_size": 2}, {"batch_size": 3, "drop_last": True}])
+    @pytest.mark.parametrize(("sizes", "bad"), [([8], 5), ([4], 4), ([2], 9)])
+    @pytest.mark.parametrize("batching", [{"batch_size": 4}, {"batch_size": 3, "drop_last": True}])
     def test_an_error_in_one_source_leaves_the_others_as_after_the_latest_batch(
         self, how: Any, sizes: list[int], bad: int, batching: Any
     ) -> None:
@@ -165,27 +125,6 @@ class TestErrors:
 
 
 class TestByBatch:
-    def test_in_turn_without_weights(self) -> None:
-        config = mixture({key: [8] for key in "abc"}, batching={"batch_size": 2})
-        assert labels(list(slot_of(config))) == "abcabcabcabc"
-
-    def test_a_batch_is_of_one_source(self) -> None:
-        for batch in slot_of(mixture({"a": [9], "b": [9]}, batching={"batch_size": 4}, weights=[3, 2])):
-            assert len({sample[0] for sample in batch}) == 1
-
-    @pytest.mark.parametrize(
-        ("weights", "period"), [([3, 1], 4), ([0.5, 0.3, 0.2], 10), ({"a": 2, "b": 2, "c": 1}, 5), ([0.9, 0.1], 10)]
-    )
-    def test_shares_are_exact_in_every_period(self, weights: Any, period: int) -> None:
-        names = "abc"[: len(weights)]
-        drawn = labels(first(slot_of(mixture({key: [2000] for key in names}, weights=weights, seed=3)), 30 * period))
-        given = list(weights.values() if isinstance(weights, dict) else weights)
-        exact = {name: round(period * weight / sum(given)) for name, weight in zip(names, given, strict=True)}
-        periods = [drawn[begin : begin + period] for begin in range(0, len(drawn), period)]
-        assert all(Counter(one) == exact for one in periods)
-        # In orders of their own.
-        assert len(set(periods)) > 2
-
     def test_the_order_of_draws_follows_from_seed_and_pass(self) -> None:
         def drawn(seed: int, epoch: int) -> str:
             return labels(first(slot_of(mixture({"a": [200], "b": [200]}, weights=[1, 1], seed=seed), epoch=epoch), 60))
@@ -193,8 +132,8 @@ class TestByBatch:
         assert drawn(0, 0) == drawn(0, 0)
         assert len({drawn(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
 
-    @pytest.mark.parametrize("workers", [1, 2, 3])
-    @pytest.mark.parametrize("weights", [None, [2, 1], [5, 3]])
+    @pytest.mark.parametrize("workers", [1, 3])
+    @pytest.mark.parametrize("weights", [None, [5, 3]])
     def test_all_ranks_take_a_step_from_the_same_source_as_long_as_none_is_exhausted(
         self, workers: int, weights: Any
     ) -> None:
@@ -218,13 +157,6 @@ class TestByBatch:
 
 
 class TestBySample:
-    def test_shares_are_exact_in_every_period_of_samples(self) -> None:
-        config = mixture({"a": [900], "b": [900]}, batching={"batch_size": 7}, by="sample", weights=[3, 2], seed=1)
-        samples = [sample[0] for batch in first(slot_of(config), 100) for sample in batch]
-        periods = ["".join(samples[begin : begin + 5]) for begin in range(0, 700, 5)]
-        assert all(Counter(one) == {"a": 3, "b": 2} for one in periods)
-        assert len(set(periods)) > 5
-
     def test_batches_are_full_until_all_are_exhausted(self) -> None:
         batches = list(slot_of(mixture({"a": [9], "b": [4]}, batching={"batch_size": 4}, by="sample")))
         assert [len(batch) for batch in batches] == [4, 4, 4, 1]
@@ -271,12 +203,11 @@ class TestStop:
         # The next pass has samples that were not served.
         assert not set(served) & set(flat(serve_epoch(state.following())[0]))
 
-    @pytest.mark.parametrize("size", [2, 3, 4])
-    def test_full_batches_of_a_cycle_leave_nothing_out_between_its_rounds(self, size: int) -> None:
-        config = mixture({"a": [5], "b": [40]}, batching={"batch_size": size, "drop_last": True}, stop="cycle")
-        of_a = [sample for batch in slot_of(config) for sample in batch if sample[0] == "a"]
+    def test_full_batches_of_a_cycle_leave_nothing_out_between_its_rounds(self) -> None:
+        batches = slot_of(mixture({"a": [5], "b": [40]}, batching=LAST_DROPPED, stop="cycle"))
+        of_a = [sample for batch in batches for sample in batch if sample[0] == "a"]
         assert of_a == [("a", number // 5, 0, number % 5) for number in range(len(of_a))]
-        assert len(of_a) >= 40 - size
+        assert len(of_a) >= 36
 
     def test_rounds_of_a_cycle_have_orders_of_their_own(self) -> None:
         small = source([10], of={"label": "a"}, buffer_size=10)
@@ -286,7 +217,7 @@ class TestStop:
         assert all(sorted(one) == list(range(10)) for one in rounds)
         assert len(set(rounds)) == 6
 
-    @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (3, 1), (2, 2), (5, 1)])
+    @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 2), (5, 1)])
     def test_a_source_that_begins_again_is_read_whole_by_all_slots_together(self, ranks: int, workers: int) -> None:
         config = mixture({"a": [4] * 3, "b": [12] * 20}, stop="cycle")
         begun = StreamState.beginning(config, 0, ranks, workers)
