@@ -6,7 +6,6 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from torchdata.nodes import (
     Unbatcher,
 )
 
-from lightning_stateful.errors import ConfigurationError, ShardError, StateError
+from lightning_stateful.errors import ConfigurationError, StateError
 from lightning_stateful.samplers.rng import keep_randomness, seed_randomness
 from lightning_stateful.streams import shard_reader
 from lightning_stateful.streams.node_shards import NodeShards
@@ -72,11 +71,9 @@ class CountsPasses:
 GRAPHS: dict[str, Callable[[], BaseNode[Any]]] = {
     "sampler": told,
     "generator": drawn,
-    "unseeded": lambda: Prefetcher(SamplerWrapper(RandomSampler(range(LENGTH))), 2),
     "batches": lambda: Batcher(SamplerWrapper(BatchSampler(RandomSampler(range(LENGTH)), 2, False)), 2),
     "iterable": lambda: Mapper(IterableWrapper(CountsPasses()), times_ten),
-    "threads": lambda: ParallelMapper(drawn(), times_ten, num_workers=2),
-    "prebatch": lambda: ParallelMapper(told(), times_ten, num_workers=2, prebatch=3),
+    "threads": lambda: ParallelMapper(drawn(), times_ten, num_workers=2, prebatch=3),
     "snapshots": lambda: Prefetcher(Batcher(told(), 2), 3, snapshot_frequency=2),
     "unbatched": lambda: Unbatcher(Prefetcher(Batcher(ParallelMapper(drawn(), times_ten, 1), 3, False), 2)),
     "mixed": lambda: Prefetcher(mixed(), 2),
@@ -95,7 +92,7 @@ def reads(graph: Any, epoch: int, state: Any = None, **options: Any) -> ShardRea
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize("epoch", [0, 1, 2])
+@pytest.mark.parametrize("epoch", [0, 2])
 def test_a_graph_goes_on_at_every_item_of_every_epoch(name: str, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_reader, "_LEAST_GAP", 1)
     monkeypatch.setattr(shard_reader, "_CHARACTERS_A_SAMPLE", 10**6)
@@ -109,19 +106,7 @@ def test_a_graph_goes_on_at_every_item_of_every_epoch(name: str, epoch: int, mon
     for number, state in enumerate(states):
         seed_randomness(number)
         assert list(reads(GRAPHS[name](), epoch, state)) == items[number:]
-
-
-def test_a_state_is_taken_of_the_graph_and_not_read_up_to() -> None:
-    node = NodeShards(GRAPHS["snapshots"]()).node(0, 2)
-    node.reset()
-    next(node)
-    state = node.state_dict()
-    assert state["graph"]["snapshot"]["source"]["_epoch"] == 2
-    saved = json.dumps(state)
-    again = NodeShards(GRAPHS["snapshots"]()).node(0, 2)
-    again.reset(state)
-    assert list(again) == list(node)
-    assert json.dumps(state) == saved
+    assert items != list(reads(GRAPHS[name](), epoch + 1))
 
 
 def test_a_graph_in_processes_goes_on() -> None:
@@ -136,17 +121,6 @@ def test_a_graph_in_processes_goes_on() -> None:
     again.reset(json.loads(json.dumps(state)))
     assert sorted([*begun, *again]) == [10 * number for number in range(LENGTH)]
     assert list(node) == list(NodeShards(Mapper(drawn(), times_ten)).node(0, 1))[3:]
-
-
-@pytest.mark.parametrize("name", ["sampler", "generator", "iterable", "mixed", "unbatched"])
-def test_each_epoch_has_an_order_of_its_own_however_the_ones_before_were_read(name: str) -> None:
-    shards = NodeShards(GRAPHS[name]())
-    orders = []
-    for epoch, number in enumerate((0, 3, 99, 1)):
-        list(islice(ShardReader(shards, [0], epoch), number))
-        orders.append(list(ShardReader(shards, [0], epoch)))
-        assert orders[-1] == list(reads(GRAPHS[name](), epoch))
-    assert len({str(order) for order in orders}) == 4
 
 
 def test_each_source_of_a_weighted_sampler_has_an_order_of_each_epochs_own() -> None:
@@ -168,11 +142,6 @@ def told_in(epoch: int) -> list[int]:
         list(node)
     node.reset()
     return list(node)
-
-
-def test_epochs_are_those_of_passes_that_torchdata_reads_one_after_the_other() -> None:
-    for graph in (told, lambda: Prefetcher(told(), 2)):
-        assert [list(reads(graph(), epoch)) for epoch in range(3)] == [told_in(epoch) for epoch in range(3)]
 
 
 class TestFunctions:
@@ -200,12 +169,10 @@ class TestFunctions:
         assert list(reads(lambda shard, epoch: IterableWrapper(Numbers(epoch)), 5, num_shards=1)) == [5, 6]
         assert begun == [5]
 
-    def test_what_is_no_node_is_refused(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"gave a range for shard 0"):
-            NodeShards(lambda shard: range(shard), 2)  # type: ignore[arg-type, return-value]  # gives no node
-
 
 def test_arguments() -> None:
+    with pytest.raises(ConfigurationError, match=r"gave a range for shard 0"):
+        NodeShards(lambda shard: range(shard), 2)  # type: ignore[arg-type, return-value]  # gives no node
     with pytest.raises(ConfigurationError, match="torchdata node alone"):
         NodeShards(told(), 2)
     with pytest.raises(ConfigurationError, match="num_shards=None"):
@@ -287,12 +254,6 @@ def test_a_state_that_cannot_be_kept_says_whose_it_is() -> None:
         reader.next_many(300)
 
 
-def test_an_error_says_where() -> None:
-    reader = reads(Mapper(told(), (1).__truediv__), 0)
-    with pytest.raises(ShardError, match=r"ParallelMapper\(SamplerWrapper\) .*ZeroDivisionError"):
-        list(reader)
-
-
 def test_what_is_begun_again_in_another_order_is_read_again_and_said() -> None:
     assert NodeShards(mixed(make=drawn)).reread
     node = NodeShards(mixed(make=drawn)).node(0, 0)
@@ -305,7 +266,7 @@ def test_samples_are_seeded_where_functions_are_called_by_whoever_reads() -> Non
     assert [NodeShards(GRAPHS[name]()).draws for name in ("sampler", "batches", "iterable", "mixed generators")] == [
         True, True, True, True,
     ]  # fmt: skip
-    assert not any(NodeShards(GRAPHS[name]()).draws for name in ("threads", "prebatch", "snapshots", "unbatched"))
+    assert not any(NodeShards(GRAPHS[name]()).draws for name in ("threads", "snapshots", "unbatched"))
     drawing = Mapper(told(), lambda number: (number, random.random(), float(torch.rand(()))))
     reader = reads(drawing, 1)
     begun, state = reader.next_many(3), reader.get_state()
