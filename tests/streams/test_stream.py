@@ -6,8 +6,6 @@ import copy
 import json
 import pickle
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
