@@ -7,6 +7,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,16 +32,6 @@ class OfTheSystem(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.rng.sample(range(30), 30))
-
-
-class OneIteration:
-    """Can be iterated once only, by way of an iterator that it holds."""
-
-    def __init__(self) -> None:
-        self.indices = iter(range(9))
-
-    def __iter__(self) -> Iterator[int]:
-        return self.indices
 
 
 class ByteCounter:
@@ -148,24 +139,11 @@ class Counted(Sampler[int]):
             yield index
 
 
-class StatesItsEpochOnly(theirs.ShuffledBatches):
-    """Has a state that does not say where it stands."""
-
-    def __init__(self) -> None:
-        super().__init__([[number] for number in range(40)])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": 0}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
 class ShufflesRows(Sampler[list[int]]):
     """Shuffles each of many batches in place as it is yielded."""
 
     def __init__(self) -> None:
-        self.batches = [list(range(number, number + 5)) for number in range(2000)]
+        self.batches = [list(range(number, number + 5)) for number in range(1100)]
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self.batches:
@@ -173,33 +151,38 @@ class ShufflesRows(Sampler[list[int]]):
             yield batch
 
 
-class KeepsRows(ShufflesRows):
-    """Shuffles the list of batches, and no batch."""
+class EndsByChanging(Sampler[int]):
+    """Changes something at the end of a pass of more slots than the check follows."""
 
-    def __iter__(self) -> Iterator[list[int]]:
-        random.shuffle(self.batches)
-        return iter(self.batches)
+    def __init__(self, shared: list[Any]) -> None:
+        self.epoch, self.shared = 0, shared
 
+    def __iter__(self) -> Iterator[int]:
+        drawn = random.Random(self.epoch).sample(range(5000), 5000)
+        yield from (held.number for held in self.shared for _ in range(4)) if self.shared else drawn
+        self.epoch += 1
+        random.Random(self.epoch).shuffle(self.shared)
+        for number, held in enumerate(self.shared):
+            held.number = number
 
-@pytest.mark.parametrize("make", [theirs.ByTheClock, OfTheSystem, OneIteration], ids=lambda make: make.__name__)
-def test_a_sampler_that_cannot_be_repeated_is_refused_by_name_with_the_remedies(make: Callable[[], Any]) -> None:
-    with pytest.raises(UnsupportedLoaderError) as caught:
-        WrappedSampler(make()).check()
-    message = str(caught.value)
-
-    assert message.startswith(f"{make.__name__} yields something else when the same epoch is begun a second time")
-    assert "set_epoch(epoch)" in message
-    assert "accept=('nondeterministic',)" in message
+    def __len__(self) -> int:
+        return 4 * len(self.shared) if self.shared else 5000
 
 
 @pytest.mark.parametrize(
-    "value",
-    [iter([1]), (n for n in range(3)), map(str, range(3)), iter(range(500))],
-    ids=["of a list", "generator", "map", "long"],
+    "make",
+    [theirs.ByTheClock, OfTheSystem, lambda: (n for n in range(3)), lambda: iter(range(500))],
+    ids=["by the clock", "of the system", "a generator", "an iterator"],
 )
-def test_an_iterator_which_is_over_after_one_epoch_is_refused(value: Any) -> None:
-    with pytest.raises(UnsupportedLoaderError, match="yields something else when the same epoch is begun a second"):
-        WrappedSampler(value).check()
+def test_a_sampler_that_cannot_be_repeated_is_refused_by_name_with_the_remedies(make: Callable[[], Any]) -> None:
+    sampler = make()
+    with pytest.raises(UnsupportedLoaderError) as caught:
+        WrappedSampler(sampler).check()
+    message = str(caught.value)
+
+    assert message.startswith(f"{type(sampler).__name__} yields something else when the same epoch is begun a second")
+    assert "set_epoch(epoch)" in message
+    assert "accept=('nondeterministic',)" in message
 
 
 @pytest.mark.parametrize(
@@ -273,42 +256,34 @@ def test_torchs_own_samplers_are_not_looked_at_but_a_users_within_them_is() -> N
         WrappedSampler(BatchSampler(theirs.ByTheClock(), 2, False)).check()
 
 
-def test_how_an_epoch_begins_follows_from_seed_and_path() -> None:
-    order = WrappedSampler(theirs.GlobalRandom())
-    others = (
-        WrappedSampler(theirs.GlobalRandom(), seed=1),
-        order.adapted(path="a"),
-        WrappedSampler(theirs.GlobalRandom()),
-    )
-    found = [each.check() for each in (order, *others)]
-
-    assert found[0] == found[3]
-    assert len({each.begins for each in found}) == 3
-    assert found[0].first == serve(WrappedSampler(theirs.GlobalRandom()), 0, 1).samples[0]
-
-
 @pytest.mark.parametrize(
     ("make", "yields", "says"), [(theirs.SaysTooMuch, 8, 9), (theirs.SaysTooLittle, 8, 7)], ids=["more", "fewer"]
 )
 def test_a_sampler_with_a_wrong_length_is_found_at_once(make: Any, yields: int, says: int) -> None:
     with pytest.raises(ConfigurationError, match=rf"{make.__name__} yields {yields} items .* its len\(\) is {says}"):
         WrappedSampler(make()).check()
-
-
-def test_a_sampler_that_ends_before_the_length_to_cut_at_is_found_at_once() -> None:
     with pytest.raises(ConfigurationError, match=r"range yields 6 items in epoch 0, but length=150 was given"):
         WrappedSampler(range(6), length=150).check()
 
 
-def test_a_state_that_leads_nowhere_is_done_without() -> None:
-    assert WrappedSampler(StatesItsEpochOnly(), batch_size=None).resume_mode == "fast_forward"
-
-
-@pytest.mark.parametrize("make", [ShufflesRows, KeepsRows])
-def test_samplers_that_shuffle_many_batches_in_place_are_repeatable_and_stay_as_they_are(make: Any) -> None:
-    sampler, expected = make(), make().batches
+def test_a_sampler_that_shuffles_many_batches_in_place_is_repeatable_and_stays_as_it_is() -> None:
+    sampler = ShufflesRows()
     order = WrappedSampler(sampler, batch_size=None)
     epochs = [serve(order, epoch, 1).batches for epoch in (0, 1, 0)]
 
-    assert sampler.batches == expected
+    assert sampler.batches == ShufflesRows().batches
     assert epochs[0] == epochs[2] != epochs[1]
+
+
+def test_a_sampler_that_counts_epochs_at_the_end_of_a_long_pass_is_warned_of() -> None:
+    order = WrappedSampler(EndsByChanging([]))
+    with pytest.warns(StatefulWarning, match="all epochs are alike, in the order of the first"):
+        first = serve(order, 0, 1).samples
+
+    assert serve(order, 1, 1).samples == first
+
+
+def test_a_sampler_that_changes_what_its_copies_share_is_refused_when_its_pass_ends() -> None:
+    order = WrappedSampler(EndsByChanging([SimpleNamespace(number=(7 * n) % 1250) for n in range(1250)]))
+    with pytest.raises(UnsupportedLoaderError, match="EndsByChanging changed data in the course of a pass"):
+        serve(order, 0, 1)

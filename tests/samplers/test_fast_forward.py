@@ -6,8 +6,11 @@ import json
 import math
 import random
 import tracemalloc
+from array import array
+from collections import UserList
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,17 +36,40 @@ class Listed(Sampler[Any]):
         yield from self.items
 
 
-class Refills(Sampler[Any]):
-    """Yields one container again and again, filled anew: right for whoever reads a batch before the next."""
+class Sliding(Sampler[Any]):
+    """Yields one container again and again, which it fills anew: right for whoever reads a batch before the next."""
 
-    def __init__(self, kind: Callable[[list[int]], Any]) -> None:
-        self.batch = kind([0, 0, 0])
+    def __init__(self, container: Any) -> None:
+        self.window = container
 
     def __iter__(self) -> Iterator[Any]:
-        for start in range(0, 24, 3):
+        for start in range(0, 300, 3):
             for offset in range(3):
-                self.batch[offset] = start + offset
-            yield self.batch
+                self.window[offset] = start + offset
+            yield self.window
+
+
+class Nested(Sampler[Any]):
+    """Yields one list of one list again and again."""
+
+    def __iter__(self) -> Iterator[Any]:
+        batch = [[0]]
+        for index in range(300):
+            batch[0][0] = index
+            yield batch
+
+
+class BadState(Sampler[int]):
+    """Has a state that cannot be loaded."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.sample(range(50), 50)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise RuntimeError("no")
 
 
 class ForgetsItsPlace(Sampler[int]):
@@ -160,20 +186,17 @@ def changed(*slots: int) -> list[int]:
 
 
 class TestDigests:
-    @pytest.mark.parametrize(
-        ("slot", "count"), [(0, 1), (1, 65), (64, 65), (64, 70), (64, 128), (128, 129), (128, 199)]
-    )
+    @pytest.mark.parametrize(("slot", "count"), [(0, 1), (64, 65), (64, 128), (128, 199)])
     def test_what_changed_before_the_last_digest_is_refused_at_the_first_slot(self, slot: int, count: int) -> None:
         progress = stopped(Listed(changed()), count)
         for _ in range(2):
             with pytest.raises(StateMismatchError, match=r"sequence at item \d+: .*Listed no longer yields"):
                 resumed(Listed(changed(slot)), progress)
 
-    @pytest.mark.parametrize("slot", [70, 71, 199])
-    def test_a_sequence_that_changes_only_behind_the_progress_goes_on(self, slot: int) -> None:
+    def test_a_sequence_that_changes_only_behind_the_progress_goes_on(self) -> None:
         progress = stopped(Listed(changed()), 70)
 
-        assert resumed(Listed(changed(slot)), progress) == changed(slot)[70:]
+        assert resumed(Listed(changed(70)), progress) == changed(70)[70:]
 
     def test_a_sampler_that_ends_before_the_progress_is_refused(self) -> None:
         progress = stopped(Listed(changed()), 80)
@@ -199,51 +222,36 @@ class TestDigests:
 
 
 class TestStates:
-    @pytest.mark.parametrize("make", [theirs.OwnState, KeepsItsGenerator, DrawsAsItGoes, ForgetsItsPlace])
-    @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 21])
+    @pytest.mark.parametrize("make", [theirs.OwnState, KeepsItsGenerator, DrawsAsItGoes, ForgetsItsPlace, BadState])
+    @pytest.mark.parametrize("count", [0, 1, 16, 17])
     def test_a_sampler_with_a_state_goes_on_exactly(self, make: Callable[[], Any], count: int) -> None:
         expected = slots_of(WrappedSampler(make()))
 
         assert resumed(make(), stopped(make(), count)) == expected[count:]
 
-    @pytest.mark.parametrize("make", [theirs.OwnState, DrawsAsItGoes])
-    @pytest.mark.parametrize("num_trained", [0, 1, 15, 16, 17, 20])
-    def test_training_may_lie_behind_what_was_drawn(self, make: Any, num_trained: int) -> None:
-        plan = WrappedSampler(make()).plan(0, 1)
+    @pytest.mark.parametrize("num_trained", [0, 15, 16, 17])
+    def test_training_may_lie_behind_what_was_drawn(self, num_trained: int) -> None:
+        plan = WrappedSampler(DrawsAsItGoes()).plan(0, 1)
         expected = [batch[0] for _, batch in plan.batches(0)]
 
-        assert resumed(make(), plan.progress_after(num_trained)) == expected[num_trained:]
+        assert resumed(DrawsAsItGoes(), plan.progress_after(num_trained)) == expected[num_trained:]
 
-    def test_a_state_is_taken_up_and_not_reached_by_iterating(self) -> None:
-        class Noisy(DrawsAsItGoes):
-            def __init__(self, log: list[int]) -> None:
-                super().__init__()
-                self.note = log.append
-
-            def __iter__(self) -> Iterator[int]:
-                for index in super().__iter__():
-                    self.note(self.place)
-                    yield index
-
-        log: list[int] = []
-        order = WrappedSampler(Noisy(log))
-        progress = stopped(Noisy([]), 40)
-        order.check()
-        log.clear()
-        next(order.plan(0, 1, progress).batches(0))
-
-        assert log[0] == 33
+    def test_a_state_that_leads_nowhere_is_done_without(self) -> None:
+        assert WrappedSampler(ForgetsItsPlace()).resume_mode == "fast_forward"
+        assert WrappedSampler(BadState()).resume_mode == "fast_forward"
+        assert WrappedSampler(DrawsAsItGoes()).resume_mode == "own_state"
 
 
 @pytest.mark.usefixtures("patient")
 class TestDrawnAhead:
-    @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+    @pytest.mark.parametrize("kind", [list, UserList, partial(array, "q"), np.array, torch.tensor], ids=str)
     def test_a_batch_that_is_filled_anew_is_served_as_it_was_yielded(self, kind: Any) -> None:
-        found = slots_of(WrappedSampler(Refills(kind), batch_size=None))
+        found = slots_of(WrappedSampler(Sliding(kind([0, 0, 0])), batch_size=None))
 
-        assert [[int(index) for index in batch] for batch in found] == [
-            list(range(start, start + 3)) for start in range(0, 24, 3)
-        ]
+        assert [[*map(int, batch)] for batch in found] == [[n, n + 1, n + 2] for n in range(0, 300, 3)]
+
+    def test_lists_within_a_batch_are_served_as_they_were(self) -> None:
+        assert slots_of(WrappedSampler(Nested(), batch_size=None)) == [[[index]] for index in range(300)]
 
     def test_samplers_that_hold_the_same_generator_do_not_disturb_each_other(self) -> None:
         expected = slots_of(WrappedSampler(DrawsFrom(np.random.default_rng(3))))
@@ -266,9 +274,8 @@ class TestDrawnAhead:
 
 
 class TestCost:
-    @pytest.mark.parametrize("options", [{}, {"length": 10**5}], ids=["unsized", "cut"])
-    def test_fast_forwarding_over_1e5_slots_keeps_little(self, options: dict[str, Any]) -> None:
-        order = WrappedSampler(Range(), **options)
+    def test_fast_forwarding_over_1e5_slots_keeps_little(self) -> None:
+        order = WrappedSampler(Range(), length=10**5)
         order.check()
         batches = order.plan(0, 1, Progress(consumed=10**5 - 10)).batches(0)
         tracemalloc.start()
@@ -357,12 +364,3 @@ class TestDigest:
 
     def test_digests_are_the_same_on_every_platform(self) -> None:
         assert (digest(3), digest([1, 2]), digest("a")) == ("50163cd4ae7e6fb1", "74f912167ab67550", "035081a1cd3e973d")
-
-    def test_a_chained_digest_knows_what_came_before(self) -> None:
-        assert digest(1, digest(2)) != digest(1, digest(3))
-
-    def test_a_container_in_itself_ends(self) -> None:
-        item: list[Any] = [1, "a"]
-        item.append(item)
-
-        assert digest(item)

@@ -175,6 +175,29 @@ class ByTheClock(Sampler[int]):
         return iter(np.random.default_rng(time.perf_counter_ns()).permutation(LENGTH).tolist())
 
 
+class Proxy:
+    """Hands every attribute of another sampler on."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+class Unpicklable(Proxy):
+    """The same, and cannot be pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("not to be pickled")
+
+
 class SaysTooMuch(ShuffledBatches):
     """Says that it has one more batch than it yields."""
 
