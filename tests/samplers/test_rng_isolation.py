@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
-import sys
 import threading
-from collections import defaultdict, deque, namedtuple
+from collections import defaultdict, namedtuple
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.ledger import Numbers
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.rng_isolation import DeepCopy, IsolatedCopy
@@ -69,25 +67,11 @@ class Stubborn(Bag):
         super().__setattr__(name, value)
 
 
-class Keeps:
-    """Copies itself as it sees fit."""
-
-    def __deepcopy__(self, memo: Any) -> Keeps:
-        return self
-
-
 class Secret:
     """Cannot be pickled."""
 
     def __getstate__(self) -> Any:
         raise TypeError("secret")
-
-
-class WantsName:
-    """Cannot be made without an argument that it does not tell."""
-
-    def __new__(cls, name: str) -> WantsName:
-        return super().__new__(cls)
 
 
 class Indexed:
@@ -107,24 +91,19 @@ def copied(value: Any, **options: Any) -> Any:
 
 CHANGES: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "set": ({1, 2}, lambda held: held.pop()),
-    "deque": (deque([1, 2], maxlen=2), lambda held: held.append(3)),
-    "bytearray": (bytearray(b"ab"), lambda held: held.reverse()),
-    "array": (np.arange(4), lambda held: held.__setitem__(slice(None), 9)),
     "array of lists": (np.array([[1], [2, 3]], dtype=object), lambda held: held[1].reverse()),
-    "tensor": (torch.arange(4), lambda held: held.zero_()),
     "tensor with a gradient": (torch.ones(2, requires_grad=True), lambda held: held.data.zero_()),
     "expanded tensor": (torch.ones(1).expand(3), lambda held: held.zero_()),
     "defaultdict": (defaultdict(list, a=[1]), lambda held: held["b"].append(1)),
     "named tuple": (Point([1], 2), lambda held: held.x.append(1)),
     "many lists": ([[number, -number] for number in range(2000)], lambda held: (held[7].reverse(), held.pop())),
-    "many and a tuple": ([*([number] for number in range(2000)), (1, [2])], lambda held: held[-1][1].append(3)),
     "many and a nested list": ([*([number] for number in range(2000)), [1, [2]]], lambda held: held[-1][1].append(3)),
     "dict of many lists": ({number: [number] for number in range(2000)}, lambda held: held[7].clear()),
 }
 NESTED = st.recursive(
     st.integers() | st.text(max_size=3) | st.none(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.integers(), inner, max_size=4) | st.tuples(inner),
-    max_leaves=12,
+    max_leaves=6,
 )
 
 
@@ -184,22 +163,14 @@ class TestContainers:
         "make",
         [
             lambda: torch.eye(3).to_sparse(),
-            lambda: threading.Lock(),
             lambda: Secret(),
-            lambda: WantsName("a"),
-            lambda: Keeps(),
             lambda: Numbers(3),
             lambda: Indexed(),
             lambda: torch.nn.Linear(2, 2),
             lambda: DataLoader(Numbers(3)),
-            lambda: iter([1, 2]),
             lambda: (number for number in range(3)),
-            lambda: itertools.count(),
             lambda: random.SystemRandom(),
             lambda: print,
-            lambda: sys,
-            lambda: RandomSampler,
-            lambda: [].append,
             lambda: np.broadcast_to(np.ones(1), (4,)),
         ],
     )
@@ -209,22 +180,19 @@ class TestContainers:
         assert copied(held) is held
         assert copied([held])[0] is held
 
-    def test_a_mapped_file_is_shared(self, tmp_path: Path) -> None:
+    def test_a_mapped_file_and_the_dataset_of_the_loader_are_shared(self, tmp_path: Path) -> None:
         mapped = np.lib.format.open_memmap(tmp_path / "scores.npy", "w+", "float64", (40,))
+        dataset = Helper([1, 2])
 
         assert copied(mapped) is mapped
         assert copied(mapped[3:]).base is mapped[3:].base
+        assert copied({"data": dataset}, dataset=dataset)["data"] is dataset
 
     def test_a_tensor_made_in_inference_mode_is_put_up_with(self) -> None:
         with torch.inference_mode():
             weights = torch.ones(3)
 
         assert copied(weights).tolist() == [1, 1, 1]
-
-    def test_the_dataset_of_the_loader_is_shared(self) -> None:
-        dataset = Helper([1, 2])
-
-        assert copied({"data": dataset}, dataset=dataset)["data"] is dataset
 
     def test_objects_in_long_lists_are_data_but_generators_are_not(self) -> None:
         held = [*map(Helper, range(2000)), random.Random(1)]
@@ -238,15 +206,6 @@ class TestContainers:
         made = DeepCopy(Bag(helper=helper, method=helper.method, call=partial(helper.method))).sampler
 
         assert made.helper.held is made.method() is made.call() is not helper.held
-
-    def test_slots_are_copied(self) -> None:
-        sampler = InSlots()
-        copying = DeepCopy(sampler)
-        made = copying.sampler
-
-        assert made.items == sampler.items
-        assert made.items is not sampler.items
-        assert copying.generators == [made.rng]
 
     def test_lists_in_a_very_long_list_are_shared_and_their_order_is_not(self) -> None:
         rows = [[number] for number in range(70_000)]
@@ -278,12 +237,18 @@ def draw_from(generator: Any) -> float:
 class TestGenerators:
     @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
     def test_all_kinds_are_found_wherever_they_are_held(self, make: Any) -> None:
-        held = Bag(own=make(), some=[make(), {"deep": (make(),)}], inner=Bag(rng=make(), of=Helper(make())))
+        slots = InSlots()
+        slots.rng = make()
+        held = Bag(
+            own=make(), some=[make(), {"deep": (make(),)}], inner=Bag(rng=make(), of=Helper(make())), slots=slots
+        )
         copying = DeepCopy(BatchSampler(held, 2, False))
 
         made = copying.sampler.sampler
-        expected = [made.own, made.some[0], made.some[1]["deep"][0], made.inner.rng, made.inner.of.held]
+        expected = [made.own, made.some[0], made.some[1]["deep"][0], made.inner.rng, made.inner.of.held, made.slots.rng]
         assert list(map(id, copying.generators)) == list(map(id, expected))
+        assert made.slots.items == slots.items
+        assert made.slots.items is not slots.items
 
     @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
     def test_a_copy_is_seeded_by_all_labels_and_the_original_is_not_touched(self, make: Any) -> None:
@@ -311,12 +276,6 @@ class TestGenerators:
         copying = DeepCopy(sampler)
 
         assert copying.generators == [copying.sampler.rng]
-
-    def test_samplers_in_lists_and_dicts_are_found(self) -> None:
-        copying = DeepCopy(Bag(parts=[RandomSampler(range(3)), {"a": Bag()}]))
-
-        made = copying.sampler
-        assert copying.samplers == [made.parts[0], made.parts[1]["a"], made]
 
 
 class TestProcess:
@@ -356,11 +315,11 @@ class TestProcess:
                 self.epoch = epoch
                 told.append(f"{self.name} {epoch}")  # type: ignore[attr-defined]
 
-        made = IsolatedCopy(Told(name="outer", inner=Told(name="inner")), seed=0)
+        made = IsolatedCopy(Told(name="outer", parts=[Told(name="a"), {"deep": Told(name="b")}]), seed=0)
         with made.entered():
             made.begin(3, 0)
 
-        assert told == ["inner 3", "outer 3"]
+        assert told == ["a 3", "b 3", "outer 3"]
 
 
 def alone(sampler: Any) -> Any:
@@ -373,8 +332,7 @@ class TestRanks:
         [
             ({"num_replicas": 4, "rank": 3}, {"num_replicas": 1, "rank": 0}),
             ({"world_size": 4, "rank": 3}, {"world_size": 1, "rank": 0}),
-            ({"_world_size": 2, "_rank": 1}, {"_world_size": 1, "_rank": 0}),
-            ({"num_replicas": None, "rank": None}, {"num_replicas": 1, "rank": 0}),
+            ({"num_replicas": None, "_rank": None}, {"num_replicas": 1, "_rank": 0}),
             ({"num_replicas": 2, "rank": 1, "num_samples": 5}, {"num_replicas": 1, "rank": 0, "num_samples": 10}),
             (
                 {"num_replicas": 4, "rank": 1, "num_samples": 30, "total_size": 120, "num_selected_samples": 10},
@@ -382,7 +340,6 @@ class TestRanks:
             ),
             ({"num_replicas": 1, "rank": 0, "num_samples": 3}, {"num_replicas": 1, "rank": 0, "num_samples": 3}),
             ({"rank": 3}, {"rank": 3}),
-            ({"num_replicas": 3}, {"num_replicas": 3}),
         ],
     )
     def test_a_copy_that_deals_out_by_itself_is_told_of_one_rank(self, held: Any, expected: Any) -> None:

@@ -7,7 +7,6 @@ import math
 import random
 from collections import ChainMap, Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import IntEnum
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,33 +31,29 @@ def round_trip(value: Any) -> Any:
 
 PLAIN: dict[str, Any] = {
     "nothing": None,
-    "true": True,
     "a huge int": 2**128 + 1,
-    "a float": 0.1,
-    "minus zero": -0.0,
+    "floats": [0.1, -0.0, math.inf, -math.inf],
     "text": "ä\n\u2028\x00",
-    "an empty dict": {},
-    "nested lists": [[1, [2, []]], {"a": [None]}],
+    "nested lists": [[1, [2, []]], {"a": [None, {}]}],
     "a tuple": (1, (2, [3, ()])),
-    "a set": {1, 5, 3},
-    "a set of tuples": {(1, 2), (0, 3)},
-    "nested frozensets": frozenset({frozenset({1}), frozenset()}),
-    "a deque": deque([1, (2,)]),
-    "bytes": b"\x00\xff",
-    "no bytes": b"",
-    "int keys": {3: "a", 1: "b"},
-    "keys of all kinds": {(1, 2): 1, None: 2, True: 3, "1": 4, 1.5: 5, frozenset({1}): 6},
-    "the tag as a key": {"__of__": ["tuple", [1]]},
-    "the tag deep inside": [{"a": {"__of__": {"__of__": 1}}}],
+    "sets": [{1, 5, 3}, {(1, 2), (0, 3)}, frozenset({frozenset({1}), frozenset()})],
+    "deques": [deque([1, (2,)]), deque([1, 2], maxlen=2)],
+    "bytes": [b"\x00\xff", b"", bytearray(b"ab")],
+    "keys of all kinds": {(1, 2): 1, None: 2, True: 3, "1": 4, 1.5: 5, frozenset({1}): 6, 3: "a"},
+    "the tag as a key": [{"__of__": ["tuple", [1]]}, {"a": {"__of__": {"__of__": 1}}}],
     "a counter": Counter({"a": 3, 2: 1}),
+    "ordered dicts": [OrderedDict(b=1, a=2), OrderedDict({2: 1, 1: 2})],
     "a state of random": random.Random(3).getstate(),
     "a state of a NumPy generator": np.random.default_rng(3).bit_generator.state,
-    "an ordered dict": OrderedDict(b=1, a=2),
-    "an ordered dict of numbers": OrderedDict({2: 1, 1: 2}),
-    "a bytearray": bytearray(b"ab"),
-    "infinite numbers": [math.inf, -math.inf],
     "NumPy scalars": [np.float32(0.5), np.int64(3), np.bool_(True), np.float64("inf")],
     "NumPy scalars in sets and keys": [{np.int64(1), np.int64(2)}, {np.int64(1): 2}, Counter([np.int64(1)])],
+}
+ARRAYS: dict[str, Any] = {
+    **{dtype: np.ones((2, 2), dtype="i8").astype(dtype) for dtype in ("?", "f2", "c16", ">i4", "U3", "M8[s]")},
+    "a number": np.ones((), dtype="i8"),
+    "empty": np.ones((0,)),
+    "not contiguous": np.arange(24).reshape(4, 6)[::2, ::-3].T,
+    "structured": np.array([(1, 2.0)], dtype=[("index", "i8"), ("loss", "f8")]),
 }
 
 
@@ -70,30 +65,14 @@ class TestRoundTrips:
         assert found == value
         assert repr(found) == repr(value)
 
-    def test_nan_comes_back(self) -> None:
-        assert math.isnan(round_trip({"loss": math.nan})["loss"])
-
-    @pytest.mark.parametrize("dtype", ["?", "u1", "i8", "f2", "f8", "c16", ">i4", "U3", "M8[s]"])
-    @pytest.mark.parametrize("shape", [(), (0,), (2, 2)])
-    def test_arrays_come_back_with_dtype_and_shape(self, dtype: str, shape: tuple[int, ...]) -> None:
-        array = np.ones(shape, dtype="i8").astype(dtype)
+    @pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+    def test_arrays_come_back_with_dtype_and_shape(self, array: Any) -> None:
         found = round_trip(array)
 
         assert (found.dtype, found.shape) == (array.dtype, array.shape)
         np.testing.assert_array_equal(found, array)
 
-    @pytest.mark.parametrize(
-        "array",
-        [
-            np.arange(24).reshape(4, 6)[::2, ::-3].T,
-            np.array([(1, 2.0)], dtype=[("index", "i8"), ("loss", "f8")]),
-        ],
-        ids=["not contiguous", "structured"],
-    )
-    def test_other_arrays_come_back(self, array: Any) -> None:
-        np.testing.assert_array_equal(round_trip(array), array)
-
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.complex64])
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64])
     @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
     def test_tensors_come_back_with_dtype_and_shape(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = torch.ones(shape).to(dtype)
@@ -102,12 +81,10 @@ class TestRoundTrips:
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(found, tensor)
 
-    def test_sparse_tensors_come_back_and_gradients_do_not(self) -> None:
+    def test_nan_and_sparse_tensors_come_back_and_gradients_do_not(self) -> None:
+        assert math.isnan(round_trip({"loss": math.nan})["loss"])
         assert torch.equal(round_trip(torch.eye(2).to_sparse()).to_dense(), torch.eye(2))
         assert not round_trip(torch.ones(2, requires_grad=True)).requires_grad
-
-    def test_a_deque_keeps_its_maxlen(self) -> None:
-        assert round_trip(deque([1, 2], maxlen=2)).maxlen == 2
 
     def test_equal_sets_give_equal_data(self) -> None:
         assert to_plain({9, 1}) == to_plain({1, 9})
@@ -140,37 +117,24 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "value",
-        [1j, Pair(1, 2), torch.Size([1]), Level.HARD, range(3), torch.float32, np.array([object()]), torch.Generator()],
+        [
+            *(1j, Pair(1, 2), torch.Size([1]), Level.HARD, range(3), torch.float32, torch.Generator()),
+            *(np.array([object()]), defaultdict(int, a=1), ChainMap({"a": 1})),
+        ],
         ids=lambda value: type(value).__name__,
     )
     def test_what_would_not_come_back_is_refused(self, value: Any) -> None:
-        with pytest.raises(StateError, match="cannot be kept in a checkpoint"):
-            to_plain(value)
-
-    @pytest.mark.parametrize(
-        "value", [defaultdict(int, a=1), MappingProxyType({"a": 1}), ChainMap({"a": 1})], ids=lambda v: type(v).__name__
-    )
-    def test_other_mappings_are_refused_with_the_place(self, value: Any) -> None:
-        with pytest.raises(
-            StateError, match=rf"state_dict\(\)\['seen'\] is a {type(value).__name__}, .* Return numbers"
-        ):
+        with pytest.raises(StateError, match=r"is a \w+, which cannot be kept in a checkpoint. Return numbers"):
             to_plain({"seen": value})
 
     @pytest.mark.parametrize(
-        "plain",
+        "tagged",
         [
-            {"__of__": []},
-            {"__of__": ["unheard of", 1]},
-            {"__of__": ["tuple"]},
-            {"__of__": ["float", "x"]},
-            {"__of__": ["bytes", '"']},
-            {"__of__": ["array", "<i8", [3], ""]},
-            {"__of__": ["dict", [[1]]]},
-            {"__of__": ["set", [[1]]]},
-            {"__of__": ["tensor", 3]},
+            *([], ["unheard of", 1], ["tuple"], ["float", "x"], ["bytes", '"'], ["ndarray", "AAAA"]),
+            *(["dict", [[1]]], ["set", [[1]]], ["Tensor", 3]),
         ],
         ids=str,
     )
-    def test_damaged_data_are_refused(self, plain: Any) -> None:
+    def test_damaged_data_are_refused(self, tagged: Any) -> None:
         with pytest.raises(DamagedStateError, match="which nothing can be made of"):
-            from_plain({"a": [plain]})
+            from_plain({"a": [{"__of__": tagged}]})
