@@ -13,7 +13,7 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful.errors import PositionError
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams.nodes import NodeState, StreamNode, innermost, next_many, skip, state_of
+from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, StreamNode, innermost, next_many, skip, state_of
 
 # Of more ranks, teams of so many share what is shared: each of them reads all of it.
 _MOST_RANKS = 16
@@ -67,18 +67,14 @@ class SlotSlice(NamedTuple):
         of: The slice.
         reader: Which of its readers the slot is.
         num_readers: How many slots read it.
-        number: Which of the slices that several slots read; None where the slot reads it for itself.
+        number: Which of the slices that are shared, the same for all its readers; None where the slot reads it alone,
+            or begins all shards again for itself.
     """
 
     of: ShardSlice
     reader: int = 0
     num_readers: int = 1
     number: int | None = None
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether the slot is given all that its shards hold."""
-        return self.number is None and self.num_readers == 1
 
 
 class SharedReader(StreamNode[Any]):
@@ -196,33 +192,31 @@ class Assignment:
             is_pinned: Each shard belongs to the slot of its own number, as in streams that divide themselves.
         """
         number = num_replicas * num_workers
-        if is_pinned:
-            return [self._own_slices(slot) for slot in range(number)]
         slots: list[list[SlotSlice]] = [[] for _ in range(number)]
-        for which, piece in enumerate(self.begun):
+        if is_pinned:
+            for piece in (*self.begun, *(ShardSlice(epoch, (shard,)) for epoch, shard in self.whole)):
+                slots[piece.shards[0]].append(SlotSlice(piece))
+            return slots
+        for piece in self.begun:
             if piece.slot >= 0:
-                slots[piece.slot].append(SlotSlice(piece, number=which))
-        shared = [which for which, piece in enumerate(self.begun) if piece.slot < 0]
+                slots[piece.slot].append(SlotSlice(piece))
+        shared = [piece for piece in self.begun if piece.slot < 0]
         teams = min(num_replicas // _MOST_RANKS, len(shared))
         for numbers, readers in _readers(len(shared), num_replicas, num_workers, teams):
-            for which in numbers:
-                _give(slots, self.begun[shared[which]], readers, shared[which])
+            for index in numbers:
+                _give(slots, shared[index], readers, index)
         num_full = len(self.whole) // number * number
         for slot, given in enumerate(_whole_rounds(self.whole[:num_full], number, sizes)):
-            for epoch, shards in groupby(given, key=itemgetter(0)):
-                slots[slot].append(SlotSlice(ShardSlice(epoch, tuple(shard for _, shard in shards))))
-        rest, which = self.whole[num_full:], len(self.begun)
+            slots[slot] += map(SlotSlice, _slices_of(given))
+        rest = self.whole[num_full:]
         # Teams with equally many shards, unless they would be large.
         teams = max(math.gcd(len(rest), num_replicas), min(num_replicas // _MOST_RANKS, len(rest)))
+        which = len(shared)
         for numbers, readers in _readers(len(rest), num_replicas, num_workers, teams):
-            for epoch, shards in groupby([rest[index] for index in numbers], key=itemgetter(0)):
-                _give(slots, ShardSlice(epoch, tuple(shard for _, shard in shards)), readers, which)
+            for piece in _slices_of(rest[index] for index in numbers):
+                _give(slots, piece, readers, which)
                 which += 1
         return slots
-
-    def _own_slices(self, slot: int) -> list[SlotSlice]:
-        begun = [SlotSlice(piece, number=which) for which, piece in enumerate(self.begun) if piece.shards[0] == slot]
-        return [*begun, *(SlotSlice(ShardSlice(epoch, (shard,))) for epoch, shard in self.whole if shard == slot)]
 
     def shared(self) -> Assignment:
         """The same with nothing that one slot is to go on with alone."""
@@ -291,17 +285,17 @@ def left_of(slots: Sequence[SlotProgress], epoch: int, order: Sequence[int]) -> 
         epoch: The latest pass of its shards.
         order: The order of the shards of that pass.
     """
-    left: list[tuple[ShardSlice | None, list[tuple[int, int]]]] = []
-    together: dict[int, list[tuple[SlotSlice, SlotProgress | None]]] = {}
+    # Of each slice, those of its readers that have something left; the others are not among them.
+    reading: dict[Any, tuple[SlotSlice, dict[int, SlotProgress]]] = {}
     for number, slot in enumerate(slots):
         for index, slot_slice in enumerate(slot.slices):
-            # None: the slot has served all that it was to have of it.
-            here = None if index < slot.current else slot if index == slot.current else SlotProgress(slot.slices, index)
-            if slot_slice.number is not None:
-                together.setdefault(slot_slice.number, []).append((slot_slice, here))
-            elif here is not None:
-                left.append(_left_alone(slot_slice, here, number))
-    left += map(_left_together, together.values())
+            key = (number, index) if slot_slice.number is None else slot_slice.number
+            _, readers = reading.setdefault(key, (slot_slice, {}))
+            if slot_slice.num_readers == 1:
+                reading[key] = slot_slice._replace(of=replace(slot_slice.of, slot=number)), readers
+            if index >= slot.current:
+                readers[slot_slice.reader] = slot if index == slot.current else SlotProgress(slot.slices, index)
+    left = [_left_of_slice(one.of, one.num_readers, readers) for one, readers in reading.values() if readers]
     begun = [piece for piece, _ in left if piece is not None]
     whole = [pair for _, unopened in left for pair in unopened]
     where = {shard: index for index, shard in enumerate(order)}
@@ -311,46 +305,30 @@ def left_of(slots: Sequence[SlotProgress], epoch: int, order: Sequence[int]) -> 
     return Assignment(epoch, tuple(begun), tuple(whole))
 
 
-def _left_alone(
-    slot_slice: SlotSlice, slot: SlotProgress, number: int
+def _left_of_slice(
+    piece: ShardSlice, num_readers: int, readers: Mapping[int, SlotProgress]
 ) -> tuple[ShardSlice | None, list[tuple[int, int]]]:
-    """What a slot has left of a slice that it reads for itself: its begun shards, and the others."""
-    piece, state = replace(slot_slice.of, slot=number), slot.state
-    if slot_slice.is_bare:
-        if state is None:
-            return None, [(piece.epoch, shard) for shard in piece.shards]
-        return _trimmed(piece, {"source": state, "seen": [0]}, slot.num_opened)
-    # Its part of shards that the others do not read: those have had theirs.
-    served = [_ALL] * slot_slice.num_readers
-    served[slot_slice.reader] = 0 if state is None else state["seen"][-1]
-    at: NodeState = {"source": None, "seen": [0]} if state is None else state
-    piece = replace(piece, served=(*piece.served, tuple(served)))
-    return _trimmed(piece, {**at, "seen": [*at["seen"], 0]}, len(piece.shards))
+    """What is left of a slice: its begun shards, and the others.
 
-
-def _left_together(
-    readers: Sequence[tuple[SlotSlice, SlotProgress | None]],
-) -> tuple[ShardSlice | None, list[tuple[int, int]]]:
-    """What is left of a slice that several slots read."""
-    piece = readers[0][0].of
-    reading = [slot for _, slot in readers if slot is not None]
-    if not reading:
-        return None, []
-    begin: NodeState = piece.state or {"source": None, "seen": [0] * (len(piece.served) + 1)}
-    states = [slot.state or begin for slot in reading]
-    if len(reading) == len(readers) and all(slot.state is None for slot in reading):
+    Args:
+        piece: The slice.
+        num_readers: How many read it.
+        readers: Those that have something left; the others have had all that they were to have.
+    """
+    are_all = len(readers) == num_readers
+    if are_all and all(slot.state is None for slot in readers.values()):
         return (piece, []) if piece.state is not None else (None, [(piece.epoch, shard) for shard in piece.shards])
-    served = [_ALL] * readers[0][0].num_readers
-    for slot_slice, slot in readers:
-        if slot is not None:
-            served[slot_slice.reader] = (slot.state or begin)["seen"][-1]
+    begin: NodeState = piece.state or {"source": None, "seen": [0] * (len(piece.served) + 1)}
+    states = {reader: slot.state or begin for reader, slot in readers.items()}
     # Of a slice that was begun before, all shards were open.
-    is_open = piece.state is not None or len(reading) < len(readers)
-    opened = len(piece.shards) if is_open else max(slot.num_opened for slot in reading)
+    is_new = are_all and piece.state is None
+    opened = max(slot.num_opened for slot in readers.values()) if is_new else len(piece.shards)
     # Whatever comes before the reader that is last was served, or is another's.
-    last = min(states, key=lambda state: state["seen"][0])
-    piece = replace(piece, served=(*piece.served, tuple(served)))
-    return _trimmed(piece, {**last, "seen": [*last["seen"], 0]}, opened)
+    last = min(states.values(), key=lambda state: state["seen"][0])
+    if num_readers == 1:
+        return _trimmed(piece, last, opened)
+    served = tuple(states[reader]["seen"][-1] if reader in states else _ALL for reader in range(num_readers))
+    return _trimmed(replace(piece, served=(*piece.served, served)), {**last, "seen": [*last["seen"], 0]}, opened)
 
 
 def _trimmed(piece: ShardSlice, state: NodeState, num_opened: int) -> tuple[ShardSlice | None, list[tuple[int, int]]]:
@@ -363,7 +341,7 @@ def _trimmed(piece: ShardSlice, state: NodeState, num_opened: int) -> tuple[Shar
 
 def _behind(state: NodeState, by: int) -> NodeState:
     """The same state in a slice without its first ``by`` shards; what was left out is counted from here on."""
-    counts: NodeState = {name: 0 for name in ("skipped_shards", "skipped_samples", "dropped") if name in state}
+    counts: NodeState = {name: 0 for name in LEFT_OUT if name in state}
     if "source" not in state:
         return {**state, **counts, "shard": state["shard"] - by}
     source = state["source"]
@@ -385,6 +363,12 @@ def _whole_rounds(
             given[slot].append(pair)
             loads[slot] += 0 if sizes is None else sizes[pair[1]]
     return given
+
+
+def _slices_of(shards: Iterable[tuple[int, int]]) -> Iterator[ShardSlice]:
+    """Shards as slices of one pass each."""
+    for epoch, of_pass in groupby(shards, key=itemgetter(0)):
+        yield ShardSlice(epoch, tuple(shard for _, shard in of_pass))
 
 
 def _readers(

@@ -15,6 +15,9 @@ T = TypeVar("T", covariant=True)
 # Plain JSON data that says where a node stands. Whoever is given one leaves it as it is.
 NodeState = dict[str, Any]
 
+# What nodes count in their states of what they leave out: shards, samples on which a function failed, samples too long.
+LEFT_OUT = ("skipped_shards", "skipped_samples", "dropped")
+
 _SKIPPED_AT_ONCE = 256
 
 

@@ -133,9 +133,7 @@ class Source:
             own = derive_seed("step", seed, number)
             context = {"seed": own if self.seed_samples else None, "order_seed": own, "on_error": self.on_error}
             node = step.node(node, **context, where=reader.where)
-        if not slot_slice.is_bare:
-            node = SharedReader(node, piece.served, slot_slice.reader, slot_slice.num_readers)
-        return node, reader
+        return SharedReader(node, piece.served, slot_slice.reader, slot_slice.num_readers), reader
 
     def describe(self) -> dict[str, Any]:
         """Plain data to be compared."""

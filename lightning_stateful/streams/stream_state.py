@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,17 +9,10 @@ from typing import Any
 
 from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotSlice, left_of
+from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotProgress, SlotSlice, left_of
 from lightning_stateful.streams.nodes import NodeState, innermost
 from lightning_stateful.streams.source import Source
-from lightning_stateful.streams.worker_slot import (
-    FRESH,
-    SlotTask,
-    StreamConfig,
-    WorkerSlot,
-    progress_in,
-    skipped_in,
-)
+from lightning_stateful.streams.worker_slot import FRESH, SlotTask, SourceTask, StreamConfig, WorkerSlot, skipped_in
 
 _COUNTS = ("shards_skipped", "samples_skipped", "samples_too_long")
 
@@ -91,14 +83,21 @@ class StreamState:
         """What a slot is to read from where it stands, or from another state."""
         return SlotTask(
             slot=slot,
-            num_slots=self.num_slots,
             worker=slot // self.num_replicas,
-            slices={name: slots[slot] for name, slots in self.slices.items()},
+            of={name: self._source_task(name, slot) for name in self.assignments},
             state=self.slots[slot] if state is None else state,
             epoch=self.epoch,
             steps_before=self.steps_before,
-            latest={name: assignment.epoch for name, assignment in self.assignments.items()},
         )
+
+    def _source_task(self, name: str, slot: int) -> SourceTask:
+        return SourceTask(slot, self.num_slots, self.slices[name][slot], self.assignments[name].epoch)
+
+    def _progress(self, name: str, slot: int, state: NodeState | None = None) -> SlotProgress:
+        """Where a slot stands in a source, or would stand in a state."""
+        state = state or self.slots[slot]
+        held = FRESH if state is None else state["of"][name]
+        return self._source_task(name, slot).progress(self.config.sources[name], held)
 
     def at(self, slots: tuple[NodeState | None, ...], steps: int = 0) -> StreamState:
         """The same pass, with slots standing elsewhere."""
@@ -198,9 +197,8 @@ class StreamState:
     def shards_at(self, slot: int, state: NodeState | None) -> list[str]:
         """The shards that a slot has open in a state, by name."""
         names = []
-        task = self.task(slot)._replace(state=state)
         for name, source in self.config.sources.items():
-            here = progress_in(source, task, name)
+            here = self._progress(name, slot, state)
             if here.current < len(here.slices):
                 names.append(source.shards.name(here.slices[here.current].of.shards[max(here.num_opened - 1, 0)]))
         return names
@@ -216,7 +214,7 @@ class StreamState:
             for name, source in self.config.sources.items():
                 if not source.shards.reread:
                     continue
-                here = progress_in(source, self.task(slot), name)
+                here = self._progress(name, slot)
                 begins = [slot_slice.of.state for slot_slice in here.slices[here.current :]]
                 if here.state is not None:
                     begins[0] = here.state
@@ -292,30 +290,27 @@ class StreamState:
         if len(self.slots) != self.num_slots:
             raise PositionError(f"A stream's progress has {len(self.slots)} worker slots of {self.num_slots}.")
         for name, source in self.config.sources.items():
-            node, _ = source.open(SlotSlice(ShardSlice(0, ()), number=0))
-            node.reset()
-            fresh = node.state_dict()
+            fresh = _fresh_state(source)
             for piece in self.assignments[name].begun:
                 _check_state(piece.state, fresh, piece.shards)
             for slot, state in enumerate(self.slots):
                 if state is None:
                     continue
-                here = progress_in(source, self.task(slot), name)
+                here = self._progress(name, slot)
                 if not 0 <= here.current <= len(here.slices):
                     raise PositionError(f"Worker slot {slot} stands in slice {here.current} of {len(here.slices)}.")
                 for slot_slice in here.slices[here.current : here.current + 1]:
                     shards = slot_slice.of.shards
                     if not 0 <= here.num_opened <= len(shards):
                         raise PositionError(f"Worker slot {slot} has opened {here.num_opened} of {len(shards)} shards.")
-                    is_wrapped = here.state is None or not slot_slice.is_bare
-                    _check_state(here.state if is_wrapped else {"source": here.state, "seen": [0]}, fresh, shards)
+                    _check_state(here.state, fresh, shards)
 
     def _left(self, name: str) -> Assignment:
         """What is left of a source."""
         source, latest = self.config.sources[name], self._latest(name)
         slots = []
         for slot, assigned in enumerate(self.slices[name]):
-            here = progress_in(source, self.task(slot), name)
+            here = self._progress(name, slot)
             if here.slices is not assigned:
                 # One that has begun the source again has served its part of what it shares with others.
                 here = here._replace(slices=[*assigned, *here.slices], current=len(assigned) + here.current)
@@ -323,40 +318,27 @@ class StreamState:
         return left_of(slots, latest, source.order(latest))
 
     def _left_out_with(self, names: Iterable[str]) -> tuple[int, ...]:
-        """What had been left out before, and in some sources since shards were assigned."""
-        found = [self.skipped, *(counts for name in names for counts in self._left_out_of(name))]
-        return tuple(map(sum, zip(*found, strict=True)))
+        """What had been left out before, and in some sources since shards were assigned.
 
-    def _left_out_of(self, name: str) -> list[Sequence[int]]:
-        """What has been left out of a source since shards were assigned: of what slots read together, counted once."""
-        found: list[Sequence[int]] = []
-        together: dict[int, list[tuple[float, Sequence[int]]]] = {}
-        for slot, slices in enumerate(self.slices[name]):
-            state = self.slots[slot]
-            held = FRESH if state is None else state["of"][name]
-            found.append(held["skipped"])
-            here, now = progress_in(self.config.sources[name], self.task(slot), name), skipped_in(held["state"])
-            current = here.slices[here.current] if here.current < len(here.slices) else None
-            if current is not None and current.number is None and not current.reader:
-                found.append(now)
-            for index, slot_slice in enumerate(slices):
-                if slot_slice.number is None:
-                    continue
-                counts, seen = held["skipped_shared"].get(str(slot_slice.number), [0, 0, 0]), math.inf
-                if current is slot_slice:
-                    counts, seen = now, -1 if here.state is None else here.state["seen"][0]
-                elif not held["round"] and index > here.current:
-                    seen = -1
-                together.setdefault(slot_slice.number, []).append((seen, counts))
-        # All slots go on from where the last one stands.
-        return [*found, *(min(readers)[1] for readers in together.values())]
+        Of what several slots read, what its first reader has met. Where shards are assigned anew, all go on from
+        the reader that is last: the count may differ by what lies between the two.
+        """
+        found: list[Sequence[int]] = [self.skipped]
+        for name in names:
+            for slot, state in enumerate(self.slots):
+                here = self._progress(name, slot)
+                if state is not None:
+                    found.append(state["of"][name]["skipped"])
+                if here.current < len(here.slices) and not here.slices[here.current].reader:
+                    found.append(skipped_in(here.state))
+        return tuple(map(sum, zip(*found, strict=True)))
 
     def _is_uneven(self, name: str) -> bool:
         """Whether slots have served all of a source that others have something left of; always of a single source."""
         source, mixing = self.config.sources[name], self.config.mixing
         if source.shards.pinned or (mixing is not None and mixing.stop == "cycle"):
             return False
-        slots = [progress_in(source, self.task(slot), name) for slot in range(self.num_slots)]
+        slots = [self._progress(name, slot) for slot in range(self.num_slots)]
         return mixing is None or any(here.current >= len(here.slices) for here in slots)
 
     def _kept(self, slot: NodeState | None, names: Iterable[str]) -> NodeState | None:
@@ -372,9 +354,7 @@ class StreamState:
         """The next pass over loaders: each goes on from the state that its pass has left, read to its end or not."""
         source = self.config.sources[name]
         begun: list[ShardSlice] = []
-        node, _ = source.open(SlotSlice(ShardSlice(epoch, ()), number=0))
-        node.reset()
-        fresh = node.state_dict()
+        fresh = _fresh_state(source)
         for slot, state in enumerate(self.slots):
             if state is not None and (carried := _carried(state["of"][name], epoch - 1)) is not None:
                 begun.append(ShardSlice(epoch, (slot,), _with_leaf(fresh, {"state": copy_plain(carried)})))
@@ -406,6 +386,13 @@ class StreamState:
         skipped = self._left_out_with(assignments)
         made = replace(self, assignments={**self.assignments, **assignments}, skipped=skipped, **changes)  # type: ignore[arg-type]
         return replace(made, slots=(None,) * made.num_slots)
+
+
+def _fresh_state(source: Source) -> NodeState:
+    """The state of a source's nodes before anything was read."""
+    node, _ = source.open(SlotSlice(ShardSlice(0, ())))
+    node.reset()
+    return node.state_dict()
 
 
 def _check_state(saved: NodeState | None, fresh: NodeState, shards: Sequence[int]) -> None:

@@ -10,12 +10,12 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.streams.assignment import SlotProgress, SlotSlice
 from lightning_stateful.streams.mixing import Mixing
-from lightning_stateful.streams.nodes import NodeState, StreamNode
+from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, StreamNode
 from lightning_stateful.streams.shard_reader import ShardReader
 from lightning_stateful.streams.source import Source
 
 # Where a slot begins to read a source.
-FRESH: NodeState = {"round": 0, "slice": 0, "opened": 0, "skipped": [0, 0, 0], "skipped_shared": {}, "state": None}
+FRESH: NodeState = {"round": 0, "slice": 0, "opened": 0, "skipped": [0, 0, 0], "state": None}
 # The name of a source that stands alone.
 ALONE = ""
 
@@ -71,45 +71,50 @@ class StreamConfig:
         return {**self.mixing.describe(), "sources": sources, **described}
 
 
+class SourceTask(NamedTuple):
+    """What a worker slot is to read of a source.
+
+    Attributes:
+        slot: The number of the slot: ``worker * num_replicas + rank``.
+        num_slots: Worker slots of all ranks.
+        slices: The slices that it was assigned.
+        latest: The latest pass of their shards.
+    """
+
+    slot: int
+    num_slots: int
+    slices: Sequence[SlotSlice]
+    latest: int
+
+    def slices_in(self, source: Source, number: int) -> Sequence[SlotSlice]:
+        """The slices of a round: those that were assigned, then the slot's part of all shards, pass by pass."""
+        if not number:
+            return self.slices
+        return source.slices_again(self.latest + number, self.slot, self.num_slots)
+
+    def progress(self, source: Source, state: NodeState) -> SlotProgress:
+        """Where the slot stands, by the state of its :class:`SourceReader`."""
+        return SlotProgress(self.slices_in(source, state["round"]), state["slice"], state["state"], state["opened"])
+
+
 class SlotTask(NamedTuple):
     """What a worker slot is to read.
 
     Attributes:
         slot: Its number: ``worker * num_replicas + rank``.
-        num_slots: Worker slots of all ranks.
         worker: Which of its rank's workers it is.
-        slices: Its slices of every source.
+        of: What it is to read of every source.
         state: Where to begin; None for the beginning.
         epoch: The pass, which chooses the order of sources.
         steps_before: Batches of each rank in the pass before shards were assigned.
-        latest: The latest pass of the shards of every source.
     """
 
     slot: int
-    num_slots: int
     worker: int
-    slices: Mapping[str, Sequence[SlotSlice]]
+    of: Mapping[str, SourceTask]
     state: NodeState | None
     epoch: int
     steps_before: int
-    latest: Mapping[str, int]
-
-
-def slices_in_round(source: Source, number: int, task: SlotTask, name: str) -> Sequence[SlotSlice]:
-    """A slot's slices of a source in a round: those it was assigned, then its part of all shards, pass by pass."""
-    if not number:
-        return task.slices[name]
-    return source.slices_again(task.latest[name] + number, task.slot, task.num_slots)
-
-
-def progress_in(source: Source, task: SlotTask, name: str) -> SlotProgress:
-    """Where a slot stands in its slices of a source."""
-    if task.state is None:
-        return SlotProgress(task.slices[name])
-    held = task.state["of"][name]
-    return SlotProgress(
-        slices_in_round(source, held["round"], task, name), held["slice"], held["state"], held["opened"]
-    )
 
 
 class SourceReader:
@@ -117,19 +122,17 @@ class SourceReader:
 
     Args:
         source: The source.
-        task: What the slot reads.
-        name: The name of the source.
+        task: What the slot reads of it.
+        begin: Where to begin, as :meth:`state` gave it.
     """
 
-    def __init__(self, source: Source, task: SlotTask, name: str) -> None:
-        self._source, self._task, self._name = source, task, name
-        self._slices, self._index, self._begin, self._opened = progress_in(source, task, name)
-        held = FRESH if task.state is None else task.state["of"][name]
-        self._round: int = held["round"]
-        # In slices that are done: shards, samples, and samples that were too long; and in each that others read too.
-        self._skipped: list[int] = held["skipped"]
-        self._skipped_shared: dict[str, list[int]] = held["skipped_shared"]
-        self._carried: Any = held.get("carried")
+    def __init__(self, source: Source, task: SourceTask, begin: NodeState) -> None:
+        self._source, self._task = source, task
+        self._slices, self._index, self._begin, self._opened = task.progress(source, begin)
+        self._round: int = begin["round"]
+        # In slices that are done, and of those that several slots read in what the first of them has met.
+        self._skipped: list[int] = begin["skipped"]
+        self._carried: Any = begin.get("carried")
         self._node: StreamNode[Any] | None = None
         self._reader: ShardReader | None = None
 
@@ -146,13 +149,13 @@ class SourceReader:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to read, however often it is begun again."""
-        return not slices_in_round(self._source, 1, self._task, self._name)
+        return not self._task.slices_in(self._source, 1)
 
     def begin_again(self) -> None:
         """Read the slot's part of all shards, as those of another pass."""
         self.close()
         self._round += 1
-        self._slices = slices_in_round(self._source, self._round, self._task, self._name)
+        self._slices = self._task.slices_in(self._source, self._round)
         self._index, self._begin, self._opened = 0, None, 0
 
     def state(self) -> NodeState:
@@ -160,8 +163,8 @@ class SourceReader:
         at, opened = self._begin, self._opened
         if self._node is not None and self._reader is not None:
             at, opened = self._node.state_dict(), self._reader.num_opened
-        skipped = {"skipped": self._skipped, "skipped_shared": self._skipped_shared}
-        held = {"round": self._round, "slice": self._index, "opened": opened, **skipped, "state": at}
+        held: NodeState = {"round": self._round, "slice": self._index, "opened": opened}
+        held.update(skipped=self._skipped, state=at)
         return {**held, "carried": self._carried} if self._source.shards.is_loader else held
 
     def close(self) -> None:
@@ -179,11 +182,9 @@ class SourceReader:
 
     def _advance(self) -> None:
         done = self._slices[self._index]
-        found = skipped_in(None if self._node is None else self._node.state_dict())
-        if done.number is not None and any(found):
-            self._skipped_shared = {**self._skipped_shared, str(done.number): found}
-        elif done.number is None and not done.reader:
-            self._skipped = [a + b for a, b in zip(self._skipped, found, strict=True)]
+        if self._node is not None and not done.reader:
+            found = skipped_in(self._node.state_dict())
+            self._skipped = [before + now for before, now in zip(self._skipped, found, strict=True)]
         if self._reader is not None:
             self._carried = self._reader.carried
         self.close()
@@ -191,11 +192,10 @@ class SourceReader:
 
 
 def skipped_in(state: NodeState | None) -> list[int]:
-    """What the nodes of a slice have left out: shards, samples on which a function failed, samples too long."""
-    total = [0, 0, 0]
+    """What the nodes of a slice have left out, for each of :data:`LEFT_OUT`."""
+    total = [0] * len(LEFT_OUT)
     while state is not None:
-        for which, name in enumerate(("skipped_shards", "skipped_samples", "dropped")):
-            total[which] += state.get(name, 0)
+        total = [number + state.get(name, 0) for number, name in zip(total, LEFT_OUT, strict=True)]
         state = state.get("source")
     return total
 
@@ -226,7 +226,10 @@ class WorkerSlot:
         self._begun_again: set[str] = set(state["again"])
         self._gone: set[str] = set(state["gone"])
         self._ended: set[str] = set(state["ended"])
-        self._readers = {name: SourceReader(source, task, name) for name, source in self._config.sources.items()}
+        begins = dict.fromkeys(task.of, FRESH) if task.state is None else task.state["of"]
+        self._readers = {
+            name: SourceReader(source, task.of[name], begins[name]) for name, source in self._config.sources.items()
+        }
         # After the latest batch: a slot may have read more, which then was no batch.
         self._states = {name: reader.state() for name, reader in self._readers.items()}
         self._note_ends()
