@@ -75,7 +75,7 @@ class TestBatches:
     def test_what_does_not_fill_a_batch_stays_where_it_is(self) -> None:
         slot = slot_of(alone([5, 5], batching={"batch_size": 4, "drop_last": True}))
         list(slot)
-        at = slot.state()["of"][ALONE]["state"]
+        at = slot.state()["of"][ALONE]["state"]["source"]
         assert (at["shard"], at["item"]) == (1, 3)
 
     def test_a_stream_that_divides_itself_leaves_nothing_for_the_next_epoch(self) -> None:
