@@ -1,9 +1,22 @@
-"""The callback that makes a Trainer resume exactly."""
+"""The callback that makes a Trainer resume exactly.
+
+A fit goes through phases, and what the callback knows of it is in one value, of one class a phase::
+
+    setup ---------------> SetUp
+    on_load_checkpoint --> Resumed          with ckpt_path
+    on_fit_start --------> Resumed          where a trainer is fitted again that was stopped within an epoch
+    on_train_start ------> Training         or, in a resumed run, Resumed(training_began=True)
+    on_train_epoch_start, on_validation_start, on_train_batch_start, on_train_epoch_end
+                     ----> Training
+    on_exception --------> Interrupted      unless the run is Resumed, and so still where it was resumed
+
+Where training is says the phase while it is Resumed or Interrupted, and else the loop's counters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,28 +38,67 @@ from lightning_stateful.trainer.checkpoint import (
 )
 from lightning_stateful.trainer.eval_loaders import exact_evaluation
 from lightning_stateful.trainer.lightning import TrainerFn, pl
-from lightning_stateful.trainer.loader_hooks import Request, intercept, release
+from lightning_stateful.trainer.loader_hooks import Request, discard_training_loaders, intercept, release
 from lightning_stateful.trainer.logs import log_data
-from lightning_stateful.trainer.loop_progress import LoopProgress
+from lightning_stateful.trainer.loop_progress import BatchBegun, LoopProgress
 from lightning_stateful.trainer.other_callbacks import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.ranks import topology_of
 from lightning_stateful.trainer.signals import HeldSignals
-from lightning_stateful.trainer.train_loaders import FitData, Settings, TrainingData, seed_model
+from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders, seed_model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
-    """What a run goes on with, until its first batch or validation.
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """A fit is being set up, and nothing has been resumed.
 
     Attributes:
-        progress: Where, in steps of the present topology.
+        earlier: The loaders of an earlier fit of the same trainer, from which streams go on.
+        stopped_at: How far that fit got; None once it is known whether this one goes on there.
+    """
+
+    earlier: TrainLoaders | None = None
+    stopped_at: LoopProgress | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A run has been resumed, and waits for its first batch or validation.
+
+    Attributes:
+        progress: Where it goes on, in steps of the present ranks and batch sizes.
         global_step: Optimizer steps taken.
         metrics: Values of monitored metrics.
+        training_began: Lightning has restored its loops and optimizers.
     """
 
     progress: LoopProgress
     global_step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    training_began: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The loop's counters say where training is.
+
+    Attributes:
+        batch: Counters when the latest batch of this epoch began; None before the first.
+        validation_epoch: Epoch in which the resumed run had built its validation loaders; -1 for none.
+    """
+
+    batch: BatchBegun | None = None
+    validation_epoch: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """An error has ended the fit.
+
+    Attributes:
+        progress: How far it got: Lightning soon forgets whether it was validating.
+    """
+
+    progress: LoopProgress
 
 
 class StatefulDataCallback(pl.Callback):
@@ -70,7 +122,7 @@ class StatefulDataCallback(pl.Callback):
         brought_along: Whether a data module made this callback, and may change its settings.
 
     State:
-        The progress of training that the checkpoint belongs to, and, where no :class:`StatefulDataModule` holds it, the
+        The loop progress that the checkpoint belongs to, and, where no :class:`StatefulDataModule` holds it, the
         position of the data.
 
     Raises:
@@ -91,22 +143,12 @@ class StatefulDataCallback(pl.Callback):
     ) -> None:
         self.brought_along = brought_along
         self.settings = Settings(
-            seed=seed,
-            seed_samples=seed_samples,
-            seed_model=seed_model,
-            accept=accept,
-            log_data=log_data,
+            seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept, log_data=log_data
         )
         self._trainer: pl.Trainer | None = None
+        self._loaders: TrainLoaders | None = None
+        self._phase: SetUp | Resumed | Training | Interrupted = SetUp()
         self._seed = 0
-        self._fit: FitData | None = None
-        # What the run goes on with, up to its first batch or validation.
-        self._resume: Resume | None = None
-        self._in_resumed_epoch = False
-        self._validation_epoch = -1
-        self._batch: loop_progress.BatchBegun | None = None
-        self._unchecked = True
-        self._interrupted: LoopProgress | None = None
         self._signals = HeldSignals()
 
     @property
@@ -120,46 +162,62 @@ class StatefulDataCallback(pl.Callback):
         """Step between the trainer's loops and their loaders."""
         if stage == "fit" and self.brought_along and not fits_our_module(trainer):
             # The data module that brought it is not trained on any more.
-            self._fit, self._resume = None, None
+            self._loaders, self._phase = None, SetUp()
             trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
             release(trainer)
             return
         if stage == "fit":
-            earlier = self._data if trainer is self._trainer else None
-            self._trainer, self._fit, self._resume = trainer, FitData(trainer, self.settings, earlier), None
+            if trainer is self._trainer and self._loaders is not None:
+                self._phase = SetUp(earlier=self._loaders, stopped_at=self._progress())
+            else:
+                self._phase = SetUp()
+            self._trainer, self._loaders = trainer, None
             self._seed = seed_or_default(self.settings.seed)
+            # Those of whoever asked for the user's own before the callback stood between.
+            discard_training_loaders(trainer)
         intercept(trainer, self._training_loaders, partial(self._evaluation_loaders, trainer))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the trainer as it was."""
         loop_progress.restore_max_steps(trainer)
         self._signals.end()
-        if self._resume is not None and stage == "fit":
+        if isinstance(self._phase, Resumed) and stage == "fit":
             other_callbacks.finish_averaging(trainer)
 
-    @property
-    def _data(self) -> TrainingData | None:
-        return None if self._fit is None else self._fit.data
-
     def _training_loaders(self, request: Request) -> Any:
-        return self._fitting().loaders(request)
+        phase, before = self._phase, self._loaders
+        if isinstance(phase, Resumed) and not phase.training_began and before is not None:
+            # However often Lightning asks before it trains.
+            return before.structure
+        trainer = self._fitted_trainer()
+        if before is None and isinstance(phase, SetUp):
+            before = phase.earlier
+        self._loaders = TrainLoaders.build(trainer, request, self.settings)
+        if before is not None:
+            self._loaders.combined.continue_from(before.combined, loop_progress.next_step(trainer)[0])
+        return self._loaders.structure
 
     def _evaluation_loaders(self, trainer: pl.Trainer, stage: str, request: Request) -> Any:
         epoch = -1
         if stage == "val" and trainer.state.fn == TrainerFn.FITTING:
-            epoch, self._validation_epoch = self._validation_epoch, -1
+            epoch = self._validation_epoch()
         with loop_progress.validation_loaders_as_of(trainer, epoch):
             return exact_evaluation(trainer, request, self.settings, stage)
+
+    def _validation_epoch(self) -> int:
+        if isinstance(self._phase, Resumed):
+            return self._phase.progress.val_reload_epoch
+        return self._phase.validation_epoch if isinstance(self._phase, Training) else -1
 
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """The progress of training, and the data's state where no data module holds it; fresh plain data."""
+        """The loop progress, and the data's state where no data module holds it; fresh plain data."""
         module = module_name(self._trainer)
         progress = self._progress()
         return {
             "version": VERSION,
-            "restored": self._fit is None or not self._fit.awaits_start,
+            "restored": not isinstance(self._phase, Resumed) or self._phase.training_began,
             "averaged": other_callbacks.holds_averages(self._trainer),
             "module": module,
             "seed": self._seed,
@@ -169,17 +227,15 @@ class StatefulDataCallback(pl.Callback):
         }
 
     def data_state(self) -> dict[str, Any] | None:
-        """The state of the training data at this progress; None before there are loaders."""
-        data = self._data
-        return None if data is None else data.combined.state_at(*self._progress().data)
+        """The state of the training data at this point of training; None before there are loaders."""
+        return None if self._loaders is None else self._loaders.combined.state_at(*self._progress().data)
 
     def position_report(self) -> dict[str, Any]:
-        """Epoch, and what has been served of every source, at this progress; equal on all ranks.
+        """Epoch, and what has been served of every source, at this point of training; equal on all ranks.
 
         Of several loaders a dict by path; empty before there are loaders.
         """
-        data = self._data
-        return {} if data is None else data.report_at(*self._progress().data)
+        return {} if self._loaders is None else self._loaders.report_at(*self._progress().data)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -199,21 +255,26 @@ class StatefulDataCallback(pl.Callback):
             put_data_state(checkpoint, name, self.state_key, self.data_state())
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Remember the progress: Lightning soon forgets whether it was validating."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._interrupted = self._progress()
-            self._signals.end(failed=True)
+        """Remember how far the run got."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if not isinstance(self._phase, Resumed):
+            self._phase = Interrupted(self._progress())
+        self._signals.end(failed=True)
 
     def _progress(self) -> LoopProgress:
-        if self._resume is not None:
-            return self._resume.progress
-        if self._interrupted is not None:
-            return self._interrupted
-        return LoopProgress() if self._trainer is None else loop_progress.read_progress(self._trainer, self._batch)
+        """How far training has got."""
+        phase = self._phase
+        if isinstance(phase, (Resumed, Interrupted)):
+            return phase.progress
+        if isinstance(phase, SetUp) and phase.stopped_at is not None:
+            return phase.stopped_at
+        batch = phase.batch if isinstance(phase, Training) else None
+        return LoopProgress() if self._trainer is None else loop_progress.read_progress(self._trainer, batch)
 
     def _monitored(self, progress: LoopProgress) -> dict[str, float]:
-        if self._resume is not None:
-            return dict(self._resume.metrics)
+        if isinstance(self._phase, Resumed):
+            return dict(self._phase.metrics)
         return {} if self._trainer is None else monitored_metrics(self._trainer, epoch_ended=progress.ended)
 
     # Resuming
@@ -236,30 +297,32 @@ class StatefulDataCallback(pl.Callback):
         own = checkpoint.get("callbacks", {}).get(self.state_key)
         progress, metrics = (loop_progress.locate(loops["fit_loop"]), {}) if own is None else read_callback_state(own)
         state = find_data_state(checkpoint, own, module_name(trainer), self.settings.accept)
-        progress = self._fitting().place(state, progress)
+        loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         if own is not None:
             refuse_other_seed(own, self._seed, self.settings.accept)
         loops["fit_loop"] = loop_progress.rewritten(loops["fit_loop"], progress)
-        self._go_on(Resume(progress=progress, global_step=checkpoint["global_step"], metrics=metrics))
+        self._loaders, self._phase = loaders, Resumed(progress, checkpoint["global_step"], metrics)
         if trainer.strategy.restore_checkpoint_after_setup:
             # Such strategies restore after on_fit_start.
             loop_progress.lift_max_steps(trainer, progress, checkpoint["global_step"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Where a trainer is fitted again after it was stopped within an epoch, go on at the next batch."""
-        earlier = self._fitting().earlier
-        if self._resume is None and trainer.ckpt_path is None and earlier is not None:
-            self._fit_again(trainer, earlier)
-        self._interrupted = self._batch = None
-        if self._resume is not None:
-            loop_progress.lift_max_steps(trainer, self._resume.progress, self._resume.global_step)
+        if isinstance(self._phase, SetUp):
+            if trainer.ckpt_path is None:
+                self._fit_again(trainer, self._phase)
+            if isinstance(self._phase, SetUp):
+                self._phase = replace(self._phase, stopped_at=None)
+        if isinstance(self._phase, Resumed):
+            loop_progress.lift_max_steps(trainer, self._phase.progress, self._phase.global_step)
 
-    def _fit_again(self, trainer: pl.Trainer, earlier: TrainingData) -> None:
-        progress = self._progress()
-        if not progress.running:
+    def _fit_again(self, trainer: pl.Trainer, phase: SetUp) -> None:
+        earlier, progress = phase.earlier, phase.stopped_at
+        if earlier is None or progress is None or not progress.running:
             return
         try:
-            progress = self._fitting().place(earlier.combined.state_at(*progress.data), progress)
+            state = earlier.combined.state_at(*progress.data)
+            self._loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         except StateMismatchError as error:
             rank_zero_warn(
                 f"This trainer was stopped after batch {progress.batch} of epoch {progress.epoch} and is fitted again "
@@ -268,37 +331,36 @@ class StatefulDataCallback(pl.Callback):
             )
             return
         loop_progress.continue_from(trainer, progress)
-        self._go_on(Resume(progress=progress, global_step=trainer.global_step))
-
-    def _go_on(self, resume: Resume) -> None:
-        self._resume, self._validation_epoch = resume, resume.progress.val_reload_epoch
+        self._phase = Resumed(progress, trainer.global_step)
 
     # Training
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the first epoch after a resume run as it would have without the stop."""
-        self._fitting().begin()
-        self._unchecked = True
-        self._in_resumed_epoch = self._resume is not None
-        if self._resume is not None:
-            restore_metrics(trainer, self._resume.metrics)
-            loop_progress.step_plateau_schedulers(trainer, self._resume.progress)
-            loop_progress.prepare_first_epoch(trainer, self._resume.progress)
+        refuse_other_loaders(trainer, self._loaders)
+        if self._loaders is not None:
+            self._loaders.begin()
+        if isinstance(self._phase, Resumed):
+            self._phase = replace(self._phase, training_began=True)
+            restore_metrics(trainer, self._phase.metrics)
+            loop_progress.step_plateau_schedulers(trainer, self._phase.progress)
+            loop_progress.prepare_first_epoch(trainer, self._phase.progress)
+        else:
+            self._phase = Training()
         self._signals.begin(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed what the model draws before the first batch of an epoch."""
-        self._resume, self._unchecked = None, True
+        self._phase = replace(self._in_training(), batch=None)
         self._seed_model(trainer, "epoch start")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """From here on the loop's counters say where training is."""
         self._signals.hold()
-        self._resume = None
-        if self._unchecked:
-            self._fitting().check_in_use()
-        self._unchecked = False
-        self._batch = loop_progress.note_batch(trainer)
+        phase = self._in_training()
+        if phase.batch is None:
+            refuse_other_loaders(trainer, self._loaders)
+        self._phase = replace(phase, batch=loop_progress.note_batch(trainer))
         other_callbacks.clear_stale_gradients(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -308,31 +370,33 @@ class StatefulDataCallback(pl.Callback):
             ConfigurationError: A step with ``dataloader_iter`` took more or fewer than one batch.
         """
         loop_progress.skip_repeated_validation(trainer)
-        if self._data is not None:
-            self._data.check_one_batch_a_step()
-            log_data(trainer, pl_module, self._data, self.settings)
+        if self._loaders is not None:
+            self._loaders.check_one_batch_a_step()
+            log_data(trainer, pl_module, self._loaders, self.settings)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed what the model draws during a validation within training."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._resume = None
+            self._phase = self._in_training()
             self._seed_model(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let learning rate schedulers that monitor a metric step in a resumed epoch too."""
-        self._resume = None
-        if self._in_resumed_epoch:
-            loop_progress.end_resumed_epoch(trainer)
-        self._in_resumed_epoch = False
+        self._phase = self._in_training()
+        loop_progress.end_resumed_epoch(trainer)
         self._seed_model(trainer, "epoch end")
+
+    def _in_training(self) -> Training:
+        """The phase of a run that trains by now."""
+        return self._phase if isinstance(self._phase, Training) else Training(None, self._validation_epoch())
 
     def _seed_model(self, trainer: pl.Trainer, stage: str) -> None:
         if self.settings.seed_model:
             seed_model(self._seed, topology_of(trainer).rank, stage, *loop_progress.next_step(trainer))
 
-    def _fitting(self) -> FitData:
-        if self._fit is None:
+    def _fitted_trainer(self) -> pl.Trainer:
+        if self._trainer is None:
             raise ConfigurationError(
                 "StatefulDataCallback works inside a Trainer; pass it to Trainer(callbacks=[...])."
             )
-        return self._fit
+        return self._trainer

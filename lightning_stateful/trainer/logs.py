@@ -14,10 +14,10 @@ from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.bucketing.padding import StepPadding
 from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.lightning import pl
-from lightning_stateful.trainer.train_loaders import Settings, TrainingData
+from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders
 
 
-def log_data(trainer: pl.Trainer, pl_module: pl.LightningModule, data: TrainingData, settings: Settings) -> None:
+def log_data(trainer: pl.Trainer, pl_module: pl.LightningModule, data: TrainLoaders, settings: Settings) -> None:
     """After a batch, log what has been served and how it was padded, in the steps in which the trainer logs at all."""
     if not settings.log_data or not trainer._logger_connector.should_update_logs:
         return

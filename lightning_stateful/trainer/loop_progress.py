@@ -289,14 +289,21 @@ def end_resumed_epoch(trainer: pl.Trainer) -> None:
 
 @contextmanager
 def validation_loaders_as_of(trainer: pl.Trainer, epoch: int) -> Iterator[None]:
-    """Build validation loaders as an uninterrupted run built them in ``epoch``, unless they are due for a reload."""
+    """Build the first validation loaders of a fit as an uninterrupted run built them, unless a reload is due.
+
+    Args:
+        trainer: The trainer.
+        epoch: The epoch in which it built them; -1 if it had not.
+    """
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
     every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
-    if epoch < 0 or (every and trainer.current_epoch - epoch >= every):
+    is_due = every and trainer.current_epoch - epoch >= every
+    if epoch < 0 or is_due or val_loop._combined_loader is not None:
         yield
         return
     with epoch_set_to(trainer, epoch):
         yield
-    trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epoch
+    val_loop._last_val_dl_reload_epoch = epoch
 
 
 def lift_max_steps(trainer: pl.Trainer, progress: LoopProgress, global_step: int) -> None:

@@ -1,4 +1,4 @@
-"""The training loaders of one run: built from whatever the user returns, placed by Lightning's counters."""
+"""The training loaders of a run: built from whatever the user returns, placed by Lightning's counters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.checkpoint import warn_of_missing_state
 from lightning_stateful.trainer.lightning import _DataLoaderIterDataFetcher, pl
 from lightning_stateful.trainer.loader_hooks import (
-    Request,
     Structure,
     discard_training_loaders,
     request_training_loaders,
@@ -63,13 +62,17 @@ class Settings:
         object.__setattr__(self, "accept", accepted_names(self.accept))
 
 
-class TrainingData:
+class TrainLoaders:
     """The loaders that a ``train_dataloader`` gave, taken over, and the proxies of them that Lightning gets.
 
     Args:
         trainer: The trainer.
         raw: A loader, a list, tuple or dict of them, or a CombinedLoader.
         settings: How to take them over.
+
+    Attributes:
+        combined: The loaders that were taken over, by path.
+        structure: Their proxies, in the structure that the loaders came in.
     """
 
     def __init__(self, trainer: pl.Trainer, raw: Any, settings: Settings) -> None:
@@ -86,10 +89,9 @@ class TrainingData:
         )
         self._first_path = next(iter(self.combined.loaders), "")
         self._counted_epoch, self._first_step, self._num_handed = -1, 0, 0
-        # The epoch of which a checkpoint says that all batches are done: their number need not be known.
-        self._ended_epoch = -1
-        # Epoch and step that a resume goes on at: Lightning may ask for a batch before it has restored its counters.
-        self.pending: tuple[int, int] | None = None
+        # Where a resume goes on. Until training begins, Lightning may ask for a batch before it restores its counters.
+        self._resumed_at: LoopProgress | None = None
+        self._training_began = False
         self.structure: Any = structure.rebuilt(self._proxy)
         self.combined.refuse_short_sources(self.num_batches())
         self._prepare_streams()
@@ -97,7 +99,7 @@ class TrainingData:
         self._warn_of_cut_epochs()
 
     @classmethod
-    def build(cls, trainer: pl.Trainer, request: Callable[[], Any], settings: Settings) -> TrainingData:
+    def build(cls, trainer: pl.Trainer, request: Callable[[], Any], settings: Settings) -> TrainLoaders:
         """Ask for the loaders and take them over, alike on all ranks.
 
         Raises:
@@ -114,6 +116,40 @@ class TrainingData:
         if own := data.combined.configs_of_this_rank():
             data.combined.note_ranks(gathered(own))
         return data
+
+    @classmethod
+    def build_at(
+        cls, trainer: pl.Trainer, settings: Settings, state: Mapping[str, Any] | None, progress: LoopProgress
+    ) -> tuple[TrainLoaders, LoopProgress]:
+        """Build the loaders where a run goes on, and discard what Lightning has built before; the loops ask again.
+
+        Lightning builds loaders before it restores a checkpoint wherever ``trainer.estimated_stepping_batches`` is
+        asked for in ``setup``, ``configure_model`` or, under strategies that restore late, in ``configure_optimizers``,
+        and would train on them.
+
+        Args:
+            trainer: The trainer.
+            settings: How to take the loaders over.
+            state: The data's state; None to go on as the progress alone says.
+            progress: How far the run had got.
+
+        Returns:
+            The loaders, and the progress in steps of the present ranks and batch sizes.
+
+        Raises:
+            StateError: The state does not fit the data; nothing changes then.
+        """
+        # An uninterrupted run has built its loaders in that epoch.
+        with loop_progress.epoch_set_to(trainer, max(progress.train_reload_epoch, 0)):
+            loaders = cls.build(trainer, lambda: request_training_loaders(trainer), settings)
+        progress = loaders._go_on_without_state(progress) if state is None else loaders._load(state, progress)
+        loaders._resumed_at = progress
+        discard_training_loaders(trainer)
+        return loaders, progress
+
+    def begin(self) -> None:
+        """Training begins: from now on the loop's counters say where it is."""
+        self._training_began = True
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """What has to be equal on all ranks, by the path of the loader."""
@@ -154,15 +190,7 @@ class TrainingData:
         limit, length = self._trainer.limit_train_batches, self.combined.num_batches()
         return min(length, limit) if isinstance(limit, int) else int(length * limit)
 
-    def load(self, state: Mapping[str, Any], progress: LoopProgress) -> LoopProgress:
-        """Go on where a checkpoint's data state says.
-
-        Returns:
-            The progress in steps of the present ranks and batch sizes.
-
-        Raises:
-            StateError: The state does not fit the data.
-        """
+    def _load(self, state: Mapping[str, Any], progress: LoopProgress) -> LoopProgress:
         where = "The checkpoint's data state"
         epoch, step = self.combined.load(state, accept=self._settings.accept, where=where)
         if progress.running and (epoch, step) == (progress.epoch + 1, 0):
@@ -177,23 +205,17 @@ class TrainingData:
             progress = progress.at_step(step, ended=step >= self.num_batches())
             if progress.ended:
                 self.combined.end_epoch(progress.epoch)
-        if progress.ended:
-            self._ended_epoch = progress.epoch
-            progress = replace(progress, batch=self.num_batches()) if self.combined.is_sized else progress
-        self.pending = (progress.epoch, progress.batch)
+        if progress.ended and self.combined.is_sized:
+            return replace(progress, batch=self.num_batches())
         return progress
 
-    def go_on_without_state(self, progress: LoopProgress) -> list[str]:
-        """Go on where a checkpoint says that has no data state, with streams from their beginning.
-
-        Returns:
-            Names of the streams that begin anew within an epoch.
-        """
-        self.pending = (progress.epoch, progress.batch)
-        if progress.ended:
-            self._ended_epoch = progress.epoch
-            return []
-        return self.combined.begin_streams_at(progress.epoch, progress.batch) if progress.batch else []
+    def _go_on_without_state(self, progress: LoopProgress) -> LoopProgress:
+        begun_anew = []
+        if progress.batch and not progress.ended:
+            begun_anew = self.combined.begin_streams_at(progress.epoch, progress.batch)
+        if progress.data != (0, 0):
+            warn_of_missing_state(progress, begun_anew)
+        return progress
 
     def check_one_batch_a_step(self) -> None:
         """Refuse a training step that took several batches, or fetched ahead, through ``dataloader_iter``.
@@ -285,15 +307,22 @@ class TrainingData:
         )
 
     def _locate(self, path: str) -> tuple[EpochPlan, int] | None:
-        epoch, step = self.pending or loop_progress.next_step(self._trainer)
+        epoch, step = self._next_step()
         if path == self._first_path and epoch != self._counted_epoch:
             self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
+        # Of an epoch that had ended before it was resumed, the number of batches need not be known.
+        resumed = self._resumed_at
+        has_ended = resumed is not None and resumed.ended and resumed.epoch == epoch
         # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
-        is_over = epoch == self._ended_epoch or loop_progress.step_is_beyond_epoch(self._trainer, step)
-        if is_over:
+        if has_ended or loop_progress.step_is_beyond_epoch(self._trainer, step):
             return None
         plan, step = self.combined.plan_at(path, epoch, step)
         return (plan, step) if step < plan.num_steps else None
+
+    def _next_step(self) -> tuple[int, int]:
+        if self._resumed_at is None or self._training_began:
+            return loop_progress.next_step(self._trainer)
+        return self._resumed_at.epoch, self._resumed_at.batch
 
     def _before_batch(self, path: str, seed: int, rank: int) -> None:
         if path == self._first_path:
@@ -302,7 +331,25 @@ class TrainingData:
 
     def _seed_batch(self, seed: int, rank: int) -> None:
         if self._settings.seed_model:
-            seed_model(seed, rank, "batch", *(self.pending or loop_progress.next_step(self._trainer)))
+            seed_model(seed, rank, "batch", *self._next_step())
+
+
+def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> None:
+    """Make sure that the fit loop's loaders are these, and not others that something put in their place.
+
+    Raises:
+        ConfigurationError: They are not.
+    """
+    combined: Any = trainer.fit_loop._combined_loader
+    found = [] if combined is None else combined.flattened
+    expected = None if loaders is None else list(loaders.combined.loaders.values())
+    if not is_patched(found) or [proxy.loader for proxy in found] != expected:
+        names = ", ".join(type(loader).__qualname__ for loader in found) or "nothing"
+        raise ConfigurationError(
+            f"Lightning is about to train on loaders that are not the callback's ({names}): something has replaced "
+            "them, or where they come from, after they were set up, and a resume would not be exact. Leave "
+            "trainer.fit_loop's loaders alone, and let train_dataloader return what is to be trained on."
+        )
 
 
 def length_of(loader: AnyLoader) -> int:
@@ -324,121 +371,6 @@ def overfit_batches(trainer: Any) -> float:
     """How much of an epoch is trained and validated on, over and over; 0 for all of it."""
     # Set by Lightning's data connector, unknown to its types.
     return float(trainer.overfit_batches)
-
-
-class FitData:
-    """Builds the training loaders of one fit, and sees to it that Lightning trains on those that a resume has placed.
-
-    Lightning builds loaders before it restores a checkpoint wherever ``trainer.estimated_stepping_batches`` is asked
-    for in ``setup``, ``configure_model`` or, under strategies that restore late, in ``configure_optimizers``, and would
-    train on them. It is made to ask again.
-
-    Args:
-        trainer: The trainer.
-        settings: How loaders are taken over.
-        earlier: The training data of an earlier fit of the same trainer, which streams go on from.
-
-    Attributes:
-        data: The latest loaders; None before there are any.
-        earlier: As it was given, until training begins.
-        awaits_start: A resume has placed the loaders, and training has not begun.
-    """
-
-    def __init__(self, trainer: pl.Trainer, settings: Settings, earlier: TrainingData | None = None) -> None:
-        self._trainer, self._settings = trainer, settings
-        self.data: TrainingData | None = None
-        self.earlier = earlier
-        self.awaits_start = False
-        # What loaders that are built anew before the first batch are placed by; whether Lightning has asked since.
-        self._state: Mapping[str, Any] | None = None
-        self._progress = LoopProgress()
-        self._has_asked = True
-        # Those of whoever asked for the user's own before the callback stood between.
-        discard_training_loaders(trainer)
-
-    def loaders(self, request: Request) -> Any:
-        """What the fit loop gets when it asks for its loaders."""
-        if not self._has_asked and self.data is not None:
-            data = self.data
-        elif self.awaits_start:
-            data = self._build_again()
-        else:
-            data, before = self._build(request), self.data or self.earlier
-            if before is not None:
-                data.combined.continue_from(before.combined, loop_progress.next_step(self._trainer)[0])
-        self.data, self._has_asked = data, True
-        return data.structure
-
-    def place(self, state: Mapping[str, Any] | None, progress: LoopProgress) -> LoopProgress:
-        """Build the loaders anew where a run goes on, and throw away what Lightning has built before.
-
-        Args:
-            state: The data's state; None to go on as the progress alone says.
-            progress: Where the run goes on.
-
-        Returns:
-            The progress in steps of the present ranks and batch sizes.
-
-        Raises:
-            StateError: The state does not fit the data; nothing changes then.
-        """
-        data = self._build_as_of(progress)
-        if state is not None:
-            progress = data.load(state, progress)
-        else:
-            begun_anew = data.go_on_without_state(progress)
-            if progress.data != (0, 0):
-                warn_of_missing_state(progress, begun_anew)
-        self.data, self._has_asked, self.awaits_start = data, False, True
-        self._state, self._progress = state, progress
-        discard_training_loaders(self._trainer)
-        return progress
-
-    def begin(self) -> None:
-        """Training begins: from now on loaders are built where the loop's counters stand."""
-        self.earlier, self._state, self.awaits_start = None, None, False
-        self.check_in_use()
-        if self.data is not None:
-            self.data.pending = None
-
-    def check_in_use(self) -> None:
-        """Make sure that the fit loop's loaders are these, and not others that something put in their place.
-
-        Raises:
-            ConfigurationError: They are not.
-        """
-        combined: Any = self._trainer.fit_loop._combined_loader
-        found = [] if combined is None else combined.flattened
-        expected = None if self.data is None else list(self.data.combined.loaders.values())
-        if not is_patched(found) or [proxy.loader for proxy in found] != expected:
-            names = ", ".join(type(loader).__qualname__ for loader in found) or "nothing"
-            raise ConfigurationError(
-                f"Lightning is about to train on loaders that are not the callback's ({names}): something has replaced "
-                "them, or where they come from, after they were set up, and a resume would not be exact. Leave "
-                "trainer.fit_loop's loaders alone, and let train_dataloader return what is to be trained on."
-            )
-
-    def _build(self, request: Request) -> TrainingData:
-        return TrainingData.build(self._trainer, request, self._settings)
-
-    def _build_as_of(self, progress: LoopProgress) -> TrainingData:
-        """Build the loaders under the epoch at which an uninterrupted run would have built them."""
-        trainer = self._trainer
-        with loop_progress.epoch_set_to(trainer, max(progress.train_reload_epoch, 0)):
-            return self._build(lambda: request_training_loaders(trainer))
-
-    def _build_again(self) -> TrainingData:
-        """Build loaders that Lightning asks for once more before the first batch, at the same place."""
-        progress = self._progress
-        data = self._build_as_of(progress)
-        if self._state is None:
-            data.go_on_without_state(progress)
-        elif (again := data.load(self._state, progress)) != progress:
-            raise ConfigurationError(
-                f"The data would now go on at batch {again.batch} of epoch {progress.epoch}, and not at batch "
-                f"{progress.batch} as when the checkpoint was loaded: the batch size has changed since. Set it before."
-            )
-        return data
 
 
 def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:

@@ -138,8 +138,8 @@ def test_a_state_that_was_changed_after_it_was_written_is_refused(stopped: Path,
     [
         (lambda own: own.update(version=9), StateVersionError, "version 9"),
         (lambda own: own.pop("version"), DamagedStateError, "no version"),
-        (lambda own: own.pop("moment"), DamagedStateError, "no moment"),
-        (lambda own: own["moment"].pop("batch"), DamagedStateError, "'batch'"),
+        (lambda own: own.pop("progress"), DamagedStateError, "no progress"),
+        (lambda own: own["progress"].pop("batch"), DamagedStateError, "'batch'"),
         (lambda own: own.update(monitored={"loss": "low"}), DamagedStateError, "no metrics"),
     ],
 )
