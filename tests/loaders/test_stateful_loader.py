@@ -124,11 +124,11 @@ class TestEpochs:
         assert len(loader.sampler) == 12
         assert read(loader) == EPOCHS[0]
 
-    def test_the_samplers_length_is_the_number_of_its_indices_on_every_rank(self) -> None:
-        for length in range(12):
-            for rank in range(3):
-                loader = a_loader(length, num_replicas=3, rank=rank)
-                assert len(loader.sampler) == len(list(loader.sampler))
+    @pytest.mark.parametrize("length", [0, 2, 7])
+    def test_the_samplers_length_is_the_number_of_its_indices_on_every_rank(self, length: int) -> None:
+        for rank in range(3):
+            loader = a_loader(length, num_replicas=3, rank=rank)
+            assert len(loader.sampler) == len(list(loader.sampler))
 
     def test_reading_batches_of_a_plan_does_not_move_the_loader(self) -> None:
         loader = a_loader()
@@ -142,7 +142,6 @@ class TestOptionsOfADataLoader:
     @pytest.mark.parametrize(
         "options",
         [
-            {"num_workers": 2},
             {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
             {"num_workers": 1, "pin_memory": True},
             {"pin_memory": True},
