@@ -207,18 +207,20 @@ class StreamOrder:
             if not run.goes_on(num_served):
                 # Another iteration has taken over what is read.
                 run = self._run_at(epoch, step)
-            run = self._with_batches(run, at_start=not step)
             if not run.has_next():
-                break
+                run = self._with_batches(run, at_start=not step)
+                if run.is_over:
+                    break
             batch = run.next()
             step += 1
             self._know(epoch, step, _Served(run, run.num_served))
             is_last = step == self._limit
             if looks_ahead and not is_last:
-                before, run = run, self._shared_if_over(run)
-                is_last = not run.has_next()
-                if run is not before and not is_last:
-                    self._know(epoch, step, _Served(run, 0))
+                if not run.has_next():
+                    run = self._shared_if_over(run)
+                    if not run.is_over:
+                        self._know(epoch, step, _Served(run, 0))
+                is_last = run.is_over
             num_served = run.num_served
             if is_last:
                 self._end(epoch, step, run)
@@ -260,9 +262,9 @@ class StreamOrder:
     def _know(self, epoch: int, step: int, known: StreamState | _Served) -> None:
         self._known[epoch, step] = known
         self._known.move_to_end((epoch, step))
-        old = [at for at in self._known if at != self._began]
-        for at in old[: -self._keep]:
-            del self._known[at]
+        if len(self._known) > self._keep + 1:
+            oldest = next(at for at in self._known if at != self._began)
+            del self._known[oldest]
 
     def _load(self, progress: Progress) -> None:
         """Know from the details of a progress where all worker slots stand, on the present ranks."""
@@ -329,9 +331,7 @@ class StreamOrder:
         return self._begin(state)
 
     def _with_batches(self, run: StreamRun, *, at_start: bool) -> StreamRun:
-        """The run that goes on in an epoch: itself, one over what other ranks have left, or one over the next pass."""
-        if run.has_next():
-            return run
+        """The run that follows in an epoch where one is over: over what other ranks have left, or the next pass."""
         run = self._shared_if_over(run)
         for _ in range(_MOST_EMPTY):
             # A limited epoch may begin where a pass ends; a whole pass in which a rank has nothing is no epoch.

@@ -220,7 +220,7 @@ class RankSync:
             for state, encoder in zip(record, self._encoders, strict=False)
         ]
         large = {digest: piece for text in texts for digest, piece in text.large.items()}
-        self._records.append(StateText(f"[{','.join(text.text for text in texts)}]", tuple(large), large))
+        self._records.append(StateText(f"[{','.join(text.text for text in texts)}]", large))
         if self.run:
             self._send()
         elif self._store.has_met:

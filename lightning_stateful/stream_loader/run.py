@@ -12,7 +12,7 @@ from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import PositionError, StreamError
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.state_text import StateText, complete, decode
-from lightning_stateful.stream_loader.worker_slots import Delivery, SlotLoader
+from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
 from lightning_stateful.streams.nodes import NodeState
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.worker_slot import WorkerSlot
@@ -36,6 +36,7 @@ class StreamRun:
     Attributes:
         begun: Where it began.
         num_served: Batches that were handed over.
+        is_over: Whether :meth:`has_next` has found that there is no further batch on all ranks.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class StreamRun:
         # Batches that were read ahead, and where this rank's slots stand after each.
         self._buffer: deque[tuple[Any, SlotStates]] = deque()
         self._num_read = 0
-        self._is_read = self._is_over = False
+        self._is_read = self.is_over = False
         # Met where this rank reads ahead, and where it has to be raised.
         self._error: Exception | None = None
         self._broken: Exception | None = None
@@ -79,7 +80,7 @@ class StreamRun:
         """
         if not self.has_next():
             raise StopIteration
-        if self._broken:
+        if self._broken is not None:
             self.close()
             raise self._broken
         batch, states = self._buffer.popleft()
@@ -90,22 +91,22 @@ class StreamRun:
 
     def has_next(self) -> bool:
         """Whether another batch follows on all ranks, or an error in its place."""
-        if self._is_over or self._broken or self._sure == self.num_served:
-            return not self._is_over
+        if self._sure == self.num_served or self.is_over or self._broken is not None:
+            return not self.is_over
         sync, step = self._sync, self.num_served
         self._read_until(step + 1 if sync is None else sync.horizon(step))
         if self._error is not None and not self._buffer:
             self._broken = self._error
         elif sync is None:
-            self._is_over = not self._buffer
+            self.is_over = not self._buffer
         else:
             try:
-                self._is_over = not sync.happens(step)
+                self.is_over = not sync.happens(step)
             except StreamError as error:
                 self._broken = error
-        if not self._is_over:
+        if not self.is_over:
             self._sure = step
-        return not self._is_over
+        return not self.is_over
 
     @property
     def is_broken(self) -> bool:
@@ -200,10 +201,10 @@ class StreamRun:
         state, before = delivery.state, self._states[delivery.worker]
         # A new list: the old one is part of the history.
         self._states = list(self._states)
-        if isinstance(state, StateText):
-            self._states[delivery.worker] = complete(state, before if isinstance(before, StateText) else None)
-        else:
+        if isinstance(state, OpaqueState):
             self._states[delivery.worker] = state.state
+        else:
+            self._states[delivery.worker] = complete(state, before if isinstance(before, StateText) else None)
 
     def _shards_in(self, rank: int, states: Sequence[NodeState]) -> list[str]:
         """The shards that a rank's slots have open, by name."""

@@ -22,13 +22,15 @@ class StateText(NamedTuple):
 
     Attributes:
         text: ``[state, [path, digests], ...]``: the state without its large parts, and where each belongs; one line.
-        digests: Of all pieces of large parts.
-        large: Pieces of large parts by digest: all, or those that the text before did not have.
+        large: Pieces of large parts by digest.
     """
 
     text: str
-    digests: tuple[str, ...]
     large: Mapping[str, str]
+
+
+# A StateText for somebody who has the one before: None for a piece that was in that.
+Changes = tuple[str, Mapping[str, str | None]]
 
 
 class StateEncoder:
@@ -41,27 +43,25 @@ class StateEncoder:
     def __init__(self) -> None:
         # By path: the latest object, kept alive so that it is not taken for another; its pieces, none if it is small.
         self._known: dict[Path, tuple[Any, list[tuple[str, str]]]] = {}
-        self._before: tuple[str, ...] = ()
-        self._has_large = False  # Whether the latest state had a large part, which is not to be encoded again.
+        self._latest: Mapping[str, str] = {}  # Pieces of the latest state.
 
     def encode(self, state: Any) -> StateText:
         """Encode a state, plain JSON data."""
-        if not self._has_large and len(text := _dumps(state)) < _LARGE:
-            return StateText(f"[{text}]", (), {})
+        if not self._latest and len(text := _dumps(state)) < _LARGE:
+            return StateText(f"[{text}]", {})
         parts: dict[Path, list[tuple[str, str]]] = {}
         text = _dumps(self._short(state, (), parts) if isinstance(state, _HOLDERS) else state)
         if len(text) >= _LARGE_WHOLE:
             text, parts = "null", {(): _pieces(text), **parts}
         places = [f",{_dumps([path, [digest for digest, _ in pieces]])}" for path, pieces in parts.items()]
-        large = {digest: piece for pieces in parts.values() for digest, piece in pieces}
-        self._has_large = bool(large)
-        return StateText(f"[{text}{''.join(places)}]", tuple(large), large)
+        self._latest = {digest: piece for pieces in parts.values() for digest, piece in pieces}
+        return StateText(f"[{text}{''.join(places)}]", self._latest)
 
-    def encode_changes(self, state: Any) -> StateText:
+    def encode_changes(self, state: Any) -> Changes:
         """Encode a state for somebody who was given all before, which :func:`complete` puts together again."""
-        encoded, before = self.encode(state), self._before
-        self._before = encoded.digests
-        return encoded._replace(large={key: piece for key, piece in encoded.large.items() if key not in before})
+        before = self._latest
+        text, large = self.encode(state)
+        return text, {digest: None if digest in before else piece for digest, piece in large.items()}
 
     def _short(self, value: Any, path: Path, parts: dict[Path, list[tuple[str, str]]]) -> Any:
         """A copy without large parts, which are put into ``parts``."""
@@ -86,10 +86,11 @@ class StateEncoder:
         return pieces
 
 
-def complete(changes: StateText, before: StateText | None) -> StateText:
+def complete(changes: Changes, before: StateText | None) -> StateText:
     """What :meth:`StateEncoder.encode_changes` gave, with the pieces that the text before it has."""
-    known = {**(before.large if before else {}), **changes.large}
-    return changes._replace(large={digest: known[digest] for digest in changes.digests})
+    text, large = changes
+    known = before.large if before else {}
+    return StateText(text, {digest: known[digest] if piece is None else piece for digest, piece in large.items()})
 
 
 def decode(text: str | list[Any], large: Mapping[str, str]) -> Any:

@@ -19,7 +19,7 @@ from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, StatefulError, StreamError
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.stream_loader.patched_class import copied
-from lightning_stateful.stream_loader.state_text import StateEncoder, StateText
+from lightning_stateful.stream_loader.state_text import Changes, StateEncoder
 from lightning_stateful.streams.nodes import NodeState
 from lightning_stateful.streams.worker_slot import SlotTask, StreamConfig, WorkerSlot
 
@@ -45,13 +45,13 @@ class Delivery(NamedTuple):
 
     Attributes:
         worker: Which of the rank's workers the slot is.
-        state: Its state afterwards; encoded, without large parts that it had before, if it comes from another process.
+        state: Its state afterwards; as text, without large parts that it had before, if it comes from another process.
         batch: The batch; None in the last delivery, which only says where the slot ended.
         is_end: Whether it is the last.
     """
 
     worker: int
-    state: OpaqueState | StateText
+    state: OpaqueState | Changes
     batch: Any
     is_end: bool
 
@@ -81,7 +81,7 @@ class SlotDataset(IterableDataset[Delivery]):
 
     def __iter__(self) -> Iterator[Delivery]:
         info = get_worker_info()
-        encode: Callable[[NodeState], OpaqueState | StateText] = OpaqueState
+        encode: Callable[[NodeState], OpaqueState | Changes] = OpaqueState
         if info is None:
             task = self.tasks[0]
         else:
@@ -147,7 +147,7 @@ class SlotLoader:
             batch_size=None,
             batch_sampler=None,
             sampler=_InfiniteConstantSampler(),
-            collate_fn=_unchanged,
+            collate_fn=tuple,  # Plain tuples are sent from workers faster.
             drop_last=False,
             generator=self._generator,
             _dataset_kind=_DatasetKind.Iterable,
@@ -180,9 +180,9 @@ class SlotLoader:
         if not self.loader.num_workers and not self.loader.pin_memory:
             # What torch's iterator does here, without its bookkeeping for each batch.
             return iter(self._dataset)
-        deliveries: Iterator[Delivery] = iter(self.loader)
+        deliveries: Iterator[Any] = iter(self.loader)
         self._dataset.send_tasks()
-        return deliveries
+        return map(Delivery._make, deliveries)
 
     def shut_down(self) -> None:
         """End persistent workers."""
@@ -216,17 +216,16 @@ class SlotLoader:
         """Deliveries with the batches that the user's class makes of theirs."""
         under_way = self._under_way
         for batch in batches:
-            yield from self._ends()
+            while under_way and under_way[0].is_end:
+                yield under_way.popleft()
             if not under_way:
                 raise self._other_number("more")
             yield under_way.popleft()._replace(batch=batch)
-        yield from self._ends()
-        if under_way:
-            raise self._other_number("fewer")
-
-    def _ends(self) -> Iterator[Delivery]:
-        while self._under_way and self._under_way[0].is_end:
-            yield self._under_way.popleft()
+        while under_way:
+            delivery = under_way.popleft()
+            if not delivery.is_end:
+                raise self._other_number("fewer")
+            yield delivery
 
     def _other_number(self, which: str) -> ConfigurationError:
         return ConfigurationError(
@@ -265,7 +264,7 @@ class _Batches:
 
     def __next__(self) -> Any:
         while True:
-            delivery = next(self._deliveries)
+            delivery = Delivery._make(next(self._deliveries))
             self._under_way.append(delivery._replace(batch=None))
             if not delivery.is_end:
                 return delivery.batch
@@ -282,7 +281,3 @@ class _Batches:
         if name.startswith("__") or "_deliveries" not in vars(self):
             raise AttributeError(name)
         return getattr(self._deliveries, name)
-
-
-def _unchanged(delivery: Any) -> Any:
-    return delivery
