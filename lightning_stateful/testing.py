@@ -7,12 +7,12 @@ An object that resumes exactly has ``state_dict()``, ``load_state_dict(state)`` 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar
 
+from lightning_stateful.audit.compare import identities
 from lightning_stateful.audit.laws import (
     LAWS,
-    ContractError,
     check_echo,
     check_fresh,
     check_not_configuration,
@@ -23,13 +23,13 @@ from lightning_stateful.audit.laws import (
     check_suffix,
     read_settings,
 )
-from lightning_stateful.audit.samples import identities
-from lightning_stateful.audit.stops import Stops
+from lightning_stateful.audit.runner import ContractError, Recorder, Stops
 from lightning_stateful.errors import ConfigurationError
 
 __all__ = [
     "LAWS",
     "ContractError",
+    "Recorder",
     "ResumeContract",
     "check_echo",
     "check_fresh",
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class ResumeContract:
-    """One pytest test a law, for a sampler or loader of your own.
+    """One pytest test a law, for a sampler or loader of your own; all read one recording of its runs.
 
     Attributes:
         num_epochs: Passes over the object that are compared.
@@ -71,6 +71,7 @@ class ResumeContract:
     num_replicas: int = 2
     resize: Sequence[int] = (1, 3)
     drop_last: bool = False
+    _recorder: ClassVar[Recorder]
 
     def make(self, num_replicas: int = 1, rank: int = 0) -> Any:
         """A fresh object for one rank, always of the same configuration."""
@@ -90,34 +91,32 @@ class ResumeContract:
 
     def test_fresh(self) -> None:
         """A state loads into a new object, before ``iter()`` or after it."""
-        check_fresh(self.make, num_epochs=self.num_epochs, stops=self.stops)
+        self._check(check_fresh)
 
     def test_suffix(self) -> None:
         """A fresh object with a state yields exactly the rest."""
-        check_suffix(self.make, num_epochs=self.num_epochs, stops=self.stops)
+        self._check(check_suffix)
 
     def test_echo(self) -> None:
         """An object gives back the state it has loaded."""
-        check_echo(self.make, num_epochs=self.num_epochs, stops=self.stops)
+        self._check(check_echo)
 
     def test_plain(self) -> None:
         """A state survives a JSON round trip."""
-        check_plain(self.make, num_epochs=self.num_epochs, stops=self.stops)
+        self._check(check_plain)
 
     def test_steady(self) -> None:
         """A state has the same keys at every step."""
-        check_steady(self.make, num_epochs=self.num_epochs, stops=self.stops)
+        self._check(check_steady)
 
     def test_snapshot(self) -> None:
         """A state does not change after it was taken or loaded."""
-        check_snapshot(self.make, num_epochs=self.num_epochs, stops=self.stops)
+        self._check(check_snapshot)
 
     def test_rank_free(self) -> None:
         """States are equal on all ranks and serve any number of ranks."""
-        check_rank_free(
-            self.make,
-            num_epochs=self.num_epochs,
-            stops=self.stops,
+        self._check(
+            check_rank_free,
             num_replicas=self.num_replicas,
             resize=self.resize,
             key=self.key,
@@ -127,6 +126,11 @@ class ResumeContract:
     def test_not_configuration(self) -> None:
         """Loading a state never alters a setting."""
         other = self.make_other if self.make_other() is not None else None
-        check_not_configuration(
-            self.make, make_other=other, settings=self.settings, num_epochs=self.num_epochs, stops=self.stops
-        )
+        self._check(check_not_configuration, make_other=other, settings=self.settings)
+
+    def _check(self, law: Callable[..., None], **options: Any) -> None:
+        cls = type(self)  # pytest makes an object for each test
+        if "_recorder" not in vars(cls):
+            cls._recorder = Recorder(self.make)
+        cls._recorder.factory = self.make
+        law(cls._recorder, num_epochs=self.num_epochs, stops=self.stops, **options)

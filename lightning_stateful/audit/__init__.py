@@ -1,8 +1,7 @@
-"""Floor 2: does this resume exactly? Runs what it is given, compares, and returns data."""
+"""Does this resume exactly? Runs what it is given with and without stops, compares, and returns data."""
 
-from lightning_stateful.audit.compare import difference
-from lightning_stateful.audit.result import END, AuditResult, Divergence
-from lightning_stateful.audit.resume import check_resume
-from lightning_stateful.audit.samples import identities
+from lightning_stateful.audit.compare import END, difference, identities
+from lightning_stateful.audit.laws import AuditResult, check_resume
+from lightning_stateful.audit.runner import Divergence, Recorder
 
-__all__ = ["END", "AuditResult", "Divergence", "check_resume", "difference", "identities"]
+__all__ = ["END", "AuditResult", "Divergence", "Recorder", "check_resume", "difference", "identities"]

@@ -1,166 +1,187 @@
-"""Every sample of an epoch once, whatever the numbers of ranks."""
+"""Checks that every sample of an epoch comes once, whatever the numbers of ranks."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lightning_stateful.audit.compare import difference
-from lightning_stateful.audit.plan import Plan
-from lightning_stateful.audit.result import END, Divergence
-from lightning_stateful.audit.runs import Reference, Run, Tally, observe
-from lightning_stateful.audit.stops import Stop
+from lightning_stateful.audit.compare import END, Key, difference
+from lightning_stateful.audit.runner import ContractError, Divergence, Recorder, Recording, Stop
+
+Table = Sequence[Sequence[Any]]  # of items, by rank and step
+
+_UNEVEN = "The tail of an epoch must be split, padded or dropped for all ranks alike."
+_NOT_LOADED = "The epoch begins anew on other ranks: the position is not loaded there."
+_OWN_COUNT = "The state holds the rank's own count of items: it must hold how much all ranks were served together."
+_DEALT = "What is left must be dealt to the ranks anew, from an order that does not depend on their number."
 
 
-def check_even(references: Sequence[Reference]) -> Iterator[Divergence]:
-    """Ranks that would wait for each other for ever."""
-    expected = references[0].lengths
-    for rank, reference in enumerate(references):
-        for epoch, (wanted, found) in enumerate(zip(expected, reference.lengths, strict=False)):
-            if wanted != found:
-                what = f"rank {rank} has {found} items and rank 0 has {wanted}; a collective would hang"
-                yield Divergence(
-                    law="even", what=what, epoch=epoch, step=None, rank=rank, stop=None, expected=wanted, got=found
-                )
+def check_even(recordings: Sequence[Recording]) -> None:
+    """Raise if ranks would wait for each other for ever."""
+    for rank, recording in enumerate(recordings):
+        for epoch, (expected, got) in enumerate(zip(recordings[0].lengths, recording.lengths, strict=False)):
+            if expected != got:
+                what = f"rank {rank} has {got} items and rank 0 has {expected}; a collective would hang"
+                raise _broken(epoch, what, expected, got, rank=rank, law="even", cause=_UNEVEN)
 
 
-def check_resize(plan: Plan, references: list[Reference], taken: list[Stop], tally: Tally) -> Iterator[Divergence]:
-    """Resume rank 0's states on the plan's other numbers of ranks."""
-    if not plan.resize:
-        return
-    alone = observe(plan.run(1, 0), plan.num_epochs)
-    batches = [[plan.key(item) for item in items[:-1]] for items in alone.passes]
-    largest = max((len(batch) for epoch in batches for batch in epoch), default=0)
-    due = [[identity for batch in epoch for identity in batch] for epoch in batches]
-    for num_replicas in plan.resize:
-        # One epoch more, because the resumed run may have gone on to it.
-        others = [observe(run, plan.num_epochs + 1) for run in plan.runs(num_replicas)]
-        yield from check_even(others)
-        for item in others[0].passes[0][:-1]:
-            largest = max(largest, len(plan.key(item)))
-        for stop in taken:
-            epoch, step = stop.place
-            # An epoch without a step says nothing on where the next one begins.
-            if epoch < plan.num_epochs and references[0].lengths[epoch]:
-                ledger = Ledger(plan, due[epoch], epoch, largest, stop.num_items)
-                yield from ledger.enter([reference.passes[epoch][:step] for reference in references])
-                yield from _resume_elsewhere(plan, ledger, stop, others, tally)
-    yield from _history(plan, Ledger(plan, due[0], 0, largest), tally)
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """What an epoch has to serve.
 
-
-class Ledger:
-    """What an epoch owes, and what it has served on all its ranks.
-
-    Args:
-        plan: Names the samples of an item.
-        due: The samples of the epoch on one rank.
-        epoch: Which epoch.
+    Attributes:
+        number: Which epoch.
+        due: Its samples, in the order of one rank.
         largest: Samples of the largest item.
-        stop: After how many items the run was stopped.
+        drop_last: Whether less than a step's samples may be left out.
+        key: Which samples an item holds.
     """
 
-    def __init__(self, plan: Plan, due: Sequence[Hashable], epoch: int, largest: int, stop: int | None = None) -> None:
-        self.plan = plan
-        self.epoch = epoch
-        self.stop = stop
-        self.num_due = len(due)
-        self._due = Counter(due)
-        self._served: Counter[Hashable] = Counter()
-        self._largest = largest
+    number: int
+    due: Sequence[Hashable]
+    largest: int
+    drop_last: bool
+    key: Key
 
-    def enter(self, table: Sequence[Sequence[Any]]) -> Iterator[Divergence]:
-        """Enter ``table[rank][step]``, what the ranks were given from where the last entry ended."""
-        lengths = [len(items) for items in table]
-        if len(set(lengths)) > 1:
-            yield self._blame("even", f"the {len(table)} ranks were given {lengths} items", lengths[0], lengths)
-        for step, items in enumerate(zip(*table, strict=False)):
-            surplus: list[tuple[int, Hashable]] = []
-            for rank, item in enumerate(items):
-                surplus += [(rank, identity) for identity in self.plan.key(item) if self._serve(identity)]
-            # Ranks left without a sample repeat one, in the very last step.
-            if surplus and (self.missing or self.plan.drop_last or len(surplus) >= len(table)):
-                rank, identity = surplus[0]
-                what = f"sample {identity!r} was served once too often, in step {step} on {len(table)} ranks"
-                yield self._blame("rank-free", what, self._due[identity], self._served[identity], step=step, rank=rank)
+    def names(self, tables: Sequence[Table]) -> list[Hashable]:
+        """The samples that were served."""
+        return [name for table in tables for items in table for item in items for name in self.key(item)]
 
-    def _serve(self, identity: Hashable) -> bool:
-        self._served[identity] += 1
-        # With drop_last the epoch on one rank may have left out what comes now.
-        new = self.plan.drop_last and identity not in self._due
-        return self._served[identity] > (1 if new else self._due[identity])
+    def may_end(self, tables: Sequence[Table], num_replicas: int) -> bool:
+        """Whether what was not served yet is less than a step, and may be left out."""
+        missing = Counter(self.due) - Counter(self.names(tables))
+        return self.drop_last and missing.total() < self.largest * num_replicas
 
-    @property
-    def missing(self) -> Counter[Hashable]:
-        """Samples that are due and have not been served."""
-        return self._due - self._served
-
-    def may_end(self, num_replicas: int) -> bool:
-        """Whether what is missing is less than a step, and may be left out."""
-        return self.plan.drop_last and self.missing.total() < self._largest * num_replicas
-
-    def close(self, num_replicas: int) -> Iterator[Divergence]:
-        """Look for what was never served."""
-        missing = self.missing
-        if missing and not self.may_end(num_replicas):
-            identity = next(iter(missing))
-            what = f"{missing.total()} samples were never served on {num_replicas} ranks, for example {identity!r}"
-            if not self.plan.drop_last:
+    def check(self, tables: Sequence[Table], num_replicas: int, stop: int) -> None:
+        """Raise if tables, one after the other, the last on so many ranks, serve a sample twice or never."""
+        due, served = Counter(self.due), Counter[Hashable]()
+        cause = self._explain(tables)
+        for table in tables:
+            lengths = [len(items) for items in table]
+            if len(set(lengths)) > 1:
+                what = f"the {len(table)} ranks were given {lengths} items"
+                raise _broken(self.number, what, lengths[0], lengths, stop=stop, law="even", cause=_UNEVEN)
+            for step, items in enumerate(zip(*table, strict=True)):
+                named = [(rank, name) for rank, item in enumerate(items) for name in self.key(item)]
+                surplus = []
+                for rank, name in named:
+                    served[name] += 1
+                    # With drop_last the epoch on one rank may have left out what comes now.
+                    if served[name] > max(due[name], self.drop_last):
+                        surplus.append((rank, name))
+                # Ranks left without a sample repeat one, in the very last step.
+                if surplus and (due - served or self.drop_last or len(surplus) >= len(table)):
+                    rank, name = surplus[0]
+                    what = f"sample {name!r} was served once too often, in step {step} on {len(table)} ranks"
+                    raise _broken(
+                        self.number, what, due[name], served[name], step=step, rank=rank, stop=stop, cause=cause
+                    )
+        missing = due - served
+        if missing and not self.may_end(tables, num_replicas):
+            name = next(iter(missing))
+            what = f"{missing.total()} samples were never served on {num_replicas} ranks, for example {name!r}"
+            if not self.drop_last:
                 what += " (if the last incomplete step is meant to be left out, pass drop_last=True)"
-            yield self._blame("rank-free", what, self._due[identity], self._served[identity])
+            raise _broken(self.number, what, due[name], served[name], stop=stop, cause=cause)
 
-    def _blame(
-        self, law: str, what: str, expected: Any, got: Any, *, step: int | None = None, rank: int | None = None
-    ) -> Divergence:
-        return Divergence(
-            law=law, what=what, epoch=self.epoch, step=step, rank=rank, stop=self.stop, expected=expected, got=got
-        )
+    def _explain(self, tables: Sequence[Table]) -> str:
+        """What is usually wrong with the last table, if anything is."""
+        served, first = len(self.names(tables[:-1])), self.names(tables[-1:])[:1]
+        begin = self.due.index(first[0]) if first and first[0] in self.due else served
+        if len(tables) < 2 or begin == served:
+            return _DEALT
+        if begin == 0:
+            return _NOT_LOADED
+        return _OWN_COUNT if begin * len(tables[-2]) == served * len(tables[-1]) else _DEALT
+
+
+def check_resize(
+    recorder: Recorder,
+    recordings: Sequence[Recording],
+    stops: Sequence[Stop],
+    resize: Sequence[int],
+    *,
+    key: Key,
+    drop_last: bool,
+) -> None:
+    """Resume states on other numbers of ranks, and raise if samples come twice or never."""
+    num_epochs = len(recordings[0].passes)
+    alone = recorder.observe(1, num_epochs)[0].passes
+    due = [[name for item in items for name in key(item)] for items in alone]
+    sizes = {len(key(item)) for items in alone for item in items}
+    epochs: list[Epoch] = []
+    for num_replicas in resize:
+        # One epoch more, because the resumed run may have gone on to it.
+        others = recorder.observe(num_replicas, num_epochs + 1)
+        check_even(others)
+        sizes |= {len(key(item)) for item in others[0].passes[0]}
+        largest = max(sizes, default=0)
+        epochs = [
+            Epoch(number=number, due=names, largest=largest, drop_last=drop_last, key=key)
+            for number, names in enumerate(due)
+        ]
+        for stop in stops:
+            epoch = stop.place[0]
+            # An epoch without a step says nothing on where the next one begins.
+            if epoch < num_epochs and recordings[0].lengths[epoch]:
+                _resume_elsewhere(recorder, epochs[epoch], recordings, stop, others)
+    _check_history(recorder, epochs[0], (len(recordings), *resize))
 
 
 def _resume_elsewhere(
-    plan: Plan, ledger: Ledger, stop: Stop, others: list[Reference], tally: Tally
-) -> Iterator[Divergence]:
-    runs = [stop.resume(run) for run in plan.runs(len(others))]
-    tally.num_resumes += len(runs)
-    table = [_take(run, ledger.num_due + 1) for run in runs]
-    epoch, step = stop.place
-    following = [reference.passes[epoch + 1][:-1] for reference in others]
-    if step and plan.drop_last and not difference(following, table):
+    recorder: Recorder, epoch: Epoch, recordings: Sequence[Recording], stop: Stop, others: Sequence[Recording]
+) -> None:
+    runs = [recorder.load(stop, recorder.run(len(others), rank)) for rank in range(len(others))]
+    step = stop.place[1]
+    before = [recording.passes[epoch.number][:step] for recording in recordings]
+    after = [run.take(len(epoch.due) + 1) for run in runs]
+    following = [other.passes[epoch.number + 1] for other in others]
+    if step and epoch.drop_last and not difference(following, after):
         # Less than a step was left, so that the resumed run began with the next epoch at once.
         for run in runs:
-            run.epoch += 1
-    else:
-        yield from ledger.enter(table)
-    yield from ledger.close(len(runs))
-    for run, reference in zip(runs, others, strict=True):
-        divergence = run.follow(reference, tally, law="rank-free", stop=stop.num_items)
-        if divergence:
-            yield divergence
+            run.place = (run.place[0] + 1, 0)
+        after = [[] for _ in runs]
+    epoch.check([before, after], len(runs), stop.num_items)
+    for rank, run in enumerate(runs):
+        start = run.place
+        followed = run.follow(others[rank].from_place(start))
+        recorder.demand_equal("rank-free", others, rank, start, followed, stop=stop.num_items, key=epoch.key)
 
 
-def _history(plan: Plan, ledger: Ledger, tally: Tally) -> Iterator[Divergence]:
+def _check_history(recorder: Recorder, epoch: Epoch, numbers: Sequence[int]) -> None:
     """One step on every number of ranks in turn, and the rest of the epoch on the last one."""
     state: Any = None
-    *firsts, last = (plan.num_replicas, *plan.resize)
-    for number, num_replicas in enumerate((*firsts, last)):
-        if ledger.may_end(num_replicas):
+    tables: list[Table] = []
+    for number, num_replicas in enumerate(numbers):
+        if epoch.may_end(tables, num_replicas):
             break
-        runs = plan.runs(num_replicas)
+        runs = [recorder.run(num_replicas, rank) for rank in range(num_replicas)]
         if number:
-            ledger.stop = number
-            tally.num_resumes += len([run.load(copy.deepcopy(state), (0, number)) for run in runs])
-        limit = 1 if number < len(firsts) else ledger.num_due + 1
-        yield from ledger.enter([_take(run, limit) for run in runs])
+            recorder.num_resumes += len([run.load(copy.deepcopy(state), (0, number)) for run in runs])
+        limit = 1 if number < len(numbers) - 1 else len(epoch.due) + 1
+        tables.append([run.take(limit) for run in runs])
         state = runs[0].state()
         if runs[0].next() is END:
             break
-    yield from ledger.close(num_replicas)
+    epoch.check(tables, num_replicas, len(tables) - 1)
 
 
-def _take(run: Run, limit: int) -> list[Any]:
-    """Up to ``limit`` items of the present pass."""
-    items: list[Any] = []
-    while len(items) < limit and (not items or items[-1] is not END):
-        items.append(run.next())
-    return [item for item in items if item is not END]
+def _broken(
+    epoch: int,
+    what: str,
+    expected: Any,
+    got: Any,
+    *,
+    cause: str,
+    law: str = "rank-free",
+    step: int | None = None,
+    rank: int | None = None,
+    stop: int | None = None,
+) -> ContractError:
+    where = Divergence(
+        law=law, what=what, epoch=epoch, step=step, rank=rank, stop=stop, expected=expected, got=got, cause=cause
+    )
+    return ContractError(where)

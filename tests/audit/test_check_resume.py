@@ -94,11 +94,16 @@ def test_a_lost_item_is_reported_with_epoch_step_rank_and_stop() -> None:
         stop=5,
         expected=(0, 5),
         got=(0, 6),
+        expected_samples=[0, 5],
+        got_samples=[0, 6],
+        cause="The pass goes on 1 too far ahead: what was prefetched is counted, not what was handed over.",
     )
     assert str(result).splitlines()[1:] == [
         "suffix: epoch 0, step 5, rank 0, stopped after 5 items: item[1]: expected 5, got 6",
         "  expected (0, 5)",
         "  got      (0, 6)",
+        "  samples  [0, 5] expected, [0, 6] got",
+        f"  usual cause: {result.divergence.cause}",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from lightning_stateful.samplers import (
     RoundRobinBatchSampler,
     StatefulDistributedSampler,
 )
-from lightning_stateful.testing import LAWS
+from lightning_stateful.testing import LAWS, Recorder
 
 LENGTH = 11
 WEIGHTS = torch.tensor([float(i % 4) for i in range(LENGTH)], dtype=torch.double)
@@ -177,8 +178,8 @@ IMPLEMENTERS: dict[str, Make] = {
     "loader, BatchSampler": a_loader_with_a_batch_sampler,
     "loader taken over": a_loader_taken_over(batch_size=3, shuffle=True),
 }
-# One of each class and of each way to make batches: stopped after every item. The others are, at the ends of epochs and
-# within them, and need not show what depends on the class alone: how a state is loaded and what it looks like.
+# One of each class and of each way to make batches obeys all laws wherever it is stopped; the others go on on as many
+# and on other ranks from a spread of stops, and give back the state they have loaded.
 STOPPED_EVERYWHERE = (
     "sampler, shuffled",
     "sampler, no samples",
@@ -193,8 +194,6 @@ STOPPED_EVERYWHERE = (
     "buckets",
     "loader taken over, buckets",
 )
-OF_ALL = ("suffix", "echo", "rank-free")
-
 ROUND_ROBINS: list[dict[str, Any]] = [
     {"batch_size": 3},
     {"batch_size": [2, 2, 1]},
@@ -228,106 +227,79 @@ BUCKETS: list[dict[str, Any]] = [
     {"boundaries": "equal_counts"},
     {"num_buckets": None, "boundaries": [4, 9, 16]},
 ]
-OTHER_LENGTHS: dict[str, Any] = {
-    "one more": [*LENGTHS, 3],
-    "one less": LENGTHS[:-1],
-    "one longer": [*LENGTHS[:-1], LENGTHS[-1] + 1],
-    "in another order": LENGTHS[::-1],
-}
+OTHER_LENGTHS: list[Any] = [[*LENGTHS, 3], LENGTHS[:-1], [*LENGTHS[:-1], LENGTHS[-1] + 1], LENGTHS[::-1]]
+OTHER_SOURCES: list[dict[str, int]] = [{"a": 5, "b": 11, "d": 8}, {"a": 5, "b": 12, "c": 8}, {"a": 5, "b": 11}]
+WEIGHTED: dict[str, Any] = {"weights": [3, 2, 1], "token_lengths": TOKENS}
 OTHERS: dict[str, Callable[[], Any]] = {
     "sampler": lambda: StatefulDistributedSampler(LENGTH, 1, 0, seed=99),
     "loader": lambda: StatefulLoader(list(range(LENGTH)), sampler=SequentialOrder(LENGTH - 1), drop_last=True),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "law"),
-    [(name, law) for name in IMPLEMENTERS for law in LAWS if law in OF_ALL or name in STOPPED_EVERYWHERE],
-)
-def test_every_implementer_obeys_every_law(name: str, law: str) -> None:
-    options: dict[str, Any] = {"stops": "every" if name in STOPPED_EVERYWHERE else "spread"}
-    if law == "rank-free":
-        options["drop_last"] = "tail dropped" in name
-        options["resize"] = () if name in STEPS_OF_SEVERAL_SOURCES else (1, 3, 4)
-    if law == "not configuration":
-        options["make_other"] = OTHERS["loader" if name.startswith("loader") else "sampler"]
-    LAWS[law](IMPLEMENTERS[name], **options)
+@pytest.mark.parametrize("name", IMPLEMENTERS)
+def test_every_implementer_obeys_every_law(name: str) -> None:
+    make = Recorder(IMPLEMENTERS[name])
+    everywhere = name in STOPPED_EVERYWHERE
+    options: dict[str, dict[str, Any]] = {law: {"stops": "every" if everywhere else "spread"} for law in LAWS}
+    options["rank-free"]["drop_last"] = "tail dropped" in name
+    options["rank-free"]["resize"] = () if name in STEPS_OF_SEVERAL_SOURCES else (1, 3, 4)
+    options["not configuration"]["make_other"] = OTHERS["loader" if name.startswith("loader") else "sampler"]
+    for law in LAWS if everywhere else ("echo", "rank-free"):
+        LAWS[law](make, **options[law])
 
 
 def test_a_loader_with_two_workers_obeys_the_laws_on_resuming() -> None:
-    make = a_loader(7, batch_size=2, shuffle=True, num_workers=2)
-
+    make = Recorder(a_loader(7, batch_size=2, shuffle=True, num_workers=2))
     for law in ("fresh", "suffix", "echo"):
         LAWS[law](make, num_epochs=1, stops=[1])
 
 
-def test_each_sampler_and_loader_refuses_every_single_other_setting() -> None:
-    make = a_loader(batch_size=3, shuffle=True)
-    others: list[Callable[[], Any]] = [
-        lambda: StatefulLoader(list(range(LENGTH)), batch_size=3, shuffle=True, seed=1),
-        lambda: StatefulLoader(list(range(LENGTH)), batch_size=3, shuffle=False),
-        lambda: StatefulLoader(list(range(LENGTH)), batch_size=3, shuffle=True, drop_last=True),
-        lambda: StatefulLoader(list(range(LENGTH + 1)), batch_size=3, shuffle=True),
-        lambda: StatefulLoader(list(range(LENGTH)), sampler=RandomSampler(range(LENGTH), num_samples=LENGTH - 1)),
-        lambda: StatefulLoader(list(range(LENGTH)), sampler=RandomSampler(range(LENGTH), replacement=True)),
-        lambda: StatefulLoader(list(range(LENGTH)), sampler=BlockShuffledOrder(LENGTH)),
-    ]
+REFUSALS: dict[str, tuple[Make, list[Callable[[], Any]]]] = {
+    "loader": (
+        a_loader(batch_size=3, shuffle=True),
+        [
+            lambda: StatefulLoader(list(range(LENGTH)), batch_size=3, shuffle=True, seed=1),
+            lambda: StatefulLoader(list(range(LENGTH)), batch_size=3, shuffle=False),
+            lambda: StatefulLoader(list(range(LENGTH)), batch_size=3, shuffle=True, drop_last=True),
+            lambda: StatefulLoader(list(range(LENGTH + 1)), batch_size=3, shuffle=True),
+            lambda: StatefulLoader(list(range(LENGTH)), sampler=RandomSampler(range(LENGTH), num_samples=LENGTH - 1)),
+            lambda: StatefulLoader(list(range(LENGTH)), sampler=RandomSampler(range(LENGTH), replacement=True)),
+            lambda: StatefulLoader(list(range(LENGTH)), sampler=BlockShuffledOrder(LENGTH)),
+        ],
+    ),
+    "round robin": (round_robin(), [partial(round_robin(**options), 1, 0) for options in ROUND_ROBINS]),
+    "loader, round robin": (
+        over_sources(round_robin()),
+        [partial(over_sources(round_robin(**options)), 1, 0) for options in ROUND_ROBINS],
+    ),
+    "mixture": (
+        a_mixture(**WEIGHTED),
+        [partial(a_mixture(**{**WEIGHTED, **options}), 1, 0) for options in MIXTURES],
+    ),
+    "other sources, in turn": (round_robin(), [partial(RoundRobinBatchSampler, other, 2) for other in OTHER_SOURCES]),
+    "other sources, mixed": (a_mixture(), [partial(MixtureBatchSampler, other, 2) for other in OTHER_SOURCES]),
+    "buckets": (buckets(), [partial(buckets(**options), 1, 0) for options in BUCKETS]),
+    "loader, buckets": (
+        over_lengths(buckets()),
+        [partial(over_lengths(buckets(**options)), 1, 0) for options in BUCKETS],
+    ),
+    "boundaries": (
+        buckets(num_buckets=None, boundaries=[4, 9, 16]),
+        [partial(buckets(num_buckets=None, boundaries=other), 1, 0) for other in ([4, 10, 16], [4, 9, 17])],
+    ),
+    "cost": (
+        buckets(max_tokens=80, cost=QuadraticCost(8)),
+        [partial(buckets(max_tokens=80, cost=QuadraticCost(9)), 1, 0)],
+    ),
+    "other lengths": (buckets(), [partial(buckets(lengths), 1, 0) for lengths in OTHER_LENGTHS]),
+}
 
+
+@pytest.mark.parametrize(("make", "others"), REFUSALS.values(), ids=REFUSALS)
+def test_every_single_other_setting_is_refused(make: Make, others: list[Callable[[], Any]]) -> None:
+    recorder = Recorder(make)
     for other in others:
-        LAWS["not configuration"](make, make_other=other, stops="spread")
-
-
-def test_a_round_robin_refuses_every_single_other_setting() -> None:
-    for make in (round_robin(), over_sources(round_robin())):
-        around = over_sources if isinstance(make(1, 0), StatefulLoader) else lambda other: other
-        for options in ROUND_ROBINS:
-            other = around(round_robin(**options))
-            LAWS["not configuration"](make, make_other=lambda other=other: other(1, 0), num_epochs=1, stops=[0, 3])
-
-
-def test_a_mixture_refuses_every_single_other_setting() -> None:
-    base: dict[str, Any] = {"weights": [3, 2, 1], "token_lengths": TOKENS}
-    make = a_mixture(**base)
-    for options in MIXTURES:
-        other = a_mixture(**{**base, **options})
-        LAWS["not configuration"](make, make_other=lambda other=other: other(1, 0), num_epochs=1, stops=[0, 3])
-
-
-@pytest.mark.parametrize("lengths", [{"a": 5, "b": 11, "d": 8}, {"a": 5, "b": 12, "c": 8}, {"a": 5, "b": 11}])
-def test_a_batch_sampler_refuses_other_sources(lengths: dict[str, int]) -> None:
-    for kind in (RoundRobinBatchSampler, MixtureBatchSampler):
-        LAWS["not configuration"](
-            lambda num_replicas, rank, kind=kind: kind(SOURCES, 2, num_replicas=num_replicas, rank=rank),
-            make_other=lambda kind=kind: kind(lengths, 2),
-            num_epochs=1,
-            stops=[0, 3],
-        )
-
-
-@pytest.mark.parametrize("options", BUCKETS, ids=str)
-def test_buckets_refuse_every_single_other_setting(options: dict[str, Any]) -> None:
-    for around in (lambda make: make, over_lengths):
-        other = around(buckets(**options))
-        LAWS["not configuration"](around(buckets()), make_other=lambda other=other: other(1, 0), stops=[0, 3])
-
-
-@pytest.mark.parametrize(
-    ("base", "options"),
-    [
-        ({"boundaries": [4, 9, 16]}, {"boundaries": [4, 10, 16]}),
-        ({"boundaries": [4, 9, 16]}, {"boundaries": [4, 9, 17]}),
-        ({"max_tokens": 80, "cost": QuadraticCost(8)}, {"cost": QuadraticCost(9)}),
-    ],
-    ids=str,
-)
-def test_what_decides_about_batches_is_compared_value_by_value(base: dict[str, Any], options: dict[str, Any]) -> None:
-    make, other = (buckets(**{"num_buckets": None, **chosen}) for chosen in (base, {**base, **options}))
-    LAWS["not configuration"](make, make_other=lambda: other(1, 0), num_epochs=1, stops=[0, 3])
-
-
-@pytest.mark.parametrize("lengths", OTHER_LENGTHS.values(), ids=OTHER_LENGTHS)
-def test_buckets_refuse_other_lengths(lengths: list[int]) -> None:
-    LAWS["not configuration"](buckets(), make_other=lambda: buckets(lengths)(1, 0), num_epochs=1, stops=[0, 3])
+        LAWS["not configuration"](recorder, make_other=other, num_epochs=1, stops=[0, 3])
 
 
 def test_the_same_lengths_of_another_type_are_not_refused() -> None:

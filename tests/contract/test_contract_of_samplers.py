@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -25,7 +26,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as 
 
 from lightning_stateful.loaders import StatefulLoader, take_over
 from lightning_stateful.samplers import DDPSamplerWrapper
-from lightning_stateful.testing import LAWS
+from lightning_stateful.testing import LAWS, Recorder
 
 Make = Callable[[int, int], Any]
 
@@ -131,18 +132,9 @@ OVER_LOADERS: dict[str, Make] = {
     ),
 }
 IMPLEMENTERS = {**WRAPPERS, **OVER_LOADERS}
-# Those that are stopped after every item, one of each way; the others at the ends of epochs and within them.
+# One of each way obeys all laws wherever it is stopped; the others go on on as many and on other ranks from a spread of
+# stops, and give back the state they have loaded.
 STOPPED_EVERYWHERE = ("wrapper, without len", "wrapper, own state", "patched, class balanced", "patched, own state")
-# Only these show what depends on the class of ours alone: how a state is loaded and what it looks like.
-OF_EACH_CLASS = (
-    *STOPPED_EVERYWHERE,
-    "wrapper, names",
-    "wrapper, batches without len",
-    "patched, without len",
-    "loader, wrapper as sampler",
-    "loader, wrapper as batch sampler",
-)
-OF_ALL = ("suffix", "echo", "rank-free")
 
 
 def another(name: str) -> Any:
@@ -168,17 +160,16 @@ def settings_of(source: Any) -> dict[str, Any]:
     return {"length": len(source) if sized else None, **held}
 
 
-@pytest.mark.parametrize(
-    ("name", "law"), [(name, law) for name in IMPLEMENTERS for law in LAWS if law in OF_ALL or name in OF_EACH_CLASS]
-)
-def test_every_sampler_that_is_not_ours_obeys_every_law(name: str, law: str) -> None:
-    options: dict[str, Any] = {"stops": "every" if name in STOPPED_EVERYWHERE else "spread"}
-    if law == "rank-free":
-        options = {"resize": (1, 3), "key": samples_of, "drop_last": "tail dropped" in name, "stops": "spread"}
-        options["num_epochs"] = 2 if name in STOPPED_EVERYWHERE else 1
-    if law == "not configuration":
-        options = {"make_other": lambda: another(name), "settings": settings_of, "stops": "spread"}
-    LAWS[law](IMPLEMENTERS[name], **options)
+@pytest.mark.parametrize("name", IMPLEMENTERS)
+def test_every_sampler_that_is_not_ours_obeys_every_law(name: str) -> None:
+    make = Recorder(IMPLEMENTERS[name])
+    everywhere = name in STOPPED_EVERYWHERE
+    options: dict[str, dict[str, Any]] = {law: {"stops": "every" if everywhere else "spread"} for law in LAWS}
+    options["rank-free"] = {"resize": (1, 3), "key": samples_of, "drop_last": "tail dropped" in name, "stops": "spread"}
+    options["rank-free"]["num_epochs"] = 2 if everywhere else 1
+    options["not configuration"] = {"make_other": lambda: another(name), "settings": settings_of, "stops": [0, 3]}
+    for law in LAWS if everywhere else ("echo", "rank-free"):
+        LAWS[law](make, **options[law])
 
 
 @pytest.mark.parametrize("name", ["own state", "batches without len"])
@@ -190,27 +181,18 @@ def test_with_two_workers_a_patched_loader_obeys_the_laws_on_resuming(name: str)
             options = {"batch_sampler": loader.batch_sampler}
         return take_over(DataLoader(loader.dataset, num_workers=2, **options), num_replicas=num_replicas, rank=rank)
 
+    recorder = Recorder(make)
     for law in ("suffix", "echo"):
-        LAWS[law](make, num_epochs=1, stops=[3])
+        LAWS[law](recorder, num_epochs=1, stops=[3])
 
 
-WORDS_OF_A_WRAPPER: list[dict[str, Any]] = [{"seed": 1}, {"tail": "drop"}, {"length": 5}, {"length": "unknown"}]
-
-
-@pytest.mark.parametrize("options", WORDS_OF_A_WRAPPER, ids=str)
-def test_a_wrapper_refuses_every_single_other_setting(options: dict[str, Any]) -> None:
-    def other() -> Any:
-        return wrapped(ShuffledBatches, **options)(1, 0)
-
-    LAWS["not configuration"](wrapped(ShuffledBatches), make_other=other, settings=settings_of, stops="spread")
-
-
-@pytest.mark.parametrize("name", sorted({*PERMUTATIONS, *DRAWS, *BATCHED} - {"global random"}))
-def test_a_wrapper_refuses_the_state_of_another_sampler(name: str) -> None:
-    def other() -> Any:
-        return wrapped(SAMPLERS[name])(1, 0)
-
-    LAWS["not configuration"](wrapped(GlobalRandom), make_other=other, settings=settings_of, num_epochs=1, stops=[0, 3])
+def test_a_wrapper_refuses_every_other_setting_and_sampler() -> None:
+    settings: list[dict[str, Any]] = [{"seed": 1}, {"tail": "drop"}, {"length": 5}, {"length": "unknown"}]
+    others = [partial(wrapped(ShuffledBatches, **options), 1, 0) for options in settings]
+    others += [partial(wrapped(SAMPLERS[name]), 1, 0) for name in set(SAMPLERS) - {"shuffled batches"}]
+    recorder = Recorder(wrapped(ShuffledBatches))
+    for other in others:
+        LAWS["not configuration"](recorder, make_other=other, settings=settings_of, num_epochs=1, stops=[0, 2])
 
 
 @pytest.mark.parametrize("name", ["wrapper, without len", "patched, without len"])
