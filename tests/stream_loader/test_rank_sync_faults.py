@@ -16,8 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from support.rank_threads import Say, TurnsStore, check_run, end, in_threads, open_sync, small, walk, with_large
+from support.rank_threads import Say, TurnsStore, check_run, in_threads, open_sync, small, walk, with_large
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from lightning_stateful.errors import StreamError
@@ -26,7 +25,7 @@ PATIENCE = timedelta(seconds=30)
 
 
 class TestFailures:
-    @pytest.mark.parametrize("seed", range(8))
+    @pytest.mark.parametrize("seed", range(4))
     @pytest.mark.parametrize("group_size", [1, 3])
     def test_all_ranks_break_off_at_the_same_step(self, group_size: int, seed: int) -> None:
         store = TurnsStore(3, seed, [1 + 30 * (seed % 3 == rank) for rank in range(3)])
@@ -52,7 +51,7 @@ class TestFailures:
         text = f"The stream of rank 2 broke off before step {last}: no such file"
         assert store.run(body, body, body) == [(list(range(last)), text)] * 3
 
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", range(2))
     def test_before_the_first_batch_wake_all(self, seed: int) -> None:
         store = TurnsStore(2, seed)
 
@@ -67,7 +66,7 @@ class TestFailures:
             assert isinstance(error, StreamError)
             assert "rank 1 broke off before step 0: no shard" in str(error)
 
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", range(3))
     def test_of_several_the_first_step_counts(self, seed: int) -> None:
         store = TurnsStore(3, seed)
 
@@ -134,15 +133,9 @@ class TestTimeouts:
         assert isinstance(error, StreamError)
         assert "ranks [1] of 2 have not come" in str(error) or "- rank 1: " in str(error)
 
-    @pytest.mark.parametrize("rank", [0, 1])
-    def test_ranks_that_do_not_come_are_named(self, rank: int) -> None:
-        sync = open_sync(HashStore(), 3, rank, timeout=0.1)
-        sync.publish_end([])
-        with pytest.raises(StreamError, match=rf"ranks \[{1 - rank}, 2\] of 3 have not come"):
-            sync.happens(0)
-
     def test_ctrl_c_ends_a_wait(self) -> None:
-        sync = open_sync(HashStore(), 2, 0, timeout=100)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sync = open_sync(HashStore(), 2, 0, timeout=20)
         sync.publish_end([])
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -161,14 +154,6 @@ class TestRestarts:
         store = TurnsStore(3, seed, inner=inner)
         for _ in range(2):
             check_run([9, 8, 10], store=store)
-
-    @pytest.mark.parametrize("num_requests", range(1, 9))
-    def test_who_died_while_it_met_the_others_is_not_taken_for_its_successor(self, num_requests: int) -> None:
-        # Ranks 0 and 1 find what the first process of rank 2 has left before the second one has begun.
-        first = TurnsStore(3)
-        first.dies = {2: num_requests}
-        first.run(lambda rank: None, lambda rank: None, lambda rank: walk(open_sync(first, 3, rank, timeout=0.01), 3))
-        check_run([5, 6, 7], store=TurnsStore(3, weights=[60, 20, 1], inner=first.inner))
 
     def test_a_rank_that_is_started_anew_alone_is_refused_and_the_others_time_out(self) -> None:
         store = TurnsStore(2)
@@ -225,13 +210,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 
 class TestProcesses:
-    """The other rank is a process that initializes a process group; where it is killed, it stands at step 3."""
-
-    def test_two_process_groups_one_after_the_other_on_the_same_store(self) -> None:
-        server = TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
-        with started("rank 0", server.port) as first, started("rank 1", server.port) as second:
-            said = [process.communicate(timeout=60)[0].split("\n")[-2] for process in (first, second)]
-        assert [json.loads(line) for line in said] == [[[5, [end(0, 5), small(1, 5)]]] * 4] * 2
+    """The other rank is a process that is killed at step 3."""
 
     def test_a_rank_that_is_killed_is_named(self) -> None:
         server = TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
@@ -262,21 +241,6 @@ class TestProcesses:
                 walk(open_sync(store, 2, 1, timeout=1000.0), 10**6, each=each)
 
 
-def read_runs(rank: int, port: int) -> None:
-    """A rank that reads two runs in each of two process groups."""
-    server, said = TCPStore("127.0.0.1", port, None, False, PATIENCE), []
-    for group in range(2):
-        # Other keys for gloo, which does not bear what an earlier group has left.
-        dist.init_process_group("gloo", store=PrefixStore(f"{group}", server), rank=rank, world_size=2)
-        store = PrefixStore("", server)
-        for _ in range(2):
-            sync = open_sync(store, 2, rank)
-            said.append([stop := walk(sync, 5 + rank), sync.final_records(stop)])
-        dist.barrier()
-        dist.destroy_process_group()
-    print(json.dumps(said))
-
-
 def read_to_step_3(role: str, port: int) -> None:
     """Rank 0 with the server, or rank 1: goes to step 3, says so, and is killed."""
     store = TCPStore("127.0.0.1", port, None, role == "server", PATIENCE, wait_for_workers=False)
@@ -292,7 +256,4 @@ def read_to_step_3(role: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1].startswith("rank"):
-        read_runs(int(sys.argv[1][-1]), int(sys.argv[2]))
-    else:
-        read_to_step_3(sys.argv[1], int(sys.argv[2]))
+    read_to_step_3(sys.argv[1], int(sys.argv[2]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
@@ -37,12 +36,6 @@ class TestEncoding:
             assert "\n" not in text.text
             before = complete(told.encode_changes(state), before)
             assert before == text
-
-    def test_a_state_is_left_as_it_is(self) -> None:
-        state = with_large(3)
-        before = copy.deepcopy(state)
-        StateEncoder().encode(state)
-        assert state == before
 
     @pytest.mark.parametrize("large", [LARGE, list(range(1000)), "x" * 2000])
     def test_what_is_large_under_the_key_state_is_taken_out(self, large: Any) -> None:
@@ -83,8 +76,3 @@ class TestChanges:
         encoder = StateEncoder()
         states = [with_large(step, [step // 3] * 1000) for step in range(7)]
         assert [new_pieces(encoder.encode_changes(state)) for state in states] == [1, 0, 0, 1, 0, 0, 1]
-
-    def test_of_states_without_large_parts_are_forgotten(self) -> None:
-        encoder = StateEncoder()
-        states = [with_large(0), with_large(1, None), with_large(2)]
-        assert [new_pieces(encoder.encode_changes(state)) for state in states] == [1, 0, 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -85,57 +84,39 @@ def of_tokens(make_dataset: Case, **options: Any) -> Case:
 
 # Hugging Face leaves csv files open where they are not read to their end.
 FILES = ("parquet", "arrow", "json", "text")
-STOPS = ("all_exhausted", "first_exhausted", "cycle")
-CHUNKS: dict[str, Case] = {
-    "shuffled": of(chunks),
-    "in order": of(partial(chunks, shuffle=False)),
-    "one chunk": of(partial(chunks, (17,))),
-    "one block": of(partial(chunks, buffer_size=1000), batch_size=3),
+
+
+SHUFFLED = of(chunks)
+SMALL: dict[str, Any] = {"batch_size": 4, "drop_last": True}
+CASES: dict[str, Case] = {
+    "shuffled": SHUFFLED,
+    "in order": of(partial(chunks, shuffle=False), batch_size=3),
+    "one chunk in one block": of(partial(chunks, (17,), buffer_size=1000)),
     "more batches than samples": of(partial(chunks, (1, 0, 1, 0)), batch_size=4),
-    "drop_last": of(chunks, batch_size=4, drop_last=True),
-    "drop_last, less than a batch in a pass": of(partial(chunks, (1, 0, 2)), batch_size=5, drop_last=True),
-    "one by one": of(chunks, batch_size=None),
+    "drop_last": of(chunks, **SMALL),
+    "drop_last, less than a batch in a pass": of(partial(chunks, (1, 0, 2)), **SMALL),
     "one by one, collate draws": of(chunks, batch_size=None, collate_fn=drawn),
-    "draws": of(partial(chunks, transform=drawn)),
-    "collate draws": of(partial(chunks, transform=drawn), collate_fn=all_drawn, batch_size=3),
+    "draws": of(partial(chunks, transform=drawn), collate_fn=all_drawn, batch_size=3),
     "map and filter": of(lambda: chunks().map(drawn).map(lambda found: found[0]).filter(is_even).map(drawn)),
-    "windows": of(lambda: chunks().windowed(3, 2), batch_size=3),
-    "running state": of(lambda: chunks().recurrent(total_of, 5)),
-    "steps of an epoch": of(chunks, steps_per_epoch=5),
+    "running windows": of(lambda: chunks().recurrent(total_of, 5).windowed(3, 2), batch_size=3),
     "one step an epoch": of(chunks, steps_per_epoch=1),
     "epochs of several passes": of(chunks, steps_per_epoch=29, batch_size=3),
-    "steps, drop_last": of(chunks, steps_per_epoch=4, drop_last=True, batch_size=5),
+    "steps, drop_last": of(chunks, steps_per_epoch=4, **SMALL),
     "tokens": of_tokens(chunks),
-    "tokens in steps": of_tokens(partial(chunks, transform=None), steps_per_epoch=4),
-}
-MIXED: dict[str, Case] = {
-    **{f"{stop} by {by}": of(partial(mixed, stop=stop, by=by)) for by in ("batch", "sample") for stop in STOPS},
-    "weights": of(partial(mixed, weights={"one": 3, "two": 1}, temperature=2), batch_size=3),
-    "weights by sample": of(partial(mixed, weights=[1, 2], by="sample"), batch_size=4, drop_last=True),
-    "weights in steps": of(partial(mixed, weights=[1, 2], stop="cycle"), steps_per_epoch=6),
+    "tokens in steps": of_tokens(chunks, steps_per_epoch=4),
+    **{f"mixed, {stop}": of(partial(mixed, stop=stop)) for stop in ("all_exhausted", "first_exhausted", "cycle")},
+    "mixed by sample": of(partial(mixed, stop="cycle", weights=[1, 2], by="sample"), **SMALL),
+    "mixed in steps": of(partial(mixed, weights={"one": 3, "two": 1}, temperature=2), steps_per_epoch=6),
+    "mixed tokens": of_tokens(partial(mixed, weights=[2, 1])),
     "a source gives nothing": of(lambda: MixedStream([chunks(), chunks((0, 0), 100)], stop="cycle"), batch_size=4),
     "a source gives no full batch": of(
-        lambda: MixedStream([chunks((2, 9)), chunks((1, 2), 100), chunks((4, 3), 200)], stop="cycle"),
-        batch_size=4,
-        drop_last=True,
+        lambda: MixedStream([chunks((2, 9)), chunks((1, 2), 100), chunks((4, 3), 200)], stop="cycle"), **SMALL
     ),
-    "a source has less than a batch, by sample": of(
-        lambda: MixedStream([chunks((2, 9)), chunks((1,), 100)], stop="cycle", by="sample", weights=[3, 1]),
-        batch_size=4,
-        drop_last=True,
-    ),
-    "mixed tokens": of_tokens(partial(mixed, weights=[2, 1])),
-    "mixed, drop_last": of(mixed, drop_last=True, batch_size=5),
-}
-OWN: dict[str, Case] = {
     "a state of its own": of(Remembers, batch_size=3),
-    "a state of its iterator": of(RemembersWhereItReads, batch_size=3),
-    "no state": of(Divided, batch_size=3),
-    "a state, one by one": of(Remembers, batch_size=None),
+    "a state of its iterator": of(RemembersWhereItReads, batch_size=None),
     "a state, in steps": of(Remembers, steps_per_epoch=5),
     "no state, collate draws": of(Divided, collate_fn=all_drawn),
 }
-CASES = {**CHUNKS, **MIXED, **OWN}
 
 
 @pytest.fixture(autouse=True)
@@ -153,15 +134,12 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     more, rows = files["parquet"], files["json"]
     made = {
         **{f"{kind} files": dataset for kind, dataset in files.items()},
-        "map": more.map(hf_streams.plus),
         "map that draws": more.map(hf_streams.draw),
         "batched map": rows.map(hf_streams.twice, batched=True, batch_size=3, remove_columns=["text"]),
         "batched map that draws": more.map(hf_streams.draw_batch, batched=True, batch_size=3),
-        "filter": more.filter(hf_streams.of_three),
         "concatenated": datasets.concatenate_datasets([more, other]),
         "interleaved": datasets.interleave_datasets([more.take(20), other], seed=5, probabilities=[0.7, 0.3]),
-        "shuffle buffer": more.shuffle(seed=2, buffer_size=4),
-        "shuffle buffer, map": more.map(hf_streams.plus).shuffle(seed=2, buffer_size=100),
+        "shuffle buffer": more.map(hf_streams.plus).shuffle(seed=2, buffer_size=4),
     }
     return {name: of(lambda dataset=dataset: dataset, collate_fn=plain) for name, dataset in made.items()}
 
@@ -169,22 +147,19 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 @pytest.mark.filterwarnings("ignore:.*has given no batch in an epoch")
 @pytest.mark.parametrize("name", CASES)
 def test_a_chain_of_stops_at_random_moments_is_exact(name: str) -> None:
-    for seed in range(3):
-        assert_goes_on(CASES[name], random_legs(seed))
+    assert_goes_on(CASES[name], random_legs(len(name)))
 
 
 HUGGING_FACE = [
     *(f"{kind} files" for kind in FILES),
-    *("map", "map that draws", "batched map", "batched map that draws", "filter", "concatenated", "interleaved"),
-    *("shuffle buffer", "shuffle buffer, map"),
+    *("map that draws", "batched map", "batched map that draws", "concatenated", "interleaved", "shuffle buffer"),
 ]
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_a_stream_of_hugging_faces_goes_on_exactly(hugging_face: dict[str, Case], name: str) -> None:
     make = hugging_face[name]
-    assert_goes_on(make, random_legs(len(name)), total=25)
-    assert_goes_on(partial(make, drop_last=True, batch_size=4), [3, 5, 1], total=14)
+    assert_goes_on(partial(make, drop_last=True), [4, 0, 8, 1, 3], total=25)
     assert_goes_on(partial(make, batch_size=None, steps_per_epoch=7), [6, 2, 7, 11], total=28)
 
 
@@ -218,18 +193,7 @@ def test_any_configuration_goes_on_exactly_on_any_number_of_workers(data: st.Dat
         assert_goes_on(make, legs, total=24)
 
 
-@pytest.mark.parametrize(
-    "name", ["shuffled", "drop_last", "steps of an epoch", "tokens", "weights", "a state of its own"]
-)
-def test_the_audit_finds_nothing(name: str) -> None:
-    make = CASES[name]
-
-    result = check_resume(lambda ranks, rank: make(num_replicas=ranks, rank=rank), stops="every", chain=(1, 0, 3, 2))
-
-    assert result, result
-
-
-@pytest.mark.parametrize("name", ["shuffled", "drop_last", "mixed tokens", "no state"])
+@pytest.mark.parametrize("name", ["drop_last", "no state, collate draws"])
 def test_told_the_epoch_or_not_a_run_is_the_same(name: str) -> None:
     make = CASES[name]
     expected, _ = observe(make, 40)
@@ -245,7 +209,7 @@ def test_told_the_epoch_or_not_a_run_is_the_same(name: str) -> None:
 
 
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
-    loader = CHUNKS["shuffled"]()
+    loader = SHUFFLED()
     iterator = iter(loader)
     for _ in range(12):
         next(iterator)
@@ -257,14 +221,12 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
     assert saved(loader) == after_the_last
     iter(loader)
     assert saved(loader) == after_the_last
-    assert [END, *islice(steps(loaded(CHUNKS["shuffled"](), after_the_last)), 20)] == observe(CHUNKS["shuffled"], 33)[
-        0
-    ][12:]
+    assert [END, *islice(steps(loaded(SHUFFLED(), after_the_last)), 20)] == observe(SHUFFLED, 33)[0][12:]
 
 
 def test_an_iterator_goes_on_where_a_state_was_loaded_meanwhile() -> None:
-    items, states = observe(CHUNKS["shuffled"], 8)
-    loader = CHUNKS["shuffled"]()
+    items, states = observe(SHUFFLED, 8)
+    loader = SHUFFLED()
     iterator = iter(loader)
     next(iterator)
     loader.load_state_dict(states[6])
@@ -284,21 +246,9 @@ def test_a_pass_that_is_broken_off_begins_again_where_it_began(how: dict[str, An
             assert saved(loader) == states[at + count]
 
 
-@pytest.mark.parametrize("at", [3, 31])
-def test_a_pass_that_is_broken_off_late_begins_again_where_it_began(at: int) -> None:
-    def make() -> Any:
-        return stream_loader(chunks((20, 20, 20, 20)), steps_per_epoch=30)
-
-    items, states = observe(make, 60)
-    loader = loaded(make(), states[at])
-    assert list(islice(map(plain, loader), 20)) == items[at : at + 20]
-
-    assert list(islice(map(plain, loader), 20)) == items[at : at + 20]
-
-
 def test_an_iterator_takes_nothing_from_the_one_that_was_begun_after_it() -> None:
-    items, states = observe(CHUNKS["shuffled"], 9)
-    loader = CHUNKS["shuffled"]()
+    items, states = observe(SHUFFLED, 9)
+    loader = SHUFFLED()
     first = iter(loader)
     next(first)
     second = iter(loader)
@@ -314,8 +264,8 @@ def test_an_iterator_takes_nothing_from_the_one_that_was_begun_after_it() -> Non
 
 
 def test_set_epoch_keeps_a_place_in_that_epoch_and_leaves_any_other() -> None:
-    items, states = observe(CHUNKS["shuffled"], 30)
-    loader = loaded(CHUNKS["shuffled"](), states[17])
+    items, states = observe(SHUFFLED, 30)
+    loader = loaded(SHUFFLED(), states[17])
     loader.set_epoch(1)
     assert saved(loader) == states[17]
 
@@ -353,33 +303,6 @@ def test_without_seeded_samples_the_process_keeps_its_randomness() -> None:
     assert found[0] != read()
 
 
-def spoil(data: Any) -> None:
-    """Change all that can be changed in plain data."""
-    values = list(data.values() if isinstance(data, dict) else data)
-    for value in values:
-        if isinstance(value, (dict, list)):
-            spoil(value)
-    if isinstance(data, list):
-        data.append("spoiled")
-    else:
-        data.update({key: "spoiled" for key, value in data.items() if not isinstance(value, (dict, list))})
-
-
-@pytest.mark.parametrize("name", ["shuffled", "running state", "mixed, drop_last", "a state of its own"])
-def test_whoever_changes_a_state_changes_no_loader(name: str) -> None:
-    items, states = observe(CASES[name], 12)
-    loader, again = CASES[name](), CASES[name]()
-    iterator = steps(loader)
-    assert list(islice(iterator, 5)) == items[:5]
-    spoil(loader.state_dict())
-    given = copy.deepcopy(states[5])
-    again.load_state_dict(given)
-    spoil(given)
-
-    assert saved(loader) == saved(again) == states[5]
-    assert list(islice(iterator, 5)) == list(islice(steps(again), 5)) == items[5:10]
-
-
 OTHERS: dict[str, Callable[[], Any]] = {
     "seed: saved 3, now 4": lambda: stream_loader(chunks(seed=4)),
     "batch_size: saved 2, now 3": lambda: stream_loader(chunks(), batch_size=3),
@@ -396,7 +319,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_state_of_another_stream_is_refused_and_changes_nothing(what: str) -> None:
-    _, states = observe(CHUNKS["shuffled"], 5)
+    _, states = observe(SHUFFLED, 5)
     other = OTHERS[what]()
     expected, own = observe(OTHERS[what], 9)
     assert list(islice(map(plain, other), 2)) == expected[:2]
@@ -408,7 +331,7 @@ def test_a_state_of_another_stream_is_refused_and_changes_nothing(what: str) -> 
 
 
 def test_an_accepted_difference_that_shards_do_not_allow_is_named() -> None:
-    _, states = observe(CHUNKS["shuffled"], 5)
+    _, states = observe(SHUFFLED, 5)
     fewer = stream_loader(chunks(SIZES[:2]), accept=("dataset",))
     expected, own = observe(lambda: stream_loader(chunks(SIZES[:2])), 6)
     assert list(islice(steps(fewer), 1)) == expected[:1]
@@ -416,13 +339,3 @@ def test_an_accepted_difference_that_shards_do_not_allow_is_named() -> None:
     with pytest.raises(StateMismatchError, match=r"The loader's state(.|\n)*saved 6, now 2.*Within a pass this cannot"):
         fewer.load_state_dict(states[5])
     assert saved(fewer) == own[1]
-
-
-def test_a_dataset_of_hugging_faces_stays_as_it_is(hugging_face: dict[str, Case]) -> None:
-    make = hugging_face["map that draws"]
-    dataset = make().dataset
-    before = [dict(row, drawn=None) for row in dataset], dataset.state_dict()
-    for _ in islice(steps(make()), 5):
-        pass
-
-    assert ([dict(row, drawn=None) for row in dataset], dataset.state_dict()) == before

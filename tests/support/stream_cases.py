@@ -8,7 +8,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.stream_loader import StreamLoader, StreamOptions
 from lightning_stateful.streams import Stream
 from lightning_stateful.streams.length_batching import LengthBatcher
-from lightning_stateful.streams.source import Step
 from lightning_stateful.streams.worker_slot import StreamConfig
 
 # What a pass over a loader ends with.
@@ -79,11 +77,10 @@ def length_of(number: int) -> int:
     return 1 + number * 7 % 9
 
 
-def budgeted(stream: Stream, window: int = 7) -> StreamConfig:
+def budgeted(stream: Stream, window: int = 7, length: Callable[[int], int] = length_of) -> StreamConfig:
     """The configuration that ``StreamDataModule(max_tokens=12)`` makes of a stream."""
-    step = Step(LengthBatcher, {"window": window, "budget": Budget(max_tokens=12), "length": length_of})
-    sources = {name: replace(source, steps=(*source.steps, step)) for name, source in stream.sources.items()}
-    return StreamConfig(sources=sources, mixing=stream.mixing, batch_size=None)
+    cut = stream.then(LengthBatcher, window=window, budget=Budget(max_tokens=12), length=length)
+    return cut.config(batch_size=None)
 
 
 def rank_and_ranks() -> tuple[int, int]:
