@@ -15,7 +15,7 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.stream_loader.options import Replay, StreamOptions
 from lightning_stateful.streams.hugging_face import HuggingFaceShards
-from lightning_stateful.streams.length_batching import LengthBatcher
+from lightning_stateful.streams.read_ahead import LengthBatcher
 from lightning_stateful.streams.shard_reader import OnError
 from lightning_stateful.streams.source import Source, Step
 from lightning_stateful.streams.stream import Stream, as_stream

@@ -15,9 +15,8 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.streams.nodes import NodeState, StreamNode
+from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode
 from lightning_stateful.streams.shard_reader import OnError
-from lightning_stateful.streams.shards import Shards
 from lightning_stateful.streams.source import Source, Step
 from lightning_stateful.streams.stream import Stream
 from lightning_stateful.streams.transforms import MapNode

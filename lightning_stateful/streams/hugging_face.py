@@ -20,8 +20,7 @@ from torch.utils.data import get_worker_info
 from lightning_stateful.errors import ConfigurationError, DamagedStateError
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams import hugging_face_pipelines as pipelines
-from lightning_stateful.streams.nodes import NodeState, StreamNode
-from lightning_stateful.streams.shards import Shards
+from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode
 
 _NUM_NAMES = 3
 _SECONDS_TO_EXIT = 1.0

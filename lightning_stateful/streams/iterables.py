@@ -17,8 +17,7 @@ from torchdata.nodes import BaseNode
 from lightning_stateful.samplers.fast_forward import digest
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams.node_shards import draws_orders
-from lightning_stateful.streams.nodes import NodeState, StreamNode
-from lightning_stateful.streams.shards import Shards
+from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode
 
 # Samples by which a pass is told from others, and what of each counts.
 _NUM_FIRST = 8

@@ -28,8 +28,7 @@ from lightning_stateful.errors import ConfigurationError, StateError
 from lightning_stateful.samplers.rng_isolation import IsolatedCopy
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams import nodes
-from lightning_stateful.streams.nodes import NodeState, StreamNode, sources_of
-from lightning_stateful.streams.shards import Shards
+from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode, sources_of
 
 # torchdata 0.10 has none.
 _Unbatcher: Any = getattr(torchdata.nodes, "Unbatcher", Batcher)

@@ -13,8 +13,7 @@ from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams.nodes import NodeState, StreamNode, close, reset_to, skip, state_of
-from lightning_stateful.streams.shards import Shards
+from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode, close, reset_to, skip, state_of
 
 OnError = Literal["raise", "skip"]
 

@@ -16,10 +16,9 @@ from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.streams.assignment import ShardSlice, SharedReader, SlotSlice
-from lightning_stateful.streams.nodes import StreamNode
+from lightning_stateful.streams.nodes import Shards, StreamNode
+from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import OnError, ShardReader, check_on_error
-from lightning_stateful.streams.shards import Shards
-from lightning_stateful.streams.shuffle import BlockShuffle
 
 
 @dataclass(frozen=True)

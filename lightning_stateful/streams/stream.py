@@ -21,8 +21,7 @@ from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
 from lightning_stateful.streams.mixing import By, Mixing
 from lightning_stateful.streams.node_shards import NodeShards
-from lightning_stateful.streams.nodes import NodeState
-from lightning_stateful.streams.shards import Shards
+from lightning_stateful.streams.nodes import NodeState, Shards
 from lightning_stateful.streams.source import Source, Step
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode

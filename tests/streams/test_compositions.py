@@ -22,10 +22,9 @@ from torchdata.nodes import (
 )
 
 from lightning_stateful.bucketing.budget import Budget
-from lightning_stateful.streams.length_batching import LengthBatcher
 from lightning_stateful.streams.nodes import close
+from lightning_stateful.streams.read_ahead import BlockShuffle, LengthBatcher
 from lightning_stateful.streams.shard_reader import ShardReader
-from lightning_stateful.streams.shuffle import BlockShuffle
 from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
 
 Over = Callable[[BaseNode[Any]], BaseNode[Any]]

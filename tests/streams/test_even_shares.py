@@ -12,7 +12,7 @@ import pytest
 from support.slot_cases import alone, flat, mixture, serve_epoch, serve_rest
 
 from lightning_stateful.bucketing.budget import Budget
-from lightning_stateful.streams.length_batching import LengthBatcher
+from lightning_stateful.streams.read_ahead import LengthBatcher
 from lightning_stateful.streams.source import Step
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.transforms import RunningStateNode, WindowNode

@@ -15,8 +15,8 @@ from torchdata.nodes import BaseNode, Batcher, IterableWrapper, Mapper, MultiNod
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, ShardError, StateError
 from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams import shard_reader as module
+from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import ShardReader
-from lightning_stateful.streams.shuffle import BlockShuffle
 
 SIZES = [3, 0, 5, 1, 0, 4]
 ORDER = (4, 2, 5, 0, 1, 3)

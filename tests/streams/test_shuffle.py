@@ -11,8 +11,8 @@ import pytest
 from support.node_cases import ListNode, NumberedShards, assert_resumes, started
 
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError
+from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import ShardReader
-from lightning_stateful.streams.shuffle import BlockShuffle
 
 
 def shuffled(length: int = 55, size: int = 8, seed: int = 0, asked: Counter[str] | None = None) -> BlockShuffle[int]:
@@ -98,7 +98,7 @@ def test_an_error_within_a_block_is_met_before_any_of_its_items(fail: int) -> No
 def test_a_source_that_became_shorter_within_a_block_is_refused(now: int) -> None:
     node = started(shuffled(30, 10))
     node.skip(26)
-    with pytest.raises(PositionError, match=f"6 items of a shuffled block were used, but now it has {now - 20}"):
+    with pytest.raises(PositionError, match=f"6 of 10 items of a block were used, and now it has {now - 20}"):
         started(shuffled(now, 10), node.state_dict())
 
 

@@ -27,8 +27,8 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
 from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import ShardReader
-from lightning_stateful.streams.shuffle import BlockShuffle
 from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
 
 

@@ -15,8 +15,7 @@ import torch
 from torchdata.nodes import BaseNode
 
 from lightning_stateful.streams import nodes
-from lightning_stateful.streams.nodes import NodeState, StreamNode
-from lightning_stateful.streams.shards import Shards
+from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode
 
 Make = Callable[[], BaseNode[Any]]
 

@@ -1,13 +1,14 @@
-"""Cuts batches of like lengths from windows that are read ahead and never saved."""
+"""Shuffles samples in blocks, and cuts batches of like lengths: blocks are read ahead, and again on a resume."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from itertools import compress, pairwise
+from itertools import compress
 from operator import itemgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from torchdata.nodes import BaseNode
@@ -21,18 +22,120 @@ from lightning_stateful.errors import ConfigurationError, PositionError, ShardEr
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, state_of
 from lightning_stateful.streams.transforms import Where, name_of, sample_in_words
 
+T = TypeVar("T")
+
 # Lengths whose batch sizes are kept at hand.
 _KEPT_SIZES = 4096
 # NumPy sorts numbers of two bytes by counting.
 _MOST_COUNTED = 2**15
 
 
-class LengthBatcher(StreamNode[list[Any]]):
+class BlockNode(StreamNode[T]):
+    """Reads blocks of samples ahead, and gives what is made of each, one item after the other.
+
+    Args:
+        source: The samples.
+        size: Samples of a block; the last may have fewer. A block that was begun keeps the size that it had.
+
+    State:
+        ``source``, its state where the block begins; ``block``, the number of the block; ``served``, how many of its
+        items have been given, and ``of`` how many; ``size``, how many samples it has at most.
+
+    Raises:
+        PositionError: A block that was begun has another number of items than before.
+    """
+
+    def __init__(self, source: BaseNode[Any], size: int) -> None:
+        super().__init__()
+        self.source, self._size = source, size
+
+    def reset(self, initial_state: NodeState | None = None) -> None:
+        """Begin, or read the block again in which a state was taken."""
+        super().reset(initial_state)
+        begun = initial_state or {"source": None, "block": 0, "served": 0}
+        reset_to(self.source, begun["source"])
+        # The number of the next block; the items of this one, and how many of them have been given.
+        self._next_block: int = begun["block"]
+        self._items: list[T] = []
+        self._served = 0
+        if begun["served"]:
+            self._read_block(begun["size"])
+            self._served = begun["served"]
+            if len(self._items) != begun["of"] or self._served > begun["of"]:
+                raise PositionError(
+                    f"{self._served} of {begun['of']} items of a block were used, and now it has {len(self._items)}. "
+                    "Read the same data with the same functions, lengths and budget, or resume from another "
+                    "checkpoint."
+                )
+
+    def next(self) -> T:
+        """The next item."""
+        for item in self.next_many(1):
+            return item
+        raise StopIteration
+
+    def next_many(self, number: int) -> list[T]:
+        """The next items, up to ``number``."""
+        items: list[T] = []
+        # Of a block, nothing may be made at all.
+        while len(items) < number and (self._served < len(self._items) or self._read_block(self._size)):
+            stop = self._served + number - len(items)
+            items += self._items[self._served : stop]
+            self._served = min(stop, len(self._items))
+        return items
+
+    def get_state(self) -> NodeState:
+        """Where the block begins, and what has been given of it."""
+        if self._served == len(self._items):
+            at = {"source": state_of(self.source), "block": self._next_block, "served": 0, "of": 0}
+            return {**at, "size": self._size}
+        at = {"source": self._block_state, "block": self._next_block - 1, "served": self._served}
+        return {**at, "of": len(self._items), "size": self._block_size}
+
+    @abstractmethod
+    def _made_of(self, samples: list[Any], block: int) -> list[T]:
+        """The items of a block, in their order."""
+
+    def _read_block(self, size: int) -> bool:
+        """Read the next block; False if there is none."""
+        self._block_state: Any = state_of(self.source)
+        self._items, self._served, self._block_size = [], 0, size
+        samples: list[Any] = next_many(self.source, size)
+        if samples:
+            self._items = self._made_of(samples, self._next_block)
+            self._next_block += 1
+        return bool(samples)
+
+
+class BlockShuffle(BlockNode[T]):
+    """Shuffles consecutive blocks of items, each in an order of its own.
+
+    An item moves by less than the size of a block. The order follows from the seed and the number of the block.
+
+    Args:
+        source: What is shuffled.
+        size: Items of a block.
+        seed: Chooses the orders.
+
+    Raises:
+        ConfigurationError: ``size`` or ``seed`` is no integer, or ``size`` is below 1.
+    """
+
+    context: ClassVar[tuple[str, ...]] = ("seed",)
+
+    def __init__(self, source: BaseNode[T], size: int, *, seed: int) -> None:
+        super().__init__(source, as_int("size", size, least=1))
+        self._seed = as_int("seed", seed)
+
+    def _made_of(self, samples: list[T], block: int) -> list[T]:
+        return _permuted(samples, derive_seed("block", self._seed, block))
+
+
+class LengthBatcher(BlockNode[list[Any]]):
     """Gives batches of samples of like lengths.
 
     A window is read, sorted, the longest sample first, cut and given batch by batch; then the next is read. Equally
-    long samples stay in the order in which they were read, and a batch never reaches beyond its window. A window that
-    was begun is read again on a resume.
+    long samples stay in the order in which they were read, and a batch never reaches beyond its window.
 
     Args:
         source: The samples.
@@ -51,15 +154,12 @@ class LengthBatcher(StreamNode[list[Any]]):
         where: Says where the samples come from, for errors.
 
     State:
-        ``source``, its state where the window begins; ``window``, the number of the window; ``served``, how many of its
-        batches have been given, and ``of`` how many; ``dropped``, the samples left out so far because they are too
-        long.
+        That of a :class:`BlockNode`, and ``dropped``, the samples left out so far because they are too long.
 
     Raises:
         ConfigurationError: An argument is wrong, or no sample fits the budget.
         ShardError: A length or a key could not be had.
         StreamError: A sample is too long.
-        PositionError: A window that was begun is cut into another number of batches than before.
     """
 
     context: ClassVar[tuple[str, ...]] = ("order_seed", "where")
@@ -77,15 +177,14 @@ class LengthBatcher(StreamNode[list[Any]]):
         order_seed: int = 0,
         where: Where | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(source, as_int("window", window, least=1))
         if not isinstance(budget, Budget):
             raise ConfigurationError(f"budget must be a Budget, got {budget!r}.")
         _check_column("length", length)
         if boundary_key is not None:
             _check_column("boundary_key", boundary_key)
         check_too_long(too_long)
-        self.source, self._where = source, where
-        self._window, self._seed = as_int("window", window, least=1), as_int("order_seed", order_seed)
+        self._seed, self._where = as_int("order_seed", order_seed), where
         self._budget, self._too_long, self._shuffle_batches = budget, too_long, shuffle_batches
         self._length, self._boundary_key = length, boundary_key
         self._length_of = partial(_length_in_column, length) if isinstance(length, str) else length
@@ -100,65 +199,24 @@ class LengthBatcher(StreamNode[list[Any]]):
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or read the window again in which a state was taken."""
+        self._dropped = 0
         super().reset(initial_state)
-        begun = initial_state or {"source": None, "window": 0, "served": 0, "of": 0, "dropped": 0}
-        reset_to(self.source, begun["source"])
-        # The number of the next window; the samples of this one in the order of their batches; where each batch begins
-        # and ends among them, in the order in which they are given; and how many have been given.
-        self._next_window: int = begun["window"]
-        self._samples: list[Any] = []
-        self._batches: list[tuple[int, int]] = []
-        self._served, self._dropped = 0, 0
-        if begun["served"]:
-            self._read_window()
-            if begun["of"] != len(self._batches) or begun["served"] > begun["of"]:
-                raise PositionError(
-                    f"{begun['served']} of {begun['of']} batches of a window were used, and now it has "
-                    f"{len(self._batches)}. Read the same data with the same lengths and the same budget, or resume "
-                    "from another checkpoint."
-                )
-            self._served = begun["served"]
         # Those of this window were counted before.
-        self._dropped = begun["dropped"]
-
-    def next(self) -> list[Any]:
-        """The next batch."""
-        # Of a window, all samples may be too long.
-        while self._served == len(self._batches):
-            if not self._read_window():
-                raise StopIteration
-        start, stop = self._batches[self._served]
-        self._served += 1
-        return self._samples[start:stop]
+        self._dropped = 0 if initial_state is None else initial_state["dropped"]
 
     def get_state(self) -> NodeState:
-        """Where the window begins, and what has been given of it."""
-        if self._served == len(self._batches):
-            at = {"source": state_of(self.source), "window": self._next_window, "served": 0, "of": 0}
-        else:
-            at = {"source": self._window_state, "window": self._next_window - 1, "served": self._served}
-            at["of"] = len(self._batches)
-        return {**at, "dropped": self._dropped}
+        """Where the window begins, what has been given of it, and what was left out."""
+        return {**super().get_state(), "dropped": self._dropped}
 
     def describe(self) -> list[Any]:
         """Plain data to be compared; of functions, their names. What is not set is left out."""
-        described = {**self._budget.config(), "window": self._window, "too_long": self._too_long}
+        described = {**self._budget.config(), "window": self._size, "too_long": self._too_long}
         if self._boundary_key is not None:
             described["boundary_key"] = name_of(self._boundary_key)
         described.update(lengths=name_of(self._length), shuffle_batches=self._shuffle_batches)
         return ["read_ahead", described]
 
-    def _read_window(self) -> bool:
-        """Read and cut the next window; False if there is none."""
-        self._window_state: Any = state_of(self.source)
-        self._samples, self._batches, self._served = [], [], 0
-        samples: list[Any] = next_many(self.source, self._window)
-        if samples:
-            self._cut(samples)
-            self._next_window += 1
-        return bool(samples)
-
-    def _cut(self, samples: list[Any]) -> None:
+    def _made_of(self, samples: list[Any], block: int) -> list[list[Any]]:
         lengths = self._measure(samples)
         if int(lengths.max()) > self._longest:
             fits = lengths <= self._longest
@@ -167,12 +225,10 @@ class LengthBatcher(StreamNode[list[Any]]):
             self._dropped += len(samples) - int(fits.sum())
             samples, lengths = list(compress(samples, fits.tolist())), lengths[fits]
         keys = None if self._key_of is None else self._integers(samples, self._key_of, "boundary key", -(2**63), 2**63)
-        window = cut_window(lengths, self._num_samples, keys)
-        batches = list(pairwise(window.bounds))
+        batches = cut_window(lengths, self._num_samples, keys)
         if self._shuffle_batches:
-            order = KeyedPermutation(len(batches), derive_seed("length batches", self._seed, self._next_window))
-            batches = [batches[number] for number in order.take(np.arange(len(batches))).tolist()]
-        self._samples, self._batches = [samples[number] for number in window.order.tolist()], batches
+            batches = _permuted(batches, derive_seed("length batches", self._seed, block))
+        return [[samples[index] for index in batch] for batch in batches]
 
     def _measure(self, samples: list[Any]) -> Indices:
         first = samples[0]
@@ -223,21 +279,7 @@ class LengthBatcher(StreamNode[list[Any]]):
         return sample_in_words(sample, self._where)
 
 
-class SortedWindow(NamedTuple):
-    """Samples of a window in the order of their batches.
-
-    Attributes:
-        order: The index of each in the window; int64 of shape ``(samples,)``.
-        lengths: The length of each.
-        bounds: Where each batch begins among them, and, at last, their number.
-    """
-
-    order: Indices
-    lengths: list[int]
-    bounds: list[int]
-
-
-def cut_window(lengths: Indices, num_samples: Callable[[int], int], keys: Indices | None = None) -> SortedWindow:
+def cut_window(lengths: Indices, num_samples: Callable[[int], int], keys: Indices | None = None) -> list[list[int]]:
     """Sort a window and cut it.
 
     By key, the longest first, and in the given order where equally long. A batch ends where its budget is used up,
@@ -247,6 +289,9 @@ def cut_window(lengths: Indices, num_samples: Callable[[int], int], keys: Indice
         lengths: The length of every sample, not negative; int64 of shape ``(samples,)``.
         num_samples: From the longest of a batch to the samples of a full one, at least 1.
         keys: A batch holds samples of one of these; of the same shape. None if they may all meet.
+
+    Returns:
+        The indices of the samples of each batch.
     """
     negative = -lengths
     small = int(lengths.max(initial=0)) < _MOST_COUNTED
@@ -256,12 +301,20 @@ def cut_window(lengths: Indices, num_samples: Callable[[int], int], keys: Indice
         order = order[np.argsort(keys[order], kind="stable")]
         ends = [*(np.flatnonzero(np.diff(keys[order])) + 1).tolist(), len(lengths)]
     in_order: list[int] = lengths[order].tolist()
-    bounds, start = [0], 0
+    indices: list[int] = order.tolist()
+    batches, start = [], 0
     for end in ends:
         while start < end:
-            start = min(start + num_samples(in_order[start]), end)
-            bounds.append(start)
-    return SortedWindow(order, in_order, bounds)
+            stop = min(start + num_samples(in_order[start]), end)
+            batches.append(indices[start:stop])
+            start = stop
+    return batches
+
+
+def _permuted(items: list[T], seed: int) -> list[T]:
+    """Items in the random order of a seed."""
+    order = KeyedPermutation(len(items), seed).take(np.arange(len(items)))
+    return [items[index] for index in order.tolist()] if items else []
 
 
 def _check_column(name: str, given: Any) -> None:
