@@ -9,9 +9,8 @@ export OMP_NUM_THREADS ?= 1
 OLDEST := .venv-oldest/.installed
 OLDEST_TESTS := tests/test_dependencies.py tests/test_state.py tests/streams tests/core tests/mixture \
 	tests/loaders/test_combined_loaders.py tests/loaders/test_source_datasets.py tests/loaders/test_length_cache.py \
-	tests/trainer/test_both_packages.py tests/trainer/test_traps.py tests/trainer/test_moments.py \
-	tests/trainer/test_edges.py tests/trainer/test_loop_progress.py tests/trainer/test_loader_proxy.py tests/trainer/test_sources.py \
-	tests/trainer/test_streams.py tests/trainer/test_samplers.py tests/trainer/test_ddp.py
+	tests/trainer/resume tests/trainer/loaders/test_structures.py tests/trainer/loaders/test_samplers.py \
+	tests/trainer/test_streams.py tests/trainer/test_ddp.py
 
 .PHONY: install demo test test-all test-oldest check bench docs clean
 

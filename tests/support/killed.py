@@ -29,7 +29,7 @@ class Writes(LedgerModel):
 
 
 def main(folder: Path, workers: int) -> None:
-    """Train two epochs, from the last checkpoint if there is one."""
+    """Train, from the last checkpoint if there is one."""
     warnings.simplefilter("ignore")
     torch.manual_seed(1)
     last = folder / "last.ckpt"
@@ -40,7 +40,7 @@ def main(folder: Path, workers: int) -> None:
         callbacks=[saver],
         ckpt_path=last if last.exists() else None,
         model=model,
-        max_epochs=20,
+        max_epochs=12,
     )
     weights = {name: value.tolist() for name, value in run.weights.items()}
     (folder / "weights.json").write_text(json.dumps(weights))

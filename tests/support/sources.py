@@ -139,6 +139,7 @@ class SaveAt(Checkpoint):
         self._folder, self._moments = folder, list(moments)
         self._calls: Counter[tuple[str, int]] = Counter()
         self.ledgers: dict[int, list[Event]] = {}
+        self.logged: dict[int, list[tuple[str, int]]] = {}
         for hook in {hook for hook, _, _ in moments}:
             setattr(self, hook, self._saver(hook))
 
@@ -152,6 +153,7 @@ class SaveAt(Checkpoint):
                 number = self._moments.index(moment)
                 trainer.save_checkpoint(self.path(number))
                 self.ledgers[number] = copy.deepcopy(module.ledger)
+                self.logged[number] = list(trainer.logger.steps)
 
         return save
 
@@ -182,9 +184,27 @@ def samples_of(source: str, ledger: list[Event]) -> list[int]:
 
 
 def assert_goes_on_from_every_moment(
-    folder: Path, make: Callable[[], Any], moments: list[tuple[str, int, int]], run: Any = train, **options: Any
-) -> None:
-    """A run resumed from checkpoints of many moments does, each time, what it would have done without the stop."""
+    folder: Path,
+    make: Callable[[], Any],
+    moments: list[tuple[str, int, int]],
+    run: Any = train,
+    *,
+    served_again: int | None = None,
+    **options: Any,
+) -> Any:
+    """A run resumed from checkpoints of many moments does, each time, what it would have done without the stop.
+
+    Args:
+        folder: Where to save.
+        make: Makes the data.
+        moments: Hooks, each with an epoch and the number of its calls in that epoch before.
+        run: What trains, as :func:`train` does.
+        served_again: As for :func:`assert_stitches`.
+        **options: Of ``run``; two epochs by default.
+
+    Returns:
+        What the uninterrupted run did.
+    """
     options = {"max_epochs": 2, **options}
     saver = SaveAt(folder, moments)
     saving = run(make, callbacks=[saver], **options)
@@ -196,7 +216,8 @@ def assert_goes_on_from_every_moment(
     for number, moment in enumerate(moments):
         resumed = run(make, ckpt_path=saver.path(number), seed=99, **options)
         try:
-            assert_stitches([saver.ledgers[number], resumed.ledger], whole.ledger)
+            assert_stitches([saver.ledgers[number], resumed.ledger], whole.ledger, served_again)
             assert_same_end(resumed, whole)
         except AssertionError as error:
             raise AssertionError(f"stopped at {moment}") from error
+    return whole

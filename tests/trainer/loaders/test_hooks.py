@@ -82,29 +82,47 @@ def batches(**options: Any) -> DataLoader[Any]:
     return DataLoader(Numbers(6), **{"batch_size": 2, **options})
 
 
+ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "batch_size", "num_workers", "collate_fn", "worker_init_fn")
+
+
+def attributes(shown: Any) -> list[Any]:
+    return [getattr(shown, name) for name in ATTRIBUTES]
+
+
 @pytest.mark.parametrize("make", [batches, lambda: DataLoader(Rows(), batch_size=2)], ids=["samples", "stream"])
 def test_hooks_find_what_they_find_in_a_plain_loader(make: Callable[[], DataLoader[Any]]) -> None:
     train, val = make(), batches(sampler=Told())
-    looks = Looks(lambda shown: (shown.sampler, shown.batch_sampler, shown.dataset, shown.batch_size))
-    fit(looks, train=train, val=val, max_epochs=1)
+    looks = Looks(attributes)
+    shown: Any = fit(looks, train=train, val=val, max_epochs=1).train_dataloader
 
-    assert looks.seen == [
-        (loader.sampler, loader.batch_sampler, loader.dataset, loader.batch_size) for loader in (train, val)
-    ]
+    assert looks.seen == [attributes(train), attributes(val)]
+    assert not isinstance(shown, DataLoader)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = shown.no_such_thing
+
+
+def test_seeding_everything_for_workers_reaches_the_loaders() -> None:
+    pl.seed_everything(3, workers=True, verbose=False)
+    looks = Looks(lambda shown: shown.worker_init_fn)
+    fit(looks, train=batches(), val=batches(worker_init_fn=print), max_epochs=1)
+
+    assert callable(looks.seen[0])
+    assert looks.seen[1] is print
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True")
 def test_under_ddp_on_one_device_hooks_find_lightnings_sampler() -> None:
-    def tell(shown: Any) -> type:
+    def tell(shown: Any) -> tuple[Any, ...]:
         shown.sampler.set_epoch(1)
-        return type(shown.sampler)
+        batch_sampler = shown.batch_sampler
+        return type(shown.sampler), batch_sampler.sampler is shown.sampler, len(batch_sampler), len(shown)
 
     looks = Looks(tell)
     with mock.patch.dict(os.environ):
         fit(looks, train=batches(shuffle=True), val=batches(), max_epochs=1, strategy="ddp", devices=1)
         torch.distributed.destroy_process_group()
 
-    assert looks.seen == [DistributedSampler, DistributedSampler]
+    assert looks.seen == [(DistributedSampler, True, 3, 3)] * 2
 
 
 def test_a_sampler_that_a_hook_changes_is_the_one_that_is_trained_on() -> None:
@@ -185,8 +203,9 @@ def test_lightning_gives_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
         {"train_dataloaders": batches(), "val_dataloaders": batches(sampler=RandomSampler(Numbers(6)))},
     ]
     for source in sources:
-        assert advice(source, StatefulDataCallback()) == advice(source)
-        assert len(advice(source)) == 3
+        theirs = advice(source)
+        assert advice(source, StatefulDataCallback()) == theirs
+        assert len(theirs) == 3
 
 
 def test_an_error_in_a_loader_hook_leaves_torchs_classes_as_they_were() -> None:

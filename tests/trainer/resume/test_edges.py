@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 from support.ledger import LedgerModel, Numbers
 from support.runs import (
+    Outcome,
     StopAt,
     StoppedError,
     assert_log_goes_on,
@@ -25,14 +26,11 @@ from support.runs import (
     seeded,
     train,
 )
+from support.sources import SaveAt, assert_goes_on_from_every_moment, trained
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
 from lightning_stateful.errors import ConfigurationError, StateError
-
-
-def trained(ledger: list[Any]) -> list[Any]:
-    return [event for event in ledger if event[0] == "train"]
 
 
 class TwoLoaders(StatefulDataModule):
@@ -77,17 +75,13 @@ def test_a_checkpoint_taken_as_a_resumed_run_begins_resumes_exactly(tmp_path: Pa
     assert_same_end(resumed, whole)
 
 
-@pytest.mark.parametrize(
-    "at", [("on_train_batch_end", 1, 3), ("on_before_backward", 1, 2), ("on_train_batch_end", 2, 4)]
-)
-def test_a_schedule_of_accumulation_goes_on_with_its_factor(tmp_path: Path, at: Any) -> None:
-    def schedule() -> GradientAccumulationScheduler:
-        return GradientAccumulationScheduler({0: 1, 1: 4, 2: 2})
+def test_a_schedule_of_accumulation_goes_on_with_its_factor(tmp_path: Path) -> None:
+    def run(make: Any, *, callbacks: Any = (), **options: Any) -> Outcome:
+        schedule = GradientAccumulationScheduler({0: 1, 1: 4, 2: 2})
+        return train(make, callbacks=[schedule, *callbacks], **options)
 
-    hook, epoch, batch = at
-    train(callbacks=[schedule(), StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)])
-    resumed = train(callbacks=[schedule()], ckpt_path=tmp_path / "stop.ckpt", seed=99)
-    assert_same_end(resumed, train(callbacks=[schedule()]))
+    moments = [("on_train_batch_end", 1, 3), ("on_before_backward", 1, 2), ("on_train_batch_end", 2, 4)]
+    assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3)
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start"])
@@ -161,18 +155,17 @@ class Averages(LedgerModel):
         return loss
 
 
-@pytest.mark.parametrize(
-    "at", [("on_train_batch_end", 0, 10), ("on_validation_end", 1, 0), ("on_train_batch_end", 1, 10)]
-)
-def test_an_average_of_the_epoch_is_monitored_after_a_stop_at_its_end(tmp_path: Path, at: Any) -> None:
-    def fit(ckpt: Path | None = None, *others: Any) -> tuple[Any, ...]:
+def test_an_average_of_the_epoch_is_monitored_after_a_stop_at_its_end(tmp_path: Path) -> None:
+    def fit(*others: Any, ckpt: Path | None = None) -> tuple[Any, ...]:
         stopper = EarlyStopping("average", patience=9, check_on_train_epoch_end=True)
         train(callbacks=[stopper, *others], ckpt_path=ckpt, model=seeded(Averages), max_epochs=2)
         return stopper.wait_count, float(stopper.best_score)
 
-    hook, epoch, batch = at
-    fit(None, StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch))
-    assert fit(tmp_path / "stop.ckpt") == fit()
+    saver = SaveAt(
+        tmp_path, [("on_train_batch_end", 0, 10), ("on_validation_end", 1, 0), ("on_train_batch_end", 1, 10)]
+    )
+    whole = fit(saver)
+    assert [fit(ckpt=saver.path(number)) for number in saver.ledgers] == [whole] * 3
 
 
 class ValidationByEpoch(StatefulDataModule):
@@ -183,19 +176,11 @@ class ValidationByEpoch(StatefulDataModule):
         return DataLoader(Numbers(4, first=1000 * self.trainer.current_epoch), batch_size=2)
 
 
-@pytest.mark.parametrize(
-    "at", [("on_train_batch_end", 1, 1), ("on_train_epoch_end", 2, 0), ("on_validation_end", 3, 0)]
-)
 @pytest.mark.parametrize("every", [0, 2, 3])
-def test_validation_loaders_are_those_of_the_uninterrupted_run(tmp_path: Path, every: int, at: Any) -> None:
-    how = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 5}
-    hook, epoch, batch = at
-    stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
-    train(ValidationByEpoch, callbacks=[stop], **how)
-    resumed = train(ValidationByEpoch, ckpt_path=tmp_path / "stop.ckpt", seed=99, **how)
-    whole = train(ValidationByEpoch, **how)
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+def test_validation_loaders_are_those_of_the_uninterrupted_run(tmp_path: Path, every: int) -> None:
+    moments = [("on_train_batch_end", 1, 1), ("on_train_epoch_end", 2, 0), ("on_validation_end", 3, 0)]
+    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 5}
+    assert_goes_on_from_every_moment(tmp_path, ValidationByEpoch, moments, served_again=0, **options)
 
 
 class WithVersion(StatefulDataModule):

@@ -12,66 +12,45 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
-from support.ledger import LedgerModel, Numbers, StepLogger
-from support.runs import (
-    StopAt,
-    assert_same_end,
-    assert_stitches,
-    numbers_module,
-    outcome_of,
-    seeded,
-    train,
-)
+from support.ledger import LedgerModel, Numbers
+from support.runs import Outcome, StopAt, assert_same_end, assert_stitches, numbers_module, seeded, train
+from support.sources import assert_goes_on_from_every_moment, trained
 from support.stream_runs import chunks, module
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
+from lightning_stateful import StatefulDataCallback, StatefulDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 
-
-def trained(ledger: list[Any]) -> list[Any]:
-    return [event for event in ledger if event[0] == "train"]
+WITHIN = [("on_train_batch_end", 1, 4)]
 
 
-def stop_and_resume(
-    tmp_path: Path, make: Any = numbers_module, *, at: Any = ("on_train_batch_end", 1, 4), **how: Any
-) -> Any:
-    """The ledger of a run stopped at ``at``, the resumed run, and the uninterrupted one."""
-    hook, epoch, batch = at
-    stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
-    train(make, callbacks=[stop], **how)
-    assert stop.ledger is not None
-    resumed = train(make, ckpt_path=tmp_path / "stop.ckpt", seed=99, **how)
-    return stop.ledger, resumed, train(make, **how)
+def fitting(make_model: Any = LedgerModel, make_callbacks: Any = tuple) -> Any:
+    """Trains as :func:`train` does, a model and with callbacks that are made anew for each run."""
+
+    def run(make: Any, *, seed: int = 1, callbacks: Any = (), **options: Any) -> Outcome:
+        return train(make, model=seeded(make_model, seed), callbacks=[*make_callbacks(), *callbacks], **options)
+
+    return run
 
 
-@pytest.mark.parametrize("at", [("on_train_batch_end", 1, 4), ("on_train_epoch_end", 1, 0)])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_1_loaders_with_workers_begin_at_the_right_epoch(tmp_path: Path, persistent: bool, at: Any) -> None:
+def test_1_loaders_with_workers_begin_at_the_right_epoch(tmp_path: Path, persistent: bool) -> None:
     def make() -> Any:
         return numbers_module(num_workers=1, persistent_workers=persistent)
 
-    before, resumed, _ = stop_and_resume(tmp_path, make, at=at)
-    whole = train()
-    assert_stitches([before, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
+    moments = [*WITHIN, ("on_train_epoch_end", 1, 0)]
+    whole = assert_goes_on_from_every_moment(tmp_path, make, moments, served_again=0, max_epochs=3)
+    assert whole.ledger == train().ledger
 
 
 def test_2_asking_for_the_number_of_steps_in_configure_optimizers_changes_nothing(tmp_path: Path) -> None:
     class Asks(LedgerModel):
         def configure_optimizers(self) -> Any:
-            self.steps = self.trainer.estimated_stepping_batches
+            assert self.trainer.estimated_stepping_batches == 22
             return super().configure_optimizers()
 
-    asked = seeded(Asks)
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
-    train(callbacks=[stop], model=seeded(Asks))
-    resumed = train(ckpt_path=tmp_path / "stop.ckpt", model=asked)
-    whole = train()
-    assert asked.steps == 33
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
+    whole = assert_goes_on_from_every_moment(tmp_path, numbers_module, WITHIN, fitting(Asks), served_again=0)
+    assert whole.ledger == train(max_epochs=2).ledger
 
 
 def asking_at(hook: str) -> tuple[type[LedgerModel], list[pl.Callback]]:
@@ -90,23 +69,16 @@ def asking_at(hook: str) -> tuple[type[LedgerModel], list[pl.Callback]]:
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.parametrize("hook", ["callback.setup", "module.setup", "module.configure_model"])
 def test_2_loaders_built_before_the_checkpoint_is_loaded_are_thrown_away(tmp_path: Path, hook: str) -> None:
-    def run(make: Any, *callbacks: Any, **how: Any) -> Any:
-        model, asking = asking_at(hook)
-        return train(make, callbacks=[*asking, *callbacks], model=seeded(model), max_epochs=2, **how)
-
-    def stream() -> Any:
-        return module(chunks(), steps_per_epoch=8)
-
-    stop = StopAt("on_train_batch_end", tmp_path / "stream.ckpt", epoch=1, batch=2)
-    run(stream, stop)
-    resumed, whole = run(stream, ckpt_path=tmp_path / "stream.ckpt"), run(stream)
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
+    model, asking = asking_at(hook)
+    run = fitting(model, lambda: asking)
+    moments = [("on_train_batch_end", 1, 2)]
+    assert_goes_on_from_every_moment(
+        tmp_path, lambda: module(chunks(), steps_per_epoch=8), moments, run, served_again=0
+    )
 
     stop = StopAt("on_train_batch_end", tmp_path / "batches.ckpt", epoch=1, batch=1)
-    run(numbers_module, stop)
-    resumed = run(lambda: numbers_module(batch_size=3), ckpt_path=tmp_path / "batches.ckpt")
+    run(numbers_module, callbacks=[stop], max_epochs=2)
+    resumed = run(lambda: numbers_module(batch_size=3), ckpt_path=tmp_path / "batches.ckpt", max_epochs=2)
     assert stop.ledger is not None
     served = [index for event in trained(stop.ledger + resumed.ledger) if event[1] == 1 for index in event[4]]
     assert sorted(served) == list(range(22))
@@ -142,22 +114,34 @@ def test_7_the_state_is_small_plain_and_the_same_in_both_places(tmp_path: Path) 
     assert checkpoint["callbacks"]["StatefulDataCallback"]["data"] is None
 
 
-def test_10_a_set_epoch_of_lightning_or_the_user_moves_nothing(tmp_path: Path) -> None:
-    class SetsEpoch(pl.Callback):
-        def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
-            trainer.train_dataloader.loader.sampler.set_epoch(17)
+class Meddles(pl.Callback):
+    """Does something with the training loader that hooks are shown, as an epoch starts."""
 
-    whole = train()
-    assert train(callbacks=[SetsEpoch()]).ledger == whole.ledger
+    def __init__(self, meddle: Any) -> None:
+        self.meddle = meddle
+        self.kept: list[Any] = []
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.kept.append(self.meddle(trainer.train_dataloader))
 
 
-@pytest.mark.parametrize("at", ["on_train_epoch_end", "on_train_batch_end"])
-def test_12_max_steps_does_not_lengthen_a_run_resumed_between_epochs(tmp_path: Path, at: str) -> None:
-    before, resumed, whole = stop_and_resume(
-        tmp_path, at=(at, 0, 10 if at == "on_train_batch_end" else 0), max_steps=25, max_epochs=-1
-    )
-    assert len(trained(resumed.ledger)) == 14
-    assert_stitches([before, resumed.ledger], whole.ledger, 0)
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        pytest.param(lambda shown: shown.sampler.set_epoch(17), id="10 tells it an epoch"),
+        pytest.param(lambda shown: [iter(shown) for _ in range(4)], id="17 begins passes"),
+        pytest.param(lambda shown: shown.load_state_dict({"progress": {"epoch": 1}}), id="loads a state"),
+    ],
+)
+def test_what_hooks_do_with_the_loader_moves_nothing(meddle: Any) -> None:
+    assert train(callbacks=[Meddles(meddle)]).ledger == train().ledger
+
+
+def test_12_max_steps_does_not_lengthen_a_run_resumed_between_epochs(tmp_path: Path) -> None:
+    moments = [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 0, 10)]
+    options: dict[str, Any] = {"max_steps": 25, "max_epochs": -1}
+    whole = assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, served_again=0, **options)
+    assert len(trained(whole.ledger)) == 25
 
 
 def test_12_a_run_that_reached_max_steps_trains_no_more(tmp_path: Path) -> None:
@@ -173,13 +157,7 @@ def test_15_skipping_the_rest_of_an_epoch_does_not_shift_later_resumes(tmp_path:
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if self.current_epoch == 0 and batch_idx == 6 else None
 
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
-    train(callbacks=[stop], model=seeded(Skips))
-    resumed = train(ckpt_path=tmp_path / "stop.ckpt", model=seeded(Skips))
-    whole = train(model=seeded(Skips))
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
+    assert_goes_on_from_every_moment(tmp_path, numbers_module, WITHIN, fitting(Skips), served_again=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*yielded None")
@@ -190,12 +168,12 @@ def test_15_a_batch_of_none_does_not_shift_later_resumes(tmp_path: Path) -> None
 
         return numbers_module(train=Numbers(22), collate_fn=collate, shuffle=False, batch_size=1, val=None)
 
-    before, resumed, whole = stop_and_resume(tmp_path, make, at=("on_train_batch_end", 1, 9))
-    assert_stitches([before, resumed.ledger], whole.ledger, 0)
+    assert_goes_on_from_every_moment(tmp_path, make, [("on_train_batch_end", 1, 9)], served_again=0)
 
 
 def test_18_the_length_of_an_epoch_stays_the_whole_one_after_a_resume(tmp_path: Path) -> None:
-    _, resumed, _ = stop_and_resume(tmp_path)
+    train(max_steps=13).trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    resumed = train(ckpt_path=tmp_path / "stop.ckpt", max_steps=14)
     assert resumed.trainer.num_training_batches == 11
     assert len(resumed.trainer.train_dataloader) == 11
 
@@ -234,16 +212,12 @@ def reloading(sizes: dict[int, int]) -> Any:
     return Reloads
 
 
-@pytest.mark.parametrize(
-    "at", [("on_train_batch_end", 1, 2), ("on_train_batch_end", 2, 1), ("on_train_epoch_end", 1, 0)]
-)
 @pytest.mark.parametrize("every", [1, 2])
-def test_24_loaders_reload_on_schedule_after_a_resume(tmp_path: Path, every: int, at: Any) -> None:
+def test_24_loaders_reload_on_schedule_after_a_resume(tmp_path: Path, every: int) -> None:
     make = reloading({0: 10, 1: 16, 2: 12, 3: 8})
-    how = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 4}
-    before, resumed, whole = stop_and_resume(tmp_path, make, at=at, **how)
-    assert_stitches([before, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
+    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 4}
+    moments = [("on_train_batch_end", 1, 2), ("on_train_batch_end", 2, 1), ("on_train_epoch_end", 1, 0)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments, served_again=0, **options)
 
 
 def test_24_loaders_built_once_more_before_training_keep_the_place_on_another_batch_size(tmp_path: Path) -> None:
@@ -261,30 +235,32 @@ def test_24_loaders_built_once_more_before_training_keep_the_place_on_another_ba
 
 
 def test_25_seed_everything_does_not_replay_the_first_epoch(tmp_path: Path) -> None:
-    make_plain = lambda: DataLoader(Numbers(22), batch_size=2, shuffle=True)  # noqa: E731
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
-    pl.seed_everything(5, verbose=False)
-    train(make_plain, callbacks=[stop, StatefulDataCallback(seed=2)])
-    pl.seed_everything(5, verbose=False)
-    resumed = train(make_plain, ckpt_path=tmp_path / "stop.ckpt", callbacks=[StatefulDataCallback(seed=2)])
-    whole = train(make_plain, callbacks=[StatefulDataCallback(seed=2)])
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+    def run(make: Any, **options: Any) -> Outcome:
+        pl.seed_everything(5, verbose=False)
+        return fitting(make_callbacks=lambda: [StatefulDataCallback(seed=2)])(make, **options)
+
+    def make() -> Any:
+        return DataLoader(Numbers(22), batch_size=2, shuffle=True)
+
+    whole = assert_goes_on_from_every_moment(tmp_path, make, WITHIN, run, served_again=0)
+    epochs = [[event[4] for event in trained(whole.ledger) if event[1] == epoch] for epoch in range(2)]
+    assert epochs[0] != epochs[1]
 
 
+@pytest.mark.filterwarnings("ignore:overfit_batches trains on the same batches.* is not shuffled")
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_29_overfitting_trains_on_the_same_batches_in_every_epoch(tmp_path: Path, shuffle: bool) -> None:
     def make() -> Any:
         return numbers_module(shuffle=shuffle, val=None)
 
-    how = {"overfit_batches": 3, "max_epochs": 3}
-    if shuffle:
-        with pytest.warns(StatefulWarning, match="not shuffled"):
-            before, resumed, whole = stop_and_resume(tmp_path, make, at=("on_train_batch_end", 1, 1), **how)
-    else:
-        before, resumed, whole = stop_and_resume(tmp_path, make, at=("on_train_batch_end", 1, 1), **how)
-    assert_stitches([before, resumed.ledger], whole.ledger, 0)
+    moments = [("on_train_batch_end", 1, 1)]
+    whole = assert_goes_on_from_every_moment(tmp_path, make, moments, served_again=0, overfit_batches=3, max_epochs=3)
     assert {event[4] for event in trained(whole.ledger)} == {(0, 1), (2, 3), (4, 5)}
+
+
+def test_29_overfitting_says_that_it_does_not_shuffle() -> None:
+    with pytest.warns(StatefulWarning, match="not shuffled"):
+        train(lambda: numbers_module(val=None), overfit_batches=1, max_epochs=1)
 
 
 class IterModel(LedgerModel):
@@ -302,12 +278,9 @@ class IterModel(LedgerModel):
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")
 def test_30_steps_that_fetch_by_themselves_resume_exactly(tmp_path: Path) -> None:
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
-    train(lambda: numbers_module(val=None), callbacks=[stop], model=seeded(IterModel))
-    resumed = train(lambda: numbers_module(val=None), ckpt_path=tmp_path / "stop.ckpt", model=seeded(IterModel))
-    whole = train(lambda: numbers_module(val=None), model=seeded(IterModel))
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+    assert_goes_on_from_every_moment(
+        tmp_path, lambda: numbers_module(val=None), WITHIN, fitting(IterModel), served_again=0
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")
@@ -331,16 +304,13 @@ def test_31_a_saved_state_does_not_change_when_training_goes_on(tmp_path: Path) 
 
 
 def test_early_stopping_within_an_epoch_resumes_with_its_patience(tmp_path: Path) -> None:
-    def stopper() -> EarlyStopping:
-        return EarlyStopping("val_loss", patience=2, min_delta=100.0, check_on_train_epoch_end=False)
+    def stopper() -> list[EarlyStopping]:
+        return [EarlyStopping("val_loss", patience=2, min_delta=100.0, check_on_train_epoch_end=False)]
 
-    how = {"val_check_interval": 3, "max_epochs": 4}
-    whole = train(callbacks=[stopper()], **how)
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=0, batch=4)
-    train(callbacks=[stopper(), stop], **how)
-    resumed = train(callbacks=[stopper()], ckpt_path=tmp_path / "stop.ckpt", seed=99, **how)
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+    run = fitting(make_callbacks=stopper)
+    options: dict[str, Any] = {"val_check_interval": 3, "max_epochs": 4}
+    moments = [("on_train_batch_end", 0, 4)]
+    whole = assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, served_again=0, **options)
     assert len(trained(whole.ledger)) < 11 * 4
 
 
@@ -361,27 +331,22 @@ class PlateauByStep(Plateau):
 
 
 @pytest.mark.parametrize("make_model", [Plateau, PlateauByStep])
-@pytest.mark.parametrize(
-    "at",
-    [
+def test_schedulers_that_monitor_a_metric_step_as_in_an_uninterrupted_run(tmp_path: Path, make_model: Any) -> None:
+    def run(make: Any, **options: Any) -> Outcome:
+        found = fitting(make_model)(make, **options)
+        # Compared as the weights are.
+        found.weights["lr"] = torch.tensor(found.trainer.optimizers[0].param_groups[0]["lr"])
+        return found
+
+    moments = [
         ("on_train_batch_end", 1, 4),
         ("on_train_batch_end", 1, 10),
         ("on_before_backward", 1, 4),
         ("on_validation_end", 1, 0),
         ("on_train_epoch_end", 1, 0),
         ("on_train_epoch_start", 1, 0),
-    ],
-)
-def test_schedulers_that_monitor_a_metric_step_as_in_an_uninterrupted_run(
-    tmp_path: Path, at: Any, make_model: Any
-) -> None:
-    hook, epoch, batch = at
-    stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
-    train(callbacks=[stop], model=seeded(make_model), max_epochs=4)
-    resumed = train(ckpt_path=tmp_path / "stop.ckpt", model=seeded(make_model), max_epochs=4)
-    whole = train(model=seeded(make_model), max_epochs=4)
-    assert_same_end(resumed, whole)
-    assert resumed.trainer.optimizers[0].param_groups[0]["lr"] == whole.trainer.optimizers[0].param_groups[0]["lr"]
+    ]
+    assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=4)
 
 
 @pytest.mark.filterwarnings("ignore:Early stopping conditioned on metric")  # in epoch 0, before any validation
@@ -415,14 +380,8 @@ def test_manual_optimization_resumes_exactly(tmp_path: Path) -> None:
             self.manual_backward(super().training_step(batch, batch_idx))
             optimizer.step()
 
-    for at in [("on_train_batch_end", 1, 4), ("on_before_backward", 1, 4)]:
-        stop = StopAt(at[0], tmp_path / "stop.ckpt", epoch=at[1], batch=at[2])
-        train(callbacks=[stop], model=seeded(Manual))
-        resumed = train(ckpt_path=tmp_path / "stop.ckpt", model=seeded(Manual))
-        whole = train(model=seeded(Manual))
-        assert stop.ledger is not None
-        assert_stitches([stop.ledger, resumed.ledger], whole.ledger)
-        assert_same_end(resumed, whole)
+    moments = [*WITHIN, ("on_before_backward", 1, 4)]
+    assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, fitting(Manual))
 
 
 def test_a_second_fit_on_the_same_trainer_goes_on_within_the_epoch() -> None:
@@ -451,37 +410,27 @@ def test_a_second_fit_after_finished_epochs_goes_on_with_the_next_epoch() -> Non
     assert [event[4] for event in trained(model.ledger)] == [event[4] for event in trained(train().ledger)]
 
 
-def test_finding_a_learning_rate_leaves_the_data_where_it_was(tmp_path: Path) -> None:
-    def fit(finds: bool, stop: StopAt | None = None, ckpt: Path | None = None) -> Any:
-        model, logger = seeded(LedgerModel), StepLogger()
-        trainer = pl.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            logger=logger,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=stop is not None,
-            callbacks=[stop] if stop else [],
-            log_every_n_steps=1,
-            num_sanity_val_steps=0,
-            default_root_dir=tmp_path,
-        )
-        data = numbers_module()
-        if finds:
-            Tuner(trainer).lr_find(model, datamodule=data, num_training=7, update_attr=False)
-            model.ledger.clear()
-        trainer.fit(model, datamodule=data, ckpt_path=ckpt)
-        return outcome_of(trainer, model, logger)
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
 
-    assert trained(fit(True).ledger) == trained(fit(False).ledger)
+
+def test_finding_a_learning_rate_leaves_the_data_where_it_was(tmp_path: Path) -> None:
+    model, data = seeded(LedgerModel), numbers_module()
+    trainer = pl.Trainer(**QUIET, max_epochs=2, num_sanity_val_steps=0, default_root_dir=tmp_path)
+    Tuner(trainer).lr_find(model, datamodule=data, num_training=7, update_attr=False)
+    model.ledger.clear()
+    trainer.fit(model, datamodule=data)
+    assert trained(model.ledger) == trained(train(max_epochs=2).ledger)
 
 
 def test_scaling_the_batch_size_trains_with_the_size_found(tmp_path: Path) -> None:
     model = seeded(LedgerModel)
-    trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = pl.Trainer(**QUIET, max_epochs=1, default_root_dir=tmp_path)
     data = numbers_module()
     Tuner(trainer).scale_batch_size(model, datamodule=data, mode="power", max_trials=2, steps_per_trial=2)
     assert data.batch_size in (4, 8)  # as Lightning 2.6 and 2.5 count trials
@@ -500,15 +449,9 @@ def test_weights_only_checkpoints_are_refused_by_lightning_and_still_evaluate(tm
     assert len(evaluate(tmp_path / "weights.ckpt", "validate").ledger) == 3
 
 
-def evaluate(path: Path | None, how: str, make: Any = None) -> LedgerModel:
-    model = seeded(LedgerModel)
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False,
-    )  # fmt: skip
-    data = numbers_module(test=Numbers(7), predict=Numbers(3)) if make is None else make()
-    options = {} if how == "predict" else {"verbose": False}
-    getattr(trainer, how)(model, datamodule=data, ckpt_path=path, **options)
+def evaluate(path: Path, how: str) -> LedgerModel:
+    model, data = seeded(LedgerModel), numbers_module(test=Numbers(7), predict=Numbers(3))
+    getattr(pl.Trainer(**QUIET), how)(model, datamodule=data, ckpt_path=path)
     return model
 
 
@@ -521,11 +464,6 @@ def test_evaluating_a_mid_epoch_checkpoint_gives_every_sample_once(tmp_path: Pat
     assert ids == sorted(set(ids))
 
 
-def test_the_loader_that_lightning_uses_is_the_one_taken_over() -> None:
-    run = train(lambda: DataLoader(Numbers(22), batch_size=2, shuffle=True), callbacks=[StatefulDataCallback()])
-    assert isinstance(run.trainer.train_dataloader.loader, StatefulLoader)
-
-
 def test_the_users_own_callback_is_not_added_twice() -> None:
     mine = StatefulDataCallback(seed=11)
     run = train(callbacks=[mine])
@@ -535,12 +473,9 @@ def test_the_users_own_callback_is_not_added_twice() -> None:
 @pytest.mark.parametrize(
     "make_sampler",
     [
-        lambda data: RandomSampler(data, replacement=True, num_samples=30),
         lambda data: RandomSampler(data, num_samples=13),
-        lambda data: torch.utils.data.SubsetRandomSampler(range(3, 21)),
-        lambda data: torch.utils.data.WeightedRandomSampler([1.0] * 11 + [3.0] * 11, 22),
         lambda data: DistributedSampler(data, num_replicas=1, rank=0),
-        lambda data: torch.utils.data.SequentialSampler(data),
+        SequentialSampler,
     ],
 )
 def test_9_torchs_own_samplers_are_taken_over_and_resume_exactly(tmp_path: Path, make_sampler: Any) -> None:
@@ -549,9 +484,7 @@ def test_9_torchs_own_samplers_are_taken_over_and_resume_exactly(tmp_path: Path,
             data = Numbers(22)
             return DataLoader(data, batch_size=2, sampler=make_sampler(data))
 
-    before, resumed, whole = stop_and_resume(tmp_path, Theirs, at=("on_train_batch_end", 1, 3))
-    assert_stitches([before, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
+    assert_goes_on_from_every_moment(tmp_path, Theirs, [("on_train_batch_end", 1, 3)], served_again=0)
 
 
 def test_model_checkpoint_callbacks_keep_their_best_over_a_resume(tmp_path: Path) -> None:

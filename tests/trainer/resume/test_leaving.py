@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from support.ledger import Numbers
 from support.runs import StopAt, train
+from support.sampler_cases import PlainData
+from support.sources import SaveAt, trained
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful import StatefulDataCallback
@@ -74,9 +76,39 @@ def test_a_plain_trainer_resumes_checkpoints_of_this_package_where_it_is_not_ins
         capture_output=True,
         text=True,
         timeout=120,
-        env={"PYTHONPATH": str(Path(__file__).parents[1]), "PATH": ""},
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""},
     )
     assert told.stdout.split("\n")[:-1] == ["one-end 2", "one-middle 2", "stream-middle 2", "two-middle 2"], told.stderr
+
+
+# Moments of a run of 4 batches an epoch, with a validation after each, and the batches done by then.
+MOMENTS = {
+    ("on_train_epoch_start", 0, 0): 0,
+    ("on_train_batch_start", 0, 0): 0,
+    ("on_before_backward", 0, 0): 0,
+    ("on_train_batch_end", 0, 0): 1,
+    ("on_train_epoch_end", 0, 0): 4,
+    ("on_train_epoch_start", 1, 0): 4,
+    ("on_train_batch_start", 1, 2): 6,
+    ("on_before_backward", 1, 2): 6,
+    ("on_before_backward", 1, 3): 7,
+    ("on_train_batch_end", 1, 3): 8,
+    ("on_validation_start", 1, 0): 8,
+    ("on_train_epoch_end", 1, 0): 8,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint has no data state")
+def test_a_checkpoint_of_a_plain_trainer_is_taken_up_where_its_counters_say_whatever_the_hook(tmp_path: Path) -> None:
+    def in_order() -> Any:
+        return PlainData(lambda: DataLoader(Numbers(8), batch_size=2))
+
+    saver = SaveAt(tmp_path, list(MOMENTS))
+    whole = train(in_order, callbacks=[saver])
+    for number, (moment, done) in enumerate(MOMENTS.items()):
+        resumed = train(in_order, callbacks=[StatefulDataCallback()], ckpt_path=saver.path(number))
+        assert trained(resumed.ledger) == trained(whole.ledger)[done:], moment
+        assert resumed.total_batches == whole.total_batches, moment
 
 
 @pytest.mark.filterwarnings("ignore:.*were read again.*")
@@ -86,7 +118,7 @@ def test_taking_it_up_on_a_stream_begins_the_pass_anew_and_says_so(tmp_path: Pat
 
     with pytest.warns(StatefulWarning, match=r"batch 2 of epoch 1.*Rows begins anew"):
         run = train(rows, callbacks=[StatefulDataCallback()], ckpt_path=path)
-    served = [(epoch, step, ids) for kind, epoch, step, _, ids in filter(is_step, run.ledger)]
+    served = [(epoch, step, ids) for _, epoch, step, _, ids in trained(run.ledger)]
     passed = [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert served == [(1, 2 + step, ids) for step, ids in enumerate(passed)] + [
         (2, step, ids) for step, ids in enumerate(passed)
@@ -98,10 +130,6 @@ def test_taking_it_up_on_a_stream_begins_the_pass_anew_and_says_so(tmp_path: Pat
         train(rows, callbacks=[stop, StatefulDataCallback()], ckpt_path=path)
     resumed = train(rows, callbacks=[StatefulDataCallback()], ckpt_path=again)
     assert resumed.ledger == run.ledger[1:]
-
-
-def is_step(event: tuple[Any, ...]) -> bool:
-    return bool(event[0] == "train")
 
 
 def test_taking_it_up_within_a_window_of_accumulation_can_be_saved_at_once(tmp_path: Path) -> None:
@@ -121,4 +149,4 @@ def test_taking_it_up_after_the_last_batch_of_an_epoch_goes_on_with_the_next(tmp
 
     with pytest.warns(StatefulWarning, match="batch 4 of epoch 0"):
         run = train(rows, callbacks=[StatefulDataCallback()], ckpt_path=path)
-    assert [event[1:3] for event in filter(is_step, run.ledger)][:2] == [(1, 0), (1, 1)]
+    assert [event[1:3] for event in trained(run.ledger)][:2] == [(1, 0), (1, 1)]

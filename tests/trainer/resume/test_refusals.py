@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.ledger import LedgerModel, Numbers
-from support.runs import numbers_module, train
+from support.runs import StopAt, numbers_module, train
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule
@@ -56,16 +56,11 @@ def test_a_difference_is_refused_with_both_values_and_the_remedy(
     assert "nothing was loaded" in str(caught.value)
 
 
-def test_all_differences_are_reported_at_once(stopped: Path) -> None:
-    with pytest.raises(StateMismatchError) as caught:
-        train(lambda: numbers_module(train=Numbers(30), seed=1, drop_last=True), ckpt_path=stopped)
-    assert {difference.path for difference in caught.value.differences} == {"seed", "drop_last", "dataset.length"}
-
-
-def test_a_refused_checkpoint_trains_nothing(stopped: Path) -> None:
+def test_all_differences_are_reported_at_once_and_nothing_is_trained(stopped: Path) -> None:
     model = LedgerModel()
-    with pytest.raises(StateMismatchError):
-        train(lambda: numbers_module(seed=1), ckpt_path=stopped, model=model)
+    with pytest.raises(StateMismatchError) as caught:
+        train(lambda: numbers_module(train=Numbers(30), seed=1, drop_last=True), ckpt_path=stopped, model=model)
+    assert {difference.path for difference in caught.value.differences} == {"seed", "drop_last", "dataset.length"}
     assert model.ledger == []
 
 
@@ -138,8 +133,10 @@ def test_a_state_that_was_changed_after_it_was_written_is_refused(stopped: Path,
     [
         (lambda own: own.update(version=9), StateVersionError, "version 9"),
         (lambda own: own.pop("version"), DamagedStateError, "no version"),
-        (lambda own: own.pop("progress"), DamagedStateError, "no progress"),
-        (lambda own: own["progress"].pop("batch"), DamagedStateError, "'batch'"),
+        (lambda own: own.pop("moment"), DamagedStateError, "no moment"),
+        (lambda own: own["moment"].pop("batch"), DamagedStateError, "'batch'"),
+        (lambda own: own["moment"].update(epoch=True), DamagedStateError, "'epoch'"),
+        (lambda own: own["moment"].update(running=1), DamagedStateError, "'running'"),
         (lambda own: own.update(monitored={"loss": "low"}), DamagedStateError, "no metrics"),
     ],
 )
@@ -155,20 +152,13 @@ class Renamed(StatefulDataModule):
     pass
 
 
-def test_28_a_renamed_data_module_is_refused_and_not_ignored(stopped: Path) -> None:
-    def make() -> Any:
-        return Renamed(Numbers(22), Numbers(5, first=100), batch_size=2, seed=7)
+def test_28_a_renamed_data_module_is_refused_and_goes_on_exactly_when_that_is_accepted(stopped: Path) -> None:
+    def make(**options: Any) -> Any:
+        return Renamed(Numbers(22), Numbers(5, first=100), batch_size=2, seed=7, **options)
 
     with pytest.raises(StateMismatchError, match="module: saved 'StatefulDataModule', now 'Renamed'"):
         train(make, ckpt_path=stopped)
-
-
-def test_28_a_renamed_data_module_goes_on_exactly_when_that_is_accepted(stopped: Path) -> None:
-    def make() -> Any:
-        return Renamed(Numbers(22), Numbers(5, first=100), batch_size=2, seed=7, accept=("module",))
-
-    resumed = train(make, ckpt_path=stopped)
-    whole = train()
+    resumed, whole = train(lambda: make(accept=("module",)), ckpt_path=stopped), train()
     assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
 
 
@@ -195,8 +185,6 @@ def test_a_checkpoint_of_the_callback_alone_is_refused_for_other_data(tmp_path: 
 
 
 def test_a_checkpoint_taken_before_the_first_batch_resumes_without_a_word(tmp_path: Path) -> None:
-    from support.runs import StopAt
-
     stop = StopAt("on_fit_start", tmp_path / "start.ckpt")
     train(callbacks=[stop])
     assert train(ckpt_path=tmp_path / "start.ckpt").ledger == train().ledger

@@ -19,7 +19,7 @@ from lightning_stateful.errors import ConfigurationError
 
 
 def test_a_run_by_pytorch_lightning_is_resumed_exactly(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "support" / "other_package.py"
+    script = Path(__file__).parents[2] / "support" / "other_package.py"
     command = [sys.executable, str(script), str(tmp_path / "stop.ckpt")]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     runs = re.findall(r"_run: .*", said)

@@ -21,8 +21,9 @@ from lightning_stateful.trainer.lightning import pl
 class Collates(StatefulDataModule):
     """Workers need one of its methods."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(Numbers(8), Numbers(4), batch_size=2, collate_fn=self.collate, seed=3, **options)
+    def __init__(self, context: str) -> None:
+        options: Any = {"num_workers": 1, "multiprocessing_context": context, "persistent_workers": True}
+        super().__init__(Numbers(8), batch_size=2, collate_fn=self.collate, seed=3, **options)
 
     def collate(self, samples: list[Any]) -> Any:
         return {**default_collate(samples), "x": torch.ones(len(samples), 4)}
@@ -31,19 +32,12 @@ class Collates(StatefulDataModule):
 class Plain(pl.LightningDataModule):
     """The same in Lightning's own words; a worker gets the whole trainer with it."""
 
-    def __init__(self, context: str = "fork") -> None:
+    def __init__(self, context: str) -> None:
         super().__init__()
-        self.context = context
-
-    def loader(self, length: int) -> Any:
-        options = {"num_workers": 1, "multiprocessing_context": self.context, "persistent_workers": True}
-        return DataLoader(Numbers(length), batch_size=2, collate_fn=self.collate, **options)
+        self.options: Any = {"num_workers": 1, "multiprocessing_context": context, "persistent_workers": True}
 
     def train_dataloader(self) -> Any:
-        return self.loader(8)
-
-    def val_dataloader(self) -> Any:
-        return self.loader(4)
+        return DataLoader(Numbers(8), batch_size=2, collate_fn=self.collate, **self.options)
 
     collate = Collates.collate
 
@@ -52,23 +46,13 @@ class Own(DataLoader[Any]):
     """A user's class."""
 
 
-def trained(run: Any) -> list[Any]:
-    return [event for event in run.ledger if event[0] in ("train", "val")]
+@pytest.mark.parametrize("kind", [Collates, Plain])
+def test_workers_that_are_spawned_have_methods_of_data_modules(kind: Any) -> None:
+    def run(context: str) -> Any:
+        callbacks = [StatefulDataCallback(seed=3)]
+        return train(lambda: kind(context), callbacks=callbacks, max_epochs=1).ledger
 
-
-def test_workers_that_are_spawned_have_methods_of_data_modules() -> None:
-    options = {"num_workers": 1, "multiprocessing_context": "forkserver", "persistent_workers": True}
-    found = train(lambda: Collates(**options), max_epochs=1)
-
-    assert trained(found) == trained(train(Collates, max_epochs=1))
-
-
-def test_workers_that_are_spawned_have_methods_of_lightnings_data_modules() -> None:
-    found = [
-        trained(train(lambda context=context: Plain(context), callbacks=[StatefulDataCallback()], max_epochs=1))
-        for context in ("forkserver", "fork")
-    ]
-    assert found[0] == found[1]
+    assert run("forkserver") == run("fork")
 
 
 class Pickles(pl.Callback):
@@ -78,8 +62,8 @@ class Pickles(pl.Callback):
         self.done: list[str] = []
 
     def _pickle(self, hook: str, trainer: pl.Trainer) -> None:
-        again = pickle.loads(pickle.dumps(trainer))
-        assert again.global_step == trainer.global_step
+        for again in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
+            assert again.global_step == trainer.global_step
         self.done.append(hook)
 
     def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -130,31 +114,30 @@ def test_a_stream_that_is_read_can_be_pickled_and_begins_anew() -> None:
 
 
 def test_ranks_that_are_spawned_train_on_all_samples(tmp_path: Path) -> None:
-    for number, data in enumerate((numbers_module(), DataLoader(Numbers(22), batch_size=2))):
-        trainer = pl.Trainer(
-            strategy="ddp_spawn",
-            accelerator="cpu",
-            devices=2,
-            max_epochs=1,
-            num_sanity_val_steps=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[StatefulDataCallback(), Writes(tmp_path / str(number))],
-        )
-        how = {"datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders": data}
-        trainer.fit(seeded(LedgerModel), **how)
-        found = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob(f"{number}.*"))]
-        assert sorted(index for of_rank in found for index in of_rank) == list(range(22))
+    trainer = pl.Trainer(
+        strategy="ddp_spawn",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Writes(tmp_path)],
+    )
+    trainer.fit(seeded(LedgerModel), datamodule=numbers_module())
+    found = [torch.load(path, weights_only=True) for path in sorted(tmp_path.iterdir())]
+    assert len(found) == 2
+    assert sorted(index for of_rank in found for index in of_rank) == list(range(22))
 
 
 class Writes(pl.Callback):
     """Writes down what a rank was trained on, for the process that spawned it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
         seen = [index for event in module.ledger if event[0] == "train" for index in event[-1]]
-        torch.save(seen, f"{self.path}.{trainer.global_rank}")
+        torch.save(seen, self.folder / str(trainer.global_rank))

@@ -1,0 +1,114 @@
+"""Callbacks that average weights, or stop a run, do in a resumed run what they would have done without the stop."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+from support.ledger import LedgerModel
+from support.runs import Outcome, StopAt, numbers_module, seeded, train
+from support.sources import assert_goes_on_from_every_moment
+
+from lightning_stateful.errors import StateError
+
+
+class Averaged(LedgerModel):
+    """With a learning rate schedule, which averaging replaces, and perhaps a BatchNorm, for which it adds an epoch."""
+
+    def __init__(self, *, normed: bool) -> None:
+        super().__init__()
+        norm = torch.nn.BatchNorm1d(6) if normed else torch.nn.Tanh()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 6), norm, torch.nn.Dropout(0.3), torch.nn.Linear(6, 1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
+
+
+# Without a BatchNorm, no epoch is left to train after the fourth; with one, there is a fifth for its statistics.
+MOMENTS = {
+    False: [("on_train_batch_end", 1, 4), ("on_train_epoch_end", 3, 0)],
+    True: [("on_train_epoch_end", 3, 0), ("on_train_batch_end", 4, 4), ("on_validation_end", 4, 0)],
+}
+
+
+@pytest.mark.parametrize("windows", [{}, {"accumulate_grad_batches": 2, "val_check_interval": 3}], ids=str)
+@pytest.mark.parametrize("normed", MOMENTS)
+def test_34_stochastic_weight_averaging_goes_on_exactly(tmp_path: Path, normed: bool, windows: dict[str, Any]) -> None:
+    def run(make: Any, *, callbacks: Any = (), seed: int = 1, **options: Any) -> Outcome:
+        averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)
+        model = seeded(partial(Averaged, normed=normed), seed)
+        return train(make, callbacks=[averaging, *callbacks], model=model, **options)
+
+    assert_goes_on_from_every_moment(tmp_path, numbers_module, MOMENTS[normed], run, max_epochs=4, **windows)
+
+
+@pytest.mark.parametrize("kind", ["StochasticWeightAveraging", "WeightAveraging"])
+@pytest.mark.filterwarnings("ignore:.*is in eval mode.*")
+def test_weights_that_averages_have_replaced_are_not_resumed(tmp_path: Path, kind: str) -> None:
+    averaging = getattr(pl.callbacks, kind, None)
+    if averaging is None:
+        pytest.skip("since Lightning 2.6")
+    options = {"swa_lrs": 0.01, "swa_epoch_start": 1} if kind == "StochasticWeightAveraging" else {}
+    plain = {"max_steps": 15, "max_epochs": 2}
+    first = train(callbacks=[averaging(**options)], model=seeded(partial(Averaged, normed=False)), **plain)
+    first.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    with pytest.raises(StateError, match="averages in place of the weights"):
+        train(callbacks=[averaging(**options)], model=Averaged(normed=False), ckpt_path=tmp_path / "after.ckpt")
+    if kind == "WeightAveraging":
+        train(callbacks=[averaging(), StopAt("on_validation_batch_end", tmp_path / "within.ckpt")])
+        with pytest.raises(StateError, match="during a validation"):
+            train(callbacks=[averaging()], ckpt_path=tmp_path / "within.ckpt")
+
+
+class Worsens(LedgerModel):
+    """Its ``score`` falls up to step 3, and no more after it."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("score", -float(min(self.global_step, 3)))
+
+
+def test_35_early_stopping_counts_a_validation_in_an_open_window_once(tmp_path: Path) -> None:
+    def run(make: Any, *, callbacks: Any = (), seed: int = 1, **options: Any) -> Outcome:
+        stopping = EarlyStopping("score", patience=6)
+        found = train(make, callbacks=[stopping, *callbacks], model=seeded(Worsens, seed), **options)
+        # Compared as the weights are.
+        found.weights["stopping"] = torch.tensor([stopping.wait_count, stopping.stopped_epoch])
+        return found
+
+    moments = [("on_train_batch_end", 1, 6), ("on_train_batch_end", 1, 4), ("on_validation_end", 1, 0)]
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "val_check_interval": 3, "max_epochs": 5}
+    whole = assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, **options)
+    assert whole.weights["stopping"][1] > 1
+
+
+class StopsEarly(pl.Callback):
+    """Tells a run to stop once, after so many batches."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 5:
+            trainer.should_stop = True
+
+
+LIMITS: list[dict[str, int]] = [{"min_epochs": 3}, {"min_steps": 27}, {"min_steps": 27, "limit_val_batches": 0}]
+STOPS = [
+    ("on_train_batch_end", 0, 7),
+    ("on_train_epoch_end", 0, 0),
+    ("on_before_backward", 2, 3),
+    ("on_train_batch_end", 2, 4),  # the last batch, by min_steps
+]
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=str)
+def test_36_a_stop_that_waits_for_min_epochs_or_min_steps_is_remembered(tmp_path: Path, limit: dict[str, int]) -> None:
+    def run(make: Any, *, callbacks: Any = (), **options: Any) -> Outcome:
+        return train(make, callbacks=[StopsEarly(), *callbacks], **options)
+
+    moments = STOPS if "limit_val_batches" in limit else [*STOPS, ("on_validation_start", 1, 0)]
+    whole = assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=5, **limit)
+    assert whole.current_epoch < 5
