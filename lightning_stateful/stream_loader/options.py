@@ -159,14 +159,14 @@ class StreamSetup:
         else:
             number = sum(source.shards.num_shards for source in sources)
             divided = f"is a stream: its {number} shards are shared evenly among ranks and workers"
-        reasons = self.reasons_to_read_again
+        reasons = self.reasons_to_read_again()
         resumes = f"reads it again, because {reasons}" if reasons else "goes on within it"
         return f"{self.name} {divided}, and a resume {resumes}."
 
-    @property
-    def reasons_to_read_again(self) -> str:
-        """Why a resume reads samples again; empty if it does not."""
-        return "; ".join(sorted({source.shards.reread for source in self.config.sources.values()} - {""}))
+    def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:
+        """Why a resume reads samples again, if need be once functions have drawn; empty if it does not."""
+        shards = [source.shards for source in self.config.sources.values()]
+        return "; ".join(sorted({one.reread or (if_drawn and one.reread_if_drawn) or "" for one in shards} - {""}))
 
     def beginning(self, epoch: int) -> StreamState:
         """The beginning of a pass before which nothing was left, on the present ranks and workers."""

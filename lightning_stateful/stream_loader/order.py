@@ -303,7 +303,7 @@ class StreamOrder:
             warnings.warn(
                 f"{sum(again.values())} {'batches' if self.setup.is_loader else 'samples'} of {', '.join(again)} were "
                 f"read again, and left out, to go on in epoch {epoch}, which took "
-                f"{time.perf_counter() - started:.1f} s, because {self.setup.reasons_to_read_again}.",
+                f"{time.perf_counter() - started:.1f} s, because {self.setup.reasons_to_read_again(if_drawn=True)}.",
                 StatefulWarning,
                 stacklevel=3,
             )

@@ -71,7 +71,8 @@ class HuggingFaceShards(Shards):
         self.warning = " ".join(dict.fromkeys(found))
         self.reread = pipelines.reread_of(stages)
         reruns = pipelines.gives_tables(dataset._formatting) or any(map(pipelines.reruns_users_code, stages))
-        self._reruns = self.draws and reruns
+        if self.draws and reruns:
+            self.reread_if_drawn = "functions that a resume runs once more for some samples have drawn random numbers"
         # Asked for with every state, of datasets of many thousand files.
         self._description = pipelines.describe(self._dataset)
 
@@ -82,7 +83,7 @@ class HuggingFaceShards(Shards):
 
     def node(self, shard: int, epoch: int) -> HuggingFaceNode:
         """A node over one shard, which reads a copy that is its own."""
-        return HuggingFaceNode(self._shard(shard), epoch, is_exact=not self.reread, reruns=self._reruns)
+        return HuggingFaceNode(self._shard(shard), epoch, is_exact=not self.reread, reruns=bool(self.reread_if_drawn))
 
     def name(self, shard: int) -> str:
         """Its files, as far as Hugging Face knows them, or its number."""

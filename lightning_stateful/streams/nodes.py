@@ -33,6 +33,7 @@ class Shards(ABC):
         is_loader: Whether what it gives are batches, and every epoch begins it anew, as a trainer does with loaders.
         warning: What a user should know before training, and what to do about it; empty for nothing.
         reread: Why a shard has to be read again from its beginning on a resume, in words; empty where that is quick.
+        reread_if_drawn: Why it has to be, once functions have drawn random numbers; empty where it does not.
     """
 
     draws: bool = False
@@ -40,6 +41,7 @@ class Shards(ABC):
     is_loader: bool = False
     warning: str = ""
     reread: str = ""
+    reread_if_drawn: str = ""
 
     @property
     @abstractmethod

@@ -23,6 +23,8 @@ _LEAST_GAP = 256
 _CHARACTERS_A_SAMPLE = 16
 # The same of batches.
 _CHARACTERS_A_BATCH = 2**14
+# So many samples since a state are there only where the node has none any more.
+_MANY = 1024
 # Samples that are read together under one seed: to seed each costs more than many take to read.
 _RUN = 32
 
@@ -279,6 +281,14 @@ class ShardReader(StreamNode[Any]):
 
     def _name(self) -> str:
         return self._shards.name(self._numbers[self._at])
+
+
+def num_read_again(shards: Shards, state: NodeState) -> int:
+    """How many samples a reader's state has read again, where these are more than the few between two states."""
+    since: int = state["since"]
+    if shards.reread and state["state"] is None:
+        return since
+    return since if shards.reread_if_drawn and since > _MANY else 0
 
 
 def _lacks_source_state(state: Any) -> bool:

@@ -11,6 +11,7 @@ from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotProgress, SlotSlice, left_of
 from lightning_stateful.streams.nodes import NodeState, innermost
+from lightning_stateful.streams.shard_reader import num_read_again
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.worker_slot import FRESH, SlotTask, SourceTask, StreamConfig, WorkerSlot, skipped_in
 
@@ -212,17 +213,14 @@ class StreamState:
         found: dict[str, int] = {}
         for slot in range(self.num_slots) if slots is None else slots:
             for name, source in self.config.sources.items():
-                if not source.shards.reread:
-                    continue
                 here = self._progress(name, slot)
-                begins = [slot_slice.of.state for slot_slice in here.slices[here.current :]]
-                if here.state is not None:
-                    begins[0] = here.state
-                for slot_slice, begin in zip(here.slices[here.current :], begins, strict=True):
-                    if begin is None or begin.get("source", begin) is None:
+                for slot_slice in here.slices[here.current :]:
+                    is_current = slot_slice is here.slices[here.current]
+                    begin = here.state if is_current and here.state is not None else slot_slice.of.state
+                    if begin is None or begin["source"] is None:
                         continue
                     at = innermost(begin)
-                    if at["state"] is None and at["since"]:
+                    if num_read_again(source.shards, at):
                         found[source.shards.name(slot_slice.of.shards[at["shard"]])] = at["since"]
         return found
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from hypothesis import strategies as st
 from support import hf_streams as hf
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_stateful.errors import ConfigurationError, DamagedStateError
+from lightning_stateful import patch_dataloader
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.streams import hugging_face_pipelines as pipelines
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
 from lightning_stateful.streams.shard_reader import ShardReader
@@ -393,6 +395,18 @@ class TestDrawing:
             resumed = ShardReader(HuggingFaceShards(shards._dataset), [0], 1, seed=3)
             resumed.reset(states[number])
             assert _samples(resumed) == values[50 * (number + 1) :]
+
+    def test_that_a_shard_is_read_again_because_of_draws_is_told(self, tmp_path: Path) -> None:
+        def make() -> Any:
+            stream = hf.stream("table", tmp_path, (2000,)).map(hf.draw_batch, batched=True, batch_size=100)
+            return patch_dataloader(DataLoader(stream, batch_size=50, collate_fn=list))
+
+        stopped, resumed = make(), make()
+        for _ in islice(stopped, 30):
+            pass
+        resumed.load_state_dict(stopped.state_dict())
+        with pytest.warns(StatefulWarning, match=r"1500 samples of .* were read again.* have drawn random numbers"):
+            next(iter(resumed))
 
     def test_functions_of_hugging_face_are_not_taken_for_the_users(self, tmp_path: Path) -> None:
         dataset = hf.stream("arrow", tmp_path, (3,)).rename_column("n", "number").remove_columns("text").batch(2)
