@@ -20,7 +20,7 @@ from support.stream_cases import (
     stream_loader,
 )
 
-from lightning_stateful.testing import LAWS
+from lightning_stateful.testing import LAWS, Recorder
 
 Make = Callable[[int, int], Any]
 
@@ -52,6 +52,8 @@ IMPLEMENTERS: dict[str, Make] = {
     "an iterator with a state": of(partial(RemembersWhereItReads, 11), **WORKERS),
     "no state": of(partial(Divided, 11)),
 }
+# All laws read one recording of each.
+RECORDERS = {name: Recorder(make) for name, make in IMPLEMENTERS.items()}
 # Real ranks are in test_stream_ranks. What is keyed by shard has other keys at other steps; see below.
 LAWS_OF_A_RANK = [law for law in LAWS if law not in ("rank-free", "steady")]
 
@@ -78,7 +80,7 @@ def test_every_loader_of_streams_obeys_every_law(name: str, law: str) -> None:
             "settings": settings_of,
             "stops": "spread",
         }
-    LAWS[law](IMPLEMENTERS[name], **options)
+    LAWS[law](RECORDERS[name], **options)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTERS)
