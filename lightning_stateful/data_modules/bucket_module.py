@@ -137,7 +137,7 @@ class BucketDataModule(StatefulDataModule):
 
     def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
         if "exact" not in how:
-            return self._stateful_loader(dataset, batch_sampler=self._batches(dataset, name))
+            return self._stateful_loader(dataset, name, batch_sampler=self._batches(dataset, name))
         size = self._size_for_evaluation
         if size is None and hasattr(dataset, "__len__") and not len(dataset):
             size = 1
@@ -156,7 +156,7 @@ class BucketDataModule(StatefulDataModule):
                 "metrics.",
                 category=StatefulWarning,
             )
-        return self._stateful_loader(dataset, batch_sampler=batches)
+        return self._stateful_loader(dataset, name, batch_sampler=batches)
 
     def _predict_dataloader(self) -> Any:
         # Predictions are wanted in the order of their dataset.

@@ -38,10 +38,10 @@ class SourcesDataModule(StatefulDataModule):
         self._sampler, self._tag, self._mixes, self._collate_fn = sampler, tag, mixes, collate_fn
         super().__init__(train, batch_size=batch_size, **options)
 
-    def train_dataloader(self) -> Any:
+    def _training_loaders(self) -> Any:
         """One loader over all training datasets."""
         if self.train is None:
-            return super().train_dataloader()
+            return super()._training_loaders()
         batches = self.batch_sampler()
         dataset, collate_fn = self._told_apart(self._named(self.train), self._collate_fn)
         return self._stateful_loader(dataset, batch_sampler=batches, collate_fn=collate_fn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -13,12 +14,24 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.mixture_samplers import refuse_splits
+from lightning_stateful.state import check, pack_combined, refuse_differences, walk
 from lightning_stateful.trainer.callback import StatefulDataCallback
-from lightning_stateful.trainer.checkpoint import STATE_KEY
-from lightning_stateful.trainer.lightning import PACKAGE, _CallbackConnector, check_package, pl
+from lightning_stateful.trainer.checkpoint import STATE_KEY, data_state_in
+from lightning_stateful.trainer.lightning import (
+    PACKAGE,
+    TrainerFn,
+    TrainerStatus,
+    _CallbackConnector,
+    check_package,
+    pl,
+)
+from lightning_stateful.trainer.loader_hooks import Structure
 from lightning_stateful.trainer.train_loaders import Settings
 
 _SAMPLES = (str, bytes, list, tuple, dict)
+
+# As Lightning combines the loaders in a list or dict.
+_MODE = "max_size_cycle"
 
 
 class _EvaluationSet:
@@ -69,8 +82,9 @@ class StatefulDataModule(pl.LightningDataModule):
         **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader.
 
     State:
-        The position in the training data (see :mod:`lightning_stateful.state`), under 1 KB. A subclass that overrides
-        ``state_dict`` returns ``{**super().state_dict(), ...}``.
+        The position in the training data (see :mod:`lightning_stateful.state`), under 1 KB. In a Trainer it is that of
+        what the model has been trained on; without one, of the batches that the loader of :meth:`train_dataloader` has
+        handed over. A subclass that overrides ``state_dict`` returns ``{**super().state_dict(), ...}``.
     """
 
     holds_data_state = True
@@ -99,12 +113,13 @@ class StatefulDataModule(pl.LightningDataModule):
         **loader_options: Any,
     ) -> None:
         self._callback: StatefulDataCallback | None = None
+        # For the checkpoint that is being written; as it was loaded, until training goes on there.
+        self._handed_over: Mapping[str, Any] | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        # The latest training loaders, by path.
+        self._built: dict[str, Any] = {}
         self._settings = Settings(
-            seed=seed,
-            seed_samples=seed_samples,
-            seed_model=seed_model,
-            accept=accept,
-            log_data=log_data,
+            seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept, log_data=log_data
         )
         super().__init__()
         self.batch_size = batch_size
@@ -116,8 +131,8 @@ class StatefulDataModule(pl.LightningDataModule):
         self.val, self.test, self.predict = val, test, predict
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker that is spawned with one of the module's methods needs neither; as LightningModule has it.
-        return {**vars(self), "_trainer": None, "_callback": None}
+        # A worker that is spawned with one of the module's methods needs none; as LightningModule has it.
+        return {**vars(self), "_trainer": None, "_callback": None, "_built": {}}
 
     @property
     def trainer(self) -> pl.Trainer | None:
@@ -163,7 +178,19 @@ class StatefulDataModule(pl.LightningDataModule):
         )
 
     def train_dataloader(self) -> Any:
-        """The training loader, or a list or dict of them."""
+        """The training loader, or a list or dict of them; without a Trainer they go on where a state was loaded.
+
+        Raises:
+            StateError: That state does not fit the data.
+        """
+        loaders = self._training_loaders()
+        self._built = Structure.of(loaders).loaders
+        if self._loaded is not None and self._running is None:
+            self._place(self._loaded)
+            self._loaded = None
+        return loaders
+
+    def _training_loaders(self) -> Any:
         return self._loaders(self.train, shuffle=self.shuffle, drop_last=self.drop_last)
 
     def _val_dataloader(self) -> Any:
@@ -200,24 +227,85 @@ class StatefulDataModule(pl.LightningDataModule):
         if how.get("exact") and isinstance(dataset, IterableDataset):
             del how["exact"]
             return DataLoader(dataset, **{**self._options, **how})
-        return self._stateful_loader(dataset, **how)
+        return self._stateful_loader(dataset, name, **how)
 
-    def _stateful_loader(self, dataset: Any, **how: Any) -> StatefulLoader:
-        return StatefulLoader(
-            dataset, **{**self._options, "seed": self.seed, "seed_samples": self._settings.seed_samples, **how}
-        )
+    def _stateful_loader(self, dataset: Any, name: str | None = None, **how: Any) -> StatefulLoader:
+        settings = {
+            "seed": self.seed,
+            "path": name or "",
+            "seed_samples": self._settings.seed_samples,
+            "accept": self._settings.accept,
+        }
+        return StatefulLoader(dataset, **{**self._options, **settings, **how})
 
     def position_report(self) -> dict[str, Any]:
         """Epoch, and what has been served of every source, at this moment of training; equal on all ranks."""
         return {} if self._callback is None else self._callback.position_report()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the training data, under a key of its own; empty before there are loaders."""
-        state = None if self._callback is None else self._callback.data_state()
-        return {} if state is None else {STATE_KEY: state}
+        """The position in the training data, under a key of its own; empty before there are loaders.
+
+        A state that was loaded is given back until training goes on there.
+        """
+        state = self._handed_over or self._loaded
+        if state is None and self._callback is not None:
+            state = self._callback.data_state()
+        if state is None and self._built and self._running is None:
+            state = self._state_of_built()
+        return {} if state is None else {STATE_KEY: deepcopy(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: the callback reads the state where Lightning's loop counters can be set right with it."""
+        """Keep the state that the next training loaders go on from.
+
+        In ``Trainer.fit(ckpt_path=...)`` the callback takes it from here, together with the loop counters that it
+        belongs to. Validation, testing and prediction with ``ckpt_path`` leave training data where they are.
+
+        Args:
+            state_dict: A state from :meth:`state_dict`, with a data module's or a checkpoint's own beside it.
+        """
+        if self._running in (None, TrainerFn.FITTING):
+            self._loaded = deepcopy(data_state_in(state_dict))
+
+    def hand_over(self, state: Mapping[str, Any] | None) -> None:
+        """Give :meth:`state_dict` its answer for the checkpoint that is being written; None when it is written.
+
+        Args:
+            state: Where the trainer that writes it stands in the training data.
+        """
+        self._handed_over = state
+
+    def take_loaded_state(self) -> Mapping[str, Any] | None:
+        """The state that was loaded, if no loaders have gone on from it; it counts as used from now on."""
+        state, self._loaded = self._loaded, None
+        return state
+
+    @property
+    def _running(self) -> TrainerFn | None:
+        """What a trainer is doing with this module just now."""
+        trainer = self._trainer
+        if trainer is None or trainer.state.status != TrainerStatus.RUNNING:
+            return None
+        return trainer.state.fn
+
+    def _state_of_built(self) -> dict[str, Any]:
+        states = {path: loader.state_dict() for path, loader in self._built.items()}
+        return dict(states[""]) if "" in states else pack_combined(_MODE, states)
+
+    def _place(self, state: Mapping[str, Any]) -> None:
+        """Let the loaders that were built go on where a state was taken."""
+        where = f"The state of this {type(self).__name__}"
+        if "" in self._built:
+            self._built[""].load_state_dict(state)
+            return
+        check(state, where=where)
+        refuse_differences(state, self._state_of_built(), accept=self._settings.accept, where=where)
+        parts = dict(walk(state))
+        for path, loader in self._built.items():
+            if path in parts:
+                loader.load_state_dict(parts[path])
+            else:
+                # Accepted as new: it begins with the epoch of the others.
+                loader.set_epoch(next(iter(parts.values()))["progress"]["epoch"])
 
 
 def _is_several(data: Any) -> bool:

@@ -151,7 +151,14 @@ class StreamDataModule(StatefulDataModule):
             raise ConfigurationError(
                 f"A {type(dataset).__name__} has no shards, so its batches cannot be cut ahead. Make a ChunkedDataset."
             )
-        options = replace(self._serving, config=config, seed=self.seed, seed_samples=self._settings.seed_samples)
+        options = replace(
+            self._serving,
+            config=config,
+            seed=self.seed,
+            path=name or "",
+            seed_samples=self._settings.seed_samples,
+            accept=self._settings.accept,
+        )
         return StreamLoader(loader, replace(options, exact=True, steps_per_epoch=None) if exact else options)
 
     def _of_index(self, dataset: Any, name: str | None, size: int | None, **how: Any) -> DataLoader[Any]:

@@ -27,13 +27,14 @@ from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import loop_progress, other_callbacks
 from lightning_stateful.trainer.checkpoint import (
+    data_state_in,
     drop_loader_states,
     find_data_state,
     fits_our_module,
-    module_name,
-    put_data_state,
     read_callback_state,
     refuse_other_seed,
+    refuse_unused_state,
+    stateful_module,
     warn_of_missing_loops,
 )
 from lightning_stateful.trainer.eval_loaders import exact_evaluation
@@ -213,22 +214,28 @@ class StatefulDataCallback(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The loop progress, and the data's state where no data module holds it; fresh plain data."""
-        module = module_name(self._trainer)
-        progress = self._progress()
+        progress, module = self._progress(), stateful_module(self._trainer)
+        data = self._data_state_at(progress)
+        if module is not None:
+            # Lightning asks callbacks first.
+            module.hand_over(data)
         return {
             "version": VERSION,
             "restored": not isinstance(self._phase, Resumed) or self._phase.training_began,
             "averaged": other_callbacks.holds_averages(self._trainer),
-            "module": module,
+            "module": None if module is None else type(module).__qualname__,
             "seed": self._seed,
             "progress": progress.to_dict(),
             "monitored": self._monitored(progress),
-            "data": self.data_state() if module is None else None,
+            "data": data if module is None else None,
         }
 
     def data_state(self) -> dict[str, Any] | None:
         """The state of the training data at this point of training; None before there are loaders."""
-        return None if self._loaders is None else self._loaders.combined.state_at(*self._progress().data)
+        return self._data_state_at(self._progress())
+
+    def _data_state_at(self, progress: LoopProgress) -> dict[str, Any] | None:
+        return None if self._loaders is None else self._loaders.combined.state_at(*progress.data)
 
     def position_report(self) -> dict[str, Any]:
         """Epoch, and what has been served of every source, at this point of training; equal on all ranks.
@@ -240,7 +247,7 @@ class StatefulDataCallback(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep this trainer's data state, where the data module has left it out, or has served another trainer since.
+        """Keep the data state, where a data module has overridden ``state_dict`` and left it out.
 
         Raises:
             StateError: This callback has served another trainer since.
@@ -251,8 +258,11 @@ class StatefulDataCallback(pl.Callback):
                 "Give every trainer a callback of its own, and save a checkpoint before the next trainer is fitted."
             )
         drop_loader_states(checkpoint)
-        if (name := module_name(trainer)) is not None:
-            put_data_state(checkpoint, name, self.state_key, self.data_state())
+        module = stateful_module(trainer)
+        if module is not None:
+            module.hand_over(None)
+            if data_state_in(checkpoint.get(type(module).__qualname__)) is None:
+                checkpoint["callbacks"][self.state_key]["data"] = self.data_state()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Remember how far the run got."""
@@ -296,7 +306,7 @@ class StatefulDataCallback(pl.Callback):
             return
         own = checkpoint.get("callbacks", {}).get(self.state_key)
         progress, metrics = (loop_progress.locate(loops["fit_loop"]), {}) if own is None else read_callback_state(own)
-        state = find_data_state(checkpoint, own, module_name(trainer), self.settings.accept)
+        state = find_data_state(checkpoint, own, stateful_module(trainer), self.settings.accept)
         loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         if own is not None:
             refuse_other_seed(own, self._seed, self.settings.accept)
@@ -307,7 +317,12 @@ class StatefulDataCallback(pl.Callback):
             loop_progress.lift_max_steps(trainer, progress, checkpoint["global_step"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Where a trainer is fitted again after it was stopped within an epoch, go on at the next batch."""
+        """Where a trainer is fitted again after it was stopped within an epoch, go on at the next batch.
+
+        Raises:
+            ConfigurationError: A state was loaded into the data module by hand, and there is no ``ckpt_path``.
+        """
+        refuse_unused_state(trainer)
         if isinstance(self._phase, SetUp):
             if trainer.ckpt_path is None:
                 self._fit_again(trainer, self._phase)
@@ -357,6 +372,9 @@ class StatefulDataCallback(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """From here on the loop's counters say where training is."""
         self._signals.hold()
+        if (module := stateful_module(trainer)) is not None:
+            # Somebody has asked for a state, and has written no checkpoint.
+            module.hand_over(None)
         phase = self._in_training()
         if phase.batch is None:
             refuse_other_loaders(trainer, self._loaders)

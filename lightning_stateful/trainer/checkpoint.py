@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import (
+    ConfigurationError,
     DamagedStateError,
     Difference,
     StateError,
@@ -20,6 +21,16 @@ from lightning_stateful.trainer.loop_progress import LoopProgress
 
 # Under this key a data module's state holds that of its data, apart from what a subclass adds.
 STATE_KEY = "lightning_stateful"
+
+
+class HoldsDataState(Protocol):
+    """A data module that has the state of its training data, as the callback sees it."""
+
+    def hand_over(self, state: Mapping[str, Any] | None) -> None:
+        """Answer with this state for the checkpoint that is being written."""
+
+    def take_loaded_state(self) -> Mapping[str, Any] | None:
+        """The state that Lightning has loaded into it, once."""
 
 
 def read_callback_state(own: Any) -> tuple[LoopProgress, dict[str, float]]:
@@ -69,59 +80,62 @@ def refuse_other_seed(own: Mapping[str, Any], seed: int, accept: Collection[str]
 
 
 def find_data_state(
-    checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None, module: str | None, accept: Collection[str]
+    checkpoint: Mapping[str, Any],
+    own: Mapping[str, Any] | None,
+    module: HoldsDataState | None,
+    accept: Collection[str],
 ) -> Mapping[str, Any] | None:
-    """The data's state: under the data module's name, or in the callback's part.
+    """The data's state: as the data module has loaded it, under another module's name, or in the callback's part.
 
     Args:
         checkpoint: The whole checkpoint.
         own: The callback's part of it, if it has one.
-        module: Name of the present data module, if it holds the data's state.
+        module: The present data module, if it holds the data's state.
         accept: With ``"module"`` in it, the state of a data module of another name is taken.
 
     Raises:
         StateMismatchError: The state stands under another data module's name.
     """
     saved_by = None if own is None else own.get("module")
-    if saved_by is not None and saved_by != module:
+    name, loaded = (None, None) if module is None else (type(module).__qualname__, module.take_loaded_state())
+    if saved_by is not None and saved_by != name:
         if "module" not in accept:
             remedy = (
                 "Give the data module its old name (Lightning keeps its state under that name), or accept the change "
                 "with accept=('module',)."
             )
-            difference = Difference(path="module", saved=saved_by, present=module, remedy=remedy)
+            difference = Difference(path="module", saved=saved_by, present=name, remedy=remedy)
             raise StateMismatchError([difference], where="The checkpoint's data state")
-        module = saved_by
-    held = None if module is None else data_state_in(checkpoint.get(module))
-    return own.get("data") if held is None and own is not None else held
+        name, loaded = saved_by, None
+    if loaded is None and name is not None:
+        # Of another name; or its load_state_dict has been overridden without a call of super().
+        loaded = data_state_in(checkpoint.get(name))
+    return own.get("data") if loaded is None and own is not None else loaded
 
 
-def module_name(trainer: Any) -> str | None:
-    """The key under which Lightning saves the data module's state, if it holds the data's."""
-    module = None if trainer is None else getattr(trainer, "datamodule", None)
-    return type(module).__qualname__ if getattr(module, "holds_data_state", False) else None
+def stateful_module(trainer: Any) -> HoldsDataState | None:
+    """The data module of a trainer, if it holds the data's state."""
+    module: Any = None if trainer is None else getattr(trainer, "datamodule", None)
+    return module if getattr(module, "holds_data_state", False) else None
+
+
+def refuse_unused_state(trainer: Any) -> None:
+    """Refuse to train from the beginning with a data module into which somebody has loaded a state.
+
+    Raises:
+        ConfigurationError: That is so.
+    """
+    module = stateful_module(trainer)
+    if module is not None and module.take_loaded_state() is not None and trainer.ckpt_path is None:
+        raise ConfigurationError(
+            f"A state was loaded into this {type(module).__name__}, but trainer.fit has no ckpt_path, so its loops "
+            "begin at epoch 0. Pass the checkpoint as ckpt_path, which restores both; or load no state."
+        )
 
 
 def fits_our_module(trainer: Any) -> bool:
     """Whether the loaders to be trained on come from a data module that holds the data's state."""
     return bool(getattr(trainer.fit_loop._data_source.instance, "holds_data_state", False))
-
-
-def put_data_state(checkpoint: dict[str, Any], module: str, callback: str, state: Mapping[str, Any] | None) -> None:
-    """Put a trainer's data state where its data module has put one, or in the callback's part where that has none.
-
-    A data module puts that of the trainer it was attached to last.
-
-    Args:
-        checkpoint: The whole checkpoint.
-        module: Name of the data module.
-        callback: Key of the callback's part.
-        state: The data's state.
-    """
-    if data_state_in(checkpoint.get(module)) is None:
-        checkpoint["callbacks"][callback]["data"] = state
-    else:
-        checkpoint[module] = {**checkpoint[module], STATE_KEY: state}
 
 
 def data_state_in(module_state: Any) -> Mapping[str, Any] | None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
         _DataLoaderSource,
         _worker_check,
     )
-    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
     from lightning.pytorch.utilities._pytree import _is_leaf_or_primitive_container
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
 else:
@@ -52,7 +52,7 @@ else:
         _DataLoaderSource,
         _worker_check,
     )
-    from pytorch_lightning.trainer.states import TrainerFn
+    from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
     from pytorch_lightning.utilities._pytree import _is_leaf_or_primitive_container
     from pytorch_lightning.utilities.combined_loader import CombinedLoader
 
@@ -65,6 +65,7 @@ __all__ = [
     "RestartStage",
     "StochasticWeightAveraging",
     "TrainerFn",
+    "TrainerStatus",
     "_CallbackConnector",
     "_DataLoaderIterDataFetcher",
     "_DataLoaderSource",

@@ -1,0 +1,183 @@
+"""A data module owns its state: what it has loaded it goes on from, and what it says is where its data stand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support import sources, texts
+from support.ledger import Numbers
+from support.runs import StopAt, numbers_module, train
+from support.stream_runs import chunks
+
+from lightning_stateful import StatefulDataModule, StreamDataModule
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, StateMismatchError
+
+
+def two(**options: Any) -> StatefulDataModule:
+    data = {"a": Numbers(9), "b": Numbers(9, first=100)}
+    return StatefulDataModule(data, batch_size=2, seed=7, **options)
+
+
+MODULES: dict[str, Callable[[], StatefulDataModule]] = {
+    "samples": numbers_module,
+    "two side by side": two,
+    "round robin": sources.round_robin,
+    "buckets": texts.bucketed,
+    "stream": lambda: StreamDataModule(chunks(), batch_size=2, seed=7),
+}
+
+
+def read(module: StatefulDataModule, loaders: Any = None, stop: int | None = None) -> list[Any]:
+    """Ids of the batches of a pass; of several loaders, of each at a time."""
+    loaders = module.train_dataloader() if loaders is None else loaders
+    steps = zip(*loaders.values(), strict=True) if isinstance(loaders, dict) else ((batch,) for batch in loaders)
+    return [[batch["id"].tolist() for batch in step] for step in itertools.islice(steps, stop)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_without_a_trainer_a_module_goes_on_at_the_next_batch(name: str) -> None:
+    module = MODULES[name]()
+    loaders = module.train_dataloader()
+    first = read(module, loaders, 2)
+    state = module.state_dict()
+
+    resumed = MODULES[name]()
+    resumed.load_state_dict(state)
+    loaders = resumed.train_dataloader()
+    rest = [read(resumed, loaders), read(resumed, loaders)]
+
+    whole = MODULES[name]()
+    loaders = whole.train_dataloader()
+    assert [first + rest[0], rest[1]] == [read(whole, loaders), read(whole, loaders)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_state_that_was_loaded_is_given_back_until_training_goes_on(name: str) -> None:
+    module, resumed = MODULES[name](), MODULES[name]()
+    read(module, stop=2)
+    state = module.state_dict()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+
+    loaders = resumed.train_dataloader()
+    assert resumed.state_dict() == state
+    read(resumed, loaders, 1)
+    assert resumed.state_dict() != state
+
+
+def test_a_module_that_nobody_has_read_has_no_state() -> None:
+    assert numbers_module().state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [(lambda: two(shuffle=False), "shuffle"), (numbers_module, "loaders")],
+    ids=["other order", "one loader"],
+)
+def test_a_state_of_other_data_is_refused_when_loaders_are_built(make: Any, remedy: str) -> None:
+    module, other = two(), make()
+    read(module, stop=2)
+    other.load_state_dict(module.state_dict())
+    with pytest.raises(StateMismatchError, match=remedy):
+        other.train_dataloader()
+
+
+def test_a_damaged_state_is_refused_when_loaders_are_built() -> None:
+    module = two()
+    read(module, stop=2)
+    state = module.state_dict()
+    state["lightning_stateful"]["checksum"] = "0"
+    module.load_state_dict(state)
+    with pytest.raises(DamagedStateError, match="checksum"):
+        module.train_dataloader()
+
+
+def test_a_loader_that_is_accepted_as_new_begins_with_the_epoch_of_the_others() -> None:
+    module = two()
+    loaders = module.train_dataloader()
+    read(module, loaders)
+    read(module, loaders, 2)
+    more = StatefulDataModule({**module.train, "c": Numbers(9, first=200)}, batch_size=2, seed=7, accept=("loaders",))
+    more.load_state_dict(module.state_dict())
+    assert [loader.epoch for loader in more.train_dataloader().values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("make", [numbers_module, two])
+def test_a_checkpoint_of_a_trainer_is_read_on_without_one(tmp_path: Path, make: Any) -> None:
+    train(make, callbacks=[StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=2)])
+    whole = [event[4] for event in train(make).ledger if event[:2] == ("train", 1)]
+    module = make()
+    module.load_state_dict(torch.load(tmp_path / "stop.ckpt", weights_only=True)["StatefulDataModule"])
+    rest = read(module)
+    assert [step if len(step) > 1 else step[0] for step in rest] == [
+        [list(part) for _, part in ids] if isinstance(ids[0], tuple) else list(ids) for ids in whole[3:]
+    ]
+
+
+def test_a_run_is_not_begun_anew_with_a_state_that_was_loaded_by_hand() -> None:
+    module, other = numbers_module(), numbers_module()
+    read(module, stop=2)
+    other.load_state_dict(module.state_dict())
+    with pytest.raises(ConfigurationError, match="Pass the checkpoint as ckpt_path"):
+        train(lambda: other)
+
+
+@pytest.mark.parametrize("evaluate", ["validate", "test", "predict"])
+def test_evaluation_with_a_checkpoint_leaves_training_data_where_they_are(tmp_path: Path, evaluate: str) -> None:
+    module = numbers_module(test=Numbers(4), predict=Numbers(4))
+    run = train(lambda: module, callbacks=[StopAt("on_train_batch_end", tmp_path / "stop.ckpt", batch=2)])
+    state = module.state_dict()
+    train(callbacks=[StopAt("on_train_batch_end", tmp_path / "other.ckpt", epoch=1, batch=4)])
+    getattr(run.trainer, evaluate)(run.trainer.lightning_module, datamodule=module, ckpt_path=tmp_path / "other.ckpt")
+    assert module.state_dict() == state
+
+
+class Asks(pl.Callback):
+    """Asks for the callback's state in a step, and for a checkpoint without callbacks at the end of another."""
+
+    def on_before_backward(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.callbacks[-1].state_dict()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)
+
+
+def test_a_checkpoint_of_weights_alone_has_the_present_place_in_the_data() -> None:
+    asks = Asks()
+    train(callbacks=[asks], max_epochs=1)
+    assert asks.checkpoint["StatefulDataModule"]["lightning_stateful"]["progress"]["consumed"] == 10
+
+
+class Edits(StatefulDataModule):
+    """Has a state of its own, and hands on that of the data, or does not."""
+
+    calls_super = True
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored = state_dict["own"]
+        if self.calls_super:
+            super().load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "own": 3}
+
+
+@pytest.mark.parametrize("calls_super", [True, False])
+def test_a_module_may_restore_more_than_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls_super: bool
+) -> None:
+    monkeypatch.setattr(Edits, "calls_super", calls_super)
+    modules = [Edits(Numbers(22), batch_size=2, seed=7) for _ in range(3)]
+    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
+    train(lambda: modules[0], callbacks=[stop])
+    resumed, whole = train(lambda: modules[1], ckpt_path=tmp_path / "stop.ckpt"), train(lambda: modules[2])
+    assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
+    assert modules[1].restored == 3
