@@ -11,11 +11,9 @@ from support.samplers import ClassBalanced, GlobalRandom
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
-    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader.sampler import BatchSampler as TorchdataBatchSampler
@@ -50,14 +48,11 @@ def samples_of(loader: StatefulLoader) -> list[int]:
     ("options", "samples"),
     [
         ({}, SequentialOrder(22)),
-        ({"shuffle": True}, ShuffledOrder(22, 7)),
         ({"shuffle": True, "generator": torch.Generator()}, ShuffledOrder(22, 7)),
         ({"shuffle": True, "batch_size": None}, ShuffledOrder(22, 7)),
         ({"sampler": SequentialSampler(DATA[:4])}, SequentialOrder(4)),
         ({"sampler": RandomSampler(DATA)}, ShuffledOrder(22, 7)),
-        ({"sampler": RandomSampler(DATA, num_samples=22)}, ShuffledOrder(22, 7)),
         ({"sampler": TorchdataRandomSampler(DATA)}, ShuffledOrder(22, 7)),
-        ({"sampler": StatefulDistributedSampler(DATA, 2, 1)}, ShuffledOrder(22, 7)),
         ({"sampler": StatefulDistributedSampler(DATA, 2, 1, seed=8)}, ShuffledOrder(22, 8)),
         ({"sampler": StatefulDistributedSampler(DATA, 2, 1, shuffle=False)}, SequentialOrder(22)),
         ({"batch_sampler": BatchSampler(SequentialSampler(DATA), 2, True)}, SequentialOrder(22)),
@@ -83,14 +78,11 @@ def test_a_batch_sampler_of_torchs_gives_its_batch_size_and_drop_last() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: RandomSampler(DATA, num_samples=9),
         lambda: RandomSampler(DATA, num_samples=50),
         lambda: RandomSampler(DATA, replacement=True, num_samples=13),
         lambda: RandomSampler(DATA, generator=torch.Generator()),
-        lambda: SubsetRandomSampler([4, 2, 9]),
         lambda: WeightedRandomSampler(WEIGHTS, 3, replacement=False),
         lambda: WeightedRandomSampler(WEIGHTS, 30),
-        lambda: DistributedSampler(DATA, 1, 0),
         lambda: TorchdataDistributedSampler(DATA, 1, 0, shuffle=False),
         lambda: Reversed(DATA),
         GlobalRandom,
@@ -137,8 +129,6 @@ class TestContradictions:
             ({"in_order": False}, "in_order=False hands batches over in no fixed order"),
             ({"sampler": Reversed(DATA), "shuffle": True}, "sampler option is mutually exclusive with shuffle"),
             ({"batch_sampler": [[0, 1]], "batch_size": 3}, "batch_sampler option is mutually exclusive with"),
-            ({"batch_sampler": [[0, 1]], "shuffle": True}, "batch_sampler option is mutually exclusive with"),
-            ({"batch_sampler": [[0, 1]], "sampler": Reversed(DATA)}, "batch_sampler option is mutually exclusive with"),
             ({"batch_sampler": [[0, 1]], "drop_last": True}, "batch_sampler option is mutually exclusive with"),
             ({"num_replicas": 2, "rank": 2}, r"rank must be in range\(2\), got 2"),
             ({"sampler": 3}, "int cannot be iterated"),

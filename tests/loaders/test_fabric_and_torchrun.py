@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from support.plain_loop import LENGTH, PLAIN, STOP, Samples, fabric_run, ids_of
+from support.plain_loop import LENGTH, ON_RANKS, PLAIN, STOP, Samples, fabric_run, ids_of
 from support.ranks import ledger_of, run_on_ranks
 
 from lightning_stateful.loaders import StatefulLoader, patch_dataloader, take_over
@@ -41,12 +40,11 @@ def rest_on_one_rank(name: str, state: Any) -> list[int]:
 
 
 class TestFabricOnOneProcess:
-    @pytest.mark.parametrize("name", PLAIN)
-    def test_a_run_that_was_saved_goes_on_exactly(self, name: str, tmp_path: Path) -> None:
+    def test_a_run_that_was_saved_goes_on_exactly(self, tmp_path: Path) -> None:
         fabric, checkpoint = one_process(), tmp_path / "last.ckpt"
-        whole = fabric_run(fabric, name)
-        before = fabric_run(fabric, name, save=checkpoint)
-        after = fabric_run(fabric, name, load=checkpoint)
+        whole, before, after = (
+            fabric_run(fabric, "workers", **options) for options in ({}, {"save": checkpoint}, {"load": checkpoint})
+        )
 
         assert flat(before["epochs"]) + flat(after["epochs"]) == flat(whole["epochs"])
         assert after["weights"] == whole["weights"]
@@ -73,39 +71,42 @@ class TestFabricOnOneProcess:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every loader gave on each of two processes."""
-    folder = tmp_path_factory.mktemp("fabric")
-    found = run_on_ranks([("support.plain_loop", "fabric_on_ranks")], 2, folder)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    """What every loader gave on each of two processes, before a bare loop that writes what it gave down."""
+    found = run_on_ranks([("support.plain_loop", "fabric_on_ranks"), ("support.plain_loop", "bare_loop")], 2, folder)
     results = [rank["fabric_on_ranks"] for rank in found]
+    assert [rank["bare_loop"] for rank in found] == [None, None], found
     assert all(isinstance(result, dict) for result in results), results
     return results
 
 
 class TestFabricOnTwoRanks:
-    @pytest.mark.parametrize("name", PLAIN)
+    @pytest.mark.parametrize("name", ON_RANKS)
     def test_every_sample_comes_once_over_the_ranks(self, ranks: list[dict[str, Any]], name: str) -> None:
         for epoch in range(2):
             own = [rank[name]["whole"]["epochs"][epoch] for rank in ranks]
             assert sorted(index for batches in own for batch in batches for index in batch) == SAMPLES
             assert len({len(batches) for batches in own}) == 1
 
-    @pytest.mark.parametrize("name", PLAIN)
-    def test_a_run_that_was_saved_goes_on_exactly(self, ranks: list[dict[str, Any]], name: str) -> None:
-        assert ranks[0][name]["before"]["state"] == ranks[1][name]["before"]["state"]
+    @pytest.mark.parametrize("name", ON_RANKS)
+    def test_a_run_that_was_saved_goes_on_exactly_and_on_one_rank_too(
+        self, ranks: list[dict[str, Any]], name: str
+    ) -> None:
+        begun = [index for rank in ranks for batch in flat(rank[name]["before"]["epochs"]) for index in batch]
+        state = ranks[0][name]["before"]["state"]
+        assert state == ranks[1][name]["before"]["state"]
+        assert sorted(begun + rest_on_one_rank(name, state)) == SAMPLES
         for rank in ranks:
             whole, before, after = (rank[name][run] for run in ("whole", "before", "after"))
             assert flat(before["epochs"]) + flat(after["epochs"]) == flat(whole["epochs"])
             assert len(flat(before["epochs"])) == STOP
             assert after["weights"] == whole["weights"]
             assert after["state"] == whole["state"]
-
-    @pytest.mark.parametrize("name", PLAIN)
-    def test_resumed_on_one_rank_the_rest_comes_once(self, ranks: list[dict[str, Any]], name: str) -> None:
-        begun = [index for rank in ranks for batch in flat(rank[name]["before"]["epochs"]) for index in batch]
-
-        for rank in ranks:
-            assert sorted(begun + rest_on_one_rank(name, rank[name]["before"]["state"])) == SAMPLES
 
 
 def torchrun(folder: Path, hold: int = 0) -> subprocess.Popen[bytes]:
@@ -133,46 +134,42 @@ def kill(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run that was not killed, and one that was killed within a step of the second epoch and run again."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    whole, killed = folder / "whole", folder / "killed"
-    process = torchrun(killed, HOLD)
+def killed(folder: Path, ranks: list[dict[str, Any]]) -> Path:
+    """A run that was killed within a step of the second epoch and run again; "bare_loop" beside it was not killed."""
+    path = folder / "killed"
+    process = torchrun(path, HOLD)
     try:
         deadline = time.monotonic() + 120
-        while min(len(ledger_of(killed, rank)) for rank in range(2)) <= HOLD:
-            assert process.poll() is None, (killed / "log").read_text()[-3000:]
+        while min(len(ledger_of(path, rank)) for rank in range(2)) <= HOLD:
+            assert process.poll() is None, (path / "log").read_text()[-3000:]
             assert time.monotonic() < deadline, "the run did not begin"
             time.sleep(0.01)
     finally:
-        kill(process, killed)
-    (folder / "state.pt").write_bytes((killed / "last.pt").read_bytes())
-    processes = {at: torchrun(at) for at in (whole, killed)}
-    for at, other in processes.items():
-        try:
-            assert other.wait(timeout=200) == 0, (at / "log").read_text()[-3000:]
-        finally:
-            kill(other, at) if other.returncode is None else None
-    return {"whole": whole, "killed": killed, "state": folder / "state.pt"}
+        kill(process, path)
+    (folder / "state.pt").write_bytes((path / "last.pt").read_bytes())
+    again = torchrun(path)
+    try:
+        assert again.wait(timeout=200) == 0, (path / "log").read_text()[-3000:]
+    finally:
+        kill(again, path) if again.returncode is None else None
+    return path
 
 
 class TestTorchrun:
-    def test_every_rank_trains_on_what_it_would_have_trained_on(self, folders: dict[str, Path]) -> None:
+    def test_every_rank_trains_on_what_it_would_have_trained_on_to_the_same_weights(self, killed: Path) -> None:
+        whole = killed.with_name("bare_loop")
         for rank in range(2):
-            whole, killed = (ledger_of(folders[name], rank) for name in ("whole", "killed"))
+            ledger = ledger_of(killed, rank)
 
             # The step within which it was killed is taken again, on the same samples.
-            assert killed[HOLD] == killed[HOLD + 1]
-            assert killed[:HOLD] + killed[HOLD + 1 :] == whole
+            assert ledger[HOLD] == ledger[HOLD + 1]
+            assert ledger[:HOLD] + ledger[HOLD + 1 :] == ledger_of(whole, rank)
+        assert (killed / "weights.json").read_text() == (whole / "weights.json").read_text()
 
-    def test_it_ends_with_the_same_weights(self, folders: dict[str, Path]) -> None:
-        whole, killed = (json.loads((folders[name] / "weights.json").read_text()) for name in ("whole", "killed"))
-
-        assert whole == killed
-
-    def test_on_one_rank_the_rest_of_the_epoch_comes_once(self, folders: dict[str, Path]) -> None:
-        state = torch.load(folders["state"], weights_only=True)["loader"]
-        done = [ids for rank in range(2) for step, ids in ledger_of(folders["whole"], rank) if step < HOLD]
+    def test_on_one_rank_the_rest_of_the_epoch_comes_once(self, killed: Path) -> None:
+        state = torch.load(killed.with_name("state.pt"), weights_only=True)["loader"]
+        whole = killed.with_name("bare_loop")
+        done = [ids for rank in range(2) for step, ids in ledger_of(whole, rank) if step < HOLD]
         served = Counter(index for ids in done for index in ids)
         served.update(rest_on_one_rank("batch sampler", state))
 

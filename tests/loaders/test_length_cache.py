@@ -341,7 +341,7 @@ class TestFilesThatDoNotFit:
 class TestProcesses:
     # Its processes are forked from one that has imported all this once.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.measured"])
+    context.set_forkserver_preload(["lightning_stateful.loaders.length_cache"])
 
     def ended(self, process: Any) -> int:
         process.join(60)
@@ -359,12 +359,14 @@ class TestProcesses:
         assert list(found.values()) == [LENGTHS, LENGTHS]
         assert sorted(calls(tmp_path / "calls").count(str(pid)) for pid in found) == [READ, len(TEXTS)]
 
+    # A worker that outlives its process holds the lock until it finds out, after five seconds.
+    @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
     @pytest.mark.timeout(120)
     def test_one_that_is_killed_while_it_measures_leaves_nothing_to_believe_and_no_lock(
-        self, tmp_path: Path, path: Path
+        self, tmp_path: Path, path: Path, num_workers: int
     ) -> None:
         (tmp_path / "stays").write_text("")
-        process = self.context.Process(target=measure, args=(tmp_path, 1))
+        process = self.context.Process(target=measure, args=(tmp_path, num_workers))
         process.start()
         while len(calls(tmp_path / "calls")) < 6:
             assert process.is_alive()

@@ -64,6 +64,10 @@ PLAIN: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
+# Those that run on several ranks.
+ON_RANKS = ("shuffle", "batch sampler", "one by one")
+
+
 def alone(sample: Any) -> Any:
     """A batch of one sample."""
     index, x = sample
@@ -77,7 +81,9 @@ def main(folder: Path, hold: int) -> None:
         folder: Where ledgers, checkpoints and the ids of the processes are written.
         hold: Step that is begun and never ended; 0 for none.
     """
-    dist.init_process_group("gloo")
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        dist.init_process_group("gloo")
     rank = dist.get_rank()
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     dist.barrier()
@@ -113,7 +119,13 @@ def main(folder: Path, hold: int) -> None:
     if rank == 0:
         weights = {name: value.tolist() for name, value in net.state_dict().items()}
         (folder / "weights.json").write_text(json.dumps(weights))
-    dist.destroy_process_group()
+    if is_alone:
+        dist.destroy_process_group()
+
+
+def bare_loop(folder: Path) -> None:
+    """Train to the end, on ranks that Fabric has joined already."""
+    main(folder, 0)
 
 
 # Fabric
@@ -160,7 +172,7 @@ def fabric_on_ranks(folder: Path) -> dict[str, Any]:
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(os.environ["WORLD_SIZE"]))
     fabric.launch()
     found = {}
-    for name in PLAIN:
+    for name in ON_RANKS:
         checkpoint = folder / f"{name}.ckpt"
         found[name] = {
             "whole": fabric_run(fabric, name),
