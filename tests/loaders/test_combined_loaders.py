@@ -246,14 +246,6 @@ class TestSourcesThatCarryOver:
 
         assert at(fits, "turns", 0, 8) is not None
 
-    def test_later_epochs_go_on_where_each_source_stands(self) -> None:
-        loaders, fresh = carrying("min_size", 4, 9), carrying("min_size", 4, 9)
-        fresh.load(loaders.state_at(1, 2), where=WHERE)
-
-        assert at(fresh, "turns", 2, 0) != at(carrying("min_size", 4, 9), "turns", 0, 0)
-        for epoch in (2, 5):
-            assert at(fresh, "turns", epoch, 0) == at(loaders, "turns", epoch, 0)
-
     @pytest.mark.parametrize("step", [4, 8])
     def test_those_that_are_done_before_the_other_stay_done_after_a_resume(self, step: int) -> None:
         whole, resumed = carrying("max_size", 4, 9), carrying("max_size", 4, 9)

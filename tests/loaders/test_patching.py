@@ -337,10 +337,8 @@ class TestTakingOver:
         assert batches_of(taken) == batches_of(loader_of_numbers(batch_size=5))
         assert (taken.state_dict()["kind"], taken.resume_note) == ("sequential", "")
 
-    @pytest.mark.parametrize("shuffle", [None, False])
-    @pytest.mark.parametrize("given", ["to the loader", "when it is taken over"])
-    def test_evaluation_can_be_exact(self, given: str, shuffle: bool | None) -> None:
-        early = given == "to the loader"
+    @pytest.mark.parametrize(("early", "shuffle"), [(True, None), (False, False)])
+    def test_evaluation_can_be_exact(self, early: bool, shuffle: bool | None) -> None:
         plain: Any = StatefulLoader(DATA, exact=True) if early else loader_of_numbers()
         ranks = [take_over(plain, num_replicas=5, rank=rank, exact=not early, shuffle=shuffle) for rank in range(5)]
 

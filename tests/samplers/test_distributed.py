@@ -85,14 +85,6 @@ class TestAsADropIn:
 
         assert json.loads(json.dumps(sampler.state_dict())) == sampler.state_dict()
 
-    @pytest.mark.parametrize(("num_workers", "batch_size"), [(0, 4), (2, None)])
-    def test_a_data_loader_works_with_it(self, num_workers: int, batch_size: int | None) -> None:
-        sampler, fresh = a_sampler(20, 2, 1), a_sampler(20, 2, 1)
-        loader = DataLoader(list(range(20)), sampler=sampler, batch_size=batch_size, num_workers=num_workers)
-
-        for _ in range(2):
-            assert np.hstack([np.asarray(batch) for batch in loader]).tolist() == list(fresh)
-
     def test_it_takes_its_rank_from_the_process_group(self, rank_2_of_4: None) -> None:
         ours, theirs = StatefulDistributedSampler(12, shuffle=False), DistributedSampler(range(12), shuffle=False)
 
