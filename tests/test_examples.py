@@ -5,70 +5,67 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_the_mixture_of_corpora_follows_its_schedule_and_goes_on_after_a_stop(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr(sys, "argv", ["mix_corpora.py", "--steps", "80", "--stop", "47"])
+EXACT = "and resumed: same batches True, same weights True"
 
-    runpy.run_path(str(EXAMPLES / "mix_corpora.py"), run_name="__main__")
 
-    lines = capsys.readouterr().out.splitlines()
+@pytest.fixture
+def run_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """Runs an example with some options, and returns the lines that it prints."""
+
+    def run(name: str, options: str) -> list[str]:
+        monkeypatch.syspath_prepend(EXAMPLES)
+        monkeypatch.setattr(sys, "argv", [name, *options.split()])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_the_mixture_of_corpora_follows_its_schedule_and_goes_on_after_a_stop(run_example: Any) -> None:
+    lines = run_example("mix_corpora.py", "--steps 80 --stop 47")
     counts = [[int(number) for number in line.split()[3:]] for line in lines[1:5]]
+
     assert [sum(row) for row in counts] == [20] * 4
     assert [row[1] for row in counts] == [4] * 4
     assert counts[0][2] > counts[1][2] > counts[2][2] > counts[3][2] == 2
-    assert lines[5] == "stopped after step 47 and resumed: same batches True, same weights True"
+    assert lines[5] == f"stopped after step 47 {EXACT}"
 
 
-def test_a_transformer_on_text_in_buckets_wastes_little_and_goes_on_after_a_stop(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bucket_text.py", "--max-tokens", "1024", "--steps", "20", "--stop", "9"])
-
-    runpy.run_path(str(EXAMPLES / "bucket_text.py"), run_name="__main__")
-
-    lines = capsys.readouterr().out.splitlines()
+def test_a_transformer_on_text_in_buckets_wastes_little_and_goes_on_after_a_stop(run_example: Any) -> None:
+    lines = run_example("bucket_text.py", "--max-tokens 1024 --steps 20 --stop 9")
     shuffled, in_buckets = (float(line.split(": ")[1].split("%")[0]) for line in lines[1:3])
+
     assert shuffled > 50
     assert in_buckets < 5
-    assert lines[3] == "stopped after step 9 and resumed: same batches True, same weights True"
+    assert lines[3] == f"stopped after step 9 {EXACT}"
 
 
-def test_a_sampler_of_ones_own_goes_on_under_fabric(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr(sys, "argv", ["sampler_with_fabric.py", "--epochs", "2", "--stop", "70"])
+def test_a_sampler_of_ones_own_goes_on_under_fabric(run_example: Any) -> None:
+    lines = run_example("sampler_with_fabric.py", "--epochs 2 --stop 70")
 
-    runpy.run_path(str(EXAMPLES / "sampler_with_fabric.py"), run_name="__main__")
-
-    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("loss after 100 steps: ")
-    assert lines[1] == "stopped after step 70 and resumed: same batches True, same weights True"
+    assert lines[1] == f"stopped after step 70 {EXACT}"
 
 
-def test_a_stream_of_text_shards_goes_on_after_a_stop_with_the_same_and_with_other_workers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr(sys, "argv", ["stream_text.py", "--shards", "6", "--lines", "60", "--stop", "10"])
+def test_a_stream_of_text_shards_goes_on_after_a_stop_with_the_same_and_with_other_workers(run_example: Any) -> None:
+    lines = run_example("stream_text.py", "--shards 6 --lines 60 --stop 10")
 
-    runpy.run_path(str(EXAMPLES / "stream_text.py"), run_name="__main__")
-
-    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("6 shards, 360 lines, ")
-    assert lines[1] == "stopped after step 10 and resumed: same batches True, same weights True"
+    assert lines[1] == f"stopped after step 10 {EXACT}"
     assert lines[2] == "resumed in three workers: 360 lines once, 0 more than once"
 
 
+# Patched loaders under torchrun are killed in tests/loaders/test_fabric_and_torchrun.py.
+@pytest.mark.slow
 def test_a_bare_loop_under_torchrun_goes_on_after_it_was_broken_off(tmp_path: Path) -> None:
     def run(checkpoint: str, *options: str) -> list[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

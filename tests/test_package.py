@@ -35,10 +35,6 @@ def test_every_public_name_resolves_and_is_documented() -> None:
     assert set(lightning_stateful.__all__) <= set(dir(lightning_stateful))
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    assert not hasattr(lightning_stateful, "NoSuchName")
-
-
 def test_the_version_is_that_of_the_distribution() -> None:
     assert lightning_stateful.__version__ == version("lightning-stateful")
 

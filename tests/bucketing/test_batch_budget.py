@@ -47,23 +47,11 @@ def test_a_full_batch_has_as_many_samples_as_fit(budget, longest):
         assert budget.use(longest, count + 1) > 1
 
 
-def test_a_quadratic_cost_counts_the_square_beside_the_tokens():
-    budget = Budget(max_tokens=120, cost=QuadraticCost(10))
-    assert [budget.num_samples(longest) for longest in (10, 20, 30, 31)] == [6, 2, 1, 0]
-    assert budget.use(20, 2) == 1.0
-
-
 def test_a_quadratic_cost_is_exact_for_the_longest_lengths():
     longest = 2**41 - 1
     cost = longest * 3 + longest**2
     assert Budget(max_tokens=-(-cost * 7 // 3), cost=QuadraticCost(3)).num_samples(longest) == 7
     assert Budget(max_tokens=cost * 7 // 3 - 1, cost=QuadraticCost(3)).num_samples(longest) == 6
-
-
-def test_batches_of_at_least_a_multiple_have_a_multiple_of_it():
-    assert [Budget(max_tokens=100, multiple=8).num_samples(n) for n in (4, 6, 12, 13, 50)] == [24, 16, 8, 7, 2]
-    assert Budget(max_tokens=1000, max_samples=13, multiple=4).num_samples(1) == 12
-    assert Budget(batch_size=13, multiple=4).num_samples(1) == 12
 
 
 def test_a_batch_size_is_the_same_for_every_length():
@@ -102,11 +90,6 @@ def test_budgets_out_of_range_are_refused_with_their_values(options, said):
         Budget(**options)
 
 
-def test_a_cost_without_a_length_is_refused():
-    with pytest.raises(ConfigurationError, match=r"QuadraticCost\.length must be at least 1, got 0"):
-        QuadraticCost(0)
-
-
 # Samples that are too long
 
 
@@ -115,11 +98,6 @@ def test_dropping_splits_the_lengths_at_the_limit(limit):
     kept, dropped = drop_too_long(histogram(LENGTHS), Budget(max_tokens=limit), "drop")
     assert kept.values.tolist() == sorted({length for length in LENGTHS.tolist() if length <= limit})
     assert dropped == sum(length > limit for length in LENGTHS.tolist()) == 7 - int(kept.counts.sum())
-
-
-def test_a_cost_decides_what_is_too_long():
-    kept, dropped = drop_too_long(histogram(LENGTHS), Budget(max_tokens=20, cost=QuadraticCost(10)), "drop")
-    assert (kept.values.tolist(), dropped) == ([3, 4, 9, 10], 1)
 
 
 @pytest.mark.parametrize(

@@ -55,23 +55,6 @@ def padded_by_arrays(values, counts, ends):
     return float(np.array(ends)[np.searchsorted(ends, values)] @ counts.astype(float))
 
 
-@pytest.mark.parametrize("num_buckets", [1, 7, 119, 121])
-@pytest.mark.parametrize("kind", ["even", "skewed", "few long", "rising"])
-def test_of_many_lengths_none_pads_fewer_tokens(kind, num_buckets):
-    rng = np.random.default_rng(len(kind))
-    values = np.sort(rng.choice(np.arange(1, 3000), 120, replace=False))
-    counts = {
-        "even": np.ones(120),
-        "skewed": 1 + rng.lognormal(2, 2, 120).astype(int),
-        "few long": np.repeat([1000, 1], 60),
-        "rising": np.arange(1, 121),
-    }[kind]
-    ends = least_padding(make(values, counts), num_buckets)
-    assert_ends(ends, values.tolist(), num_buckets)
-    assert len(ends) == min(num_buckets, 120)
-    assert padded_by_arrays(values, counts, ends) == fewest_by_arrays(values, counts, min(num_buckets, 120))
-
-
 @pytest.mark.parametrize("scale", [1, 2**30])
 def test_of_more_than_2048_lengths_boundaries_pad_hardly_more_than_the_fewest(scale):
     rng = np.random.default_rng(0)
@@ -100,10 +83,6 @@ def test_equal_counts_split_no_length_and_differ_from_equal_by_no_more_than_a_le
         # Where a boundary should be, one is at the length which stands there.
         wanted = number * sum(counts) / num_buckets - 0.5
         assert next(value for value, so_far in zip(values, accumulate(counts), strict=True) if so_far >= wanted) in ends
-
-
-def test_equal_counts_have_fewer_buckets_where_one_length_fills_several():
-    assert equal_counts(make([3, 8, 9], [1, 100, 1]), 4) == (8, 9)
 
 
 def test_given_boundaries_reach_at_least_to_the_longest():

@@ -1,12 +1,10 @@
 """Epochs of batches of like lengths are served in step, once, through any changes of ranks."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 from support.bucket_cases import (
-    is_within,
     random_cases,
     random_histories,
     samples_of,
@@ -31,13 +29,6 @@ def make(lengths=LENGTHS, *, seed=0, shuffle=True, drop_last=False, **options):
 def test_an_unshuffled_epoch_is_that_of_lists_of_samples():
     for history in random_histories(40, seed=0, shuffle=False, drop_last=False):
         assert history.steps == unshuffled_steps(history.order, history.segments)
-
-
-def test_no_batch_exceeds_its_budget():
-    for history in random_histories(40, seed=3):
-        lengths = history.order.lengths.tolist()
-        for batch in (batch for step in history.steps for batch in step):
-            assert is_within(history.order.budget, [lengths[sample] for sample in batch])
 
 
 def test_the_number_of_steps_follows_neither_epoch_nor_seed_nor_shuffling():
@@ -99,17 +90,6 @@ def test_an_epoch_without_a_step_is_refused():
         order.plan(0, 4)
     # The rest of one that has begun may be empty.
     assert order.plan(0, 4, order.plan(0, 1).progress_after(1)).num_steps == 0
-
-
-def test_repeats_are_told_in_words():
-    assert make([5, 5, 5], batch_size=2).plan(0, 4).repeats() == "1 of 3 samples are served twice in every epoch"
-    assert make([5, 5, 5], batch_size=2).plan(0, 3).repeats() == ""
-
-
-def test_the_configuration_tells_seed_shuffling_and_dropping_beside_what_was_asked_for():
-    order = make(max_tokens=20, seed=4, drop_last=True)
-    expected = {**order.buckets.config, "shuffle": True, "seed": 4, "drop_last": True}
-    assert json.loads(json.dumps(order.config())) == expected
 
 
 def test_within_an_epoch_other_batches_are_refused_with_every_difference():

@@ -4,7 +4,6 @@ import random
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.bucket_cases import cut, deal, give
@@ -108,19 +107,6 @@ def test_scattered_steps_are_those_of_all_steps(case, numbers):
         assert ranges_of(steps, chosen) == [ranges_of(steps)[step] for step in chosen]
 
 
-def test_the_step_before_the_last_gives_so_that_every_rank_has_a_sample():
-    steps = make([9], [2], 4)
-    assert shares_of(steps) == [[[0, 4], [1], [2], [3]], [[5], [6], [7], [8]]]
-    assert (steps.num_full, steps.num_repeated) == (0, 0)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_nothing_left_takes_no_step(drop_last):
-    steps = make([0, 0], [1, 2], 3, drop_last=drop_last)
-    assert (steps.num_steps, steps.num_full, steps.num_repeated) == (0, 0, 0)
-    assert shares_of(steps) == []
-
-
 def test_2_to_the_40_samples_are_cut_at_once():
     steps = make([2**39, 7, 2**39], [1, 3, 5], 64)
     assert steps.num_steps == 2**39 // 64 + -(-(7 + 2**39 - 7 - (192 - 7)) // 320) + 1
@@ -153,14 +139,6 @@ def test_what_is_left_is_what_was_not_taken_out(case, limits):
     assert left.take(np.arange(len(left))).tolist() == expected
     below = left.num_below(np.array(limits, dtype=np.int64))
     assert below.tolist() == [sum(element < limit for element in expected) for limit in limits]
-
-
-@given(remainders(), st.lists(st.integers(0, 10**6), max_size=20))
-def test_elements_are_found_at_scattered_offsets(case, offsets):
-    left, expected = case
-    if expected:
-        offsets = [offset % len(expected) for offset in offsets]
-        assert left.take(np.array(offsets, dtype=np.int64)).tolist() == [expected[offset] for offset in offsets]
 
 
 def test_the_memory_follows_the_ranges_and_not_the_length():

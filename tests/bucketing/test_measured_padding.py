@@ -36,12 +36,6 @@ def test_the_rest_of_an_epoch_is_measured_after_a_change_of_ranks():
         assert_measured(measure(plan), serve(plan), history.order.lengths.tolist())
 
 
-def test_no_steps_are_measured_as_nothing():
-    measured = measure(BucketOrder(Buckets.of([4, 5], max_tokens=20)).plan(0, 2), 1, 1)
-    assert measured.longest.shape == (0, 2)
-    assert (measured.padding(), measured.straggling(), measured.budget_use(Budget(max_tokens=20))) == (0, 0, 0)
-
-
 def test_long_epochs_of_short_types_are_measured_part_by_part():
     lengths = np.tile(np.array([250, 251, 255], dtype=np.uint8), 500_000)
     measured = measure(BucketOrder(Buckets.of(lengths, batch_size=3, num_buckets=3)).plan(0, 1))
@@ -70,12 +64,3 @@ def test_the_budget_used_is_that_of_the_average_batch():
     assert measured.budget_use(Budget(max_tokens=20)) == pytest.approx(2.75 / 4)
     assert measured.uses(Budget(batch_size=5)).tolist() == [[0.4, 0.4], [1.0, 0.2]]
     assert measured.uses(Budget(max_tokens=100, cost=QuadraticCost(5))).tolist() == [[0.2, 0.6], [0.36, 0.1]]
-
-
-def test_some_steps_are_chosen():
-    chosen = make_measured([(5, 2, 9)], [(3, 2, 6)], [(4, 1, 4)]).where(np.array([True, False, True]))
-    assert (chosen.longest.tolist(), chosen.counts.tolist(), chosen.tokens.tolist()) == (
-        [[5], [4]],
-        [[2], [1]],
-        [[9], [4]],
-    )

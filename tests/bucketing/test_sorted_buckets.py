@@ -36,15 +36,6 @@ def test_every_sample_that_fits_is_in_the_bucket_of_its_length():
         assert by_bucket(buckets) == expected
 
 
-def test_a_bucket_ends_at_its_longest_sample_which_decides_about_its_batches():
-    for order, _, _ in random_cases(40, seed=2):
-        buckets = order.buckets
-        for end, samples in zip(buckets.ends, by_bucket(buckets), strict=True):
-            assert not samples or max(buckets.lengths[samples]) == end
-        assert buckets.sizes == tuple(max(buckets.budget.num_samples(end), 1) for end in buckets.ends)
-        assert list(buckets.sizes) == sorted(buckets.sizes)
-
-
 def test_a_shuffle_keeps_samples_in_their_buckets_and_differs_by_its_labels():
     buckets = Buckets.of([number % 5 + 1 for number in range(400)], batch_size=4, num_buckets=3)
     unshuffled = by_bucket(buckets)
@@ -71,11 +62,6 @@ def test_boundaries_are_given_or_chosen(options, ends, sizes):
     assert (buckets.ends, buckets.sizes) == (ends, sizes)
 
 
-def test_samples_without_tokens_are_in_the_shortest_bucket():
-    buckets = Buckets.of([0, 7, 0, 8], max_tokens=16, boundaries=[1, 8])
-    assert (by_bucket(buckets), buckets.sizes) == ([[1, 3], [0, 2]], (2, 16))
-
-
 @pytest.mark.parametrize(
     ("budget", "expected"),
     [
@@ -88,12 +74,6 @@ def test_samples_without_tokens_are_in_the_shortest_bucket():
 )
 def test_by_default_a_bucket_has_4_batches_on_average(budget, expected):
     assert default_num_buckets(histogram(np.full(1000, 5)), budget) == expected
-
-
-def test_one_bucket_of_all_samples_keeps_no_list_of_them():
-    buckets = Buckets.of([5] * 9, batch_size=2)
-    assert buckets.members is None
-    assert sorted(buckets.take(np.arange(9), buckets.shuffle(1)).tolist()) == list(range(9))
 
 
 @pytest.mark.parametrize("num_buckets", [128, 40_000])

@@ -236,20 +236,6 @@ def test_a_subclass_of_the_contract_fails_in_the_test_of_the_broken_law(broken: 
     assert caught.value.divergence.cause
 
 
-def test_the_message_says_law_step_rank_expected_and_got() -> None:
-    with pytest.raises(ContractError) as caught:
-        LAWS["rank-free"](lambda num_replicas, rank: SavesItsRank(11, num_replicas, rank))
-
-    assert str(caught.value).splitlines() == [
-        "rank-free: epoch 0, step 0, rank 1, stopped after 0 items: the state of rank 1 is not that of rank 0: "
-        "state['rank']: expected 0, got 1",
-        "  expected {'config': {'length': 11, 'seed': 0}, 'consumed': 0, 'epoch': 0, 'rank': 0}",
-        "  got      {'config': {'length': 11, 'seed': 0}, 'consumed': 0, 'epoch': 0, 'rank': 1}",
-        "  usual cause: The state holds what belongs to one rank: save only what is equal on all, such as a common "
-        "count.",
-    ]
-
-
 # torchdata's own constructor calls what torch deprecated.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_torchdata_loader_breaks_the_laws_that_it_does_not_promise() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -133,8 +133,3 @@ def test_integers_of_numpy_become_pythons_and_other_numbers_are_refused() -> Non
     assert [type(value) for value in progress.to_dict().values()] == [int, int, int]
     with pytest.raises(ConfigurationError, match=r"consumed must be an integer, got 1\.5"):
         Progress(consumed=1.5)  # type: ignore[arg-type]
-
-
-def test_progress_cannot_be_changed() -> None:
-    with pytest.raises(FrozenInstanceError):
-        Progress().epoch = 1  # type: ignore[misc]

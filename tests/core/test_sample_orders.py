@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -12,16 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.core import (
-    KeyedPermutation,
     Progress,
     SampleBatchOrder,
     SequentialOrder,
     ShuffledOrder,
     StepRule,
-    derive_seed,
 )
 from lightning_stateful.core.samples import SampleEpochPlan
-from lightning_stateful.errors import ConfigurationError, PositionError
+from lightning_stateful.errors import ConfigurationError
 
 both_kinds = pytest.mark.parametrize("kind", [SequentialOrder, ShuffledOrder])
 SAMPLES = st.builds(SequentialOrder, st.integers(0, 60)) | st.builds(ShuffledOrder, st.integers(0, 60))
@@ -64,27 +61,11 @@ class TestSampleOrders:
         with pytest.raises(ConfigurationError, match=rf"0 to 2\*\*40 samples, got {length}"):
             kind(length)
 
-    @both_kinds
-    def test_any_offsets_give_what_the_whole_sequence_has_there(self, kind: type) -> None:
-        order, offsets = kind(250), np.random.default_rng(0).integers(0, 250, 80)
-        offsets.flags.writeable = False
-        taken = order.take(offsets, 2, 1)
-
-        assert (taken.dtype, order.take(np.arange(0), 0, 0).shape) == (np.int64, (0,))
-        assert taken.tolist() == order.take(np.arange(250), 2, 1)[offsets].tolist()
-
     def test_a_sequential_order_counts_in_every_epoch(self) -> None:
         order = SequentialOrder(2**40)
 
         assert order.take(np.array([3, 1, 2**40 - 1]), 9, 2).tolist() == [3, 1, 2**40 - 1]
         assert order.config() == {"shuffle": False}
-
-    @pytest.mark.parametrize("length", [10, 100_003])
-    def test_a_shuffled_epoch_is_the_permutation_keyed_by_seed_epoch_and_cycle(self, length: int) -> None:
-        offsets = np.array([0, 9])
-        expected = KeyedPermutation(length, derive_seed("shuffled", 6, 2, 1)).take(offsets)
-
-        assert ShuffledOrder(length, 6).take(offsets, 2, 1).tolist() == expected.tolist()
 
     @pytest.mark.parametrize(
         ("length", "epoch", "cycle", "samples"),
@@ -150,35 +131,9 @@ class TestPlans:
         ]
         assert plan.num_samples(1) == 2**38
 
-    def test_indices_and_numbers_are_plain_integers(self) -> None:
-        batches = list(an_order(5, seed=1, batch_size=2).plan(0, 1).batches(0))
-
-        assert {type(number) for number, _ in batches} == {int}
-        assert {type(index) for _, indices in batches for index in indices} == {int}
-
-    @pytest.mark.parametrize(
-        ("length", "options", "words"),
-        [
-            (10, {"batch_size": 1}, "2 of 10 samples are served twice in every epoch"),
-            (10, {"batch_size": 4}, ""),
-            (10, {"batch_size": 1, "exact": True}, ""),
-            (10, {"batch_size": 1, "drop_last": True}, ""),
-            (3, {"batch_size": 4}, "1 of 3 samples are served twice in every epoch"),
-        ],
-    )
-    def test_what_is_served_twice_on_four_ranks_is_told_in_words(
-        self, length: int, options: dict[str, Any], words: str
-    ) -> None:
-        assert an_order(length, **options).plan(0, 4).repeats() == words
-
     def test_a_plan_tells_whether_it_ends_in_batches_of_two(self) -> None:
         assert an_order(10, exact=True).plan(0, 4).ends_in_pairs
         assert not an_order(12, exact=True).plan(0, 4).ends_in_pairs
-
-    def test_a_report_counts_samples_over_all_ranks_and_cycles(self) -> None:
-        plan = an_order(10, batch_size=2).plan(0, 2, Progress(cycle=2))
-
-        assert [plan.report_after(steps) for steps in range(4)] == [{"samples": 20 + n} for n in (0, 4, 8, 10)]
 
     @pytest.mark.parametrize("order", [an_order(0), an_order(7, batch_size=4, drop_last=True)], ids=["empty", "short"])
     def test_an_epoch_without_a_step_has_no_batches(self, order: SampleBatchOrder) -> None:
@@ -194,10 +149,6 @@ class TestBatchOrders:
 
         assert configs == [{"shuffle": True, "seed": 2, "drop_last": True}] * 2
 
-    def test_more_samples_than_the_epoch_has_are_refused_with_both_numbers(self) -> None:
-        with pytest.raises(PositionError, match="21 samples of epoch 4 were consumed, but an epoch has only 20"):
-            an_order(20).plan(4, 1, Progress(epoch=4, consumed=21))
-
     @pytest.mark.parametrize("length", [12, 25])
     def test_progress_is_kept_by_a_dataset_of_another_length(self, length: int) -> None:
         progress = an_order(20).plan(0, 3).progress_after(4)
@@ -205,16 +156,6 @@ class TestBatchOrders:
 
         assert order.convert(progress, an_order(20).config()) == progress
         assert order.plan(0, 1, progress).num_steps == length - 12
-
-    @pytest.mark.parametrize("make", [lambda: an_order(9, batch_size=0), lambda: an_order(9, batch_size=1.5)])
-    def test_a_batch_size_that_is_no_positive_int_is_refused(self, make: Callable[[], SampleBatchOrder]) -> None:
-        with pytest.raises(ConfigurationError, match=r"batch_size must be (at least 1, got 0|an integer, got 1\.5)"):
-            make().plan(0, 1)
-
-    def test_an_unshuffled_order_serves_the_same_dataset_in_turn(self) -> None:
-        order = an_order(9, seed=2, batch_size=4, drop_last=True).adapted(shuffle=False)
-
-        assert order == an_order(9, batch_size=4, drop_last=True)
 
     def test_an_exact_order_serves_no_sample_twice(self) -> None:
         order = an_order(10, seed=2)

@@ -52,19 +52,6 @@ def test_mixed_seeds_never_change_between_versions() -> None:
     assert seeds == [7191089600892374487, 10274041424000653043, 7104948020671887413]
 
 
-@pytest.mark.parametrize(
-    "alike",
-    [
-        [("shuffle", 1, 2), ("shuffle", 2, 1), ("shuffle", 0, 3)],
-        [("a", 1), ("a", "1"), ("a1",)],
-        [("ab", "c"), ("a", "bc"), ("abc",), ("a", "b", "c"), ("as1:b", "c")],
-        [(), ("",), ("", "")],
-    ],
-)
-def test_labels_that_a_sum_or_a_join_would_confuse_give_seeds_of_their_own(alike: list[Any]) -> None:
-    assert len({derive_seed(*labels) for labels in alike}) == len(alike)
-
-
 @given(LABELS, LABELS)
 def test_two_lists_of_labels_give_one_seed_only_if_they_are_equal(first: list[Any], second: list[Any]) -> None:
     assert (derive_seed(*first) == derive_seed(*second)) == (first == second)
@@ -87,10 +74,6 @@ def test_all_bits_of_successive_seeds_are_set_half_of_the_time(draw: Any) -> Non
     ones = np.array([int(((seeds >> np.uint64(bit)) & np.uint64(1)).sum()) for bit in range(64)])
 
     assert (abs(ones - 2000) < 5 * np.sqrt(1000)).all()
-
-
-def test_a_grid_of_numbers_has_no_two_equal_mixed_seeds() -> None:
-    assert len({mixed_seed(derive_seed(seed), *pair) for seed in range(20) for pair in np.ndindex(20, 20)}) == 20**3
 
 
 def test_a_loader_that_stands_alone_keeps_its_seed_and_others_draw_from_their_paths() -> None:

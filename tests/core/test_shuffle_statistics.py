@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -29,13 +28,6 @@ def shuffled_at(length: int, seed: int, positions: Array) -> Array:
 
 middle = pytest.mark.parametrize("length", [1000, 2**16 + 1, 2**17])
 large = pytest.mark.parametrize("length", [10**9, 2**33, 2**40])
-
-
-@lru_cache(maxsize=1)
-def some_permutations(length: int) -> Array:
-    permutations = np.stack([shuffled(length, seed) for seed in range(200 if length <= 1000 else 12)])
-    permutations.flags.writeable = False
-    return permutations
 
 
 def two_sided(distribution: Any, value: float) -> float:
@@ -73,31 +65,6 @@ def test_all_120_orders_of_five_samples_are_equally_likely(successive: str) -> N
 
     assert len(counts) == 120
     assert stats.chisquare(list(counts.values())).pvalue > ALMOST_NEVER
-
-
-def test_each_of_52_samples_lands_at_each_offset_equally_often() -> None:
-    table = sum(np.eye(52)[shuffled(52, seed)] for seed in range(5200))
-
-    assert p_of_sum([(((table - 100) ** 2 / 100).sum() * 51 / 52, 51**2)]) > ALMOST_NEVER
-
-
-@middle
-def test_the_gap_at_every_power_of_two_is_uniform(length: int) -> None:
-    squares = []
-    for order in some_permutations(length)[:6]:
-        for power in range((length // 2).bit_length()):
-            gaps = (np.roll(order, -(2**power)) - order) % length - 1
-            gaps = gaps[: length // 2] if 2 ** (power + 1) == length else gaps
-            squares.append(squares_of_counts(gaps * 64 // (length - 1), 64))
-
-    assert p_of_sum(squares) > ALMOST_NEVER
-
-
-@middle
-def test_half_of_all_pairs_are_inverted(length: int) -> None:
-    taus = np.array([stats.kendalltau(np.arange(length), order).statistic for order in some_permutations(length)])
-
-    assert p_of_squares(taus * 3 * np.sqrt(length * (length - 1) / (2 * (2 * length + 5)))) > ALMOST_NEVER
 
 
 @middle
@@ -141,17 +108,6 @@ def test_gaps_at_every_power_of_two_in_huge_datasets_are_uniform(length: int, bu
 
 
 @large
-def test_neighbours_in_huge_datasets_are_independent(length: int) -> None:
-    squares = []
-    for seed in range(6):
-        start = int(random_positions(length - 2**16, 1, seed)[0])
-        buckets = high_bucket(shuffled_at(length, seed, start + np.arange(2**16)), length, 16)
-        squares.append(squares_of_table(buckets[:-1], buckets[1:], 16, 16))
-
-    assert p_of_sum(squares) > ALMOST_NEVER
-
-
-@large
 def test_offsets_and_samples_of_huge_datasets_are_independent(length: int) -> None:
     squares = []
     for seed in range(6):
@@ -161,17 +117,6 @@ def test_offsets_and_samples_of_huge_datasets_are_independent(length: int) -> No
         squares.append(squares_of_table(high_bucket(positions, length, 32), high_bucket(samples, length, 32), 32, 32))
 
     assert p_of_sum(squares) > ALMOST_NEVER
-
-
-@large
-def test_samples_of_huge_datasets_leave_no_lattice(length: int) -> None:
-    # Birthday spacings: among the sorted gaps of m samples of n, about m**3 / 4n are equal to their neighbour.
-    count, equal = int((4 * length * 16) ** (1 / 3)), 0
-    for seed in range(8):
-        samples = np.unique(shuffled_at(length, seed, 10**6 + np.arange(count)))
-        equal += int((np.diff(np.sort(np.diff(samples))) == 0).sum())
-
-    assert two_sided(stats.poisson(8 * count**3 / (4 * length)), equal) > ALMOST_NEVER
 
 
 @pytest.mark.parametrize("bits", [17, 33, 40])

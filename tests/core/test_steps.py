@@ -118,23 +118,6 @@ def test_samples_are_repeated_only_where_the_docstring_says_so(rule: StepRule, r
     assert (rule.num_repeated(remaining) > 0) == (not rule.drop_last and (fewer_than_ranks or short_remainder))
 
 
-@pytest.mark.parametrize(
-    ("rule", "remaining", "last_steps"),
-    [
-        (StepRule(batch_size=4, num_replicas=3), 13, [[[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]], [[10], [11], [12]]]),
-        (StepRule(batch_size=1, num_replicas=3), 4, [[[0], [1], [2]], [[3], [3], [3]]]),
-        (StepRule(batch_size=1, num_replicas=3, exact=True), 5, [[[0, 1], [2, 3], [4]]]),
-        (StepRule(batch_size=4, num_replicas=5), 2, [[[0], [1], [0], [1], [0]]]),
-        (StepRule(batch_size=2, num_replicas=3, pad=True), 10, [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [6, 7]]]),
-        (StepRule(batch_size=4, num_replicas=5, drop_last=True), 19, []),
-        (StepRule(batch_size=4, num_replicas=5), 0, []),
-    ],
-    ids=["gives some away", "repeats", "in pairs", "fewer than ranks", "pads", "drops", "empty"],
-)
-def test_tails_as_documented(rule: StepRule, remaining: int, last_steps: Steps) -> None:
-    assert serve(rule, remaining) == last_steps
-
-
 def test_nothing_is_repeated_where_drop_last_leaves_the_padded_step_out() -> None:
     assert StepRule(batch_size=1, num_replicas=2, pad=True, drop_last=True).num_repeated(5) == 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,12 +29,6 @@ from lightning_stateful.errors import ConfigurationError
 def test_a_value_outside_its_range_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Topology(**wrong)
-
-
-def test_integers_of_numpy_become_pythons() -> None:
-    topology = Topology(num_replicas=np.int64(4), rank=np.int32(2))
-
-    assert [type(topology.num_replicas), type(topology.rank)] == [int, int]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from fractions import Fraction
 from itertools import islice
 
@@ -91,11 +90,6 @@ def test_keys_and_windows_have_orders_of_their_own() -> None:
     assert (len(orders), len({tuple(window) for window in windows.tolist()})) == (21, 40)
 
 
-def test_a_key_puts_every_source_everywhere_in_a_period() -> None:
-    places = [Draws.repeated([4, 1], key=key).sources(0, 5).tolist().index(1) for key in range(1000)]
-    assert all(140 <= Counter(places)[place] <= 260 for place in range(5))
-
-
 def test_golden_draws() -> None:
     schedule = DrawSchedule((0, 8, 24), ((1, 0, 0), (2, 1, 1), (0, 1, 1)), "linear")
     assert Draws.repeated([3, 2, 1]).sources(0, 6).tolist() == [0, 1, 0, 2, 1, 0]
@@ -133,13 +127,6 @@ def test_points_come_where_they_are() -> None:
     schedule = DrawSchedule((0, 50, 100, 102), ((1, 0), (0, 1), (1, 0), (0, 1)), "constant")
     expected = [0] * 100 + [1] * 100 + [0] * 4 + [1] * 16
     assert Draws.scheduled(schedule, 2, key=3).sources(0, 220).tolist() == expected
-
-
-@pytest.mark.parametrize("between", ["constant", "linear"])
-def test_points_closer_than_a_period_leave_no_source_out(between: Between) -> None:
-    points = tuple((9, 1) if number % 2 else (18, 2) for number in range(100))
-    schedule = DrawSchedule(tuple(range(0, 300, 3)), points, between)
-    assert abs(int(Draws.scheduled(schedule, 1, key=3).sources(0, 300).sum()) - 30) <= 10
 
 
 def test_a_linear_way_of_many_draws_has_the_mean_of_its_ends() -> None:

@@ -26,11 +26,6 @@ def test_every_pass_has_each_sample_of_its_source_once(seed: Any) -> None:
     assert [sorted(second[:3]), sorted(second[3:6])] == [[5, 6, 7]] * 2
 
 
-def test_runs_come_one_after_the_other() -> None:
-    numbers, offsets, sizes = (np.array(values) for values in ([1, 0, 1], [2, 4, 3], [1, 2, 2]))
-    assert make_sources([5, 3], 1).take(numbers, offsets, sizes, None).tolist() == [7, 4, 0, 5, 6]
-
-
 def test_a_source_keeps_its_order_when_others_come_and_go() -> None:
     alone, both = Sources(("b",), (40,), (1,)), Sources(("a", "b"), (7, 40), (1, 1))
     assert [index - 7 for index in take(both, 1, range(80), (3,))] == take(alone, 0, range(80), (3,))

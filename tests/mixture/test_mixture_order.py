@@ -58,13 +58,6 @@ def test_what_changes_the_sequence_changes_the_configuration() -> None:
     assert len(set(configs)) == len(configs)
 
 
-def test_unshuffled_epochs_do_not_go_on_where_the_one_before_ended() -> None:
-    order = mixture([30, 20], 2, num_steps=7, schedule=WeightSchedule({0: [1, 2]})).adapted(shuffle=False)
-    assert not order.carries_over
-    assert serve(order, 0, 2) == serve(order, 5, 2)
-    assert set(samples_of(serve(order, 0, 2))) == set(range(50))
-
-
 def test_sources_added_and_removed_leave_the_others_where_they_were() -> None:
     before, after = round_robin([30, 20], 2), round_robin([30, 20, 10], 2)
     progress = before.plan(1, 2).progress_after(5)
@@ -79,12 +72,6 @@ def test_a_source_of_another_length_keeps_its_passes() -> None:
     progress = before.plan(0, 2).progress_after(17)
     assert progress.details["served"] == {"a": 36, "b": 32}
     assert moved(before, progress, after).details["served"] == {"a": 96, "b": 20}
-
-
-def test_lengths_may_be_followed_by_a_digest() -> None:
-    before, after = round_robin([30, 20], 2), round_robin([30, 20, 10], 2)
-    config = {**before.config(), "sources": {"a": "30 a5f3c2", "b": 20}}
-    assert after.convert(before.plan(0, 1).progress_after(4), config).details["served"]["a"] == 4
 
 
 def test_other_weights_plan_the_rest_of_the_epoch_anew() -> None:

@@ -22,7 +22,7 @@ from support.mixtures import (
 )
 
 from lightning_stateful.core.permutation import Indices
-from lightning_stateful.errors import ConfigurationError, PositionError
+from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.mixture import MixtureOrder, Sources
 
 
@@ -65,14 +65,6 @@ def test_plans_are_those_of_a_slow_simulation() -> None:
         compared += 1
 
 
-def test_every_batch_has_a_sample_and_at_most_its_batch_size_of_one_source() -> None:
-    for order, ranks, _ in random_cases(40, seed=2):
-        sizes = order.sources.batch_sizes
-        for batch in (batch for step in by_source(order, serve(order, 0, ranks)) for batch in step):
-            assert 1 <= len(batch) <= sizes[batch[0][0]]
-            assert order.by_sample or len({source for source, _ in batch}) == 1
-
-
 def test_all_ranks_of_a_step_serve_one_source_until_the_last_steps() -> None:
     for order, ranks, _ in random_cases(40, seed=3, drop_last=False):
         if not order.by_sample:
@@ -107,15 +99,6 @@ def test_num_steps_serves_full_batches_pass_after_pass_over_epochs() -> None:
         assert_whole_passes(order, samples)
         following = progress.epoch + 1
         assert serve(order, following, ranks, progress) == serve(order, following, ranks)
-
-
-def test_progress_counts_what_has_been_served() -> None:
-    for order, ranks, rng in random_cases(40, seed=9, ranks=[1, 2, 3, 8]):
-        steps, plan = by_source(order, serve(order, 0, ranks)), order.plan(0, ranks)
-        step = rng.randint(0, len(steps) - 1)
-        progress = plan.progress_after(step)
-        assert (progress.epoch, progress.consumed) == (0, step)
-        assert list(progress.details["served"].values()) == counts_of(order, samples_of(steps[:step]))
 
 
 def test_samples_are_looked_up_a_bounded_number_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,12 +148,6 @@ def test_a_rare_source_is_served_once_though_its_draws_come_early(lengths: list[
 def test_an_epoch_without_a_step_is_refused_with_its_sources_and_ranks() -> None:
     with pytest.raises(ConfigurationError, match=r"16 ranks, an epoch of the sources \{'a': 7, 'b': 12\}"):
         round_robin([7, 12], 2, drop_last=True).plan(0, 16)
-
-
-def test_more_steps_than_an_epoch_has_are_refused() -> None:
-    order, longer = round_robin([8, 8], 2), round_robin([80, 80], 2)
-    with pytest.raises(PositionError, match=r"40 steps of epoch 2 were taken.*from step 0 to 8"):
-        order.plan(2, 1, longer.plan(2, 1).progress_after(40))
 
 
 def test_golden_round_robin() -> None:

@@ -133,10 +133,3 @@ def test_a_plan_is_made_once_more_from_where_it_was_made() -> None:
     assert second.consumed == 8
     assert second.details["planned"] == {"ranks": 6, "steps": 5, "served": first.details["served"]}
     assert serve(order, 0, 6, second) == serve(order, 0, 6, first)[3:]
-
-
-def test_nothing_left_has_no_step_on_any_ranks() -> None:
-    order = round_robin([5, 3], 2)
-    plan = order.plan(0, 2)
-    end = plan.progress_after(plan.num_steps)
-    assert [order.plan(0, ranks, end).num_steps for ranks in (2, 3, 7)] == [0, 0, 0]

@@ -125,17 +125,6 @@ def test_with_drop_last_only_full_batches_of_full_steps_are_gathered(
     assert set(times(batches_of(last)).values()) <= {1}
 
 
-def test_what_is_left_of_three_sources_fills_a_step() -> None:
-    expected = [[[(0, 0)], [(0, 1), (0, 2)], [(1, 0)], [(2, 0), (2, 1)]]]
-    assert batches_of(gather([3, 1, 2], [4, 4, 4], 4)) == expected
-
-
-def test_what_is_repeated_comes_from_the_last_step() -> None:
-    last = gather([2, 2], [1, 1], 3)
-    assert batches_of(last) == [[[(0, 0)], [(0, 1)], [(1, 0)]], [[(1, 1)], [(1, 1)], [(1, 1)]]]
-    assert last.num_repeated == 2
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_nothing_left_takes_no_steps(drop_last: bool) -> None:
     last = gather([0, 0], [2, 3], 4, drop_last=drop_last)

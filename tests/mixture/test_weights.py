@@ -127,11 +127,6 @@ def test_a_period_that_is_given_is_filled(weights: list[float], period: int) -> 
         assert all(abs(count - share * period) < 1 for count, share in zip(draws, asked, strict=True))
 
 
-def test_a_source_far_rarer_than_a_draw_has_one() -> None:
-    assert whole_draws(shares([10**9, 1])) == (2**16 - 1, 1)
-    assert whole_draws(shares([10**9, 1, 1, 1]), 10) == (7, 1, 1, 1)
-
-
 def test_a_period_without_a_draw_for_each_source_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="A period of 2 draws has none for some of 3 sources"):
         whole_draws(shares([1, 1, 1]), 2)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_stateful.bucketing import QuadraticCost
-from lightning_stateful.core import SampleBatchOrder, SequentialOrder
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.report.padding_plot import plot_padding
 from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
@@ -28,13 +25,8 @@ def size_of(path: Path) -> tuple[int, int]:
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "buckets": (LENGTHS, {"max_tokens": 1000}),
-    "given boundaries": (LENGTHS, {"batch_size": 16, "boundaries": [100, 200]}),
-    "quadratic cost": (LENGTHS, {"max_tokens": 1000, "cost": QuadraticCost(100)}),
     "too long dropped": (LENGTHS, {"max_tokens": 100, "too_long": "drop"}),
     "one sample": ([7], {"max_tokens": 10}),
-    "one length": ([7] * 50, {"max_tokens": 21}),
-    "one batch": ([1, 2, 3], {"max_tokens": 10**6}),
-    "batches of one": ([3, 9, 9], {"max_tokens": 9}),
     "no tokens": ([0, 0, 0], {"max_tokens": 2}),
     "very long ones": ([1, 2**41], {"max_tokens": 2**42}),
 }
@@ -95,26 +87,3 @@ def test_the_backend_of_a_notebook_stays(tmp_path: Path) -> None:
 def test_a_format_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"padding\.what' cannot be drawn: .*not supported"):
         plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.what")
-
-
-def test_batches_that_know_no_lengths_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="A SampleBatchOrder knows no lengths"):
-        plot_padding(
-            SampleBatchOrder(samples=SequentialOrder(5)),
-            tmp_path / "padding.png",
-        )
-
-
-def test_an_epoch_without_a_step_is_refused(tmp_path: Path) -> None:
-    sampler = BucketBatchSampler([3, 4, 5], max_tokens=99, drop_last=True)
-    with pytest.raises(ConfigurationError, match="no full step"):
-        plot_padding(sampler, tmp_path / "padding.png", num_replicas=8)
-
-
-def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-stateful\[plots\]'"):
-        plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.png")
