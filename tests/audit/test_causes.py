@@ -256,10 +256,17 @@ def test_the_message_names_the_samples_where_a_key_tells_them() -> None:
             return {"index": index, "x": torch.zeros(2)}
 
     found = divergence_of(Features, key=lambda item: [item["index"]])
-    order = Exact().order()
+    first, second, *_ = Exact().order()
 
-    assert (found.expected_samples, found.got_samples) == ([order[1]], [order[0]])
-    assert f"  samples  [{order[1]}] expected, [{order[0]}] got" in str(found).splitlines()
+    assert (found.law, found.epoch, found.step, found.rank, found.stop) == ("suffix", 0, 1, 0, 1)
+    assert (found.expected_samples, found.got_samples) == ([second], [first])
+    assert str(found).splitlines() == [
+        f"suffix: epoch 0, step 1, rank 0, stopped after 1 items: item['index']: expected {second}, got {first}",
+        f"  expected {{'index': {second}, 'x': tensor([0., 0.])}}",
+        f"  got      {{'index': {first}, 'x': tensor([0., 0.])}}",
+        f"  samples  [{second}] expected, [{first}] got",
+        "  usual cause: The epoch's first items came again: the state was not loaded, or iter() starts over.",
+    ]
 
 
 def test_an_error_after_the_first_difference_does_not_hide_it() -> None:
