@@ -49,7 +49,7 @@ def counts_of(order: MixtureOrder, samples: list[tuple[int, int]]) -> list[int]:
 
 def test_plans_are_those_of_a_slow_simulation() -> None:
     rng, compared = random.Random(0), 0
-    while compared < 150:
+    while compared < 80:
         order, ranks = random_order(rng, shuffle=False), rng.choice([1, 1, 2, 3, 5, 8])
         if order.carries_over or order.by_sample or not whole_epoch(order, ranks):
             continue
