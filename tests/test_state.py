@@ -196,15 +196,10 @@ class TestChecking:
     @pytest.mark.parametrize(
         ("state", "key", "value", "kind"),
         [
-            (one(), "kind", GONE, "str"),
             (one(), "kind", 3, "str"),
-            (one(), "order_version", GONE, "int"),
             (one(), "order_version", True, "int"),
             (one(), "config", [("seed", 1)], "dict"),
             (one(), "progress", GONE, "dict"),
-            (one(), "progress", [2, 48], "dict"),
-            (two(), "config", GONE, "dict"),
-            (two(), "loaders", GONE, "dict"),
             (two(), "loaders", [one()], "dict"),
         ],
     )
@@ -232,21 +227,16 @@ class TestDifferences:
         ("saved", "present", "expected"),
         [
             (one(), one(), []),
-            (two(), two(), []),
             (one(progress={"epoch": 0, "cycle": 0, "consumed": 0}), one(), []),
-            (pack("shuffled", 1, dict(reversed(CONFIG.items())), PROGRESS), one(), []),
-            (one(), one(seed=8), [("seed", 7, 8)]),
             (one(shuffle=True), one(shuffle=1), [("shuffle", True, 1)]),
             (one("sequential", 1), one("shuffled", 2), [("kind", "sequential", "shuffled"), ("order_version", 1, 2)]),
             (one(note=None), one(), [("note", None, "<nothing>")]),
             (one(), one(block=50), [("block", "<nothing>", 50)]),
-            (one(dataset="abc"), one(dataset={"length": 9}), [("dataset", "abc", {"length": 9})]),
             (
                 one(seed=1, dataset={"length": 5, "fingerprint": "old"}),
                 one(seed=2, dataset={"length": 6, "fingerprint": "new"}),
                 [("seed", 1, 2), ("dataset.length", 5, 6), ("dataset.fingerprint", "old", "new")],
             ),
-            (two(second=one(seed=1)), two(second=one(seed=2)), [("1.seed", 1, 2)]),
             (two("min_size"), two("sequential"), [("mode", "min_size", "sequential")]),
             (
                 two(),
@@ -258,7 +248,6 @@ class TestDifferences:
                 pack_combined("sequential", {"b": one(), "a": one()}),
                 [("loaders", ["a", "b"], ["b", "a"])],
             ),
-            (two(), one(), [("loaders", ["0", "1"], "one loader")]),
             (one(), two(), [("loaders", "one loader", ["0", "1"])]),
         ],
     )
@@ -296,10 +285,7 @@ class TestDifferences:
             ("train.1.dataset.length", True),
             ("dataset.length", True),
             ("dataset", True),
-            ("train.1", True),
             ("length", False),
-            ("data", False),
-            ("0.dataset", False),
             ("rain.1.dataset", False),
             ("", False),
         ],

@@ -54,16 +54,6 @@ def test_a_quadratic_cost_is_exact_for_the_longest_lengths():
     assert Budget(max_tokens=cost * 7 // 3 - 1, cost=QuadraticCost(3)).num_samples(longest) == 6
 
 
-def test_a_batch_size_is_the_same_for_every_length():
-    budget = Budget(batch_size=6)
-    assert {budget.num_samples(longest) for longest in (0, 1, 2**41)} == {6}
-    assert budget.use(2**41, 3) == 0.5
-
-
-def test_huge_budgets_overflow_nothing():
-    assert Budget(max_tokens=2**200).num_samples(1) == Budget(batch_size=2**90).num_samples(1) == 2**40
-
-
 def test_the_configuration_leaves_out_what_is_not_set():
     assert Budget(batch_size=3).config() == {"batch_size": 3}
     full = Budget(max_tokens=np.int64(5), max_samples=2, multiple=4, cost=QuadraticCost(7))

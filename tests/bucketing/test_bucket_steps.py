@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from support.bucket_cases import cut, deal, give
+from support.bucket_cases import cut, give
 
 from lightning_stateful.bucketing.plan import BucketSteps, Remainder, StepRanges
 
@@ -29,17 +29,6 @@ def ranges_of(steps, numbers=None):
     return list(zip(found.starts.tolist(), found.stops.tolist(), strict=True))
 
 
-def shares_of(steps):
-    """Of every step, the offsets that each rank serves."""
-    ranges = steps.ranges(np.arange(steps.num_steps))
-    ranks = []
-    for rank in range(steps.num_replicas):
-        offsets, counts = steps.share(ranges, rank)
-        assert offsets.dtype == counts.dtype == np.int64
-        ranks.append([part.tolist() for part in np.split(offsets, np.cumsum(counts)[:-1])] if counts.size else [])
-    return [list(step) for step in zip(*ranks, strict=True)]
-
-
 @given(cases())
 def test_steps_are_those_of_cutting_sample_by_sample(case):
     steps = make(*case)
@@ -58,12 +47,6 @@ def test_with_drop_last_the_last_step_is_left_out_unless_it_is_full(case):
     steps = make(*case, drop_last=True)
     assert ranges_of(steps) == expected
     assert (steps.num_steps, steps.num_full, steps.num_repeated) == (len(expected), len(expected), 0)
-
-
-@given(cases())
-def test_samples_of_a_step_are_dealt_out_to_ranks_in_turn(case):
-    steps = make(*case)
-    assert shares_of(steps) == [deal(range(start, stop), case[2]) for start, stop in ranges_of(steps)]
 
 
 @given(cases(), st.randoms(use_true_random=False), st.booleans())
@@ -97,14 +80,6 @@ def _fewest_steps(counts, sizes, num_replicas, known):
                 found.append(1 + _fewest_steps(left, sizes, num_replicas, known))
         known[counts] = min(found)
     return known[counts]
-
-
-@given(cases(), st.lists(st.integers(0, 10**6), max_size=20))
-def test_scattered_steps_are_those_of_all_steps(case, numbers):
-    steps = make(*case)
-    if steps.num_steps:
-        chosen = np.array(numbers, dtype=np.int64) % steps.num_steps
-        assert ranges_of(steps, chosen) == [ranges_of(steps)[step] for step in chosen]
 
 
 def test_2_to_the_40_samples_are_cut_at_once():

@@ -191,7 +191,6 @@ STOPPED_EVERYWHERE = (
     "mixture by batch, steps",
     "loader, mixture, scheduled",
     "buckets",
-    "loader taken over, buckets",
 )
 OTHER_LENGTHS: list[Any] = [[*LENGTHS, 3], LENGTHS[:-1], [*LENGTHS[:-1], LENGTHS[-1] + 1], LENGTHS[::-1]]
 OTHER_SOURCES: list[dict[str, int]] = [{"a": 5, "b": 11, "d": 8}, {"a": 5, "b": 12, "c": 8}, {"a": 5, "b": 11}]

@@ -9,8 +9,10 @@ import pytest
 from support.orders import OrderCase, every_law
 
 from lightning_stateful.mixture import MixtureOrder, Sources
+from lightning_stateful.mixture.weights import DrawSchedule
 
 LENGTHS = (31, 17, 24)
+SCHEDULE = DrawSchedule((0, 5, 20), ((3, 1, 0), (1, 1, 1), (0, 3, 1)), "linear")
 
 
 def an_order(lengths: tuple[int, ...], sizes: tuple[int, ...], draws: tuple[int, ...], **options: Any) -> MixtureOrder:
@@ -42,6 +44,7 @@ CASES = {
     "cycle": case(whole=False, stop="cycle"),
     "num_steps": case(whole=False, num_steps=13),
     "num_steps by sample": case((2, 2, 2), whole=False, num_steps=13, by="sample"),
+    "scheduled": case(whole=False, num_steps=13, schedule=SCHEDULE),
 }
 
 

@@ -117,12 +117,6 @@ def test_samples_are_looked_up_a_bounded_number_at_a_time(monkeypatch: pytest.Mo
         assert all(count == size or count * (ranks if by == "sample" else 1) <= 2**17 for count in looked_up)
 
 
-def test_by_sample_progress_does_not_count_what_drop_last_drops() -> None:
-    order = mixture([3, 2], 2, [1, 1], by="sample", drop_last=True)
-    end = order.plan(0, 1).progress_after(2)
-    assert sum(end.details["served"].values()) == len(samples_of(serve(order, 0, 1))) == 4
-
-
 def test_a_report_tells_samples_passes_shares_and_tokens_of_every_source() -> None:
     plan = mixture([9, 6], 3, [2, 1], num_steps=6, tokens=(90, 7)).plan(1, 1)
     assert plan.report_after(0)["sources"]["b"] == {"samples": 6, "epochs": 1.0, "share": 1 / 3, "tokens": 7}

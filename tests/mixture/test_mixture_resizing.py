@@ -100,18 +100,6 @@ def test_with_a_schedule_every_history_goes_on_over_epochs(between: Any, by: Any
         assert sorted(own[:length]) == list(range(min(length, len(own))))
 
 
-@pytest.mark.parametrize("by", ["batch", "sample"])
-@pytest.mark.parametrize("between", ["constant", "linear"])
-def test_from_any_step_a_schedule_goes_on_as_without_a_stop(between: Any, by: Any) -> None:
-    schedule = WeightSchedule({0: [1, 0], 37: [1, 1], 130: [1, 3]}, between)
-    order, rng = mixture([30, 20], 3, schedule=schedule, by=by, num_steps=24), random.Random(3)
-    for _ in range(12):
-        epoch, step = rng.randint(0, 6), rng.randint(0, 24)
-        progress = order.plan(epoch, 2).progress_after(step)
-        assert serve(order, epoch, 2, progress) == serve(order, epoch, 2)[step:]
-        assert serve(order, epoch + 1, 2, progress) == serve(order, epoch + 1, 2)
-
-
 def test_in_round_robin_the_next_source_is_the_one_whose_turn_it_was() -> None:
     order = round_robin([40, 40, 40], 2)
     progress = order.plan(0, 2).progress_after(4)
