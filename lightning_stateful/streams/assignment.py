@@ -267,7 +267,7 @@ class SlotProgress(NamedTuple):
     Attributes:
         slices: The slices.
         current: Which of them it reads; as many as there are if all are served.
-        state: Where it stands in that, as its node says; None if it has not begun it.
+        state: Where it stands in that, as its node says; None if it has not begun it. Of a loader also where it ended.
         num_opened: How many shards of that it has opened: what it has read ahead lies in them.
     """
 
@@ -275,6 +275,11 @@ class SlotProgress(NamedTuple):
     current: int = 0
     state: NodeState | None = None
     num_opened: int = 0
+
+    @property
+    def reading(self) -> SlotSlice | None:
+        """The slice that it reads; None if all are served."""
+        return self.slices[self.current] if self.current < len(self.slices) else None
 
 
 def left_of(slots: Sequence[SlotProgress], epoch: int, order: Sequence[int]) -> Assignment:

@@ -57,10 +57,8 @@ class ShardReader(StreamNode[Any]):
     State:
         ``shard``, the index in ``numbers``, and ``item``, the number of the next sample in it; ``state``, the latest
         state of the shard's node that was worth its size, and ``since``, the samples since; ``skipped_shards``. Of
-        pinned shards also ``first``, what tells the pass from others.
-
-    Attributes:
-        carried: What the next pass over a loader goes on from, once this one has ended.
+        pinned shards also ``first``, what tells the pass from others. At the end of a loader ``state`` is what its next
+        pass goes on from.
 
     Raises:
         ShardError: A shard could not be read; with its name.
@@ -85,7 +83,6 @@ class ShardReader(StreamNode[Any]):
         self._seed = None if seed is None else derive_seed("item", seed, epoch)
         self._seeds_samples = seeds_samples and seed is not None
         self._node: BaseNode[Any] | None = None
-        self.carried: Any = None
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or go to where a state was taken; no shard is opened before it is read."""
@@ -100,7 +97,6 @@ class ShardReader(StreamNode[Any]):
         self._skipped: int = begun["skipped_shards"]
         self._first: str | None = begun.get("first")
         self._gap = self._gap_after(self._state)
-        self.carried = None
 
     def next(self) -> Any:
         """The next sample."""
@@ -256,11 +252,10 @@ class ShardReader(StreamNode[Any]):
         return _LEAST_GAP + size // _CHARACTERS_A_SAMPLE
 
     def _advance(self) -> None:
-        if self._shards.is_loader and self._node is not None:
-            state = self._state_of(self._node)
-            self.carried = state and {"after": state, "since": 0, "pass": self._epoch, "is_ended": True}
+        state = self._state_of(self._node) if self._shards.is_loader and self._node is not None else None
         self.close()
-        self._at, self._item, self._state_item, self._state, self._first = self._at + 1, 0, 0, None, None
+        self._at, self._item, self._state_item, self._first = self._at + 1, 0, 0, None
+        self._state = state and {"after": state, "since": 0, "pass": self._epoch, "is_ended": True}
         self._gap = self._gap_after(None)
 
     def _leave_out_shard(self, error: Exception) -> None:

@@ -200,8 +200,8 @@ class StreamState:
         names = []
         for name, source in self.config.sources.items():
             here = self._progress(name, slot, state)
-            if here.current < len(here.slices):
-                names.append(source.shards.name(here.slices[here.current].of.shards[max(here.num_opened - 1, 0)]))
+            if here.reading is not None:
+                names.append(source.shards.name(here.reading.of.shards[max(here.num_opened - 1, 0)]))
         return names
 
     def read_again(self, slots: Iterable[int] | None = None) -> dict[str, int]:
@@ -215,8 +215,7 @@ class StreamState:
             for name, source in self.config.sources.items():
                 here = self._progress(name, slot)
                 for slot_slice in here.slices[here.current :]:
-                    is_current = slot_slice is here.slices[here.current]
-                    begin = here.state if is_current and here.state is not None else slot_slice.of.state
+                    begin = (here.state if slot_slice is here.reading else None) or slot_slice.of.state
                     if begin is None or begin["source"] is None:
                         continue
                     at = innermost(begin)
@@ -297,10 +296,10 @@ class StreamState:
                 here = self._progress(name, slot)
                 if not 0 <= here.current <= len(here.slices):
                     raise PositionError(f"Worker slot {slot} stands in slice {here.current} of {len(here.slices)}.")
-                for slot_slice in here.slices[here.current : here.current + 1]:
-                    shards = slot_slice.of.shards
-                    if not 0 <= here.num_opened <= len(shards):
-                        raise PositionError(f"Worker slot {slot} has opened {here.num_opened} of {len(shards)} shards.")
+                shards = () if here.reading is None else here.reading.of.shards
+                if not 0 <= here.num_opened <= len(shards):
+                    raise PositionError(f"Worker slot {slot} has opened {here.num_opened} of {len(shards)} shards.")
+                if here.reading is not None:
                     _check_state(here.state, fresh, shards)
 
     def _left(self, name: str) -> Assignment:
@@ -327,7 +326,7 @@ class StreamState:
                 here = self._progress(name, slot)
                 if state is not None:
                     found.append(state["of"][name]["skipped"])
-                if here.current < len(here.slices) and not here.slices[here.current].reader:
+                if here.reading is not None and not here.reading.reader:
                     found.append(skipped_in(here.state))
         return tuple(map(sum, zip(*found, strict=True)))
 
@@ -337,7 +336,7 @@ class StreamState:
         if source.shards.pinned or (mixing is not None and mixing.stop == "cycle"):
             return False
         slots = [self._progress(name, slot) for slot in range(self.num_slots)]
-        return mixing is None or any(here.current >= len(here.slices) for here in slots)
+        return mixing is None or any(here.reading is None for here in slots)
 
     def _kept(self, slot: NodeState | None, names: Iterable[str]) -> NodeState | None:
         """The state of a slot with what it has of some sources; those of others are assigned anew."""
@@ -418,10 +417,7 @@ def _with_leaf(state: NodeState, changes: Mapping[str, Any]) -> NodeState:
 
 def _carried(held: NodeState, epoch: int) -> Any:
     """The state that the next pass over a loader begins with; None where the loader has none."""
-    state = held["state"]
-    if held.get("carried") is not None or state is None:
-        return held.get("carried")
-    at = innermost(state)
-    if at["state"] is None or "after" in at["state"]:
-        return at["state"]
-    return {"after": at["state"], "since": at["since"], "pass": epoch, "is_ended": False}
+    state = None if held["state"] is None else innermost(held["state"])
+    if state is None or state["state"] is None or "after" in state["state"]:
+        return state and state["state"]
+    return {"after": state["state"], "since": state["since"], "pass": epoch, "is_ended": False}

@@ -132,7 +132,6 @@ class SourceReader:
         self._round: int = begin["round"]
         # In slices that are done, and of those that several slots read in what the first of them has met.
         self._skipped: list[int] = begin["skipped"]
-        self._carried: Any = begin.get("carried")
         self._node: StreamNode[Any] | None = None
         self._reader: ShardReader | None = None
 
@@ -164,8 +163,7 @@ class SourceReader:
         if self._node is not None and self._reader is not None:
             at, opened = self._node.state_dict(), self._reader.num_opened
         held: NodeState = {"round": self._round, "slice": self._index, "opened": opened}
-        held.update(skipped=self._skipped, state=at)
-        return {**held, "carried": self._carried} if self._source.shards.is_loader else held
+        return {**held, "skipped": self._skipped, "state": at}
 
     def close(self) -> None:
         """Close the slice that is open."""
@@ -181,14 +179,13 @@ class SourceReader:
         return node
 
     def _advance(self) -> None:
-        done = self._slices[self._index]
-        if self._node is not None and not done.reader:
-            found = skipped_in(self._node.state_dict())
-            self._skipped = [before + now for before, now in zip(self._skipped, found, strict=True)]
-        if self._reader is not None:
-            self._carried = self._reader.carried
+        state = None if self._node is None else self._node.state_dict()
+        if not self._slices[self._index].reader:
+            self._skipped = [before + now for before, now in zip(self._skipped, skipped_in(state), strict=True)]
         self.close()
-        self._index, self._begin, self._opened = self._index + 1, None, 0
+        # The next pass over a loader goes on from where this one has ended.
+        self._begin = state if self._source.shards.is_loader else None
+        self._index, self._opened = self._index + 1, 0
 
 
 def skipped_in(state: NodeState | None) -> list[int]:

@@ -328,7 +328,7 @@ class TestLoaders:
         shards = LoaderShards(loader, 1)
         first = reads(None, 0, begun=shards)
         list(first)
-        next(reads(None, 1, {**first.get_state(), "shard": 0, "state": first.carried}, begun=shards))
+        next(reads(None, 1, {**first.get_state(), "shard": 0}, begun=shards))
         assert loader.made == 4
 
     @pytest.mark.parametrize("is_same_process", [True, False])
@@ -338,7 +338,7 @@ class TestLoaders:
         for epoch in range(3):
             reader = reads(None, epoch, state, begun=shards)
             assert list(reader) == [(epoch, number) for number in range(3)]
-            state = {**reader.get_state(), "shard": 0, "state": reader.carried}
+            state = {**reader.get_state(), "shard": 0}
             shards = shards if is_same_process else LoaderShards(self.Going(3), 1)
 
     @pytest.mark.parametrize("is_same_process", [True, False])
@@ -367,4 +367,4 @@ class TestLoaders:
         reader = reads(None, 2, begun=LoaderShards(Loader(), 1))
         assert next(reader) == (2, 0)
         assert list(reads(None, 2, reader.get_state(), begun=LoaderShards(Loader(), 1))) == [(2, 1), (2, 2)]
-        assert reader.carried is None
+        assert reader.get_state()["state"] is None
