@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,9 @@ def check_even(recordings: Sequence[Recording]) -> None:
         for epoch, (expected, got) in enumerate(zip(recordings[0].lengths, recording.lengths, strict=False)):
             if expected != got:
                 what = f"rank {rank} has {got} items and rank 0 has {expected}; a collective would hang"
-                raise _broken(epoch, what, expected, got, rank=rank, law="even", cause=_UNEVEN)
+                raise ContractError(
+                    Divergence(law="even", what=what, epoch=epoch, rank=rank, expected=expected, got=got, cause=_UNEVEN)
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +59,21 @@ class Epoch:
 
     def check(self, tables: Sequence[Table], num_replicas: int, stop: int) -> None:
         """Raise if tables, one after the other, the last on so many ranks, serve a sample twice or never."""
+        found = next(self._faults(tables, num_replicas), None)
+        if found:
+            found = {"law": "rank-free", "cause": self._explain(tables), **found}
+            raise ContractError(Divergence(epoch=self.number, stop=stop, **found))
+
+    def _faults(self, tables: Sequence[Table], num_replicas: int) -> Iterator[dict[str, Any]]:
         due, served = Counter(self.due), Counter[Hashable]()
-        cause = self._explain(tables)
         for table in tables:
             lengths = [len(items) for items in table]
             if len(set(lengths)) > 1:
                 what = f"the {len(table)} ranks were given {lengths} items"
-                raise _broken(self.number, what, lengths[0], lengths, stop=stop, law="even", cause=_UNEVEN)
+                yield {"law": "even", "what": what, "expected": lengths[0], "got": lengths, "cause": _UNEVEN}
             for step, items in enumerate(zip(*table, strict=True)):
-                named = [(rank, name) for rank, item in enumerate(items) for name in self.key(item)]
                 surplus = []
-                for rank, name in named:
+                for rank, name in [(rank, name) for rank, item in enumerate(items) for name in self.key(item)]:
                     served[name] += 1
                     # With drop_last the epoch on one rank may have left out what comes now.
                     if served[name] > max(due[name], self.drop_last):
@@ -76,16 +82,14 @@ class Epoch:
                 if surplus and (due - served or self.drop_last or len(surplus) >= len(table)):
                     rank, name = surplus[0]
                     what = f"sample {name!r} was served once too often, in step {step} on {len(table)} ranks"
-                    raise _broken(
-                        self.number, what, due[name], served[name], step=step, rank=rank, stop=stop, cause=cause
-                    )
+                    yield {"what": what, "expected": due[name], "got": served[name], "step": step, "rank": rank}
         missing = due - served
         if missing and not self.may_end(tables, num_replicas):
             name = next(iter(missing))
             what = f"{missing.total()} samples were never served on {num_replicas} ranks, for example {name!r}"
             if not self.drop_last:
                 what += " (if the last incomplete step is meant to be left out, pass drop_last=True)"
-            raise _broken(self.number, what, due[name], served[name], stop=stop, cause=cause)
+            yield {"what": what, "expected": due[name], "got": served[name]}
 
     def _explain(self, tables: Sequence[Table]) -> str:
         """What is usually wrong with the last table, if anything is."""
@@ -167,21 +171,3 @@ def _check_history(recorder: Recorder, epoch: Epoch, numbers: Sequence[int]) -> 
         if runs[0].next() is END:
             break
     epoch.check(tables, num_replicas, len(tables) - 1)
-
-
-def _broken(
-    epoch: int,
-    what: str,
-    expected: Any,
-    got: Any,
-    *,
-    cause: str,
-    law: str = "rank-free",
-    step: int | None = None,
-    rank: int | None = None,
-    stop: int | None = None,
-) -> ContractError:
-    where = Divergence(
-        law=law, what=what, epoch=epoch, step=step, rank=rank, stop=stop, expected=expected, got=got, cause=cause
-    )
-    return ContractError(where)

@@ -1,4 +1,7 @@
-"""Checks for exact resumes: ``check_resume``, and the laws that everything with a state obeys, one function a law."""
+"""Checks for exact resumes: ``check_resume``, and the laws that everything with a state obeys, one function a law.
+
+All laws take the arguments of :func:`check_fresh` and raise a :class:`ContractError` where an object breaks them.
+"""
 
 from __future__ import annotations
 
@@ -189,18 +192,12 @@ def check_fresh(make: Factory, *, num_epochs: int = 2, stops: Stops = "every") -
 
 
 def check_suffix(make: Factory, *, num_epochs: int = 2, stops: Stops = "every") -> None:
-    """A fresh object with the state of k items yields exactly the rest, then the same next epochs.
-
-    Args, errors and example: see :func:`check_fresh`.
-    """
+    """A fresh object with the state of k items yields exactly the rest, then the same next epochs."""
     _demand(check_resume(make, num_epochs=num_epochs, stops=stops))
 
 
 def check_echo(make: Factory, *, num_epochs: int = 2, stops: Stops = "every") -> None:
-    """An object that has loaded a state gives it back, before and after ``iter()``.
-
-    Args, errors and example: see :func:`check_fresh`.
-    """
+    """An object that has loaded a state gives it back, before and after ``iter()``."""
     recorder = Recorder.of(make)
     for stop in recorder.record(num_epochs, stops).stops:
         run = recorder.load(stop, recorder.run())
@@ -210,10 +207,7 @@ def check_echo(make: Factory, *, num_epochs: int = 2, stops: Stops = "every") ->
 
 
 def check_plain(make: Factory, *, num_epochs: int = 2, stops: Stops = "every") -> None:
-    """A state is plain data that survives a JSON round trip unchanged.
-
-    Args, errors and example: see :func:`check_fresh`.
-    """
+    """A state is plain data that survives a JSON round trip unchanged."""
     for stop in Recorder.of(make).record(num_epochs, stops).stops:
         try:
             back = json.loads(json.dumps(stop.state, allow_nan=False))
@@ -223,10 +217,7 @@ def check_plain(make: Factory, *, num_epochs: int = 2, stops: Stops = "every") -
 
 
 def check_steady(make: Factory, *, num_epochs: int = 2, stops: Stops = "every") -> None:
-    """A state has the same keys at every step.
-
-    Args, errors and example: see :func:`check_fresh`.
-    """
+    """A state has the same keys at every step."""
     recorder = Recorder.of(make)
     taken = recorder.record(num_epochs, stops).stops
     expected = sorted(_keys(taken[0].state, "state"))
@@ -238,10 +229,7 @@ def check_steady(make: Factory, *, num_epochs: int = 2, stops: Stops = "every") 
 
 
 def check_snapshot(make: Factory, *, num_epochs: int = 2, stops: Stops = "every") -> None:
-    """Iterating on does not change a state that was taken, and loading does not change its argument.
-
-    Args, errors and example: see :func:`check_fresh`.
-    """
+    """Iterating on does not change a state that was taken, and loading does not change its argument."""
     recorder = Recorder.of(make)
     recording = recorder.record(num_epochs, stops)
     demand_unchanged(recording, 0)
@@ -270,26 +258,22 @@ def check_rank_free(
         resize: Numbers of ranks to resume on.
         key: What turns an item into the list of its samples' identities.
         drop_last: Whether less than a step's samples may be left out on another number of ranks.
-
-    Raises:
-        ContractError: The object breaks this law.
     """
     recorder = Recorder.of(make)
     first, *others = (recorder.record(num_epochs, stops, num_replicas, rank) for rank in range(num_replicas))
     for rank, recording in enumerate(others, 1):
         for stop, other in zip(first.stops, recording.stops, strict=False):
             _demand_same(stop, "rank-free", f"the state of rank {rank} is not that of rank 0", other.state, rank)
-    _demand(
-        check_resume(
-            recorder,
-            num_replicas=num_replicas,
-            num_epochs=num_epochs,
-            stops=stops,
-            resize=resize,
-            key=key,
-            drop_last=drop_last,
-        )
+    result = check_resume(
+        recorder,
+        num_replicas=num_replicas,
+        num_epochs=num_epochs,
+        stops=stops,
+        resize=resize,
+        key=key,
+        drop_last=drop_last,
     )
+    _demand(result)
 
 
 def check_not_configuration(
@@ -304,15 +288,12 @@ def check_not_configuration(
 
     Args:
         make: As in :func:`check_fresh`.
+        num_epochs: As in :func:`check_fresh`.
+        stops: As in :func:`check_fresh`.
         make_other: Returns a fresh object of another configuration, which must refuse every state of ``make``'s and
             go on as if nothing had been tried. Without it only the settings are compared.
         settings: What an object's settings are; by default its length and those constructor arguments that it keeps
             under their names.
-        num_epochs: As in :func:`check_fresh`.
-        stops: As in :func:`check_fresh`.
-
-    Raises:
-        ContractError: The object breaks this law.
     """
     recorder, read = Recorder.of(make), settings or read_settings
     taken = recorder.record(num_epochs, stops).stops

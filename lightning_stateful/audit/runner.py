@@ -377,21 +377,10 @@ class Recorder:
             # One epoch more, because what came may be of that.
             longer = self.observe(len(recordings), len(recordings[rank].passes) + 1)
             cause = explain([recording.passes for recording in longer], rank, start, place, followed.rest, key)
-        raise ContractError(
-            Divergence(
-                law=law,
-                what=difference(expected, got),
-                epoch=place[0],
-                step=place[1],
-                rank=rank,
-                stop=stop,
-                expected=expected,
-                got=got,
-                expected_samples=samples(expected, key),
-                got_samples=samples(got, key),
-                cause=cause,
-            )
-        )
+        found: dict[str, Any] = {"epoch": place[0], "step": place[1], "rank": rank, "stop": stop, "cause": cause}
+        found |= {"what": difference(expected, got), "expected": expected, "got": got}
+        found |= {"expected_samples": samples(expected, key), "got_samples": samples(got, key)}
+        raise ContractError(Divergence(law=law, **found))
 
     def _explain_factory(self, recordings: Sequence[Recording], rank: int) -> str:
         if self.run(len(recordings), rank).follow(recordings[rank].items).rest:

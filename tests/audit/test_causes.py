@@ -222,6 +222,7 @@ CAUSES: list[tuple[Callable[..., Exact], dict[str, Any], str]] = [
     (CountsTheEpochAgain, {"stops": [16]}, "This is epoch 2: it is counted by loading and again by iter(), "),
     (ForgetsTheEpoch, {"chain": ()}, "This is epoch 0: the epoch is not in the state, "),
     (LoadsTheRank, TWO, "These are items of another rank: the state holds the rank that saved it, "),
+    (LoadsTheRank, {"num_replicas": 2, "stops": [], "chain": (2,)}, "These are items of another rank: "),
     (DrawsItsOrder, {}, "The same samples in another order: it is drawn from a generator that is not in the state."),
     (ReadsOtherData, {}, ""),
     (CountsItsOwnItems, OTHERS, "The state holds the rank's own count of items: "),

@@ -143,7 +143,7 @@ def test_allowing_a_dropped_tail_does_not_allow_a_repeated_sample() -> None:
         lambda num_replicas, rank: StartsAnew(9, num_replicas, rank, drop_last=True),
         stops=[0],
         chain=(),
-        resize=(2, 3),
+        resize=(2,),
         drop_last=True,
     ).divergence
 
