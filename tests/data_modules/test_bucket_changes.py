@@ -9,10 +9,10 @@ import pytest
 from support.ledger import LedgerModel
 from support.runs import StopAt, assert_same_end, assert_stitches, train
 from support.sources import Event, SaveAt, trained
-from support.texts import NUM_SAMPLES, Texts, batches, bucketed, samples
+from support.texts import NUM_SAMPLES, Texts, batches, bucketed
 from torch.utils.data import Subset
 
-from lightning_stateful import BucketDataModule, QuadraticCost
+from lightning_stateful import QuadraticCost
 from lightning_stateful.errors import StateMismatchError
 
 
@@ -66,23 +66,40 @@ def refused(path: Path, options: dict[str, Any]) -> StateMismatchError:
     return caught.value
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The paths of checkpoints within an epoch and after it, of a module with some options."""
+
+    savers: dict[str, SaveAt] = {}
+
+    def run(options: dict[str, Any]) -> list[Path]:
+        if (key := repr(options)) not in savers:
+            moments = [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0)]
+            savers[key] = SaveAt(tmp_path_factory.mktemp("changes"), moments)
+            train(lambda: bucketed(**options), callbacks=[savers[key]], max_epochs=1)
+        return [savers[key].path(number) for number in range(2)]
+
+    return run
+
+
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_refused_and_if_accepted_taken_up_at_the_beginning_of_an_epoch_alone(
-    tmp_path: Path, change: str
-) -> None:
+def test_a_change_is_refused_within_an_epoch_and_between_epochs(saved: Any, change: str) -> None:
     before, after, paths = CHANGES[change]
-    saver = SaveAt(tmp_path, [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0)])
-    train(lambda: bucketed(**before), callbacks=[saver], max_epochs=1)
-    within, between = saver.path(0), saver.path(1)
+    within, between = saved(before)
     for path in (within, between):
         error = refused(path, after)
         assert {difference.path for difference in error.differences} == paths
         assert all(name in str(error) for name in paths)
-    accepted = {**after, "accept": tuple(paths)}
     # Within an epoch, what decides about batches stands in the way whatever is accepted.
-    found = {difference.path for difference in refused(within, accepted).differences}
+    found = {difference.path for difference in refused(within, {**after, "accept": tuple(paths)}).differences}
     assert found == {name.split(".")[0] for name in paths} - {"dataset"}
-    resumed = train(lambda: bucketed(**accepted), ckpt_path=between, seed=99, max_epochs=2)
+
+
+@pytest.mark.parametrize("change", ["a sample more", "given boundaries", "samples for tokens", "several"])
+def test_an_accepted_change_is_taken_up_at_the_beginning_of_an_epoch(saved: Any, change: str) -> None:
+    before, after, paths = CHANGES[change]
+    _, between = saved(before)
+    resumed = train(lambda: bucketed(**after, accept=tuple(paths)), ckpt_path=between, seed=99, max_epochs=2)
     fresh = train(lambda: bucketed(**after), max_epochs=2)
     assert batches(resumed.ledger) == batches(fresh.ledger, 1)
 
@@ -117,17 +134,3 @@ def test_what_does_not_decide_about_batches_may_change_at_any_time(tmp_path: Pat
     whole = train(bucketed)
     assert trained(first) + trained(resumed.ledger) == trained(whole.ledger)
     assert_same_end(resumed, whole)
-
-
-def test_a_renamed_module_is_taken_up_if_that_is_accepted(tmp_path: Path) -> None:
-    class Renamed(BucketDataModule):
-        pass
-
-    def make(**options: Any) -> Any:
-        return lambda: Renamed(Texts(), lengths="num_tokens", max_tokens=40, num_buckets=4, seed=7, **options)
-
-    path, first = stopped(tmp_path, {"val": None})
-    with pytest.raises(StateMismatchError, match="module"):
-        train(make(), ckpt_path=path)
-    resumed = train(make(accept="module"), ckpt_path=path, seed=99)
-    assert sorted(samples(first, 0) + samples(resumed.ledger, 0)) == list(range(NUM_SAMPLES))

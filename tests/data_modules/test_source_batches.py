@@ -12,10 +12,11 @@ import pytest
 import torch
 from lightning.pytorch.utilities.data import warning_cache
 from support.ledger import LedgerModel, Numbers
-from support.runs import StopAt, assert_same_end, assert_stitches, seeded
+from support.runs import seeded
 from support.sources import (
     EVERY_SAMPLE,
     SourcesModel,
+    assert_goes_on_from_every_moment,
     datasets,
     ids_of,
     mixture,
@@ -87,13 +88,7 @@ def test_sources_with_features_of_other_shapes_have_their_own_collate_functions_
 
 
 def test_a_run_over_other_shapes_goes_on_exactly(tmp_path: Path) -> None:
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)
-    train_on(of_many_shapes, callbacks=[stop])
-    resumed = train_on(of_many_shapes, ckpt_path=tmp_path / "stop.ckpt", seed=99)
-    whole = train_on(of_many_shapes)
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
+    assert_goes_on_from_every_moment(tmp_path, of_many_shapes, [("on_train_batch_end", 1, 3)], train_on, served_again=0)
 
 
 # Tags
@@ -175,12 +170,9 @@ def validated_on(**options: Any) -> list[Any]:
     return [event[4] for event in train_on(lambda: round_robin(**options), max_epochs=1).ledger if event[0] == "val"]
 
 
-def test_an_iterable_dataset_is_evaluated_with_one_batch_size_for_all() -> None:
-    assert validated_on(val=Streams(), batch_size=3) == STREAMED
-
-
-def test_an_iterable_dataset_is_evaluated_with_its_sources_batch_size() -> None:
+def test_an_iterable_dataset_is_evaluated_with_its_sources_batch_size_or_that_of_all() -> None:
     assert validated_on(val={"code": Streams()}) == STREAMED
+    assert validated_on(val={"code": Streams()}, batch_size=3, tag="source") == [("code", ids) for ids in STREAMED]
 
 
 def test_an_iterable_dataset_is_evaluated_with_the_collate_function() -> None:
@@ -189,10 +181,6 @@ def test_an_iterable_dataset_is_evaluated_with_the_collate_function() -> None:
         return {**batch, "id": batch["id"] * 10}
 
     assert validated_on(val=Streams(), batch_size=3, collate_fn=tenfold)[0] == (5000, 5010, 5020)
-
-
-def test_an_iterable_dataset_is_evaluated_beside_a_tag() -> None:
-    assert [ids for _, ids in validated_on(val={"code": Streams()}, batch_size=3, tag="source")] == STREAMED
 
 
 # What is missing

@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.cli import LightningCLI
 from support import sources
 from support.ledger import LedgerModel, Numbers
-from support.runs import StopAt, assert_same_end, assert_stitches, train
+from support.runs import assert_same_end, train
 from support.sources import (
     EVERY_SAMPLE,
     LENGTHS,
     MODULES,
     Beside,
-    SourcesModel,
-    datasets,
     ids_of,
     mixture,
     round_robin,
@@ -27,7 +24,6 @@ from support.sources import (
     trained,
 )
 
-from lightning_stateful import MixtureDataModule, RoundRobinDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 
 MOMENTS = [
@@ -41,13 +37,13 @@ MOMENTS = [
     ("on_validation_end", 0, 0),
     ("on_train_epoch_end", 0, 0),
 ]
-HARDEST = [("on_before_backward", 1, 2), ("on_train_batch_end", 0, 4), ("on_validation_batch_end", 1, 1)]
+HARDEST = [("on_before_backward", 1, 2), ("on_train_batch_end", 0, 4)]
 
 
 def assert_goes_on_from_every_moment(
     folder: Path, make: Any, moments: list[tuple[str, int, int]] = MOMENTS, **options: Any
-) -> None:
-    sources.assert_goes_on_from_every_moment(folder, make, moments, train_on, **options)
+) -> Any:
+    return sources.assert_goes_on_from_every_moment(folder, make, moments, train_on, **options)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -56,18 +52,16 @@ def test_a_run_saved_in_any_hook_goes_on_exactly(tmp_path: Path, name: str) -> N
     assert_goes_on_from_every_moment(tmp_path, MODULES[name], MOMENTS if every else HARDEST)
 
 
-def test_a_run_saved_at_the_last_batch_of_an_epoch_begins_the_next_one(tmp_path: Path) -> None:
-    for number, name in enumerate(["round robin", "round robin, steps"]):
-        make = MODULES[name]
-        last = len(make().train_dataloader()) - 1
-        (tmp_path / str(number)).mkdir()
-        moments = [("on_train_batch_end", 0, last), ("on_train_batch_end", 1, last)]
-        assert_goes_on_from_every_moment(tmp_path / str(number), make, moments)
+@pytest.mark.parametrize("name", ["round robin", "round robin, steps"])
+def test_a_run_saved_at_the_last_batch_of_an_epoch_begins_the_next_one(tmp_path: Path, name: str) -> None:
+    make = MODULES[name]
+    last = len(make().train_dataloader()) - 1
+    moments = [("on_train_batch_end", 0, last), ("on_train_batch_end", 1, last)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "accumulating": {"accumulate_grad_batches": 3},
-    "validating over epochs": {"val_check_interval": 5, "check_val_every_n_epoch": None},
     "limited": {"limit_train_batches": 6},
     "reloading": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3},
     "counting steps": {"max_steps": 29, "max_epochs": -1},
@@ -85,7 +79,6 @@ FEWER_MOMENTS = [
     ("name", "options"),
     [
         ("by sample, steps", "accumulating"),
-        ("by sample, steps", "validating over epochs"),
         ("round robin", "limited"),
         ("by sample, steps", "limited"),
         ("by sample, steps", "reloading"),
@@ -93,38 +86,16 @@ FEWER_MOMENTS = [
     ],
 )
 def test_the_trainers_options_change_nothing_about_it(tmp_path: Path, name: str, options: str) -> None:
-    assert_goes_on_from_every_moment(tmp_path, MODULES[name], FEWER_MOMENTS, **OPTIONS[options])
-
-
-CHAIN = [("on_train_batch_end", 0, 3), ("on_before_backward", 0, 2), ("on_train_epoch_end", 1, 0)]
-
-
-@pytest.mark.parametrize("name", ["round robin", "schedule, by sample"])
-def test_a_chain_of_stops_gives_the_uninterrupted_run(tmp_path: Path, name: str) -> None:
-    ledgers, path = [], None
-    for number, (hook, epoch, batch) in enumerate(CHAIN):
-        stop = StopAt(hook, tmp_path / f"{number}.ckpt", epoch=epoch, batch=batch)
-        train_on(MODULES[name], callbacks=[stop], ckpt_path=path, seed=1 if path is None else 50 + number)
-        assert stop.ledger is not None
-        ledgers.append(stop.ledger)
-        path = tmp_path / f"{number}.ckpt"
-    last = train_on(MODULES[name], ckpt_path=path, seed=99)
-    whole = train_on(MODULES[name])
-    assert_stitches([*ledgers, last.ledger], whole.ledger)
-    assert_same_end(last, whole)
+    moments = [("on_before_backward", 1, 2), ("on_train_batch_end", 0, 4), ("on_train_epoch_end", 0, 0)]
+    assert_goes_on_from_every_moment(tmp_path, MODULES[name], moments, **OPTIONS[options])
 
 
 def test_workers_that_have_fetched_ahead_change_nothing(tmp_path: Path) -> None:
     def make(workers: int) -> Any:
         return lambda: mixture(by="sample", num_steps=8, tag="source", num_workers=workers)
 
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)
-    train_on(make(2), callbacks=[stop], max_epochs=2)
-    resumed = train_on(make(2), ckpt_path=tmp_path / "stop.ckpt", seed=99, max_epochs=2)
-    whole = train_on(make(0), max_epochs=2)
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
+    whole = assert_goes_on_from_every_moment(tmp_path, make(2), [("on_train_batch_end", 1, 3)])
+    assert whole.ledger == train_on(make(0), max_epochs=2).ledger
 
 
 # What is served
@@ -165,7 +136,7 @@ def test_a_limit_that_cuts_epochs_with_steps_short_is_warned_of() -> None:
 # Objects used again
 
 
-@pytest.mark.parametrize("name", ["round robin", "mixture, steps"])
+@pytest.mark.parametrize("name", ["mixture, steps"])
 def test_a_module_that_is_fitted_again_begins_anew(name: str) -> None:
     data = MODULES[name]()
     first = train_on(lambda: data)
@@ -174,7 +145,7 @@ def test_a_module_that_is_fitted_again_begins_anew(name: str) -> None:
     assert_same_end(second, first)
 
 
-@pytest.mark.parametrize("name", ["round robin", "by sample, steps"])
+@pytest.mark.parametrize("name", ["by sample, steps"])
 def test_a_trainer_that_is_fitted_again_goes_on_within_the_epoch(name: str) -> None:
     whole = train_on(MODULES[name])
     model, data = None, MODULES[name]()
@@ -189,31 +160,16 @@ def test_a_trainer_that_is_fitted_again_goes_on_within_the_epoch(name: str) -> N
     assert [event[4] for event in trained(model.ledger)] == [event[4] for event in trained(whole.ledger)]
 
 
-@pytest.mark.filterwarnings("ignore:.*overfit_batches trains on the same batches.*")
-@pytest.mark.parametrize("name", ["round robin", "by sample"])
-def test_overfitting_trains_on_the_same_batches_in_every_epoch(name: str) -> None:
-    run = train_on(MODULES[name], overfit_batches=3)
-    batches = [[ids_of(event) for event in trained(run.ledger) if event[1] == epoch] for epoch in range(3)]
-    assert len(batches[0]) == 3
-    assert batches[0] == batches[1] == batches[2]
-
-
 # Beside another loader
 
 
 @pytest.mark.parametrize(("length", "num_steps"), [(14, None), (5, None), (9, 9)])
 def test_sources_beside_another_loader_go_on_exactly(tmp_path: Path, length: int, num_steps: int | None) -> None:
-    def make() -> Any:
-        return Beside(length, num_steps)
-
-    whole = train(make, max_epochs=3)
-    for epoch, batch in [(0, 2), (1, 4), (0, (num_steps or 14) - 1)]:
-        stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
-        train(make, callbacks=[stop])
-        resumed = train(make, ckpt_path=tmp_path / "stop.ckpt", seed=99)
-        assert stop.ledger is not None
-        assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
-        assert_same_end(resumed, whole)
+    last = (num_steps or 14) - 1
+    moments = [("on_train_batch_end", 0, 2), ("on_train_batch_end", 1, 4), ("on_train_batch_end", 0, last)]
+    sources.assert_goes_on_from_every_moment(
+        tmp_path, lambda: Beside(length, num_steps), moments, served_again=0, max_epochs=3
+    )
 
 
 def test_sources_with_num_steps_beside_a_longer_loader_are_refused_before_anything_is_trained() -> None:
@@ -221,64 +177,6 @@ def test_sources_with_num_steps_beside_a_longer_loader_are_refused_before_anythi
     with pytest.raises(ConfigurationError, match="cannot start over within one"):
         train(lambda: Beside(20, num_steps=7), model=model)
     assert model.ledger == []
-
-
-# From a command line
-
-
-class FromCommandLine:
-    """Datasets that are known only in setup()."""
-
-    def setup(self, stage: str) -> None:
-        self.train = datasets()
-
-
-class RoundRobinFromCommandLine(FromCommandLine, RoundRobinDataModule):
-    pass
-
-
-class MixtureFromCommandLine(FromCommandLine, MixtureDataModule):
-    pass
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the CLI uses what jsonargparse will drop
-@pytest.mark.parametrize(
-    ("module", "arguments", "make"),
-    [
-        (
-            RoundRobinFromCommandLine,
-            ["--data.batch_size={news: 2, code: 3, web: 1}", "--data.tag=source"],
-            lambda: round_robin(seed=5, num_steps=6, tag="source"),
-        ),
-        (
-            MixtureFromCommandLine,
-            ["--data.batch_size=3", "--data.by=sample", "--data.weights={news: 2, code: 1, web: 0.5}"],
-            lambda: mixture(seed=5, num_steps=6, by="sample", weights=[2, 1, 0.5]),
-        ),
-        (
-            MixtureFromCommandLine,
-            ["--data.batch_size=3", "--data.temperature=2", "--data.log_data=true", "--data.num_workers=0"],
-            lambda: mixture(seed=5, num_steps=6, temperature=2),
-        ),
-    ],
-)
-def test_the_modules_can_be_built_by_the_lightning_cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, arguments: list[str], make: Any
-) -> None:
-    monkeypatch.setattr("sys.argv", ["train"])
-    cli = LightningCLI(
-        SourcesModel,
-        module,
-        save_config_callback=None,
-        args=[
-            "fit", "--seed_everything=3", "--data.seed=5", "--data.num_steps=6", *arguments,
-            "--trainer.max_epochs=2", "--trainer.logger=false", "--trainer.accelerator=cpu",
-            "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false",
-            "--trainer.enable_model_summary=false", f"--trainer.default_root_dir={tmp_path}",
-        ],
-    )  # fmt: skip
-    expected = train_on(make, max_epochs=2)
-    assert [event[4] for event in trained(cli.model.ledger)] == [event[4] for event in trained(expected.ledger)]
 
 
 def test_a_module_without_names_calls_its_sources_by_number() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ledger import LedgerModel, Numbers
-from support.runs import StopAt, assert_same_end, assert_stitches, numbers_module, seeded, train
-from torch.utils.data import DataLoader, Sampler
+from support.runs import StopAt, assert_stitches, numbers_module, seeded, train
+from support.sources import assert_goes_on_from_every_moment
+from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
 from lightning_stateful.core import BlockShuffledOrder
@@ -24,7 +24,6 @@ def plain(length: int, first: int = 0, **options: Any) -> DataLoader[Any]:
 
 STRUCTURES: dict[str, Any] = {
     "a list": lambda: [plain(10), plain(14, 100)],
-    "a tuple": lambda: (plain(10), plain(14, 100)),
     "a dict": lambda: {"a": plain(10), "b": plain(14, 100)},
     "nested": lambda: {"a": plain(10), "b": [plain(14, 100), plain(6, 200)]},
     "min_size": lambda: CombinedLoader({"a": plain(10), "b": plain(14, 100)}, "min_size"),
@@ -44,22 +43,10 @@ class Returning(StatefulDataModule):
         return self.make()
 
 
-@pytest.mark.parametrize(
-    "at", [("on_train_batch_end", 0, 4), ("on_train_batch_end", 1, 1), ("on_before_backward", 1, 3)]
-)
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_any_structure_of_loaders_resumes_exactly(tmp_path: Path, structure: str, at: Any) -> None:
-    def make() -> Any:
-        return Returning(STRUCTURES[structure])
-
-    hook, epoch, batch = at
-    stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
-    train(make, callbacks=[stop])
-    resumed = train(make, ckpt_path=tmp_path / "stop.ckpt", seed=99)
-    whole = train(make)
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 1 if "backward" in hook else 0)
-    assert_same_end(resumed, whole)
+def test_any_structure_of_loaders_resumes_exactly(tmp_path: Path, structure: str) -> None:
+    moments = [("on_train_batch_end", 0, 4), ("on_before_backward", 1, 3)]
+    assert_goes_on_from_every_moment(tmp_path, lambda: Returning(STRUCTURES[structure]), moments)
 
 
 def test_a_loader_that_starts_over_within_an_epoch_is_shuffled_anew() -> None:
@@ -122,15 +109,12 @@ SOURCES: dict[str, Any] = {
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_callback_alone_resumes_loaders_from_anywhere_exactly(tmp_path: Path, source: str) -> None:
     make, make_model = SOURCES[source]
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
-    train(make, callbacks=[StatefulDataCallback(seed=6), stop], model=seeded(make_model))
-    resumed = train(
-        make, callbacks=[StatefulDataCallback(seed=6)], ckpt_path=tmp_path / "stop.ckpt", model=seeded(make_model)
-    )
-    whole = train(make, callbacks=[StatefulDataCallback(seed=6)], model=seeded(make_model))
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
+
+    def run(make: Any, *, callbacks: Any = (), seed: int = 1, **options: Any) -> Any:
+        callbacks = [StatefulDataCallback(seed=6), *callbacks]
+        return train(make, callbacks=callbacks, model=seeded(make_model, seed), **options)
+
+    assert_goes_on_from_every_moment(tmp_path, make, [("on_train_batch_end", 1, 4)], run, served_again=0)
 
 
 def test_a_checkpoint_moves_from_the_callback_alone_to_a_data_module(tmp_path: Path) -> None:
@@ -161,49 +145,18 @@ def test_a_module_that_is_given_a_loader_says_what_to_give_it() -> None:
         train(lambda: StatefulDataModule(plain(10)))
 
 
-class Descending(Sampler[int]):
-    def __iter__(self) -> Any:
-        return iter(range(9, -1, -1))
-
-    def __len__(self) -> int:
-        return 10
-
-
 def test_training_loaders_that_cannot_be_taken_over_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedLoaderError, match="in_order=False"):
         train(lambda: Returning(lambda: plain(10, in_order=False)))
 
 
 def test_evaluation_loaders_that_cannot_be_taken_over_are_left_to_lightning() -> None:
-    class Streams(StatefulDataModule):
+    class OutOfOrder(StatefulDataModule):
         def val_dataloader(self) -> Any:
-            return plain(10, shuffle=False, sampler=Descending())
+            return plain(10, shuffle=False, in_order=False)
 
-    run = train(lambda: Streams(Numbers(8), batch_size=2), max_epochs=1)
-    assert next(event[4] for event in run.ledger if event[0] == "val") == (9, 8)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the CLI uses what jsonargparse will drop
-def test_a_data_module_works_in_the_lightning_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["train"])
-
-    class FromConfig(StatefulDataModule):
-        def __init__(self, length: int = 10, batch_size: int = 2) -> None:
-            super().__init__(Numbers(length), batch_size=batch_size)
-
-    cli = LightningCLI(
-        LedgerModel,
-        FromConfig,
-        save_config_callback=None,
-        args=[
-            "fit", "--seed_everything=3", "--data.length=6",
-            "--trainer.max_epochs=1", "--trainer.logger=false", "--trainer.accelerator=cpu",
-            "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false",
-            "--trainer.enable_model_summary=false", f"--trainer.default_root_dir={tmp_path}",
-        ],
-    )  # fmt: skip
-    seen = [index for event in cli.model.ledger if event[0] == "train" for index in event[4]]
-    assert sorted(seen) == list(range(6))
+    run = train(lambda: OutOfOrder(Numbers(8), batch_size=2), max_epochs=1)
+    assert next(event[4] for event in run.ledger if event[0] == "val") == (0, 1)
 
 
 def test_a_shuffled_list_of_loaders_under_overfitting_warns_by_the_loaders_path() -> None:

@@ -1,4 +1,4 @@
-"""What is logged and reported about sources is what training was served of them, at every moment and over resumes."""
+"""What is logged and reported of sources and padding is what training was served, at every moment and over resumes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from support.ledger import Numbers
-from support.runs import Outcome, StopAt, seeded
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from support import texts
+from support.ledger import LedgerModel, Numbers
+from support.runs import Outcome, StopAt, seeded, train
 from support.sources import (
     LENGTHS,
     TOKENS,
     Beside,
     Event,
+    SaveAt,
     SourcesModel,
     ids_of,
     mixture,
@@ -24,9 +27,10 @@ from support.sources import (
     train_on,
     trained,
 )
+from support.texts import PaddingLog, Texts, bucketed, padding_of
 from torch.utils.data import DataLoader
 
-from lightning_stateful import StatefulDataCallback, StatefulDataModule
+from lightning_stateful import BucketBatchSampler, StatefulDataCallback, StatefulDataModule
 
 SIZES = {"news": 2, "code": 3, "web": 1}
 
@@ -59,11 +63,8 @@ def logged(run: Outcome) -> list[tuple[int, dict[str, float]]]:
 
 LOGGED: dict[str, Any] = {
     "round robin": lambda: round_robin(log_data=True),
-    "cycle": lambda: round_robin(stop="cycle", log_data=True),
     "mixture": lambda: mixture(weights=[1, 2, 1], log_data=True),
-    "by sample": lambda: mixture(by="sample", log_data=True),
     "by sample, steps": lambda: mixture(by="sample", num_steps=7, log_data=True),
-    "steps": lambda: round_robin(num_steps=7, log_data=True),
 }
 
 
@@ -81,19 +82,6 @@ def test_under_accumulation_every_optimizer_step_logs_what_was_served_until_then
     assert logged(run) == [(number, pytest.approx(served(steps[:end]))) for number, end in enumerate(ends)]
 
 
-@pytest.mark.parametrize("name", ["mixture", "by sample, steps"])
-@pytest.mark.parametrize(
-    ("hook", "epoch", "batch"),
-    [("on_train_batch_start", 1, 3), ("on_train_batch_end", 0, 4), ("on_validation_end", 0, 0)],
-)
-def test_logging_goes_on_exactly(tmp_path: Path, name: str, hook: str, epoch: int, batch: int) -> None:
-    stop = StopAt(hook, tmp_path / "stop.ckpt", epoch=epoch, batch=batch)
-    before = train_on(LOGGED[name], callbacks=[stop], log_every_n_steps=2)
-    after = train_on(LOGGED[name], ckpt_path=tmp_path / "stop.ckpt", seed=99, log_every_n_steps=2)
-    whole = train_on(LOGGED[name], log_every_n_steps=2)
-    assert logged(before) + logged(after) == logged(whole)
-
-
 def test_with_lengths_tokens_are_logged_too() -> None:
     run = train_on(lambda: mixture(by="token", lengths=TOKENS, log_data=True, stop="cycle"), max_epochs=1)
     steps = trained(run.ledger)
@@ -105,53 +93,19 @@ def test_with_lengths_tokens_are_logged_too() -> None:
 
 
 def test_nothing_is_logged_unless_asked_for() -> None:
-    run = train_on(lambda: round_robin(), max_epochs=1)
+    run = train_on(round_robin, max_epochs=1)
     assert logged(run) == []
     assert not any("sources" in name for name in run.trainer.callback_metrics)
+    found, run = padding_logged(bucketed, max_epochs=1)
+    assert found == []
+    assert not any("padding" in name for name in run.trainer.callback_metrics)
 
 
-# Wherever the loader comes from
-
-
-class FromHooks(SourcesModel):
-    def train_dataloader(self) -> Any:
-        return plain_loader()
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(Numbers(3, first=500))
-
-
-class Overrides(StatefulDataModule):
-    def train_dataloader(self) -> Any:
-        return plain_loader()
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(Numbers(3, first=500))
-
-
-def run_from(where: str, **options: Any) -> Outcome:
-    options = {"max_epochs": 2, **options}
-    if where == "module":
-        return train_on(lambda: Overrides(log_data=True), **options)
-    callbacks = [*options.pop("callbacks", []), StatefulDataCallback(log_data=True)]
-    if where == "argument":
-        return train_on(plain_loader, callbacks=callbacks, **options)
-    return train_on(lambda: None, model=seeded(FromHooks, options.pop("seed", 1)), callbacks=callbacks, **options)
-
-
-@pytest.mark.parametrize("where", ["argument", "model", "module"])
-@pytest.mark.filterwarnings("ignore:Total length of `list`.*:UserWarning")
-def test_the_callback_alone_does_the_same(tmp_path: Path, where: str) -> None:
-    stop = StopAt("on_train_batch_start", tmp_path / "stop.ckpt", epoch=1, batch=3)
-    before = run_from(where, callbacks=[stop])
-    after = run_from(where, ckpt_path=tmp_path / "stop.ckpt", seed=99)
-    whole = run_from(where)
-    ours = train_on(lambda: round_robin(batch_size=SIZES), max_epochs=2)
-    assert [event[4] for event in trained(whole.ledger)] == [event[4] for event in trained(ours.ledger)]
-    assert stop.ledger is not None
-    assert trained(stop.ledger) + trained(after.ledger) == trained(whole.ledger)
-    assert logged(whole) == expected(whole.ledger)
-    assert logged(before) + logged(after) == logged(whole)
+def test_the_callback_alone_logs_the_same() -> None:
+    callback = StatefulDataCallback(log_data=True)
+    run = train_on(plain_loader, callbacks=[callback], max_epochs=2)
+    assert logged(run) == expected(run.ledger)
+    assert logged(run) == logged(train_on(lambda: round_robin(log_data=True), max_epochs=2))
 
 
 class OnlyTurns(SourcesModel):
@@ -173,7 +127,115 @@ def test_sources_beside_another_loader_are_logged_under_its_path(length: int) ->
 
 def test_a_modules_switch_works_beside_a_callback_of_the_users_own() -> None:
     run = train_on(LOGGED["round robin"], callbacks=[StatefulDataCallback()], max_epochs=1)
-    assert logged(run)
+    assert logged(run) == expected(run.ledger)
+
+
+# Padding
+
+
+PaddingLogs = list[tuple[int, dict[str, float]]]
+
+
+def padding_logged(make: Any, **options: Any) -> tuple[PaddingLogs, Outcome]:
+    """What a run logs about padding, and the run."""
+    log = PaddingLog()
+    run = train(make, callbacks=[*options.pop("callbacks", []), log], **{"max_epochs": 2, **options})
+    return log.found, run
+
+
+def padding_expected(name: str, ledger: list[Event], *, every: int = 1) -> list[tuple[int, Any]]:
+    steps = trained(ledger)
+    return [
+        (number, pytest.approx(padding_of(name, texts.ids_of(steps[number]))))
+        for number in range(every - 1, len(steps), every)
+    ]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("name", ["tokens", "batch size", "quadratic cost", "too long dropped"])
+def test_the_padding_that_is_logged_is_that_of_the_batches_trained_on(name: str, every: int) -> None:
+    found, run = padding_logged(lambda: texts.MODULES[name](log_data=True), log_every_n_steps=every)
+    assert found == padding_expected(name, run.ledger, every=every)
+
+
+def test_under_accumulation_every_optimizer_step_logs_the_padding_of_its_last_batch() -> None:
+    found, run = padding_logged(lambda: bucketed(log_data=True), accumulate_grad_batches=5, max_epochs=1)
+    steps = trained(run.ledger)
+    assert len(steps) == 12
+    assert found == [
+        (number, pytest.approx(padding_of("tokens", texts.ids_of(steps[end - 1]))))
+        for number, end in enumerate((5, 10, 12))
+    ]
+
+
+def test_a_limited_epoch_logs_the_padding_of_the_batches_it_trained_on() -> None:
+    found, run = padding_logged(lambda: bucketed(log_data=True), limit_train_batches=5)
+    assert len(found) == 10
+    assert found == padding_expected("tokens", run.ledger)
+
+
+def test_loaders_without_a_budget_have_no_padding_to_log() -> None:
+    found, _ = padding_logged(lambda: StatefulDataModule(Numbers(6), batch_size=2, log_data=True))
+    assert found == []
+
+
+class OnlyTexts(LedgerModel):
+    def _ids(self, batch: Any) -> Any:
+        return super()._ids(batch["texts"]) if batch["texts"] is not None else ()
+
+    def _loss(self, batch: Any) -> Any:
+        return super()._loss(batch["texts"] or batch["plain"])
+
+
+class TextsBeside(StatefulDataModule):
+    """Texts beside a plain loader of other length."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(log_data=True)
+        self.length = length
+
+    def train_dataloader(self) -> Any:
+        data = Texts()
+        sampler = BucketBatchSampler(data.num_tokens, max_tokens=40, num_buckets=4, seed=7)
+        plain = DataLoader(Numbers(self.length, first=600), batch_size=1, shuffle=True)
+        return CombinedLoader({"texts": DataLoader(data, batch_sampler=sampler), "plain": plain}, "max_size")
+
+
+@pytest.mark.parametrize("length", [5, 14])
+def test_texts_beside_another_loader_are_logged_under_its_path_and_as_zeros_once_there_are_none(length: int) -> None:
+    found, run = padding_logged(lambda: TextsBeside(length), model=seeded(OnlyTexts))
+    batches = [texts.ids_of(event) for event in trained(run.ledger)]
+    assert sum(bool(batch) for batch in batches) == 24
+    assert len(found) == len(batches)
+    for (_, values), batch in zip(found, batches, strict=True):
+        expected = padding_of("tokens", batch) if batch else dict.fromkeys(padding_of("tokens", batches[0]), 0.0)
+        assert {name.replace("/texts", ""): value for name, value in values.items()} == pytest.approx(expected)
+
+
+# Resumes
+
+
+def of_sources(name: str, **options: Any) -> Any:
+    return logged(train_on(LOGGED[name], **options))
+
+
+def of_padding(name: str, **options: Any) -> Any:
+    return padding_logged(lambda: texts.MODULES[name](log_data=True), **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("find", "name"), [(of_sources, "mixture"), (of_sources, "by sample, steps"), (of_padding, "tokens")]
+)
+def test_logging_goes_on_exactly(tmp_path: Path, find: Any, name: str) -> None:
+    moments = [("on_train_batch_start", 1, 3), ("on_train_batch_end", 0, 4), ("on_validation_end", 0, 0)]
+    saver = SaveAt(tmp_path, moments)
+    # Every other step: a step that a crash follows has not been logged yet.
+    options: dict[str, Any] = {"log_every_n_steps": 2, "max_epochs": 2}
+    whole = find(name, callbacks=[saver], **options)
+    for number, ledger in saver.ledgers.items():
+        resumed = find(name, ckpt_path=saver.path(number), seed=99, **options)
+        assert resumed
+        assert resumed == [(step, values) for step, values in whole if step >= len(trained(ledger))]
 
 
 # Reports
