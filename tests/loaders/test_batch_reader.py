@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_stateful import patch_dataloader
 from lightning_stateful.core import Progress
@@ -78,12 +78,13 @@ class TestBatches:
 
         assert not one & other
 
-    def test_a_second_pass_over_the_samples_within_an_epoch_draws_anew(self) -> None:
-        loader = a_loader()
-        again = drawn(loader.batches(loader.plan(0, Progress(cycle=1))))
+    @pytest.mark.parametrize("how", [{}, {"sampler": SubsetRandomSampler(range(LENGTH)), "shuffle": False}])
+    def test_a_second_pass_over_the_samples_within_an_epoch_draws_anew(self, how: dict[str, Any]) -> None:
+        loader = a_loader(**how)
+        first, again = (drawn(loader.batches(loader.plan(0, Progress(cycle=cycle)))) for cycle in (0, 1))
 
-        assert len(again) == len(REFERENCE)
-        assert not numbers(again) & numbers(REFERENCE)
+        assert len(first) == len(again) == len(REFERENCE)
+        assert not numbers(first) & numbers(again)
 
     def test_a_sample_that_comes_twice_draws_anew(self) -> None:
         torch.manual_seed(0)

@@ -22,7 +22,6 @@ from support.samplers import (
     Endless,
     GlobalRandom,
     OwnState,
-    ShuffledBatches,
 )
 from torch.utils.data import (
     BatchSampler,
@@ -119,20 +118,6 @@ class TestWrappersInALoader:
 
         assert len(found) == count
         assert len(set(found)) == min(count, LENGTH)
-
-    @pytest.mark.parametrize("where", ["sampler", "batch_sampler"])
-    def test_slots_go_to_ranks_in_a_random_order_on_request(self, where: str) -> None:
-        def shares(mixed: bool) -> list[list[list[int]]]:
-            sampler = GlobalRandom() if where == "sampler" else ShuffledBatches()
-            wrapper = DDPSamplerWrapper(sampler, shuffle_samples_between_gpus=mixed)
-            size = {"batch_size": 4} if where == "sampler" else {}
-            return [batches_of(patched(**{where: wrapper}, **size, num_replicas=2, rank=rank)) for rank in range(2)]
-
-        plain, mixed = shares(False), shares(True)
-        steps = [[sorted(one + other) for one, other in zip(*ranks, strict=True)] for ranks in (plain, mixed)]
-
-        assert plain != mixed
-        assert steps[0] == steps[1]
 
     def test_a_length_makes_an_epoch_of_an_endless_sampler(self) -> None:
         loader = patched(batch_size=4, sampler=DDPSamplerWrapper(Endless(), length=10))

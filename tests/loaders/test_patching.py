@@ -13,7 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities import CombinedLoader
 from support.ledger import Numbers
-from support.samplers import LENGTH, ClassBalanced, GlobalRandom, ShuffledBatches, ShufflesInPlace, loader
+from support.samplers import LENGTH, ClassBalanced, GlobalRandom, ShufflesInPlace, loader
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -285,37 +285,6 @@ class TestTheLoaderThatWasPatched:
         assert patch_dataloader(patched, seed=9) is patched
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-class TestTorchdatasLoader:
-    @pytest.mark.parametrize(
-        ("options", "consumed"),
-        [({"shuffle": True, "batch_size": 2, "num_workers": 2}, 6), ({"batch_sampler": ShuffledBatches()}, 3)],
-        ids=["shuffle", "batch sampler"],
-    )
-    def test_its_state_is_ours_and_resumes_exactly(self, options: dict[str, Any], consumed: int) -> None:
-        def make() -> StatefulLoader:
-            return patch_dataloader(StatefulDataLoader(DATA, **options))
-
-        patched = make()
-        iterator = iter(patched)
-        [next(iterator) for _ in range(3)]
-        state = patched.state_dict()
-        fresh = make()
-        fresh.load_state_dict(state)
-
-        assert isinstance(patched, StatefulDataLoader)
-        assert state["progress"]["consumed"] == consumed
-        assert batches_of(fresh) == batches_of(iterator)
-
-    def test_its_own_state_is_refused_with_our_words(self) -> None:
-        theirs: StatefulDataLoader[Any] = StatefulDataLoader(DATA, batch_size=4)
-        iterator = iter(theirs)
-        next(iterator)
-
-        with pytest.raises(DamagedStateError, match="The loader's state has no version"):
-            patch_dataloader(theirs).load_state_dict(theirs.state_dict())
-
-
 class TestTakingOver:
     def test_the_seed_chooses_the_order(self) -> None:
         first, second = (batches_of(take_over(loader_of_numbers(batch_size=5, shuffle=True), seed=n)) for n in (1, 2))
@@ -388,11 +357,18 @@ def test_an_iterable_dataset_is_read_as_it_is() -> None:
     assert [n for batch in batches_of(patched) for n in batch] == DATA
 
 
-class TestRefusals:
-    def test_any_other_iterable_is_refused_outside_of_a_trainer(self) -> None:
-        with pytest.raises(UnsupportedLoaderError, match="it is a list and not a torch"):
-            patch_dataloader([1, 2])  # type: ignore[arg-type]
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_the_own_state_of_a_loader_of_torchdatas_is_refused_with_our_words() -> None:
+    theirs: StatefulDataLoader[Any] = StatefulDataLoader(DATA, batch_size=4)
+    next(iter(theirs))
+    patched = patch_dataloader(theirs)
 
+    assert isinstance(patched, StatefulDataLoader)
+    with pytest.raises(DamagedStateError, match="The loader's state has no version"):
+        patched.load_state_dict(theirs.state_dict())
+
+
+class TestRefusals:
     @pytest.mark.parametrize(
         ("make", "how", "words"),
         [
@@ -407,6 +383,9 @@ class TestRefusals:
     ) -> None:
         with pytest.raises(UnsupportedLoaderError, match=f"Cannot take over the loader: {words}"):
             take_over(make(), **how)
+        # That any other iterable gives batches is known within a Trainer only.
+        with pytest.raises(UnsupportedLoaderError, match="it is a list and not a torch"):
+            patch_dataloader([1, 2])  # type: ignore[arg-type]
 
     def test_a_loader_over_nothing_is_patched_and_is_over_at_once(self) -> None:
         patched = patch_dataloader(DataLoader([], batch_size=4, sampler=SequentialSampler([])))

@@ -220,7 +220,7 @@ class TestRandomness:
     def generators() -> list[Any]:
         return [torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()]
 
-    @pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
+    @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"pin_memory": True}])
     def test_iterating_leaves_the_generators_of_the_main_process_untouched(self, options: dict[str, Any]) -> None:
         loader = a_loader(**options)
         before = self.generators()

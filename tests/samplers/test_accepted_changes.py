@@ -237,6 +237,43 @@ class TestRefusals:
         with pytest.raises(StateMismatchError):
             Ranks(RoundRobinBatchSampler, {**LENGTHS, "a": 99}, accept=accept).load(state)
 
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({"weights": [3, 2, 2]}, "weights"),
+            ({"weights": [3, 2, 1], "temperature": 2}, "weights"),
+            ({"weights": None, "schedule": {0: [3, 2, 1]}}, "weights"),
+            ({"by": "sample"}, "by"),
+            ({"by": "token"}, "by"),
+            ({"block": 12}, "weights"),
+            ({"batch_size": [2, 2, 3]}, "batch_size"),
+            ({"seed": 1}, "seed"),
+            ({"shuffle": False}, "shuffle"),
+            ({"drop_last": True}, "drop_last"),
+            ({"num_steps": 8}, "stop"),
+            ({"num_steps": None, "stop": "cycle"}, "stop"),
+        ],
+        ids=str,
+    )
+    def test_every_single_other_setting_is_named(self, options: dict[str, Any], expected: str) -> None:
+        tokens = [[1] * length for length in LENGTHS.values()]
+        base: dict[str, Any] = {"weights": [3, 2, 1], "num_steps": 7, "token_lengths": tokens}
+        state = Ranks(MixtureBatchSampler, LENGTHS, **base).state()
+        with pytest.raises(StateMismatchError) as caught:
+            Ranks(MixtureBatchSampler, LENGTHS, **{**base, **options}).load(state)
+
+        assert expected in {path.split(".")[0] for path in paths(caught)}
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"batch_size": 3}, {"stop": "cycle"}, {"num_steps": 12}, {"shuffle": False}, {"drop_last": True}, {"seed": 1}],
+        ids=str,
+    )
+    def test_a_round_robin_refuses_every_single_other_setting(self, options: dict[str, Any]) -> None:
+        state = Ranks(RoundRobinBatchSampler, LENGTHS).state()
+        with pytest.raises(StateMismatchError):
+            Ranks(RoundRobinBatchSampler, LENGTHS, **options).load(state)
+
     def test_schedules_with_other_points_or_steps_are_different(self) -> None:
         first: dict[str, Any] = {"schedule": {0: [1, 1, 1], 100: [1, 2, 3]}, "num_steps": 7}
         saved = Ranks(MixtureBatchSampler, LENGTHS, **first)

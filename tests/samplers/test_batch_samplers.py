@@ -6,7 +6,6 @@ import copy
 import io
 import json
 import pickle
-import random
 from pathlib import Path
 from typing import Any
 
@@ -125,20 +124,6 @@ def state_after(count: int, **options: Any) -> dict[str, Any]:
 
 
 class TestBuckets:
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            ({"max_tokens": None}, "either max_tokens or batch_size, got max_tokens=None, batch_size=None"),
-            ({"max_tokens": 30}, r"\d+ of 150 samples are longer than max_tokens=30 allows; the longest has 40"),
-            ({"seed": 1.5}, "seed must be an integer, got 1.5"),
-            ({"num_replicas": 2, "rank": 2}, "rank"),
-        ],
-        ids=str,
-    )
-    def test_what_makes_no_sense_is_refused_with_its_value(self, options: dict[str, Any], said: str) -> None:
-        with pytest.raises(ConfigurationError, match=said):
-            buckets(**options)
-
     def test_numbers_of_numpy_are_as_good_as_pythons(self) -> None:
         plain = buckets(max_tokens=200, multiple=2, seed=3, max_samples=9, boundaries=[10, 40])
         numpy = buckets(
@@ -172,22 +157,6 @@ class TestBuckets:
 
         assert list(buckets()) == list(buckets(seed=9)) != list(buckets(seed=0))
 
-    def test_unshuffled_the_longest_bucket_comes_first_in_every_epoch(self) -> None:
-        sampler = buckets(boundaries=[10, 25, 40], shuffle=False)
-        first, second = list(sampler), list(sampler)
-        of_batch = [np.searchsorted([10, 25, 40], max(LENGTHS[index] for index in batch)) for batch in first]
-
-        assert first == second
-        assert of_batch == sorted(of_batch, reverse=True)
-        assert set(of_batch) == {0, 1, 2}
-
-    def test_iterating_draws_nothing_from_global_generators(self) -> None:
-        before = (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())
-        list(buckets())
-
-        assert torch.equal(torch.get_rng_state(), before[0])
-        assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
-
     def test_however_often_it_is_resized_a_state_stays_small_and_exact(self) -> None:
         longer = LENGTHS * 20
         state, served = buckets(longer).state_dict(), 0
@@ -202,6 +171,32 @@ class TestBuckets:
 
         assert (state["progress"]["epoch"], samplers[0].position_report()["samples"]) == (0, served)
         assert len(json.dumps(state)) < 1024
+
+    @pytest.mark.parametrize(
+        ("lengths", "options", "paths"),
+        [
+            (LENGTHS, {"num_buckets": 7, "max_tokens": 90, "seed": 2}, {"num_buckets", "max_tokens", "seed"}),
+            (LENGTHS, {"max_tokens": None, "batch_size": 2}, {"max_tokens", "batch_size"}),
+            (LENGTHS, {"max_samples": 31}, {"max_samples"}),
+            (LENGTHS, {"multiple": 2}, {"multiple"}),
+            (LENGTHS, {"cost": QuadraticCost(100)}, {"quadratic_length"}),
+            (LENGTHS, {"too_long": "drop"}, {"too_long"}),
+            (LENGTHS, {"shuffle": False}, {"shuffle"}),
+            (LENGTHS, {"drop_last": True}, {"drop_last"}),
+            (LENGTHS, {"num_buckets": 4, "boundaries": "equal_counts"}, {"boundaries"}),
+            ([*LENGTHS[1:], LENGTHS[0]], {}, {"lengths.digest"}),
+            ([*LENGTHS, 3], {}, {"lengths.digest", "lengths.samples"}),
+        ],
+    )
+    def test_every_other_setting_is_named_and_nothing_is_loaded(self, lengths: Any, options: Any, paths: Any) -> None:
+        sampler = buckets(lengths, **options)
+        before = sampler.state_dict()
+        with pytest.raises(StateMismatchError) as caught:
+            sampler.load_state_dict(state_after(3))
+
+        assert {each.path for each in caught.value.differences} == paths
+        assert all("accept=(" in each.remedy for each in caught.value.differences)
+        assert sampler.state_dict() == before
 
     @pytest.mark.parametrize(
         ("name", "lengths", "options"),

@@ -125,17 +125,6 @@ class TestDealing:
 
 
 class TestEpochs:
-    @every_sampler
-    def test_looks_at_it_do_not_shift_epochs(self, make: Callable[[], Any]) -> None:
-        sampler, other = DDPSamplerWrapper(make()), DDPSamplerWrapper(make())
-        expected = [list(other) for _ in range(2)]
-        for epoch in expected:
-            for _ in range(3):
-                next(iter(sampler))
-                iter(sampler)
-
-            assert list(sampler) == epoch
-
     def test_an_epoch_without_items_is_passed(self) -> None:
         class NothingInOneEpoch(Sampler[int]):
             epoch = 0

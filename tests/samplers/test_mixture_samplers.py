@@ -164,11 +164,6 @@ class TestShares:
 
         assert {sum(index < 30 for index in batch) for batch in sampler} == {expected}
 
-    def test_by_sample_shares_that_no_batch_holds_whole_are_near_in_each(self) -> None:
-        sampler = MixtureBatchSampler([300, 700], 16, by="sample", weights=[0.537, 0.463], num_steps=500)
-
-        assert all(abs(sum(index < 300 for index in batch) - 16 * 0.537) < 2 for batch in sampler)
-
     def test_shares_change_where_a_schedule_says_and_evaluation_serves_all_sources(self) -> None:
         sampler = MixtureBatchSampler([9, 5], 2, schedule={0: [1, 0], 6: [0, 1]}, num_steps=4)
         plan = sampler.order.adapted(shuffle=False).plan(0, 1)
