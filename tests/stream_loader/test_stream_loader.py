@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful import ChunkedDataset, is_patched, patch_dataloader
-from lightning_stateful.errors import StatefulWarning, StateMismatchError
+from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.stream_loader import StreamLoader, StreamOptions
 
 
@@ -69,17 +69,6 @@ def test_a_resume_tells_its_cost() -> None:
         read(fresh)
 
 
-def test_another_number_of_ranks_is_refused_within_an_epoch_and_not_between() -> None:
-    loader = patched()
-    iterator = iter(loader)
-    next(iterator)
-
-    with pytest.raises(StateMismatchError, match="ranks: saved 1, now 2"):
-        patched(num_replicas=2).load_state_dict(loader.state_dict())
-    list(iterator)
-    patched(num_replicas=2).load_state_dict(loader.state_dict())
-
-
 def test_a_loader_of_streams_has_the_attributes_of_its_loader_and_no_length() -> None:
     loader = patched(batch_size=3)
     loader.worker_init_fn = print
@@ -104,22 +93,6 @@ def test_the_process_draws_what_it_would_have_drawn_without_the_loader(make: Any
 
     loader = patch_dataloader(DataLoader(make(), batch_size=1), seed=0)
     assert drawn(loader) == drawn(range(5))
-
-
-def test_what_a_chunk_reader_draws_as_it_goes_is_the_same_after_a_resume() -> None:
-    def make() -> Any:
-        chunks = ChunkedDataset(range(3), read_drawing, buffer_size=30)
-        return patch_dataloader(DataLoader(chunks, batch_size=4), seed=1)
-
-    whole = [batch.tolist() for batch in make()]
-    for stop in range(1, len(whole), 4):
-        stopped, resumed = make(), make()
-        iterator = iter(stopped)
-        for _ in range(stop):
-            next(iterator)
-        np.random.rand()
-        resumed.load_state_dict(stopped.state_dict())
-        assert [batch.tolist() for batch in resumed] == whole[stop:]
 
 
 def test_a_copy_of_a_loader_that_is_read_draws_at_the_same_path() -> None:

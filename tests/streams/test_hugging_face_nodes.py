@@ -559,15 +559,6 @@ class TestWhatIsSaid:
 
         assert re.search(said, warning), warning
 
-    @recent
-    def test_a_shard_goes_by_its_files_or_its_number(self, tmp_path: Path) -> None:
-        arrow, table = hf.stream("arrow", tmp_path, (2, 2)), hf.stream("table", tmp_path, (2, 2))
-        both = interleave_datasets([arrow, hf.stream("json", tmp_path, (1, 1, 1, 1, 1))])
-
-        assert HuggingFaceShards(arrow.map(hf.plus)).name(1) == str(tmp_path / "part1.arrow")
-        assert HuggingFaceShards(table).name(1) == "shard 1 of 2"
-        assert HuggingFaceShards(both).name(0).endswith("part1.jsonl and 1 more")
-
     @pytest.mark.parametrize(
         ("file", "named"),
         [

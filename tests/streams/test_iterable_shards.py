@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_stateful.errors import PositionError, ShardError, StateError
+from lightning_stateful.errors import PositionError, ShardError
 from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams import shard_reader
 from lightning_stateful.streams.iterables import IterableShards, LoaderShards, beginning_of
@@ -281,22 +281,6 @@ def test_first_samples_are_told_apart_by_labels_or_else_by_all_that_they_hold(
         digests.append(node.first())
     assert None not in digests
     assert (digests[0] == digests[1]) is is_same
-
-
-def test_shards_are_worker_slots_and_stay_with_them() -> None:
-    shards = IterableShards(Bare(), 2, 3)
-    assert (shards.num_shards, shards.pinned, shards.draws) == (6, True, True)
-    assert [shards.name(slot) for slot in (1, 2)] == ["Bare (rank 1, worker 0)", "Bare (rank 0, worker 1)"]
-
-
-def test_a_state_that_cannot_be_kept_is_said_to_be_whose_it_is() -> None:
-    class Odd(OnDataset):
-        def state_dict(self) -> dict[str, Any]:
-            return {"o": object()}
-
-    reader = reads(None, begun=IterableShards(Odd(), 1, 1))
-    with pytest.raises(StateError, match=r"The dataset's state_dict\(\)\['o'\] is a object, which cannot be kept"):
-        next(reader)
 
 
 class TestLoaders:

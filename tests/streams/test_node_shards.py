@@ -244,16 +244,6 @@ def test_a_state_of_other_nodes_is_refused() -> None:
             NodeShards(other).node(0, 0).reset(state)
 
 
-def test_a_state_that_cannot_be_kept_says_whose_it_is() -> None:
-    class Odd(IterableWrapper[int]):
-        def get_state(self) -> dict[str, Any]:
-            return {"o": object()}
-
-    reader = reads(Batcher(Odd(range(600)), 1), 0)
-    with pytest.raises(StateError, match=r"The graph's state_dict\(\)\['source'\]\['o'\] is a object"):
-        reader.next_many(300)
-
-
 def test_what_is_begun_again_in_another_order_is_read_again_and_said() -> None:
     assert NodeShards(mixed(make=drawn)).reread
     node = NodeShards(mixed(make=drawn)).node(0, 0)

@@ -72,13 +72,6 @@ class TestStates:
         assert list(rest) == numbered([9, 9, 9], (2, 0, 1))[16:]
         assert (asked["opened"], asked["read"]) == (2, 11 + again)
 
-    def test_where_names_the_next_sample(self) -> None:
-        node = started(reader([4, 4], (1, 0)))
-        node.skip(6)
-        assert node.where() == "shard-0.bin, at its sample 2"
-        assert len(node.next_many(9)) == 2
-        assert node.where() == "the end of its shards"
-
     @pytest.mark.usefixtures("_states_at_every_sample")
     def test_a_node_may_go_on_counting_in_its_state(self) -> None:
         class Counting(ListNode):

@@ -158,16 +158,6 @@ class TestALoop:
             stream.set_epoch(epoch)
         assert stream.state_dict()["progress"]["epoch"] == 0
 
-    def test_a_pass_can_be_resumed_by_itself_be_it_at_its_end(self) -> None:
-        whole = list(chunked().recurrent(scan, 0))
-        iterator: Any = iter(chunked().recurrent(scan, 0))
-        for number in range(TOTAL + 1):
-            resumed: Any = iter(chunked().recurrent(scan, 0))
-            resumed.load_state_dict(json.loads(json.dumps(iterator.state_dict())))
-            # Unlike a stream, which then begins the next epoch, a pass stays at its end.
-            assert list(resumed) == whole[number:]
-            assert next(iterator, None) == (whole[number] if number < TOTAL else None)
-
     def test_behind_a_state_of_the_last_sample_comes_the_next_epoch_unless_the_same_is_told(self) -> None:
         stream = chunked()
         epochs = [list(stream) for _ in range(3)]
@@ -197,12 +187,6 @@ def test_reading_in_the_process_leaves_its_generators_alone() -> None:
     for _ in islice(stream, 4):
         assert stream.state_dict()
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_samples_that_are_not_seeded_draw_from_the_generators_of_the_process() -> None:
-    stream = as_stream(NumberedShards([4], draws=True), seed_samples=False)
-    assert stream is not None
-    assert len({str(sample[3:]) for sample in stream}) == 4
 
 
 class TestAPassThatWasLeft:
@@ -344,10 +328,6 @@ class TestSteps:
             assert list(loaded(make(), state)) == epoch[number:]
             stream = after(loaded(make(), state), 1)
 
-    def test_shuffling_keeps_the_seed_that_it_is_not_told(self) -> None:
-        stream = numbered(seed=6).shuffle(buffer_size=3)
-        assert list(stream) == list(numbered(seed=5).shuffle(buffer_size=3, seed=6)) != list(numbered(seed=6))
-
     @pytest.mark.parametrize(
         "change",
         [lambda s: s.map(repr), lambda s: s.map(str).filter(is_kept), lambda s: s.map(str).windowed(2), lambda s: s],
@@ -369,15 +349,6 @@ class TestShares:
                 share_of(monkeypatch, rank, ranks, worker, workers)
                 served += list(chunked(3, 4, 5, 6, 7, 1))
         assert sorted(served) == list(range(26))
-
-    def test_a_share_goes_on_where_it_stands(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        share_of(monkeypatch, 1, 2, 1, 2)
-        stream = chunked(6, 5, 7, 8, 2, 9, 4, 4)
-        whole = [list(stream), list(stream)]
-        for number in range(len(whole[0])):
-            state = after(chunked(6, 5, 7, 8, 2, 9, 4, 4), number).state_dict()
-            resumed = loaded(chunked(6, 5, 7, 8, 2, 9, 4, 4), state)
-            assert [list(resumed), list(resumed)] == [whole[0][number:], whole[1]]
 
     def test_a_stream_that_was_loaded_elsewhere_is_refused_in_a_worker(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stream = loaded(chunked(), after(chunked(), 7).state_dict())

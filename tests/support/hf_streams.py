@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import fsspec.asyn
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
-
-from lightning_stateful.streams.hugging_face import HuggingFaceShards
+from torch.utils.data import get_worker_info
 
 # Every load_dataset would be counted on a server, and waits for that.
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
@@ -139,16 +136,8 @@ def draw(row: dict[str, Any]) -> dict[str, Any]:
     return {"drawn": drawn()}
 
 
-def draw_again(row: dict[str, Any]) -> dict[str, Any]:
-    return {"again": drawn()}
-
-
 def draw_batch(batch: dict[str, list[Any]]) -> dict[str, Any]:
     return {"drawn": [drawn() for _ in batch["n"]]}
-
-
-def draw_batch_again(batch: dict[str, list[Any]]) -> dict[str, Any]:
-    return {"again": [drawn() for _ in batch["n"]]}
 
 
 def draw_table(table: pa.Table) -> pa.Table:
@@ -159,27 +148,9 @@ def by_chance(row: dict[str, Any]) -> bool:
     return random.random() < 0.6
 
 
-def by_chance_batch(batch: dict[str, list[Any]]) -> list[bool]:
-    return [bool(np.random.rand() < 0.6) for _ in batch["n"]]
-
-
 def in_worker(row: dict[str, Any]) -> dict[str, Any]:
     info = get_worker_info()
     return {"worker": -1 if info is None else info.id}
-
-
-class ShardOfWorker(IterableDataset[Any]):
-    """Each worker reads the shard of its own number, which Hugging Face would divide among all of them."""
-
-    def __init__(self, shards: HuggingFaceShards, states: list[Any]) -> None:
-        self.shards, self.states = shards, states
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        assert info is not None
-        iterator = self.shards.read(info.id, 1, self.states[info.id])
-        for sample in iterator:
-            yield sample["n"], sample["worker"], iterator.state(), fsspec.asyn.get_lock().locked()
 
 
 def plain(sample: Any) -> Any:

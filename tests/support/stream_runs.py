@@ -10,10 +10,11 @@ from typing import Any
 import datasets
 import torch
 import torch.distributed
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import default_collate
 
 from lightning_stateful import ChunkedDataset, MixedStream, StreamDataModule
 from support import hf_streams
+from support.stream_cases import Divided
 
 # Samples of nine shards; two lanes and three have unequal shares of them.
 SIZES = (3, 2, 4, 1, 3, 2, 2, 1, 3)
@@ -98,27 +99,11 @@ def mapped(dataset: Any) -> Any:
     return dataset.map(of_row, remove_columns=columns).with_format("torch")
 
 
-class Own(IterableDataset[Any]):
+class Own(Divided):
     """Divides itself among ranks and workers, and draws at every sample."""
 
     def __init__(self, length: int = len(EVERY_SAMPLE)) -> None:
-        self.length, self.epoch = length, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def share(self) -> list[int]:
-        """The numbers of this rank and worker, in an order of the epoch's."""
-        rank, ranks = (
-            (torch.distributed.get_rank(), torch.distributed.get_world_size())
-            if torch.distributed.is_initialized()
-            else (0, 1)
-        )
-        info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        numbers = list(range(self.length))
-        random.Random(self.epoch).shuffle(numbers)
-        return numbers[worker * ranks + rank :: ranks * workers]
+        super().__init__(length)
 
     def __iter__(self) -> Iterator[Any]:
         return map(sample, self.share())

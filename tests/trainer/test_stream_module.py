@@ -23,13 +23,11 @@ from support.stream_runs import (
     VAL_SAMPLES,
     VAL_SIZES,
     Own,
-    OwnWithState,
     chunks,
     files_of,
     length_of,
     mapped,
     module,
-    read_chunk,
     write_files,
 )
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -113,14 +111,6 @@ def test_plain_loaders_of_a_plain_data_module_go_on_exactly(tmp_path: Path, file
 def test_a_plain_loader_that_is_passed_to_fit_goes_on_exactly(tmp_path: Path) -> None:
     moments = [moment for moment in MOMENTS if "validation" not in moment[0]]
     assert_goes_on_from_every_moment(tmp_path, partial(DataLoader, chunks(), batch_size=2), moments, callback_alone)
-
-
-def test_a_plain_loader_gives_every_sample_once_an_epoch_and_validates_in_order(files: Path) -> None:
-    run = callback_alone(partial(Plain, files), max_epochs=2)
-    for epoch in range(2):
-        assert sorted(samples(run.ledger, epoch)) == EVERY_SAMPLE
-        of_epoch = [event for event in run.ledger if event[:2] == ("val", epoch)]
-        assert [index for event in of_epoch for index in event[4]] == VAL_SAMPLES
 
 
 # Fitting again
@@ -278,30 +268,6 @@ def test_an_accepted_change_loses_nothing_of_the_epoch(tmp_path: Path, accept: A
     assert 3 * len(EVERY_SAMPLE) - found.total() <= ("drop_last" in options)
 
 
-@pytest.mark.parametrize("kind", ["batched map", "tokens"])
-def test_other_workers_take_over_what_is_left(tmp_path: Path, files: Path, kind: str) -> None:
-    ledgers, path = [], None
-    for number, workers in enumerate((2, 0, 3)):
-        make = partial(MODULES[kind], files, val=None, num_workers=workers)
-        options = {"max_epochs": 1} if number == 2 else {"max_steps": 3 * number + 3}
-        run = train_on(make, ckpt_path=path, **options)
-        path = tmp_path / f"{number}.ckpt"
-        run.trainer.save_checkpoint(path)
-        ledgers.append(run.ledger)
-    whole = train_on(partial(MODULES[kind], files, val=None), max_epochs=1)
-    assert all(samples(ledger) for ledger in ledgers)
-    assert sorted(index for ledger in ledgers for index in samples(ledger)) == sorted(samples(whole.ledger))
-
-
-def test_an_own_stream_is_refused_on_other_workers_within_an_epoch_and_not_between(tmp_path: Path) -> None:
-    path, _ = stopped(tmp_path, lambda: module(OwnWithState(), val=None))
-    with pytest.raises(StateMismatchError, match="workers: saved 1, now 2"):
-        train_on(lambda: module(OwnWithState(), val=None, num_workers=2), ckpt_path=path)
-    path, _ = stopped(tmp_path, lambda: module(OwnWithState(), val=None), steps=-1, max_epochs=1)
-    run = train_on(lambda: module(OwnWithState(), val=None, num_workers=2), ckpt_path=path, max_epochs=2)
-    assert sorted(samples(run.ledger)) == EVERY_SAMPLE
-
-
 # Reading again
 
 
@@ -318,29 +284,6 @@ def test_a_stream_that_has_to_be_read_again_says_so_or_refuses(
 
 
 # Faults that are left out
-
-
-def broken(bad: set[int], ref: Any) -> Any:
-    for number in read_chunk(ref):
-        if number in bad:
-            raise OSError("truncated")
-        yield number
-
-
-def test_what_is_left_out_is_counted_over_resumes(tmp_path: Path) -> None:
-    def make() -> Any:
-        stream = chunks(read=partial(broken, {1, 6, 13}), on_error="skip")
-        return module(stream, val=None, num_workers=2)
-
-    path, before = stopped(tmp_path, make, 5)
-    run = train_on(make, ckpt_path=path, max_epochs=2)
-    # The rest of three shards, in two passes: 1 and 2; 6 to 8; 13, 14.
-    left = [number for number in EVERY_SAMPLE if number not in (1, 2, 6, 7, 8, 13, 14)]
-    found = Counter([*samples(before), *samples(run.ledger)])
-    first = {ref[0] for ref in ((0, 3), (5, 4), (13, 2))}
-    assert set(found) >= set(left) | (first - {13})
-    report = run.trainer.datamodule.position_report()
-    assert report["shards_skipped"] == 6
 
 
 def test_streams_of_hugging_face_in_a_mixture_are_shuffled_apart() -> None:

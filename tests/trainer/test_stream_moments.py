@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import multiprocessing
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from support.runs import StopAt, assert_same_end, assert_stitches, seeded
 from support.sources import SourcesModel, assert_goes_on_from_every_moment, ids_of, samples, train_on, trained
 from support.stream_runs import EVERY_SAMPLE, MODULES, VAL_SAMPLES, chunks, module, read_chunk, write_files
@@ -96,19 +93,6 @@ def test_a_run_goes_on_exactly_under_any_schedule(tmp_path: Path, files: Path, s
 def test_workers_that_have_read_ahead_change_nothing(tmp_path: Path, files: Path) -> None:
     make = partial(MODULES["chunks"], files, num_workers=2, persistent_workers=True)
     assert_goes_on_from_every_moment(tmp_path, make, FEW[1:3], train_on)
-
-
-def test_each_step_checkpoint_of_a_run_resumes_exactly(tmp_path: Path) -> None:
-    make = partial(module, chunks())
-    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    whole = train_on(make, callbacks=[saver], max_steps=13, max_epochs=-1)
-    saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
-    assert len(saved) == 13
-    for path in saved[:-1:3]:
-        resumed = train_on(make, ckpt_path=path, seed=99, max_steps=13, max_epochs=-1)
-        assert [event[3] for event in trained(resumed.ledger)] == list(range(int(path.stem.split("=")[1]), 13))
-        assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
-        assert_same_end(resumed, whole)
 
 
 CHAINS = [
@@ -232,13 +216,6 @@ def test_a_stream_that_breaks_off_names_its_shard_and_resumes_exactly(tmp_path: 
     assert_same_end(resumed, whole)
 
 
-@pytest.mark.usefixtures("ends_soon")
-def test_a_stream_that_breaks_off_leaves_no_workers_behind() -> None:
-    with pytest.raises(ShardError):
-        train_on(lambda: module(chunks(read=partial(breaks, 12)), num_workers=2, val=None))
-    assert not multiprocessing.active_children()
-
-
 # What is trained on
 
 
@@ -272,13 +249,6 @@ def test_epochs_of_any_length_follow_one_another_through_whole_passes(
 def test_a_limited_epoch_stops_short_only_where_a_pass_ends() -> None:
     run = train_on(lambda: module(chunks(), val=None), limit_train_batches=4, max_epochs=6)
     assert [len([e for e in trained(run.ledger) if e[1] == epoch]) for epoch in range(6)] == [4, 4, 3, 4, 4, 3]
-
-
-def test_batches_that_are_not_full_wait_for_the_next_epoch() -> None:
-    run = train_on(lambda: module(chunks(), val=None, drop_last=True), max_epochs=4)
-    assert all(len(event[4]) == 2 for event in trained(run.ledger))
-    # Of each pass of 21, one waits, and every other time there are two that make a batch.
-    assert Counter(samples(run.ledger)) == Counter(EVERY_SAMPLE * 4)
 
 
 @pytest.mark.parametrize(("workers", "schedule"), [(0, {"val_check_interval": 4}), (2, {"num_sanity_val_steps": 2})])
