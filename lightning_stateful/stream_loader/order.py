@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, NoReturn
 
@@ -37,16 +37,15 @@ _MOST_EMPTY = 4
 _COUNTED: Counter[str] = Counter()
 
 
-@dataclass(eq=False)
 class _Served:
-    """Where worker slots stood after so many batches of a run, which says so for a while."""
+    """Where worker slots stand after the latest batch of a run, which can tell for a while."""
 
-    run: StreamRun
-    num_served: int
+    def __init__(self, run: StreamRun) -> None:
+        self.run, self.num_served, self._states = run, run.num_served, run.states
 
     @cached_property
     def state(self) -> StreamState:
-        return self.run.state_at(self.num_served)
+        return self.run.state_at(self.num_served, self._states)
 
 
 class StreamOrder:
@@ -213,13 +212,13 @@ class StreamOrder:
                     break
             batch = run.next()
             step += 1
-            self._know(epoch, step, _Served(run, run.num_served))
+            self._know(epoch, step, _Served(run))
             is_last = step == self._limit
             if looks_ahead and not is_last:
                 if not run.has_next():
                     run = self._shared_if_over(run)
                     if not run.is_over:
-                        self._know(epoch, step, _Served(run, 0))
+                        self._know(epoch, step, _Served(run))
                 is_last = run.is_over
             num_served = run.num_served
             if is_last:
@@ -319,7 +318,7 @@ class StreamOrder:
             self._slots = SlotLoader(setup.loader, setup.config, setup.own_seed if setup.options.seed_samples else None)
         setup.warn_of_many_reads(state)
         connect = partial(self._connect, state) if self._is_joined else None
-        self._run = StreamRun(state, self._slots, setup.topology, connect, seed=setup.own_seed, keep=self._keep)
+        self._run = StreamRun(state, self._slots, setup.topology, connect, seed=setup.own_seed)
         return self._run
 
     def _begin_after(self, run: StreamRun, state: StreamState) -> StreamRun:

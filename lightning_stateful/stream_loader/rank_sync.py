@@ -11,7 +11,7 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, PositionError, RankMismatchError, StreamError
 from lightning_stateful.stream_loader.rank_store import RankStore, foreign
-from lightning_stateful.stream_loader.state_text import StateEncoder, StateText, decode, digest_of
+from lightning_stateful.stream_loader.state_text import StateEncoder, StateText, decode, digest_of, in_pieces
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -105,15 +105,7 @@ class RankSync:
 
         Args:
             record: The node state of each worker slot, or its ``StateText`` with all large parts.
-
-        Raises:
-            ConfigurationError: The rank has ended, or has published all below :meth:`horizon`.
         """
-        rank, step = self.topology.rank, self._published
-        if self._end is not None:
-            raise ConfigurationError(f"Rank {rank} has ended at step {self._end} and has no next batch.")
-        if step >= self.horizon(self._next):
-            raise ConfigurationError(f"Rank {rank} has to ask about step {self._next} before it publishes step {step}.")
         self._published += 1
         self._append(record)
 
@@ -173,7 +165,8 @@ class RankSync:
             PositionError: ``step`` is 0, nothing is known of it yet, or no longer.
             StreamError: What is in the store is not of this run.
         """
-        return [record for record in self._decoded(self._lines_at(step)) if record is not None]
+        records = self._decoded([json.loads(line) for line in self._lines_at(step)])
+        return [record for record in records if record is not None]
 
     def final_records(self, step: int) -> list[Record | None]:
         """:meth:`records_at` for all ranks, which all call it: rank 0 reads the records and passes them on.
@@ -186,19 +179,20 @@ class RankSync:
         """
         key = f"{self.run}/final/{step}"
         if not self.topology.rank:
-            lines: list[str | None] = [*self._lines_at(step)] if step else [None] * self.topology.num_replicas
+            lines = self._lines_at(step) if step else ["null"] * self.topology.num_replicas
             for rank, sent in enumerate(self._groups(step // self._size)):
                 if sent is not None and sent.has_end and len(sent.lines) == step % self._size + 1:
                     lines[rank] = sent.lines[-1]
-            passed_on = StateEncoder().encode(lines)
-            for digest, piece in passed_on.large.items():
-                self._store.put(self._large_key(0, digest), piece)
-            self._store.put(key, passed_on.text)
+            pieces = in_pieces(f"[{','.join(lines)}]")
+            for digest, piece in pieces:
+                self._store.put(f"{key}/{digest}", piece)
+            self._store.put(key, json.dumps([digest for digest, _ in pieces]))
         text = self._store.wait(lambda: self._store.text(key), self.timeout)
         if text is None:
             raise StreamError(f"Rank 0 did not pass on the records at step {step} in {self.timeout:g} s: see its log.")
-        (record,) = self._decoded([f"[{text}]"])
-        return self._decoded(record[0] if record else [])
+        digests: list[str] = json.loads(text)
+        passed_on = self._pieces({f"{key}/{digest}": digest for digest in digests})
+        return self._decoded(json.loads("".join(passed_on[digest] for digest in digests)))
 
     def _begin(self, timeout: float) -> None:
         """Name the run, compare the terms with those of the rank that began first, and send what was published."""
@@ -313,7 +307,7 @@ class RankSync:
         before, named = self._groups(group - 1), ""
         for rank in late[:_MOST_NAMED]:
             sent = before[rank]
-            (record,) = self._decoded([sent.lines[-1] if sent else None], first_rank=rank)
+            (record,) = self._decoded([json.loads(sent.lines[-1]) if sent else None], first_rank=rank)
             named += f"\n  - rank {rank}: {'nothing yet' if record is None else self._describe(rank, record)}"
         text = (
             f"Step {step} was waited for in vain for {self.timeout:g} s: {len(late)} of {len(before)} ranks have not "
@@ -357,9 +351,8 @@ class RankSync:
             found.append(_Group(has_end, lines) if number == group else None)
         return found
 
-    def _decoded(self, lines: Sequence[str | None], first_rank: int = 0) -> list[Record | None]:
-        """Records of ranks one after the other, with their large parts."""
-        records: list[Record | None] = [json.loads(line or "null") for line in lines]
+    def _decoded(self, records: Sequence[Any], first_rank: int = 0) -> list[Record | None]:
+        """Records of ranks one after the other, as they were sent, with their large parts; None where there is none."""
         wanted = {
             self._large_key(rank, digest): digest
             for rank, record in enumerate(records, first_rank)
@@ -367,9 +360,14 @@ class RankSync:
             for _, digests in places
             for digest in digests
         }
+        pieces = self._pieces(wanted)
+        return [None if record is None else [decode(state, pieces) for state in record] for record in records]
+
+    def _pieces(self, wanted: Mapping[str, str]) -> dict[str, str]:
+        """Pieces of large texts by digest, of which each has a key."""
         pieces: dict[str, str] = {}
         for (key, digest), piece in zip(wanted.items(), self._store.texts(list(wanted)), strict=True):
             if piece is None or digest_of(piece) != digest:
                 raise foreign(f"where {key} should be a large state there is {str(piece)[:80]}")
             pieces[digest] = piece
-        return [None if record is None else [decode(state, pieces) for state in record] for record in records]
+        return pieces

@@ -31,11 +31,11 @@ class StreamRun:
         connect: Makes what synchronizes the ranks, from what says in words what a rank reads; None if there is nobody
             to be in step with.
         seed: Seeds the workers.
-        keep: How many steps back :meth:`state_at` can look.
 
     Attributes:
         begun: Where it began.
         num_served: Batches that were handed over.
+        states: Where the slots of this rank stood after the latest of them.
         is_over: Whether :meth:`has_next` has found that there is no further batch on all ranks.
     """
 
@@ -47,10 +47,9 @@ class StreamRun:
         connect: Callable[[Callable[[int, Record], str]], RankSync] | None,
         *,
         seed: int = 0,
-        keep: int = 64,
     ) -> None:
         self.begun, self.num_served, self._is_closed = begun, 0, False
-        self._slots, self._topology, self._keep = slots, topology, keep
+        self._slots, self._topology = slots, topology
         self._sync = None if connect is None else connect(self._describe)
         # Batches that were read ahead, and where this rank's slots stand after each.
         self._buffer: deque[tuple[Any, SlotStates]] = deque()
@@ -69,7 +68,7 @@ class StreamRun:
         seed = derive_seed("stream", seed, begun.epoch, begun.steps_before, rank)
         self._deliveries: Iterator[Delivery] | None = slots.read(tasks, seed)
         self._skip_unknown()
-        self._history = {0: self._states}
+        self.states = self._states
 
     def next(self) -> Any:
         """The next batch.
@@ -83,10 +82,8 @@ class StreamRun:
         if self._broken is not None:
             self.close()
             raise self._broken
-        batch, states = self._buffer.popleft()
+        batch, self.states = self._buffer.popleft()
         self.num_served += 1
-        self._history[self.num_served] = states
-        self._history.pop(self.num_served - self._keep, None)
         return batch
 
     def has_next(self) -> bool:
@@ -117,8 +114,12 @@ class StreamRun:
         """Whether the next batch is the one after ``num_served``."""
         return num_served == self.num_served and not self._is_closed
 
-    def state_at(self, num_served: int) -> StreamState:
+    def state_at(self, num_served: int, states: SlotStates) -> StreamState:
         """Where all worker slots stood after ``num_served`` batches of each rank.
+
+        Args:
+            num_served: The number of batches.
+            states: :attr:`states` after these.
 
         Raises:
             StreamError: That is too long ago, or what other ranks have published is not there.
@@ -127,12 +128,7 @@ class StreamRun:
             return self.begun
         if self._sync is not None:
             return self._state_of(self._sync.records_at(num_served), num_served)
-        if num_served not in self._history:
-            raise StreamError(
-                f"Where the stream stood after {num_served} batches is not known any more, "
-                f"{self.num_served - num_served} batches later; the last {self._keep} are kept."
-            )
-        return self._state_alone(self._history[num_served], num_served)
+        return self._state_alone(states, num_served)
 
     @cached_property
     def final_state(self) -> StreamState:

@@ -52,7 +52,7 @@ class StateEncoder:
         parts: dict[Path, list[tuple[str, str]]] = {}
         text = _dumps(self._short(state, (), parts) if isinstance(state, _HOLDERS) else state)
         if len(text) >= _LARGE_WHOLE:
-            text, parts = "null", {(): _pieces(text), **parts}
+            text, parts = "null", {(): in_pieces(text), **parts}
         places = [f",{_dumps([path, [digest for digest, _ in pieces]])}" for path, pieces in parts.items()]
         self._latest = {digest: piece for pieces in parts.values() for digest, piece in pieces}
         return StateText(f"[{text}{''.join(places)}]", self._latest)
@@ -81,7 +81,7 @@ class StateEncoder:
         known, pieces = self._known.get(path, (None, []))
         if known is not state:
             text = _dumps(state)
-            pieces = _pieces(text) if len(text) >= _LARGE else []
+            pieces = in_pieces(text) if len(text) >= _LARGE else []
             self._known[path] = state, pieces
         return pieces
 
@@ -113,6 +113,7 @@ def digest_of(piece: str) -> str:
     return hashlib.blake2b(piece.encode(), digest_size=16).hexdigest()
 
 
-def _pieces(text: str) -> list[tuple[str, str]]:
+def in_pieces(text: str) -> list[tuple[str, str]]:
+    """A text cut into pieces, each with its digest."""
     pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
     return [(digest_of(piece), piece) for piece in pieces]
