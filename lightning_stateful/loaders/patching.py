@@ -22,7 +22,7 @@ from lightning_stateful.loaders.description import (
     only_cuts,
     without_lightnings,
 )
-from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loaders.stateful_loader import LoaderSettings, StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
@@ -119,7 +119,7 @@ def take_over(
     kind: type[StatefulLoader] = class_of_patched(StatefulLoader, type(loader))
     # Not the constructor of a user's class, which may ask for anything.
     made = kind.__new__(kind)
-    made.set_up(loader, description, seed=seed, seed_samples=seed_samples, accept=accept, **how)
+    made.set_up(loader, description, LoaderSettings(seed=seed, seed_samples=seed_samples, accept=accept, **how))
     if own_rank is not None:
         # Ranks draw apart at their samples.
         made.own_rank, made._own_seed = own_rank, loader_seed(seed, f"{path}@{own_rank}")

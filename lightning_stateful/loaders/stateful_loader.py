@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Sized
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -22,6 +23,18 @@ from lightning_stateful.samplers.tracker import Tracked, Tracker
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.patched_class import Pickled, copied
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """How a loader serves its order: arguments of :class:`StatefulLoader` of the same names."""
+
+    seed: int
+    path: str = ""
+    num_replicas: int | None = None
+    rank: int | None = None
+    seed_samples: bool = True
+    accept: tuple[str, ...] = ()
 
 
 class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
@@ -115,57 +128,36 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
             **options,
         )
         description = describe_loader(loader, seed=seed, exact=exact, accept=accept, drop_last=drop_last)
-        self.set_up(
-            loader,
-            description,
-            seed=seed,
-            path=path,
-            num_replicas=num_replicas,
-            rank=rank,
-            seed_samples=seed_samples,
-            accept=accept,
+        settings = LoaderSettings(
+            seed=seed, path=path, num_replicas=num_replicas, rank=rank, seed_samples=seed_samples, accept=accept
         )
+        self.set_up(loader, description, settings)
 
-    def set_up(
-        self,
-        loader: DataLoader[Any],
-        description: LoaderDescription,
-        *,
-        seed: int,
-        path: str,
-        num_replicas: int | None,
-        rank: int | None,
-        seed_samples: bool,
-        accept: tuple[str, ...],
-    ) -> None:
+    def set_up(self, loader: DataLoader[Any], description: LoaderDescription, settings: LoaderSettings) -> None:
         """Construct the loader from another one, whose dataset, options and attributes it takes over.
 
         Args:
             loader: A DataLoader over a map-style dataset; a copy of it reads the batches.
             description: Its order.
-            seed: As in the constructor.
-            path: As in the constructor.
-            num_replicas: As in the constructor.
-            rank: As in the constructor.
-            seed_samples: As in the constructor.
-            accept: As in the constructor.
+            settings: How that is served.
         """
         # Not torch's constructor: the loader has been constructed. Nor is anything the original's yet.
         vars(self).update(options_of(loader), dataset=loader.dataset, generator=loader.generator)
         self._reader: BatchReader | None = None
-        self.seed, self.path, self.seed_samples = seed, path, seed_samples
-        self._own_seed = loader_seed(seed, path)
+        self.seed, self.path, self.seed_samples = settings.seed, settings.path, settings.seed_samples
+        self._own_seed = loader_seed(settings.seed, settings.path)
+        num_replicas, rank = settings.num_replicas, settings.rank
         if (num_replicas, rank) == (None, None):
             num_replicas, rank = description.num_replicas, description.rank
         # Without path and ranks: from it, the same loader is built for others.
         self.description = description
-        order, dataset = description.order.adapted(path=path), loader.dataset
+        order, dataset = description.order.adapted(path=settings.path), loader.dataset
         self.tracker = Tracker(
             order,
             description.config(order, dataset),
             num_replicas=num_replicas,
             rank=rank,
-            accept=tuple(dict.fromkeys([*description.accept, *accept])),
+            accept=tuple(dict.fromkeys([*description.accept, *settings.accept])),
         )
         # A wrapped sampler looks at the dataset's length itself.
         self._length = len(dataset) if isinstance(dataset, Sized) and not isinstance(order, WrappedSampler) else None
