@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,7 +89,7 @@ class RankSync:
         own = {"num_replicas": topology.num_replicas, "keep": self._keep, "group_size": self._size}
         self._terms: dict[str, Any] = json.loads(json.dumps({**own, **(terms or {})}))
         self._num_kept = -(-self._keep // self._size) + _SPARE
-        self._encoders: list[StateEncoder] = []
+        self._encoders: defaultdict[int, StateEncoder] = defaultdict(StateEncoder)  # By worker.
         self._records: list[StateText] = []  # Not yet sent.
         self._stored: dict[str, int] = {}  # Large parts in the store, by digest: the last group that has it.
         self._published = self._next = 0  # Steps: with a record of this rank, and to be asked about.
@@ -100,20 +101,27 @@ class RankSync:
         """Below which step this rank has to have published its records, and no others, to ask about ``step``."""
         return ((step + 1) // self._size + 1) * self._size
 
-    def publish(self, record: Sequence[Any]) -> None:
+    def publish(self, record: Sequence[Any], *, is_end: bool = False) -> None:
         """Publish that this rank has the next batch, and where it stands after it; does not wait.
 
         Args:
             record: The node state of each worker slot, or its ``StateText`` with all large parts.
+            is_end: Whether it has no more batches, and stands there now that it knows; nothing may follow.
         """
-        self._published += 1
-        self._append(record)
-
-    def publish_end(self, record: Sequence[Any]) -> None:
-        """Publish that this rank has no more batches, and where it stands now that it knows."""
-        if self._end is None:
+        if is_end:
             self._end = self._published
-            self._append(record)
+        else:
+            self._published += 1
+        texts = [
+            state if isinstance(state, StateText) else self._encoders[worker].encode(state)
+            for worker, state in enumerate(record)
+        ]
+        large = {digest: piece for text in texts for digest, piece in text.large.items()}
+        self._records.append(StateText(f"[{','.join(text.text for text in texts)}]", large))
+        if self.run:
+            self._send()
+        elif self._store.has_met:
+            self._begin(self.timeout)
 
     def publish_failure(self, text: str) -> None:
         """Publish that this rank's stream raised: no step happens that it has not sent, and nobody waits for one.
@@ -206,19 +214,6 @@ class RankSync:
             text = f"The ranks disagree about their stream: on ranks {rank} and {self.topology.rank}, {sides}."
             self._post_stop(0, "mismatch", text)
         self._send()
-
-    def _append(self, record: Sequence[Any]) -> None:
-        self._encoders += [StateEncoder() for _ in range(len(self._encoders), len(record))]
-        texts = [
-            state if isinstance(state, StateText) else encoder.encode(state)
-            for state, encoder in zip(record, self._encoders, strict=False)
-        ]
-        large = {digest: piece for text in texts for digest, piece in text.large.items()}
-        self._records.append(StateText(f"[{','.join(text.text for text in texts)}]", large))
-        if self.run:
-            self._send()
-        elif self._store.has_met:
-            self._begin(self.timeout)
 
     def _send(self) -> None:
         """Send groups that are full, or in which this rank ends."""

@@ -170,7 +170,7 @@ class StreamRun:
             if read is None:
                 self._is_read = True
                 if sync is not None:
-                    sync.publish_end(self._states)
+                    sync.publish(self._states, is_end=True)
                 return
             self._num_read += 1
             self._buffer.append(read)

@@ -269,9 +269,6 @@ class _Batches:
             if not delivery.is_end:
                 return delivery.batch
 
-    def __len__(self) -> int:
-        return len(self._deliveries)
-
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         # Of persistent workers, for another pass.
         self._deliveries._reset(loader, first_iter)

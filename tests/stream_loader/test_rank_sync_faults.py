@@ -84,7 +84,7 @@ class TestFailures:
 
     def test_a_store_that_is_gone_is_said_to_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
         sync = open_sync(store := TurnsStore(1), 1, 0)
-        sync.publish_end([])
+        sync.publish([], is_end=True)
         monkeypatch.setattr(type(store), "_ask", lambda *arguments: (_ for _ in ()).throw(RuntimeError("Broken pipe")))
         with pytest.raises(StreamError, match=r"does not answer(.|\n)*Broken pipe"):
             sync.happens(0)
@@ -136,7 +136,7 @@ class TestTimeouts:
     def test_ctrl_c_ends_a_wait(self) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sync = open_sync(HashStore(), 2, 0, timeout=20)
-        sync.publish_end([])
+        sync.publish([], is_end=True)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             sync.happens(0)

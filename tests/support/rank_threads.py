@@ -175,7 +175,7 @@ def walk(
     while last is None or step < last:
         while published < sync.horizon(step) and not has_ended:
             if published >= length:
-                sync.publish_end(end(rank, published))
+                sync.publish(end(rank, published), is_end=True)
                 has_ended = True
             else:
                 published += 1
