@@ -102,9 +102,10 @@ class TestKeyedPermutation:
         assert permutation.take(np.arange(100)).tolist() == expected
 
     @pytest.mark.parametrize("length", [0, 1, 1000, 100_003, 2**40])
-    def test_a_value_past_the_end_is_refused_with_the_range(self, length: int) -> None:
-        with pytest.raises(IndexError, match=rf"values from {length} to {length} lie outside range\({length}\)"):
-            KeyedPermutation(length, 0).take(np.array([length]))
+    def test_a_value_past_the_end_or_negative_is_refused_with_the_range(self, length: int) -> None:
+        for value in (length, -1):
+            with pytest.raises(IndexError, match=rf"values from {value} to {value} lie outside range\({length}\)"):
+                KeyedPermutation(length, 0).take(np.array([value]))
 
     def test_floats_are_no_positions(self) -> None:
         with pytest.raises(TypeError, match="integers"):
