@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
 from typing import Any
@@ -55,13 +54,6 @@ def test_the_number_of_steps_is_known_when_the_last_batch_is_handed_over(loader:
     assert loader.plan(0, plan.progress_after(3)).num_steps == total - 3
 
 
-def test_an_epoch_in_steps_has_as_many_and_no_end_is_waited_for() -> None:
-    loader = stream_loader(chunks(), steps_per_epoch=5)
-
-    assert loader.plan(0).num_steps == len(loader) == 5
-    assert loader.plan(0, Progress(consumed=2)).num_steps == 3
-
-
 def test_a_run_is_a_chain_of_plans_and_progress_through_files(whole: Any) -> None:
     found, progress = [], None
     for steps in (4, 3, None):
@@ -104,18 +96,6 @@ def test_a_report_tells_steps_and_the_pass(loader: Any) -> None:
     report = loader.plan(0).report_after(2)
     assert loader.position_report() == {"epoch": 0, **report}
     assert (report["batches"], report["pass"], report["shards_left"]) == (2, 0, len(SIZES))
-
-
-def test_details_of_a_progress_are_kept_as_they_were_asked_for(loader: Any) -> None:
-    next(loader.batches(loader.plan(0)))
-    progress = loader.plan(0).progress_after(1)
-    details = dict(progress.details)
-
-    list(loader.batches(loader.plan(0)))
-    list(loader.batches(loader.plan(1)))
-    assert copy.deepcopy(progress) == pickle.loads(pickle.dumps(progress)) == progress
-    assert type(pickle.loads(pickle.dumps(progress)).details) is dict
-    assert dict(progress.details) == details
 
 
 def test_a_plan_that_is_read_can_be_pickled_and_its_copy_reads_the_epoch_itself(whole: Any) -> None:

@@ -157,6 +157,13 @@ class TestByBatch:
 
 
 class TestBySample:
+    def test_shares_are_exact_in_every_period_of_samples(self) -> None:
+        config = mixture({"a": [900], "b": [900]}, batching={"batch_size": 7}, by="sample", weights=[3, 2], seed=1)
+        samples = [sample[0] for batch in first(slot_of(config), 100) for sample in batch]
+        periods = ["".join(samples[begin : begin + 5]) for begin in range(0, 700, 5)]
+        assert all(Counter(one) == {"a": 3, "b": 2} for one in periods)
+        assert len(set(periods)) > 5
+
     def test_batches_are_full_until_all_are_exhausted(self) -> None:
         batches = list(slot_of(mixture({"a": [9], "b": [4]}, batching={"batch_size": 4}, by="sample")))
         assert [len(batch) for batch in batches] == [4, 4, 4, 1]

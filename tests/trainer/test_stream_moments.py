@@ -81,7 +81,13 @@ SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+# Runs over two ranks have them too, or others have their parts.
+SLOW = ("long accumulation", "limited, accumulation", "a share of an epoch", "short epochs, loaders made anew")
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SCHEDULES]
+)
 def test_a_run_goes_on_exactly_under_any_schedule(tmp_path: Path, files: Path, schedule: str) -> None:
     given, options = SCHEDULES[schedule]
     # Each with one kind or the other, by turns.
