@@ -104,12 +104,6 @@ class SharedReader(StreamNode[Any]):
         self.source.reset(None if initial_state is None else initial_state["source"])
         self._seen = [0] * (len(self._served) + 1) if initial_state is None else list(initial_state["seen"])
 
-    def next(self) -> Any:
-        """The next item of this reader."""
-        for item in self.next_many(1):
-            return item
-        raise StopIteration
-
     def next_many(self, number: int) -> list[Any]:
         """The next items of this reader."""
         if self._num_readers == 1 and not self._served:

@@ -92,8 +92,14 @@ class StreamNode(BaseNode[T]):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata annotates only some of its methods
 
+    def next(self) -> T:
+        """The next item. A class that does not define it defines :meth:`next_many`."""
+        for item in self.next_many(1):
+            return item
+        raise StopIteration
+
     def next_many(self, number: int) -> list[T]:
-        """The next items, up to ``number``; fewer at the end only."""
+        """The next items, up to ``number``; fewer at the end only. A class that does not define it defines ``next``."""
         return list(islice(self, number))
 
     def skip(self, number: int) -> int:

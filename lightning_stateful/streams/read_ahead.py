@@ -68,12 +68,6 @@ class BlockNode(StreamNode[T]):
                     "checkpoint."
                 )
 
-    def next(self) -> T:
-        """The next item."""
-        for item in self.next_many(1):
-            return item
-        raise StopIteration
-
     def next_many(self, number: int) -> list[T]:
         """The next items, up to ``number``."""
         items: list[T] = []

@@ -98,12 +98,6 @@ class ShardReader(StreamNode[Any]):
         self._first: str | None = begun.get("first")
         self._gap = self._gap_after(self._state)
 
-    def next(self) -> Any:
-        """The next sample."""
-        for sample in self.next_many(1):
-            return sample
-        raise StopIteration
-
     def next_many(self, number: int) -> list[Any]:
         """The next samples, up to ``number``, of as many shards as it takes."""
         samples: list[Any] = []

@@ -67,12 +67,6 @@ class _SampleNode(StreamNode[Any]):
         self._item: int = begun["item"]
         self._skipped: int = begun.get("skipped_samples", 0)
 
-    def next(self) -> Any:
-        """The next item."""
-        for item in self.next_many(1):
-            return item
-        raise StopIteration
-
     def next_many(self, number: int) -> list[Any]:
         """The next items, up to ``number``; the samples that are read for them together are seeded together."""
         items: list[Any] = []
