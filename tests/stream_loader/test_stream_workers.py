@@ -129,7 +129,7 @@ def tell(worker: int) -> None:
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_a_worker_init_fn_reaches_the_dataset_and_lanes_keep_their_numbers(persistent_workers: bool) -> None:
+def test_a_worker_init_fn_reaches_the_dataset_and_slots_keep_their_numbers(persistent_workers: bool) -> None:
     def make() -> Any:
         options = {"num_workers": 3, "worker_init_fn": tell, "persistent_workers": persistent_workers}
         return stream_loader(KnowsItsWorker(), batch_size=1, collate_fn=lambda samples: samples[0], **options)

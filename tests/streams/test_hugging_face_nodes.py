@@ -345,18 +345,6 @@ class TestResuming:
         assert set(_with_states(shards, 0, 0)[1]) == {None}
         assert shards.draws
 
-    @recent
-    def test_a_map_that_reads_whole_tables_ahead_is_read_again(self, tmp_path: Path) -> None:
-        dataset = hf.stream("arrow", tmp_path, (8,)).map(hf.plus)
-        assert HuggingFaceShards(dataset).reread == ""
-        # As versions before 5.0 have it.
-        formatted = dataset._ex_iterable.ex_iterable
-        formatted.ex_iterable = formatted.ex_iterable.ex_iterable
-        shards = HuggingFaceShards(dataset)
-
-        assert "reads whole tables ahead" in shards.reread
-        assert set(_with_states(shards, 0, 0)[1]) == {None}
-
     @pytest.mark.parametrize(("version", "is_exact"), [("3.2.0", True), ("3.3.2", False), ("3.6.0", True)])
     def test_versions_whose_states_leave_samples_out_are_read_again(
         self, version: str, is_exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
