@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stateful.samplers.rng import Randomness, keep_randomness, seed_generator, seed_randomness
+from lightning_stateful.samplers.rng import (
+    Randomness,
+    keep_if_drawn,
+    keep_randomness,
+    seed_generator,
+    seed_randomness,
+)
 
 BITS = [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
 MAKES: dict[str, Callable[[], Any]] = {
@@ -53,6 +59,21 @@ def test_a_half_used_pair_of_normal_numbers_is_put_back() -> None:
         seed_randomness(7)
 
     assert (np.random.standard_normal(), random.gauss(0, 1)) == expected
+
+
+@pytest.mark.parametrize("number", [0, 1, 700])
+def test_generators_that_were_seeded_and_drawn_from_are_put_back(number: int) -> None:
+    seed_randomness(5)
+    for _ in range(number):
+        draw()
+    before = Randomness.now()
+    expected = draw()
+    before.restore()
+    with keep_if_drawn():
+        seed_randomness(7)
+        draw()
+
+    assert draw() == expected
 
 
 def test_generators_are_put_back_after_an_exception() -> None:
