@@ -15,6 +15,7 @@ from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.description import is_torchdatas
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
+from lightning_stateful.stream_loader.patched_class import iterates_as_torch
 
 # Attributes of a DataLoader that say what it reads, and not how.
 _WHAT = {"dataset", "sampler", "batch_sampler", "generator", "_iterator"}
@@ -184,13 +185,14 @@ class BatchReader:
         batches, loader = self._batches, self.loader
         batches.plan, batches.rank, batches.first_step = plan, rank, first_step
         count = plan.num_steps - first_step
-        if self._is_plain and not (loader.num_workers or loader.pin_memory):
+        is_plain = iterates_as_torch(loader)
+        if is_plain and not (loader.num_workers or loader.pin_memory):
             fetch = self._fetch_in_process(isolated)
         else:
             # torch draws a base seed for its workers here; not from the generator that the model uses.
             self._generator.manual_seed(base_seed)
             iterator = iter(loader)
-            fetch = partial(next, iterator if self._is_plain else _counted(iterator, count, type(loader).__qualname__))
+            fetch = partial(next, iterator if is_plain else _counted(iterator, count, type(loader).__qualname__))
             if isolated and batches.seed is not None and not loader.num_workers:
                 # Worker processes have generators of their own; here the model uses the same ones.
                 fetch = keep_randomness()(fetch)
@@ -205,12 +207,6 @@ class BatchReader:
                     ) from None
                 return
             yield batch
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether the loader's class iterates as torch's does."""
-        kind = type(self.loader)
-        return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
     def _fetch_in_process(self, isolated: bool) -> Callable[[], Any]:
         """A function that reads the next batch as torch does without workers, but without its cost for each batch."""

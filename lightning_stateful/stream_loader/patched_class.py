@@ -28,6 +28,12 @@ def copied(loader: Any) -> Any:
     return made
 
 
+def iterates_as_torch(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's class leaves iteration to torch, so that nothing but torch sees its batches on their way."""
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
+
 class Pickled:
     """Pickles a loader without its reader: also while it is read, and if its class was made of a user's class.
 

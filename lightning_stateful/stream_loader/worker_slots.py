@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, StatefulError, StreamError
 from lightning_stateful.samplers.rng import seed_randomness
-from lightning_stateful.stream_loader.patched_class import copied
+from lightning_stateful.stream_loader.patched_class import copied, iterates_as_torch
 from lightning_stateful.stream_loader.state_text import Changes, StateEncoder
 from lightning_stateful.streams.nodes import NodeState
 from lightning_stateful.streams.worker_slot import SlotTask, StreamConfig, WorkerSlot
@@ -155,7 +155,7 @@ class SlotLoader:
             _under_way=self._under_way,
         )
         kind: Any = type(loader)
-        self._is_plain = kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+        self._is_plain = iterates_as_torch(loader)
         if not self._is_plain:
             # A class: a function that knew the loader would keep its workers alive until the garbage collector came.
             self.loader.__class__ = _giving_batches(kind)
