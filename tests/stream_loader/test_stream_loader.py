@@ -100,3 +100,11 @@ def test_a_copy_of_a_loader_that_is_read_draws_at_the_same_path() -> None:
     whole = [batch.tolist() for batch in loader]
 
     assert [batch.tolist() for batch in pickle.loads(pickle.dumps(loader))] == whole
+
+
+def test_what_a_collate_fn_draws_is_something_else_for_every_batch_of_every_pass() -> None:
+    chunks = ChunkedDataset([range(9)] * 4, iter)
+    loader = patch_dataloader(DataLoader(chunks, batch_size=2, collate_fn=lambda _: random.random()), seed=1)
+
+    drawn = [*loader, *loader]
+    assert len(set(drawn)) == len(drawn) > 30
