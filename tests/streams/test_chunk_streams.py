@@ -42,6 +42,10 @@ class TestReading:
         assert len({tuple(epoch) for epoch in epochs}) == 3
         assert list(make()) == epochs[0] != list(make(seed=4))
 
+    def test_chunks_come_in_an_order_of_every_epochs_own(self) -> None:
+        stream = ChunkedDataset([[chunk] for chunk in range(20)], iter, buffer_size=1, seed=3)
+        assert len({tuple(stream) for _ in range(3)}) == 3
+
     @pytest.mark.parametrize(
         "opened",
         [list, iter, np.array, torch.tensor, lambda ref: (one for one in ref)],
