@@ -12,9 +12,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import EpochPlan, SampleCountingPlan
-from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
-from lightning_stateful.loaders.patching import AnyLoader, take_over
+from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.trainer.lightning import TrainerFn, pl
@@ -39,13 +38,10 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
     Raises:
         RankMismatchError: The ranks' loaders differ in length, and are dealt out to them.
     """
-    topology = topology_of(trainer)
 
     def build() -> Structure:
         structure = Structure.of(request())
-        proxies = {
-            path: _proxy(trainer, loader, stage, path, settings, topology) for path, loader in structure.loaders.items()
-        }
+        proxies = {path: _proxy(trainer, loader, stage, path, settings) for path, loader in structure.loaders.items()}
         return replace(structure, loaders=proxies)
 
     structure = build_alike(trainer, build, _lengths, f"the {stage} data")
@@ -118,25 +114,13 @@ def _is_of_one_rank(loader: Any) -> bool:
     return isinstance(loader, StatefulLoader) and loader.own_rank is not None
 
 
-def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Settings, topology: Topology) -> Any:
+def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Settings) -> Any:
     where = f"the {stage} loader {path!r}" if path else f"the {stage} loader"
     overfits = trainer.state.fn == TrainerFn.FITTING and overfit_batches(trainer) > 0
     try:
-        taken = take_over(
-            loader,
-            seed=settings.seed,
-            path=path,
-            num_replicas=topology.num_replicas,
-            rank=topology.rank,
-            own_rank=own_rank(trainer, loader),
-            seed_samples=settings.seed_samples,
-            shuffle=False if overfits else None,
-            exact=True,
-            accept=settings.accept,
-            where=where,
-        )
+        taken = settings.take_over(trainer, loader, path, where, shuffle=False if overfits else None, exact=True)
     except UnsupportedLoaderError as error:
-        if topology.num_replicas > 1 and own_rank(trainer, loader) is None:
+        if topology_of(trainer).num_replicas > 1 and own_rank(trainer, loader) is None:
             rank_zero_warn(
                 f"{error} It is left to Lightning, which may evaluate some samples twice.", category=StatefulWarning
             )

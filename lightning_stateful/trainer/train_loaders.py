@@ -18,7 +18,6 @@ from lightning_stateful.bucketing.order import BucketEpochPlan, BucketOrder
 from lightning_stateful.bucketing.padding import StepPadding, measure
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import MODES, CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader, is_patched, take_over
@@ -61,6 +60,30 @@ class Settings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept", accepted_names(self.accept))
 
+    def take_over(self, trainer: pl.Trainer, loader: Any, path: str, where: str, **how: Any) -> AnyLoader:
+        """Take a loader over for the ranks of a trainer; see :func:`take_over`.
+
+        Args:
+            trainer: The trainer.
+            loader: The loader.
+            path: Where it stands among others.
+            where: What errors call it.
+            **how: Further arguments.
+        """
+        topology = topology_of(trainer)
+        return take_over(
+            loader,
+            seed=self.seed,
+            path=path,
+            num_replicas=topology.num_replicas,
+            rank=topology.rank,
+            own_rank=own_rank(trainer, loader),
+            seed_samples=self.seed_samples,
+            accept=self.accept,
+            where=where,
+            **how,
+        )
+
 
 class TrainLoaders:
     """The loaders that a ``train_dataloader`` gave, taken over, and the proxies of them that Lightning gets.
@@ -78,13 +101,12 @@ class TrainLoaders:
     def __init__(self, trainer: pl.Trainer, raw: Any, settings: Settings) -> None:
         self._trainer = trainer
         self._settings = settings
-        topology = topology_of(trainer)
         structure = Structure.of(raw)
         structure.refuse_others(trainer)
         # Lightning itself refuses "sequential" as soon as training starts, with its own words.
         mode = "max_size_cycle" if structure.mode is None else structure.mode
         self.combined = CombinedLoaders(
-            {path: self._take_over(loader, path, topology) for path, loader in structure.loaders.items()},
+            {path: self._take_over(loader, path) for path, loader in structure.loaders.items()},
             mode if mode in MODES else "max_size",
         )
         self._first_path = next(iter(self.combined.loaders), "")
@@ -234,22 +256,10 @@ class TrainLoaders:
                 "training_step receive the batch."
             )
 
-    def _take_over(self, loader: Any, path: str, topology: Topology) -> AnyLoader:
-        settings = self._settings
+    def _take_over(self, loader: Any, path: str) -> AnyLoader:
         where = f"the training loader {path!r}" if path else "the training loader"
         overfits = overfit_batches(self._trainer) > 0
-        taken = take_over(
-            loader,
-            seed=settings.seed,
-            path=path,
-            num_replicas=topology.num_replicas,
-            rank=topology.rank,
-            own_rank=own_rank(self._trainer, loader),
-            seed_samples=settings.seed_samples,
-            shuffle=False if overfits else None,
-            accept=settings.accept,
-            where=where,
-        )
+        taken = self._settings.take_over(self._trainer, loader, path, where, shuffle=False if overfits else None)
         if overfits and not isinstance(taken, StreamLoader) and _is_shuffled(loader):
             rank_zero_warn(
                 f"overfit_batches trains on the same batches in every epoch, so {where} is not shuffled.",

@@ -1,17 +1,18 @@
-"""Loaders that a run builds anew leave no worker processes behind."""
+"""Loaders are built as often as they have to be, and those that are built anew leave no worker processes behind."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from support.ledger import Numbers
-from support.runs import train
+from support.ledger import LedgerModel, Numbers
+from support.runs import StopAt, seeded, train
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful import StatefulDataCallback
@@ -81,3 +82,29 @@ def test_replaced_loaders_end_their_workers(make: Any, options: Any, most: int) 
     assert len(counts.counts) == 3
     assert max(counts.counts) == most
     assert multiprocessing.active_children() == []
+
+
+class Asks(LedgerModel):
+    """Asks for the number of steps before there are optimizers, as schedulers are built with it."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 9
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("model", [LedgerModel, Asks])
+@pytest.mark.parametrize("options", [{}, {"reload_dataloaders_every_n_epochs": 3}], ids=["once", "reloading"])
+def test_a_run_builds_its_training_loaders_once_on_a_resume_too(tmp_path: Path, model: Any, options: Any) -> None:
+    built = []
+
+    def make() -> Any:
+        built.append(len(built))
+        return DataLoader(Numbers(6), batch_size=2, shuffle=True)
+
+    def run(**how: Any) -> Any:
+        return train(lambda: Data(make), callbacks=[StatefulDataCallback(), *how.pop("stop", [])], **how, **options)
+
+    run(model=seeded(model), stop=[StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=1)])
+    assert len(built) == 1
+    run(model=seeded(model), ckpt_path=tmp_path / "stop.ckpt")
+    assert len(built) == 2
