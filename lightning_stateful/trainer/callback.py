@@ -1,6 +1,6 @@
 """The callback that makes a Trainer resume exactly.
 
-A fit goes through phases, and what the callback knows of it is in one value, of one class a phase::
+A fit goes through phases. One value says which it is in, and holds what belongs to that phase::
 
     setup ---------------> SetUp
     on_load_checkpoint --> Resumed          with ckpt_path
@@ -10,7 +10,7 @@ A fit goes through phases, and what the callback knows of it is in one value, of
                      ----> Training
     on_exception --------> Interrupted      unless the run is Resumed, and so still where it was resumed
 
-Where training is says the phase while it is Resumed or Interrupted, and else the loop's counters.
+While a run is Resumed or Interrupted the phase says how far training has got; else the loop's counters do.
 """
 
 from __future__ import annotations

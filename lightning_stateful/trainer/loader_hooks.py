@@ -123,24 +123,31 @@ def intercept(
         ConfigurationError: The trainer is of the other package that Lightning comes in.
     """
     check_package(trainer)
-    _install(trainer.fit_loop, training)
-    evaluations = {
-        "val": (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop),
-        "test": (trainer.test_loop,),
-        "predict": (trainer.predict_loop,),
-    }
-    for stage, loops in evaluations.items():
-        for loop in loops:
-            _install(loop, partial(evaluation, stage))
+    for stage, loop in _loops(trainer):
+        function = training if stage == "train" else partial(evaluation, stage)
+        if isinstance(loop._data_source, InterceptedSource):
+            loop._data_source.intercept = function
+        else:
+            loop._data_source = InterceptedSource(loop._data_source, function, loop)
 
 
 def release(trainer: pl.Trainer) -> None:
     """Undo :func:`intercept`."""
-    evaluations = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, *evaluations):
+    for _, loop in _loops(trainer):
         source = loop._data_source
         if isinstance(source, InterceptedSource):
             loop._data_source = _DataLoaderSource(source.instance, source.name)
+
+
+def _loops(trainer: pl.Trainer) -> list[tuple[str, Any]]:
+    """The loops that ask for loaders, with the stage of each."""
+    return [
+        ("train", trainer.fit_loop),
+        ("val", trainer.fit_loop.epoch_loop.val_loop),
+        ("val", trainer.validate_loop),
+        ("test", trainer.test_loop),
+        ("predict", trainer.predict_loop),
+    ]
 
 
 def request_training_loaders(trainer: pl.Trainer) -> Any:
@@ -158,14 +165,6 @@ def discard_training_loaders(trainer: pl.Trainer) -> None:
         fit_loop._data_fetcher.teardown()
     # Lightning's own teardown fails on a fetcher that has been torn down.
     fit_loop._combined_loader = fit_loop._data_fetcher = None
-
-
-def _install(loop: Any, function: Callable[[Request], Any]) -> None:
-    source = loop._data_source
-    if isinstance(source, InterceptedSource):
-        source.intercept = function
-    else:
-        loop._data_source = InterceptedSource(source, function, loop)
 
 
 def _undo_patches() -> None:
