@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -176,7 +177,7 @@ def locate(fit_loop_state: Mapping[str, Any], *, max_batches: float = float("inf
 
 def rewritten(fit_loop_state: Mapping[str, Any], progress: LoopProgress) -> dict[str, Any]:
     """A fit loop's state at ``progress`` in the one form that Lightning resumes from exactly."""
-    state = {key: _copy(value) for key, value in fit_loop_state.items()}
+    state: dict[str, Any] = deepcopy(dict(fit_loop_state))
     state["state_dict"].pop("combined_loader", None)
     old = state["epoch_loop.batch_progress"]
     before = old["total"]["processed"] - old["current"]["processed"]
@@ -194,11 +195,14 @@ def rewritten(fit_loop_state: Mapping[str, Any], progress: LoopProgress) -> dict
     }
     state["epoch_loop.state_dict"]["_batches_that_stepped"] = progress.stepped
     for key in ("epoch_loop.scheduler_progress", "epoch_loop.manual_optimization.optim_step_progress"):
-        _complete(state.get(key, {}))
+        _set_counts(state.get(key, {}))
     optimizer = state.get("epoch_loop.automatic_optimization.optim_progress", {}).get("optimizer", {})
-    for steps in optimizer.values():
-        _complete(steps)
-    _clear(state.get("epoch_loop.val_loop.batch_progress", {}))
+    for counts in optimizer.values():
+        _set_counts(counts)
+    validation = state.get("epoch_loop.val_loop.batch_progress", {})
+    _set_counts(validation, 0)
+    if "is_last_batch" in validation:
+        validation["is_last_batch"] = False
     return state
 
 
@@ -384,19 +388,7 @@ def _epoch_or_none(epoch: float) -> int:
     return -1 if epoch == float("-inf") else int(epoch)
 
 
-def _copy(value: Any) -> Any:
-    return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value
-
-
-def _complete(counts: dict[str, Any]) -> None:
-    for scope in ("total", "current"):
-        if scope in counts:
-            counts[scope] = dict.fromkeys(counts[scope], counts[scope]["completed"])
-
-
-def _clear(counts: dict[str, Any]) -> None:
-    for scope in ("total", "current"):
-        if scope in counts:
-            counts[scope] = dict.fromkeys(counts[scope], 0)
-    if "is_last_batch" in counts:
-        counts["is_last_batch"] = False
+def _set_counts(counts: dict[str, Any], number: int | None = None) -> None:
+    """Set all counts of a progress to a number, or to what is completed."""
+    for scope in counts.keys() & {"total", "current"}:
+        counts[scope] = dict.fromkeys(counts[scope], counts[scope]["completed"] if number is None else number)
