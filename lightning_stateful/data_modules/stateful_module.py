@@ -187,7 +187,8 @@ class StatefulDataModule(pl.LightningDataModule):
         self._built = Structure.of(loaders).loaders
         if self._loaded is not None and self._running is None:
             self._place(self._loaded)
-            self._loaded = None
+            # Whatever trainer it has served before does not say any more where its data stand.
+            self._loaded = self._callback = None
         return loaders
 
     def _training_loaders(self) -> Any:

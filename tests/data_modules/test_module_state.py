@@ -120,6 +120,17 @@ def test_a_checkpoint_of_a_trainer_is_read_on_without_one(tmp_path: Path, make: 
     ]
 
 
+def test_a_module_that_has_been_trained_on_goes_on_without_its_trainer() -> None:
+    module = numbers_module()
+    train(lambda: module, max_steps=13)
+    state = module.state_dict()
+    module.load_state_dict(state)
+    loaders = module.train_dataloader()
+    assert module.state_dict() == state
+    read(module, loaders, 1)
+    assert module.state_dict()["lightning_stateful"]["progress"]["consumed"] == 6
+
+
 def test_a_run_is_not_begun_anew_with_a_state_that_was_loaded_by_hand() -> None:
     module, other = numbers_module(), numbers_module()
     read(module, stop=2)
