@@ -254,3 +254,17 @@ def test_a_patched_loader_is_still_of_its_class_with_its_attributes() -> None:
         loader.nothing  # noqa: B018
     with pytest.raises(TypeError, match="ChunkedDataset is a stream"):
         len(loader)
+
+
+def test_options_that_are_set_later_count() -> None:
+    loader = stream_loader(chunks(), num_workers=1)
+    list(loader)
+    loader.worker_init_fn = partial(refuse, "from now on")
+
+    with pytest.raises(RuntimeError, match="from now on"):
+        list(loader)
+
+
+def refuse(text: str, worker: int) -> None:
+    """A worker_init_fn that fails."""
+    raise RuntimeError(text)
