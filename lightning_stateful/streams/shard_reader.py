@@ -23,7 +23,7 @@ _LEAST_GAP = 256
 _CHARACTERS_A_SAMPLE = 16
 # The same of batches.
 _CHARACTERS_A_BATCH = 2**14
-# So many samples since a state are there only where the node has none any more.
+# So many samples more since a state are there only where the node has none any more.
 _MANY = 1024
 # Samples that are read together under one seed: to seed each costs more than many take to read.
 _RUN = 32
@@ -277,7 +277,9 @@ def num_read_again(shards: Shards, state: NodeState) -> int:
     since: int = state["since"]
     if shards.reread and state["state"] is None:
         return since
-    return since if shards.reread_if_drawn and since > _MANY else 0
+    if not shards.reread_if_drawn:
+        return 0
+    return since if since > _MANY + len(json.dumps(state["state"])) // _CHARACTERS_A_SAMPLE else 0
 
 
 def _lacks_source_state(state: Any) -> bool:
