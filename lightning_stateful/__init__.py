@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_stateful.audit import AuditResult, check_resume
-    from lightning_stateful.bucketing import QuadraticCost
+    from lightning_stateful.bucketing import Budget, QuadraticCost
     from lightning_stateful.data_modules import (
         BucketDataModule,
         MixtureDataModule,
@@ -40,6 +40,7 @@ _HOMES = {
     "AuditResult": "audit",
     "BucketBatchSampler": "samplers",
     "BucketDataModule": "data_modules",
+    "Budget": "bucketing",
     "ChunkedDataset": "streams",
     "DDPSamplerWrapper": "samplers",
     "MixtureBatchSampler": "samplers",
@@ -63,6 +64,7 @@ __all__ = [
     "AuditResult",
     "BucketBatchSampler",
     "BucketDataModule",
+    "Budget",
     "ChunkedDataset",
     "DDPSamplerWrapper",
     "MixedStream",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_stateful.bucketing.budget import QuadraticCost
+from lightning_stateful.bucketing.budget import Budget, QuadraticCost
 from lightning_stateful.errors import StatefulError
 from lightning_stateful.report.padding import padding_report, summary
 from lightning_stateful.report.padding_plot import plot_padding
@@ -66,16 +66,19 @@ def _add_padding(commands: Any) -> None:
 
 
 def _padding(asked: argparse.Namespace) -> str:
-    batches = BucketBatchSampler(
-        asked.lengths,
+    budget = Budget(
         max_tokens=asked.max_tokens,
         batch_size=asked.batch_size,
         max_samples=asked.max_samples,
         multiple=asked.multiple,
         cost=None if asked.quadratic_length is None else QuadraticCost(asked.quadratic_length),
+        too_long=asked.too_long,
+    )
+    batches = BucketBatchSampler(
+        asked.lengths,
+        budget=budget,
         num_buckets=asked.num_buckets,
         boundaries=asked.boundaries,
-        too_long=asked.too_long,
         drop_last=asked.drop_last,
         seed=asked.seed,
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.bucket_cases import in_budget
 
 from lightning_stateful.bucketing import QuadraticCost
 from lightning_stateful.cli import main
@@ -62,7 +63,7 @@ def test_json_is_the_report_of_the_same_sampler(
     path: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     told = Told(capsys, ("--lengths", path, *arguments, "--ranks", "1", "3", "--json"))
-    sampler = BucketBatchSampler(LENGTHS, **options)
+    sampler = BucketBatchSampler(LENGTHS, **in_budget(options))
     expected = [padding_report(sampler, num_replicas=ranks).to_dict() for ranks in (1, 3)]
 
     assert (told.code, told.err) == (0, "")

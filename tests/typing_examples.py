@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_stateful import (
     BucketBatchSampler,
     BucketDataModule,
+    Budget,
     DDPSamplerWrapper,
     QuadraticCost,
     StatefulDataCallback,
@@ -40,9 +41,11 @@ def lengths(sample: list[int]) -> int:
 
 
 def buckets() -> int:
-    own = BucketBatchSampler([3, 1, 2], max_tokens=8, cost=QuadraticCost(4), boundaries="equal_counts", num_buckets=2)
+    own = BucketBatchSampler(
+        [3, 1, 2], budget=Budget(max_tokens=8, cost=QuadraticCost(4)), boundaries="equal_counts", num_buckets=2
+    )
     BucketBatchSampler(torch.arange(8), batch_size=4, boundaries=[4, 8], accept=("seed",))
-    BucketBatchSampler("lengths.npy", batch_size=2, num_buckets=20, too_long="drop")
+    BucketBatchSampler("lengths.npy", batch_size=2, num_buckets=20)
     BucketDataModule([[1], [2, 3]], lengths=lengths, max_tokens=4, log_data=True, num_workers=2)
     return sum(len(batch) for batch in own)
 

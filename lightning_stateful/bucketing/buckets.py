@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stateful.bucketing.boundaries import check_boundaries, equal_counts, least_padding
-from lightning_stateful.bucketing.budget import Budget, QuadraticCost, TooLong, drop_too_long
+from lightning_stateful.bucketing.budget import Budget, drop_too_long
 from lightning_stateful.bucketing.lengths import Histogram, LengthArray, chunks, digest, histogram, open_lengths
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import ClassShuffle, Indices, bounds_of
@@ -57,15 +57,10 @@ class Buckets:
     def of(
         cls,
         lengths: Any,
+        budget: Budget,
         *,
-        max_tokens: int | None = None,
-        batch_size: int | None = None,
-        max_samples: int | None = None,
-        multiple: int = 1,
-        cost: QuadraticCost | None = None,
         num_buckets: int | None = None,
         boundaries: Boundaries = "least_padding",
-        too_long: TooLong = "error",
     ) -> Buckets:
         """Sort samples into buckets; :class:`BucketBatchSampler` documents the arguments.
 
@@ -73,11 +68,8 @@ class Buckets:
             ConfigurationError: An argument is out of range, or samples are too long for the budget.
         """
         lengths = open_lengths(lengths)
-        budget = Budget(
-            max_tokens=max_tokens, batch_size=batch_size, max_samples=max_samples, multiple=multiple, cost=cost
-        )
         counted = histogram(lengths)
-        fitting, num_dropped = drop_too_long(counted, budget, too_long)
+        fitting, num_dropped = drop_too_long(counted, budget)
         ends, asked = _choose_ends(boundaries, num_buckets, fitting, budget, longest=int(counted.values[-1]))
         counts, longest = _fill(ends, fitting)
         starts = bounds_of(counts[::-1])
@@ -93,7 +85,6 @@ class Buckets:
             config={
                 **budget.config(),
                 **asked,
-                "too_long": too_long,
                 "lengths": {"samples": len(lengths), "digest": digest(lengths)},
             },
         )

@@ -48,6 +48,8 @@ class Budget:
         max_samples: Samples that a batch never exceeds, beside ``max_tokens``.
         multiple: Batches of at least so many samples have a multiple of it.
         cost: A cost of samples beside their tokens.
+        too_long: How to treat samples longer than ``max_tokens`` allows: ``"error"`` refuses them, ``"drop"`` leaves
+            them out.
 
     Raises:
         ConfigurationError: A value is out of range, or they contradict each other.
@@ -58,6 +60,7 @@ class Budget:
     max_samples: int | None = None
     multiple: int = 1
     cost: QuadraticCost | None = None
+    too_long: TooLong = "error"
 
     def __post_init__(self) -> None:
         if (self.max_tokens is None) == (self.batch_size is None):
@@ -72,6 +75,26 @@ class Budget:
             raise ConfigurationError("max_samples and cost limit batches of max_tokens; leave them out of batch_size.")
         if self.cost is not None and not isinstance(self.cost, QuadraticCost):
             raise ConfigurationError(f"cost must be a QuadraticCost, got {self.cost!r}.")
+        if self.too_long not in get_args(TooLong):
+            raise ConfigurationError(f"too_long must be one of {get_args(TooLong)}, got {self.too_long!r}.")
+
+    @classmethod
+    def of(cls, budget: Budget | None, *, max_tokens: int | None = None, batch_size: int | None = None) -> Budget:
+        """The budget, or one of ``max_tokens`` or ``batch_size`` alone.
+
+        Raises:
+            ConfigurationError: None of the three is given, or several.
+        """
+        if budget is None:
+            return cls(max_tokens=max_tokens, batch_size=batch_size)
+        if not isinstance(budget, Budget):
+            raise ConfigurationError(f"budget must be a Budget, got {budget!r}.")
+        if max_tokens is not None or batch_size is not None:
+            raise ConfigurationError(
+                f"The budget says how large a batch is: {budget}. Leave out max_tokens={max_tokens} and "
+                f"batch_size={batch_size}, or put them into it."
+            )
+        return budget
 
     def num_samples(self, longest: int) -> int:
         """Samples of a full batch whose longest sample has ``longest`` tokens; 0 if not even one fits."""
@@ -94,25 +117,20 @@ class Budget:
             values["multiple"] = self.multiple
         if self.cost is not None:
             values["quadratic_length"] = self.cost.length
+        if self.too_long != "error":
+            values["too_long"] = self.too_long
         return {name: value for name, value in values.items() if value is not None}
 
     def _cost(self, longest: int) -> Fraction:
         return Fraction(longest) if self.cost is None else longest + Fraction(longest * longest, self.cost.length)
 
 
-def check_too_long(too_long: str) -> None:
-    """Refuse a ``too_long`` that is neither ``"error"`` nor ``"drop"``."""
-    if too_long not in get_args(TooLong):
-        raise ConfigurationError(f"too_long must be one of {get_args(TooLong)}, got {too_long!r}.")
-
-
-def drop_too_long(lengths: Histogram, budget: Budget, too_long: TooLong) -> tuple[Histogram, int]:
-    """Leave out samples that are longer than the whole budget, or refuse them.
+def drop_too_long(lengths: Histogram, budget: Budget) -> tuple[Histogram, int]:
+    """Leave out samples that are longer than the whole budget, or refuse them, as the budget says.
 
     Args:
         lengths: The number of samples of each length.
         budget: The budget of a batch.
-        too_long: ``"error"`` to refuse such samples, ``"drop"`` to leave them out.
 
     Returns:
         The lengths that fit, and the number of samples that do not.
@@ -120,7 +138,6 @@ def drop_too_long(lengths: Histogram, budget: Budget, too_long: TooLong) -> tupl
     Raises:
         ConfigurationError: There are some and they are an error, or none is left.
     """
-    check_too_long(too_long)
     # Where one length fits, all shorter ones do.
     fits = bisect_left(lengths.values.tolist(), True, key=lambda length: budget.num_samples(length) == 0)
     count = int(lengths.counts[fits:].sum())
@@ -130,9 +147,10 @@ def drop_too_long(lengths: Histogram, budget: Budget, too_long: TooLong) -> tupl
         f"{count} of {int(lengths.counts.sum())} samples are longer than max_tokens={budget.max_tokens} allows; the "
         f"longest has {int(lengths.values[-1])} tokens"
     )
-    if too_long == "error":
+    if budget.too_long == "error":
         raise ConfigurationError(
-            f'{found}. Raise max_tokens, shorten the samples, or pass too_long="drop" to leave them out.'
+            f"{found}. Raise max_tokens, shorten the samples, or pass "
+            f'budget=Budget(max_tokens={budget.max_tokens}, too_long="drop") to leave them out.'
         )
     if not fits:
         raise ConfigurationError(f"{found}, so that too_long='drop' would leave no sample. Raise max_tokens.")

@@ -10,8 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.bucketing.buckets import Boundaries
-from lightning_stateful.bucketing.budget import QuadraticCost, TooLong
-from lightning_stateful.core.checks import as_int
+from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.length_cache import lengths_of, names_lengths
@@ -34,16 +33,13 @@ class BucketDataModule(StatefulDataModule):
         max_tokens: What a batch of one rank may hold, padding included; see :class:`BucketBatchSampler` for this and
             the following arguments.
         batch_size: In place of ``max_tokens``: samples in a batch.
-        max_samples: Samples that a batch never exceeds, beside ``max_tokens``.
-        multiple: Batches of at least so many samples have a multiple of it.
-        cost: What samples cost beside their tokens.
+        budget: In place of both: a :class:`Budget`, with further limits.
         num_buckets: Number of buckets.
         boundaries: Where buckets end.
-        too_long: ``"error"`` or ``"drop"``: what to do about samples longer than the budget.
         eval_batch_size: Samples in a batch for evaluation, in the dataset's order. By default it is ``batch_size``, or,
             with ``max_tokens``, evaluation data are put into buckets as well, the longest first. That takes ``lengths``
-            that can be found for any dataset: a name or a function. What is too long is dropped here, too, if that is
-            asked for.
+            that can be found for any dataset: a name or a function. What is too long is dropped here, too, if the
+            budget says so.
         cache_file: Path of a ``.npy`` file in which to keep the lengths of the training data that a function measures.
             Those of other data are kept beside it: ``lengths-val.npy`` where it is ``lengths.npy``. By default only
             those of a Hugging Face dataset on disk are kept, beside its files.
@@ -69,12 +65,9 @@ class BucketDataModule(StatefulDataModule):
         lengths: Lengths | Callable[[Any], int],
         max_tokens: int | None = None,
         batch_size: int | None = None,
-        max_samples: int | None = None,
-        multiple: int = 1,
-        cost: QuadraticCost | None = None,
+        budget: Budget | None = None,
         num_buckets: int | None = None,
         boundaries: Boundaries | None = None,
-        too_long: TooLong = "error",
         eval_batch_size: int | None = None,
         cache_file: str | Path | None = None,
         measure_workers: int | None = None,
@@ -82,13 +75,7 @@ class BucketDataModule(StatefulDataModule):
     ) -> None:
         self.lengths, self.cache_file = lengths, cache_file
         self.eval_batch_size, self.measure_workers = eval_batch_size, measure_workers
-        self._budget: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "max_samples": max_samples,
-            "multiple": multiple,
-            "cost": cost,
-            "too_long": too_long,
-        }
+        self._max_tokens, self._budget = max_tokens, budget
         self._buckets: dict[str, Any] = {"num_buckets": num_buckets, "boundaries": boundaries}
         # Spelled out, because LightningCLI looks here for the options of the class above.
         super().__init__(train, val, test, predict, batch_size=batch_size, **options)  # type: ignore[arg-type]  # None
@@ -97,14 +84,22 @@ class BucketDataModule(StatefulDataModule):
         """The batches of the training dataset: a fresh batch sampler, for a look at them without a trainer."""
         return self._batches(self.train)
 
+    @property
+    def budget(self) -> Budget:
+        """What a batch may hold; a ``batch_size`` that was set since counts.
+
+        Raises:
+            ConfigurationError: None of ``max_tokens``, ``batch_size`` and ``budget`` is given, or several.
+        """
+        return Budget.of(self._budget, max_tokens=self._max_tokens, batch_size=self.batch_size)
+
     def _batches(self, dataset: Any, name: str | None = None) -> BucketBatchSampler:
         batches = BucketBatchSampler(
             self._lengths_of(dataset, name),
-            batch_size=self.batch_size,
+            budget=self.budget,
             shuffle=self.shuffle,
             drop_last=self.drop_last,
             seed=self.seed,
-            **self._budget,
             **self._buckets,
         )
         if batches.num_dropped:
@@ -143,13 +138,13 @@ class BucketDataModule(StatefulDataModule):
             size = 1
         if size is not None:
             return super()._loader(dataset, name, **{"batch_size": size, **how})
-        if self._budget["max_tokens"] is None or not names_lengths(self.lengths) or not hasattr(dataset, "__len__"):
+        if not names_lengths(self.lengths) or not hasattr(dataset, "__len__"):
             raise ConfigurationError(
                 "Evaluation data need eval_batch_size=: lengths as an array or a file are those of the training data. "
                 "With max_tokens, and with lengths as the name of a column or attribute or as a function of a sample, "
                 "map-style datasets can do without."
             )
-        batches = BucketBatchSampler(self._lengths_of(dataset, name), shuffle=False, **self._budget)
+        batches = BucketBatchSampler(self._lengths_of(dataset, name), budget=self.budget, shuffle=False)
         if batches.num_dropped:
             rank_zero_warn(
                 f"{batches.num_dropped} of {len(dataset)} samples for evaluation are too long, and left out of its "
@@ -168,7 +163,7 @@ class BucketDataModule(StatefulDataModule):
     def _size_for_evaluation(self) -> int | None:
         if self.eval_batch_size is not None:
             return self.eval_batch_size
-        return None if self.batch_size is None else as_int("batch_size", self.batch_size)
+        return self.budget.batch_size
 
 
 def _holds(data: Any, dataset: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_stateful.bucketing.budget import Budget, QuadraticCost, TooLong
+from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError
@@ -38,15 +38,12 @@ class StreamDataModule(StatefulDataModule):
         predict: The same for prediction.
         batch_size: Samples in a batch of one rank.
         max_tokens: In place of ``batch_size``: what a batch may hold, padding included. Windows of ``read_ahead``
-            samples are sorted by length and cut; see :class:`BucketBatchSampler` for this and the following arguments.
+            samples are sorted by length and cut.
+        budget: In place of both: a :class:`Budget`, with further limits; windows are cut as with ``max_tokens``.
         length: From a sample to its length, or the name of a column.
         read_ahead: Samples of a window, which each worker holds in memory. With ``batch_size`` it may be given too.
-        max_samples: Samples that a batch never exceeds, beside ``max_tokens``.
-        multiple: Batches of at least so many samples have a multiple of it.
-        cost: What samples cost beside their tokens.
         boundary_key: From a sample to an integer, or the name of a column; a batch holds samples of one.
         shuffle_batches: Shuffle the batches of each window.
-        too_long: ``"error"`` or ``"drop"``: what to do about samples longer than the budget.
         shuffle: Read the shards of each epoch in an order of its own, and shuffle samples in blocks: of Hugging Face
             streams, in a :class:`MixedStream` too. A :class:`ChunkedDataset` says itself how it is shuffled.
         buffer_size: Samples of a block.
@@ -75,14 +72,11 @@ class StreamDataModule(StatefulDataModule):
         *,
         batch_size: int | None = None,
         max_tokens: int | None = None,
+        budget: Budget | None = None,
         length: Callable[[Any], Any] | str = len,
         read_ahead: int | None = None,
-        max_samples: int | None = None,
-        multiple: int = 1,
-        cost: QuadraticCost | None = None,
         boundary_key: Callable[[Any], Any] | str | None = None,
         shuffle_batches: bool = True,
-        too_long: TooLong = "error",
         shuffle: bool = True,
         buffer_size: int = 1000,
         steps_per_epoch: int | None = None,
@@ -92,16 +86,15 @@ class StreamDataModule(StatefulDataModule):
         eval_batch_size: int | None = None,
         **options: Any,
     ) -> None:
-        if max_tokens is None and batch_size is None:
+        if max_tokens is None and batch_size is None and budget is None:
             batch_size = 1
         self._length_batching: Step | None = None
-        if max_tokens is not None or read_ahead is not None:
-            budget = Budget(
-                max_tokens=max_tokens, batch_size=batch_size, max_samples=max_samples, multiple=multiple, cost=cost
-            )
-            how = {"boundary_key": boundary_key, "shuffle_batches": shuffle_batches, "too_long": too_long}
+        if not (max_tokens is None and budget is None and read_ahead is None):
+            budget = Budget.of(budget, max_tokens=max_tokens, batch_size=batch_size)
+            how = {"length": length, "boundary_key": boundary_key, "shuffle_batches": shuffle_batches}
             window = 10_000 if read_ahead is None else read_ahead
-            self._length_batching = Step(LengthBatcher, {"window": window, "budget": budget, "length": length, **how})
+            self._length_batching = Step(LengthBatcher, {"window": window, "budget": budget, **how})
+            batch_size = budget.batch_size
             if options.get("drop_last"):
                 raise ConfigurationError(
                     "drop_last leaves out batches that are not full, and windows are cut into batches of any size. "
@@ -111,17 +104,14 @@ class StreamDataModule(StatefulDataModule):
             name
             for name, value, default in (
                 ("length", length, len),
-                ("max_samples", max_samples, None),
-                ("multiple", multiple, 1),
-                ("cost", cost, None),
                 ("boundary_key", boundary_key, None),
                 ("shuffle_batches", shuffle_batches, True),
-                ("too_long", too_long, "error"),
             )
             if value != default
         ]:
             raise ConfigurationError(
-                f"{', '.join(given)}: for batches of like lengths only. Pass max_tokens, or read_ahead with batch_size."
+                f"{', '.join(given)}: for batches of like lengths only. Pass max_tokens, a budget, or read_ahead with "
+                "batch_size."
             )
         self.eval_batch_size = eval_batch_size
         self._buffer_size, self._on_error = as_int("buffer_size", buffer_size), on_error

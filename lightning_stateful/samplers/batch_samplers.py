@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from lightning_stateful.bucketing.buckets import Boundaries, Buckets
-from lightning_stateful.bucketing.budget import QuadraticCost, TooLong
+from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.bucketing.order import BucketOrder
 from lightning_stateful.core.order import BatchOrder, EpochPlan
 from lightning_stateful.samplers.rng import seed_or_default
@@ -84,14 +84,11 @@ class BucketBatchSampler(StatefulBatchSampler):
             file of them, which is memory-mapped.
         max_tokens: The most tokens of a batch, padding included: its number of samples times its longest.
         batch_size: In place of ``max_tokens``: samples in a batch.
-        max_samples: Samples that a batch never exceeds, beside ``max_tokens``.
-        multiple: Batches of at least so many samples have a multiple of it, for example 8 for tensor cores.
-        cost: A cost of samples beside their tokens, as a :class:`QuadraticCost`.
+        budget: In place of both: a :class:`Budget`, with further limits.
         num_buckets: Number of buckets. By default 128, or fewer where that would leave a bucket fewer than 4 batches on
             average.
         boundaries: Where buckets end: ``"least_padding"`` (the default, as None is) and ``"equal_counts"`` choose, or
             the longest length of each bucket, rising.
-        too_long: How to treat samples longer than the budget: ``"error"`` refuses them, ``"drop"`` leaves them out.
         shuffle: False to serve the longest bucket first, in the same order in every epoch.
         drop_last: Leave out the last step if it is not full.
         seed: Chooses the orders; by default that of Lightning's ``seed_everything``, or 0.
@@ -116,12 +113,9 @@ class BucketBatchSampler(StatefulBatchSampler):
         *,
         max_tokens: int | None = None,
         batch_size: int | None = None,
-        max_samples: int | None = None,
-        multiple: int = 1,
-        cost: QuadraticCost | None = None,
+        budget: Budget | None = None,
         num_buckets: int | None = None,
         boundaries: Boundaries | None = None,
-        too_long: TooLong = "error",
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int | None = None,
@@ -131,14 +125,9 @@ class BucketBatchSampler(StatefulBatchSampler):
     ) -> None:
         buckets = Buckets.of(
             lengths,
-            max_tokens=max_tokens,
-            batch_size=batch_size,
-            max_samples=max_samples,
-            multiple=multiple,
-            cost=cost,
+            Budget.of(budget, max_tokens=max_tokens, batch_size=batch_size),
             num_buckets=num_buckets,
             boundaries="least_padding" if boundaries is None else boundaries,
-            too_long=too_long,
         )
         order = BucketOrder(buckets, seed=seed_or_default(seed), shuffle=shuffle, drop_last=drop_last)
         super().__init__(order, num_replicas=num_replicas, rank=rank, accept=accept)

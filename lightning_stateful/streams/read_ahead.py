@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from lightning_stateful.bucketing.budget import Budget, TooLong, check_too_long
+from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.bucketing.lengths import MAX_SAMPLE_LENGTH
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import Indices, KeyedPermutation
@@ -134,7 +134,8 @@ class LengthBatcher(BlockNode[list[Any]]):
     Args:
         source: The samples.
         window: Samples of a window; the last may have fewer.
-        budget: What a batch may hold.
+        budget: What a batch may hold; of samples that are too long for it, the first breaks the stream off, or all are
+            left out.
         length: From a sample to its length, or the name of a column of the samples: of a number that, of anything else
             its ``len``. It is not seeded, and asked again on a resume: it has to follow from the sample alone.
         boundary_key: From a sample to an integer, or the name of a column of integers; a batch holds samples of one. A
@@ -142,8 +143,6 @@ class LengthBatcher(BlockNode[list[Any]]):
             all samples may meet.
         shuffle_batches: Whether the batches of a window come in random order, which follows from the seed and
             the number of the window; by key and the longest first, if not.
-        too_long: What to do about samples longer than the budget: ``"error"`` breaks the stream off at the first,
-            ``"drop"`` leaves them out.
         order_seed: Chooses the orders of batches.
         where: Says where the samples come from, for errors.
 
@@ -167,7 +166,6 @@ class LengthBatcher(BlockNode[list[Any]]):
         length: Callable[[Any], Any] | str = len,
         boundary_key: Callable[[Any], Any] | str | None = None,
         shuffle_batches: bool = True,
-        too_long: TooLong = "error",
         order_seed: int = 0,
         where: Where | None = None,
     ) -> None:
@@ -177,9 +175,8 @@ class LengthBatcher(BlockNode[list[Any]]):
         _check_column("length", length)
         if boundary_key is not None:
             _check_column("boundary_key", boundary_key)
-        check_too_long(too_long)
         self._seed, self._where = as_int("order_seed", order_seed), where
-        self._budget, self._too_long, self._shuffle_batches = budget, too_long, shuffle_batches
+        self._budget, self._shuffle_batches = budget, shuffle_batches
         self._length, self._boundary_key = length, boundary_key
         self._length_of = partial(_length_in_column, length) if isinstance(length, str) else length
         self._key_of = itemgetter(boundary_key) if isinstance(boundary_key, str) else boundary_key
@@ -204,7 +201,7 @@ class LengthBatcher(BlockNode[list[Any]]):
 
     def describe(self) -> list[Any]:
         """Plain data to be compared; of functions, their names. What is not set is left out."""
-        described = {**self._budget.config(), "window": self._size, "too_long": self._too_long}
+        described = {**self._budget.config(), "window": self._size}
         if self._boundary_key is not None:
             described["boundary_key"] = name_of(self._boundary_key)
         described.update(lengths=name_of(self._length), shuffle_batches=self._shuffle_batches)
@@ -214,7 +211,7 @@ class LengthBatcher(BlockNode[list[Any]]):
         lengths = self._measure(samples)
         if int(lengths.max()) > self._longest:
             fits = lengths <= self._longest
-            if self._too_long == "error":
+            if self._budget.too_long == "error":
                 raise self._too_long_error(samples[int(fits.argmin())], int(lengths[fits.argmin()]))
             self._dropped += len(samples) - int(fits.sum())
             samples, lengths = list(compress(samples, fits.tolist())), lengths[fits]
@@ -266,7 +263,7 @@ class LengthBatcher(BlockNode[list[Any]]):
         return StreamError(
             f"The length of {self._said(sample)} is {length} tokens, and max_tokens={self._budget.max_tokens} has room "
             f"for {self._longest} of one sample. Raise max_tokens, shorten the samples, or pass "
-            'too_long="drop" to leave them out.'
+            'a Budget with too_long="drop" to leave them out.'
         )
 
     def _said(self, sample: Any) -> str:

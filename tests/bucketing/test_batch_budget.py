@@ -56,8 +56,24 @@ def test_a_quadratic_cost_is_exact_for_the_longest_lengths():
 
 def test_the_configuration_leaves_out_what_is_not_set():
     assert Budget(batch_size=3).config() == {"batch_size": 3}
-    full = Budget(max_tokens=np.int64(5), max_samples=2, multiple=4, cost=QuadraticCost(7))
-    assert full.config() == {"max_tokens": 5, "max_samples": 2, "multiple": 4, "quadratic_length": 7}
+    full = Budget(max_tokens=np.int64(5), max_samples=2, multiple=4, cost=QuadraticCost(7), too_long="drop")
+    assert full.config() == {
+        "max_tokens": 5,
+        "max_samples": 2,
+        "multiple": 4,
+        "quadratic_length": 7,
+        "too_long": "drop",
+    }
+
+
+def test_a_budget_stands_in_for_its_short_forms_and_not_beside_them():
+    budget = Budget(max_tokens=9, multiple=2)
+    assert Budget.of(budget) is budget
+    assert Budget.of(None, batch_size=3) == Budget(batch_size=3)
+    with pytest.raises(ConfigurationError, match=r"Leave out max_tokens=None and batch_size=4"):
+        Budget.of(budget, batch_size=4)
+    with pytest.raises(ConfigurationError, match="budget must be a Budget, got 9"):
+        Budget.of(9)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +101,7 @@ def test_budgets_out_of_range_are_refused_with_their_values(options, said):
 
 @pytest.mark.parametrize("limit", [3, 9, 13])
 def test_dropping_splits_the_lengths_at_the_limit(limit):
-    kept, dropped = drop_too_long(histogram(LENGTHS), Budget(max_tokens=limit), "drop")
+    kept, dropped = drop_too_long(histogram(LENGTHS), Budget(max_tokens=limit, too_long="drop"))
     assert kept.values.tolist() == sorted({length for length in LENGTHS.tolist() if length <= limit})
     assert dropped == sum(length > limit for length in LENGTHS.tolist()) == 7 - int(kept.counts.sum())
 
@@ -100,4 +116,4 @@ def test_dropping_splits_the_lengths_at_the_limit(limit):
 )
 def test_what_cannot_be_served_is_refused(max_tokens, too_long, said):
     with pytest.raises(ConfigurationError, match=said):
-        drop_too_long(histogram(LENGTHS), Budget(max_tokens=max_tokens), too_long)
+        drop_too_long(histogram(LENGTHS), Budget(max_tokens=max_tokens, too_long=too_long))

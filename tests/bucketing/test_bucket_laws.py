@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.bucket_cases import in_budget
 from support.orders import OrderCase, every_law
 
 from lightning_stateful.bucketing import BucketOrder, Buckets, QuadraticCost
@@ -16,7 +17,7 @@ LENGTHS = [1 + (index * index * 7 + index * 3) % 19 for index in range(61)]
 def case(lengths: list[int] = LENGTHS, *, shuffle: bool = True, drop_last: bool = False, **options: Any) -> OrderCase:
     def order(of: list[int]) -> BucketOrder:
         return BucketOrder(
-            Buckets.of(of, **{"num_buckets": 4, **options}), seed=3, shuffle=shuffle, drop_last=drop_last
+            Buckets.of(of, **in_budget({"num_buckets": 4, **options})), seed=3, shuffle=shuffle, drop_last=drop_last
         )
 
     short = order(lengths)

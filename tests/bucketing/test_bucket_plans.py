@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from support.bucket_cases import (
+    in_budget,
     random_cases,
     random_histories,
     samples_of,
@@ -20,7 +21,7 @@ LENGTHS = [7, 3, 9, 3, 8, 2, 9, 1, 7, 5, 4, 4]
 
 
 def make(lengths=LENGTHS, *, seed=0, shuffle=True, drop_last=False, **options):
-    return BucketOrder(Buckets.of(lengths, **options), seed=seed, shuffle=shuffle, drop_last=drop_last)
+    return BucketOrder(Buckets.of(lengths, **in_budget(options)), seed=seed, shuffle=shuffle, drop_last=drop_last)
 
 
 # Whole epochs, and epochs in which the number of ranks changes

@@ -38,7 +38,7 @@ def test_the_rest_of_an_epoch_is_measured_after_a_change_of_ranks():
 
 def test_long_epochs_of_short_types_are_measured_part_by_part():
     lengths = np.tile(np.array([250, 251, 255], dtype=np.uint8), 500_000)
-    measured = measure(BucketOrder(Buckets.of(lengths, batch_size=3, num_buckets=3)).plan(0, 1))
+    measured = measure(BucketOrder(Buckets.of(lengths, Budget(batch_size=3), num_buckets=3)).plan(0, 1))
     assert measured.counts.sum() == 1_500_000
     assert measured.tokens.sum() == 500_000 * 756
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from support.bucket_cases import random_cases
+from support.bucket_cases import in_budget, random_cases
 
 from lightning_stateful.bucketing import Buckets, Budget, QuadraticCost
 from lightning_stateful.bucketing.buckets import default_num_buckets
@@ -37,7 +37,7 @@ def test_every_sample_that_fits_is_in_the_bucket_of_its_length():
 
 
 def test_a_shuffle_keeps_samples_in_their_buckets_and_differs_by_its_labels():
-    buckets = Buckets.of([number % 5 + 1 for number in range(400)], batch_size=4, num_buckets=3)
+    buckets = Buckets.of([number % 5 + 1 for number in range(400)], Budget(batch_size=4), num_buckets=3)
     unshuffled = by_bucket(buckets)
     found = [by_bucket(buckets, buckets.shuffle(*labels)) for labels in ((0, 0), (0, 1), (1, 0))]
     assert all([sorted(samples) for samples in each] == unshuffled for each in found)
@@ -58,7 +58,7 @@ def test_a_shuffle_keeps_samples_in_their_buckets_and_differs_by_its_labels():
     ids=["given", "least padding", "equal counts", "moved to the longest", "empty ones stay"],
 )
 def test_boundaries_are_given_or_chosen(options, ends, sizes):
-    buckets = Buckets.of(LENGTHS, max_tokens=24, **options)
+    buckets = Buckets.of(LENGTHS, Budget(max_tokens=24), **options)
     assert (buckets.ends, buckets.sizes) == (ends, sizes)
 
 
@@ -80,7 +80,7 @@ def test_by_default_a_bucket_has_4_batches_on_average(budget, expected):
 def test_samples_of_several_chunks_are_sorted_as_one_in_4_bytes_each(num_buckets):
     lengths = np.random.default_rng(0).integers(1, 60_000, 2**20 + 4000).astype(np.uint16)
     ends = np.unique(np.linspace(1, 59_999, num_buckets).astype(int))
-    buckets = Buckets.of(lengths, max_tokens=50_000, boundaries=ends, too_long="drop")
+    buckets = Buckets.of(lengths, Budget(max_tokens=50_000, too_long="drop"), boundaries=ends)
     bucket_of = np.searchsorted(ends, lengths)
     fitting = np.flatnonzero(lengths <= 50_000)
     expected = fitting[np.argsort(-bucket_of[fitting], kind="stable")]
@@ -90,14 +90,14 @@ def test_samples_of_several_chunks_are_sorted_as_one_in_4_bytes_each(num_buckets
 
 
 def test_lengths_go_up_to_2_to_the_41():
-    buckets = Buckets.of([2**41, 2**41 - 1, 5, 2**20, 2**41], max_tokens=2**42, num_buckets=2)
+    buckets = Buckets.of([2**41, 2**41 - 1, 5, 2**20, 2**41], Budget(max_tokens=2**42), num_buckets=2)
     assert (buckets.ends, buckets.sizes) == ((2**41, 2**20), (2, 2**22))
     assert by_bucket(buckets) == [[0, 1, 4], [2, 3]]
 
 
 def test_what_was_asked_for_is_plain_data():
-    asked = {"max_tokens": 600, "max_samples": 9, "multiple": 2, "cost": QuadraticCost(3)}
-    buckets = Buckets.of(LENGTHS, **asked, num_buckets=np.int64(2), too_long="drop")
+    budget = Budget(max_tokens=600, max_samples=9, multiple=2, cost=QuadraticCost(3), too_long="drop")
+    buckets = Buckets.of(LENGTHS, budget, num_buckets=np.int64(2))
     assert json.loads(json.dumps(buckets.config)) == {
         "max_tokens": 600,
         "max_samples": 9,
@@ -125,4 +125,4 @@ def test_what_was_asked_for_is_plain_data():
 )
 def test_arguments_out_of_range_are_refused_with_their_values(options, said):
     with pytest.raises(ConfigurationError, match=said):
-        Buckets.of(LENGTHS, **options)
+        Buckets.of(LENGTHS, **in_budget(options))

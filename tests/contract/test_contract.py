@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.bucket_cases import in_budget
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -93,7 +94,7 @@ def over_sources_taken_over(sampler: Callable[[], Any]) -> Make:
 def buckets(lengths: Any = LENGTHS, **options: Any) -> Make:
     budget = {} if options.keys() & {"batch_size", "max_tokens"} else {"max_tokens": 32}
     return lambda num_replicas, rank: BucketBatchSampler(
-        lengths, num_replicas=num_replicas, rank=rank, **{"num_buckets": 3, **budget, **options}
+        lengths, num_replicas=num_replicas, rank=rank, **in_budget({"num_buckets": 3, **budget, **options})
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.bucket_cases import in_budget
 
 from lightning_stateful.bucketing import QuadraticCost
 from lightning_stateful.core import SampleBatchOrder, SequentialOrder
@@ -26,7 +27,7 @@ every_case = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 
 
 def sampler(lengths: Any = LENGTHS, **options: Any) -> BucketBatchSampler:
-    return BucketBatchSampler(lengths, **options)
+    return BucketBatchSampler(lengths, **in_budget(options))
 
 
 def steps_of(options: dict[str, Any], ranks: int, epoch: int = 0) -> list[list[list[int]]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.bucket_cases import in_budget
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.report.padding_plot import plot_padding
@@ -35,7 +36,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize(("lengths", "options"), CASES.values(), ids=CASES)
 def test_a_picture_is_written(tmp_path: Path, lengths: Any, options: dict[str, Any]) -> None:
     path = tmp_path / "padding.png"
-    plot_padding(BucketBatchSampler(lengths, **options), path, num_replicas=2)
+    plot_padding(BucketBatchSampler(lengths, **in_budget(options)), path, num_replicas=2)
     width, height = size_of(path)
 
     assert 800 <= width <= 2000

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.bucket_cases import in_budget
 from torch.utils.data import DataLoader
 
-from lightning_stateful.bucketing import BucketOrder, Buckets, QuadraticCost
+from lightning_stateful.bucketing import BucketOrder, Buckets, Budget, QuadraticCost
 from lightning_stateful.core import SampleBatchOrder, ShuffledOrder
 from lightning_stateful.errors import ConfigurationError, StateMismatchError
 from lightning_stateful.mixture import MixtureOrder, Sources
@@ -23,7 +24,9 @@ from lightning_stateful.samplers.batch_samplers import BucketBatchSampler, State
 DATASET = [100 * number for number in range(60)]
 ORDERS = {
     "samples": SampleBatchOrder(samples=ShuffledOrder(60, 3), batch_size=4),
-    "buckets": BucketOrder(Buckets.of([1 + 7 * n % 23 for n in range(60)], max_tokens=60, num_buckets=4), seed=3),
+    "buckets": BucketOrder(
+        Buckets.of([1 + 7 * n % 23 for n in range(60)], Budget(max_tokens=60), num_buckets=4), seed=3
+    ),
     "sources": MixtureOrder(sources=Sources(("a", "b"), (15, 45), (2, 3)), draws=(1, 2), seed=3),
 }
 every_order = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
@@ -113,7 +116,7 @@ LENGTHS = [*np.random.default_rng(5).integers(1, 41, 149).tolist(), 40]
 def buckets(lengths: Any = LENGTHS, **options: Any) -> BucketBatchSampler:
     budget = {} if "max_tokens" in options else {"max_tokens": 100}
     count = {} if "boundaries" in options else {"num_buckets": 4}
-    return BucketBatchSampler(lengths, **{**budget, **count, **options})
+    return BucketBatchSampler(lengths, **in_budget({**budget, **count, **options}))
 
 
 def state_after(count: int, **options: Any) -> dict[str, Any]:

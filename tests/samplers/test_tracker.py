@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_stateful.bucketing import BucketOrder, Buckets
+from lightning_stateful.bucketing import BucketOrder, Buckets, Budget
 from lightning_stateful.core import (
     UNKNOWN,
     EpochPlan,
@@ -57,7 +57,7 @@ class OpenOrder(SampleBatchOrder):
 
 
 SAMPLES = SampleBatchOrder(samples=ShuffledOrder(31, 3), batch_size=2)
-BUCKETS = BucketOrder(Buckets.of([1 + n % 9 for n in range(40)], max_tokens=12, num_buckets=3), seed=3)
+BUCKETS = BucketOrder(Buckets.of([1 + n % 9 for n in range(40)], Budget(max_tokens=12), num_buckets=3), seed=3)
 MIXED = MixtureOrder(sources=Sources(("a", "b"), (15, 40), (2, 3)), draws=(1, 2), num_steps=9, seed=3)
 ORDERS = {
     "samples": SAMPLES,

@@ -155,7 +155,7 @@ def length(sample: Any) -> int:
 @pytest.mark.parametrize("seed", range(4))
 def test_batches_of_like_lengths_are_shared_whole_again_and_again(seed: int) -> None:
     history = random.Random(seed)
-    batcher = Step(LengthBatcher, {"window": 10, "budget": Budget(max_tokens=12), "length": length, "too_long": "drop"})
+    batcher = Step(LengthBatcher, {"window": 10, "budget": Budget(max_tokens=12, too_long="drop"), "length": length})
     sizes = [60] if seed % 2 else [history.randint(0, 40) for _ in range(7)]
     config = alone(sizes, steps=(batcher,), batching={"batch_size": None})
     state, batches = StreamState.beginning(config, 0, history.randint(1, 3), history.randint(1, 2)), []

@@ -41,13 +41,15 @@ def samples_of(rng: random.Random, most: int = 300) -> list[Sample]:
 def random_options(rng: random.Random, samples: list[Sample], **fixed: Any) -> dict[str, Any]:
     budget = random_budget(rng, [sample["length"] for sample in samples])
     options = {
-        "too_long": budget.pop("too_long", "error"),
         "window": rng.choice([1, 7, 40, 100, 1000]),
         "length": rng.choice([length_of, "length"]),
         "boundary_key": rng.choice([None, key_of, "key"]),
         "shuffle_batches": rng.random() < 0.7,
     }
     return {**options, "budget": Budget(**budget), **fixed}
+
+
+DROPPING = Budget(max_tokens=12, too_long="drop")
 
 
 def batcher(samples: Any, asked: Counter[str] | None = None, **options: Any) -> LengthBatcher:
@@ -64,7 +66,7 @@ def expected(samples: list[Sample], options: dict[str, Any]) -> list[list[list[S
     windows = []
     for begin in range(0, len(samples), options["window"]):
         window = list(range(begin, min(begin + options["window"], len(samples))))
-        if options["too_long"] == "drop":
+        if options["budget"].too_long == "drop":
             window = [number for number in window if num_samples(lengths[number])]
         cut = read_ahead(window, lengths, keys, options["window"], num_samples)
         windows.append([[samples[number] for number in batch] for batches in cut for batch in batches])
@@ -145,7 +147,7 @@ class TestTooLong:
         rng = random.Random(seed)
         lengths = [rng.choice([1, 3, 12, 13, 99]) for _ in range(rng.choice([5, 60]))]
         source = ListNode(lengths)
-        options: dict[str, Any] = {"window": rng.choice([1, 4, 7]), "too_long": "drop"}
+        options: dict[str, Any] = {"window": rng.choice([1, 4, 7]), "budget": DROPPING}
         node, served = started(batcher(source, **options)), 0
         for batch in node:
             served += len(batch)
@@ -194,7 +196,7 @@ class TestLengths:
     def test_what_is_no_length_is_named_with_the_sample(self, length: Any) -> None:
         lengths = [3, 3, 3, length, 3]
         with pytest.raises(ShardError, match=r"the sample 3 \(the stream has been read up to the end\)"):
-            next(batcher(range(5), length=lengths.__getitem__, too_long="drop", where=lambda: "the end"))
+            next(batcher(range(5), length=lengths.__getitem__, budget=DROPPING, where=lambda: "the end"))
 
     @pytest.mark.parametrize("key", [0.5, None, 2**63])
     def test_what_is_no_key_is_named_with_the_sample(self, key: Any) -> None:
@@ -225,7 +227,6 @@ class TestArguments:
             ({"budget": 5}, "budget must be a Budget"),
             ({"length": 5}, "length must be a function of a sample or the name of a column, got 5"),
             ({"boundary_key": 5}, "boundary_key must be"),
-            ({"too_long": "skip"}, "too_long must be one of"),
             ({"order_seed": "x"}, "order_seed must be an integer"),
             ({"budget": Budget(max_tokens=1, cost=QuadraticCost(4))}, "Not even a sample of one token"),
         ],
@@ -236,8 +237,8 @@ class TestArguments:
             batcher([], **wrong)
 
     def test_it_describes_all_that_decides_about_batches_as_plain_data(self) -> None:
-        budget = Budget(max_tokens=12, max_samples=4, multiple=2, cost=QuadraticCost(7))
-        options: dict[str, Any] = {"length": "text", "boundary_key": key_of, "too_long": "drop"}
+        budget = Budget(max_tokens=12, max_samples=4, multiple=2, cost=QuadraticCost(7), too_long="drop")
+        options: dict[str, Any] = {"length": "text", "boundary_key": key_of}
         node = batcher([], budget=budget, window=np.int64(8), shuffle_batches=False, **options)
         described = {
             "max_tokens": 12, "max_samples": 4, "multiple": 2, "quadratic_length": 7, "window": 8, "too_long": "drop",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from typing import Any
@@ -138,6 +139,13 @@ def random_lengths(rng: random.Random, most: int = 300) -> list[int]:
     return [longest if rng.random() < 0.05 else rng.randint(1, 3) for _ in range(count)]
 
 
+def in_budget(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of buckets, of which those that a budget takes are put into one."""
+    names = {field.name for field in dataclasses.fields(Budget)}
+    limits = {name: value for name, value in options.items() if name in names}
+    return {"budget": Budget(**limits), **{name: value for name, value in options.items() if name not in names}}
+
+
 def random_budget(rng: random.Random, lengths: Sequence[int]) -> dict[str, Any]:
     """A budget of any kind, under which every sample fits unless it says to drop those that do not."""
     longest = max(*lengths, 1)
@@ -164,7 +172,7 @@ def random_order(rng: random.Random, *, most: int = 300, **fixed: Any) -> Bucket
     )
     if rng.random() < 0.2:
         chosen = {"boundaries": sorted({rng.randint(1, 1200) for _ in range(rng.randint(1, 8))})}
-    buckets = Buckets.of(lengths, **random_budget(rng, lengths), **chosen)
+    buckets = Buckets.of(lengths, Budget(**random_budget(rng, lengths)), **chosen)
     options = {"seed": rng.randint(0, 99), "shuffle": rng.random() < 0.8, "drop_last": rng.random() < 0.25, **fixed}
     return BucketOrder(buckets, **options)
 

@@ -13,6 +13,7 @@ import torch.distributed
 from torch.utils.data import default_collate
 
 from lightning_stateful import ChunkedDataset, MixedStream, StreamDataModule
+from lightning_stateful.bucketing import Budget
 from support import hf_streams
 from support.stream_cases import Divided
 
@@ -208,7 +209,7 @@ MODULES: dict[str, Callable[..., StreamDataModule]] = {
         for kind in (*FILES, "filter", "batched map", "interleave", "concatenate", "shuffle")
     },
     "tokens": lambda folder, **options: module(
-        chunks(), max_tokens=18, length=length_of, read_ahead=6, multiple=2, **options
+        chunks(), budget=Budget(max_tokens=18, multiple=2), length=length_of, read_ahead=6, **options
     ),
     "in turn": lambda folder, **options: module(MixedStream(two_streams(folder)), **options),
     "mixed by sample": lambda folder, **options: module(

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_stateful import BucketDataModule, QuadraticCost
+from support.bucket_cases import in_budget
 from support.ledger import Numbers
 from support.sources import Event, trained
 
@@ -52,7 +53,7 @@ def bucketed(**options: Any) -> BucketDataModule:
         defaults["max_tokens"] = MAX_TOKENS
     if "boundaries" not in options:
         defaults["num_buckets"] = 4
-    return BucketDataModule(**{**defaults, **options})
+    return BucketDataModule(**in_budget({**defaults, **options}))
 
 
 MODULES: dict[str, Callable[..., Any]] = {

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torchdata.nodes import Batcher, Loader, Mapper, SamplerWrapper
 
 from lightning_stateful import MixedStream, StatefulDataCallback, StreamDataModule
+from lightning_stateful.bucketing import Budget
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
 from lightning_stateful.stream_loader.loader import IterableLoader, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
@@ -211,12 +212,12 @@ def test_overfitting_trains_on_the_same_batches_in_every_epoch() -> None:
     [
         (lambda: module(Numbers(10)), "StatefulDataModule serves it faster"),
         (lambda: module(chunks(), max_tokens=9, length=length_of, val=Numbers(10)), "pass eval_batch_size"),
-        (lambda: module(chunks(), multiple=8), "multiple: for batches of like lengths only"),
+        (lambda: module(chunks(), boundary_key=len), "boundary_key: for batches of like lengths only"),
         (lambda: module(chunks(), max_tokens=9, length=length_of, drop_last=True), "drop_last"),
         (lambda: module([1, 2, 3]), "list has an index"),
         (lambda: StreamDataModule(chunks(), batch_size=2, max_tokens=10), "batch_size"),
         (lambda: StreamDataModule(chunks(), batch_size=0), "batch_size"),
-        (lambda: StreamDataModule(chunks(), batch_size=2, max_samples=3), "Pass max_tokens"),
+        (lambda: StreamDataModule(chunks(), batch_size=2, budget=Budget(max_tokens=3)), "The budget says"),
         (lambda: module(chunks(), replay="never"), "replay must be one of"),
         (lambda: module(chunks(), on_error="ignore"), "on_error must be one of"),
         (lambda: module(chunks(), steps_per_epoch=0), "steps_per_epoch must be at least 1, got 0"),
