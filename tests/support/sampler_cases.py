@@ -52,20 +52,6 @@ class PlainData(pl.LightningDataModule):
         return self.val()
 
 
-class Hooks(LedgerModel):
-    """A model that brings its own loaders."""
-
-    def __init__(self, make: MakeLoaders) -> None:
-        super().__init__()
-        self.make = make
-
-    def train_dataloader(self) -> Any:
-        return self.make()
-
-    def val_dataloader(self) -> Any:
-        return val_loader()
-
-
 class ByRank(Sampler[int]):
     """Yields another order on every rank, by what it reads in the environment."""
 

@@ -25,7 +25,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_stateful import StatefulDataCallback, StreamDataModule, patch_dataloader
+from lightning_stateful import StatefulDataCallback, StatefulLoader, StreamDataModule, patch_dataloader
+from lightning_stateful.trainer.loader_proxy import LoaderProxy
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -123,6 +124,13 @@ def test_under_ddp_on_one_device_hooks_find_lightnings_sampler() -> None:
         torch.distributed.destroy_process_group()
 
     assert looks.seen == [(DistributedSampler, True, 3, 3)] * 2
+
+
+def test_on_several_ranks_hooks_find_lightnings_sampler_of_this_rank() -> None:
+    loader = StatefulLoader(Numbers(6), batch_size=2, num_replicas=2, rank=1)
+    shown = LoaderProxy(loader, lambda: None, original=batches(shuffle=True)).sampler
+
+    assert (shown.num_replicas, shown.rank, shown.shuffle) == (2, 1, True)
 
 
 def test_a_sampler_that_a_hook_changes_is_the_one_that_is_trained_on() -> None:

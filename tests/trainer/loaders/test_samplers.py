@@ -17,7 +17,6 @@ from support import sampler_cases, samplers, sources
 from support.ledger import LedgerModel, Numbers
 from support.runs import StopAt, assert_same_end, seeded, train
 from support.sampler_cases import (
-    Hooks,
     callback_of,
     cuts_loader,
     train_with,
@@ -25,7 +24,7 @@ from support.sampler_cases import (
 from support.samplers import BATCHES, LENGTH, LOADERS, PERMUTATIONS, loader
 from support.sources import trained
 
-from lightning_stateful import DDPSamplerWrapper, StatefulDataModule, is_patched
+from lightning_stateful import DDPSamplerWrapper, is_patched
 from lightning_stateful.errors import ConfigurationError
 
 # Said by torchdata's loader, whenever one is made, of what newer versions of torch deprecate.
@@ -75,39 +74,6 @@ def test_a_run_saved_at_the_last_batch_of_an_epoch_begins_the_next_one(tmp_path:
     whole = train_with(ALL_LOADERS[name], max_epochs=2)
     moments = [("on_train_batch_end", epoch, len(ids(whole.ledger, epoch)) - 1) for epoch in range(2)]
     assert_goes_on_from_every_moment(tmp_path, ALL_LOADERS[name], moments)
-
-
-# Where loaders come from
-
-
-def from_hooks(make: Any, *, seed: int = 1, **options: Any) -> Any:
-    return train_with(None, model=seeded(lambda: Hooks(make), seed), **options)
-
-
-def passed_to_fit(make: Any, **options: Any) -> Any:
-    callback = sampler_cases.StatefulDataCallback(seed=5)
-    return train(make, **{**options, "callbacks": [callback, *options.get("callbacks", [])]})
-
-
-class Subclass(StatefulDataModule):
-    """Returns a loader of its user's."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__(val=Numbers(5, first=100), batch_size=2, seed=5)
-        self.make = make
-
-    def train_dataloader(self) -> Any:
-        return self.make()
-
-
-def from_a_stateful_module(make: Any, **options: Any) -> Any:
-    return train(lambda: Subclass(make), **options)
-
-
-@pytest.mark.parametrize("run", [from_hooks, passed_to_fit, from_a_stateful_module])
-def test_loaders_come_from_hooks_arguments_or_a_stateful_module(tmp_path: Path, run: Any) -> None:
-    whole = assert_goes_on_from_every_moment(tmp_path, LOADERS["without len"], [MOMENTS[0], MOMENTS[2]], run)
-    assert trained(whole.ledger) == trained(train_with(LOADERS["without len"], max_epochs=2).ledger)
 
 
 # What an epoch changes stays in a sampler that is used again.

@@ -10,6 +10,7 @@ import pytest
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ledger import LedgerModel, Numbers
 from support.runs import StopAt, assert_stitches, numbers_module, seeded, train
+from support.samplers import WithoutLen
 from support.sources import assert_goes_on_from_every_moment
 from torch.utils.data import DataLoader
 
@@ -98,6 +99,7 @@ SOURCES: dict[str, Any] = {
     "hooks of the model": (lambda: None, HookedModel),
     "a plain data module": (PlainModule, LedgerModel),
     "a loader passed to fit": (lambda: plain(22), LedgerModel),
+    "a loader with a sampler without len": (lambda: plain(22, shuffle=False, sampler=WithoutLen()), LedgerModel),
     "loaders passed to fit": (lambda: [plain(22), plain(30)], LedgerModel),
     "a stateful loader passed to fit": (
         lambda: StatefulLoader(Numbers(22), batch_size=2, sampler=BlockShuffledOrder(22, 4, 3, 2), seed=4),
