@@ -272,12 +272,25 @@ def test_an_end_that_is_not_announced_may_be_dropped(tmp_path: Path, tail: Any) 
     assert [len(batch) for batch in ids(train_with(make, max_epochs=1).ledger)] == [4] * 5 + [2] * (tail != "drop")
 
 
-@pytest.mark.parametrize("options", [{"limit_train_batches": 7}, {"max_steps": 17, "max_epochs": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_train_batches": 7},
+        # At the limit a window of accumulation ends, however many batches it has.
+        {"limit_train_batches": 7, "accumulate_grad_batches": 4},
+        {"max_steps": 17, "max_epochs": 1},
+    ],
+    ids=str,
+)
 def test_an_endless_sampler_goes_on_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
-    make = lambda: loader(sampler=samplers.Endless(), batch_size=3)  # noqa: E731
+    def make() -> Any:
+        return loader(sampler=samplers.Endless(), batch_size=3)
+
     moments = [("on_before_backward", 0, 5), ("on_train_batch_end", 0, 6)]
-    moments += [("on_train_batch_end", 1, 3), ("on_validation_batch_end", 1, 0)] if "limit" in str(options) else []
-    assert_goes_on_from_every_moment(tmp_path, make, moments, **options)
+    if "limit_train_batches" in options:
+        moments += [("on_train_batch_end", 1, 3), ("on_validation_batch_end", 1, 0)]
+    whole = assert_goes_on_from_every_moment(tmp_path, make, moments, **options)
+    assert whole.global_step == (4 if "accumulate_grad_batches" in options else options.get("max_steps", 14))
 
 
 def test_an_endless_sampler_may_be_cut_off_after_a_given_length(tmp_path: Path) -> None:

@@ -70,6 +70,16 @@ def test_a_named_difference_is_accepted_and_the_position_kept(stopped: Path) -> 
     assert len([index for event in trained for index in event[4]]) == 26 - 8
 
 
+def test_what_a_module_accepts_holds_for_a_callback_of_the_users_own_too(stopped: Path) -> None:
+    def resume(**options: Any) -> int:
+        callbacks = [StatefulDataCallback(seed=8)]
+        return train(lambda: numbers_module(**options), callbacks=callbacks, ckpt_path=stopped).current_epoch
+
+    with pytest.raises(StateMismatchError, match="seed: saved 7, now 8"):
+        resume()
+    assert resume(accept=("seed",)) == 3
+
+
 def test_accepting_one_difference_does_not_accept_another(stopped: Path) -> None:
     with pytest.raises(StateMismatchError) as caught:
         train(lambda: numbers_module(train=Numbers(26), seed=1, accept=("dataset.length",)), ckpt_path=stopped)
