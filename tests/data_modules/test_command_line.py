@@ -64,7 +64,13 @@ def of(module: Any, arguments: dict[str, Any], make: Any) -> Any:
         ),
         of(
             Bucketed,
-            {"seed": 7, "lengths": "num_tokens", "max_tokens": 60, "num_buckets": 4, "cost.length": 12},
+            {
+                "seed": 7,
+                "lengths": "num_tokens",
+                "budget.max_tokens": 60,
+                "budget.cost.length": 12,
+                "num_buckets": 4,
+            },
             MODULES["quadratic cost"],
         ),
         of(
