@@ -3,12 +3,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 # One thread a process: the tests run side by side, and sums come out in one order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Processes that a test starts find the package and `support`.
+os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parents[1], Path(__file__).parent)))
 
 # The same examples in each run; `pytest --hypothesis-profile=thorough` looks further.
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)

@@ -14,12 +14,21 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from support.plain_loop import LENGTH, ON_RANKS, PLAIN, STOP, Samples, fabric_run, ids_of
-from support.ranks import ledger_of, run_on_ranks
+from support.plain_loop import (
+    LENGTH,
+    ON_RANKS,
+    PLAIN,
+    STOP,
+    Samples,
+    bare_loop,
+    fabric_on_ranks,
+    fabric_run,
+    ids_of,
+)
+from support.ranks import Ranks, ledger_of
 
 from lightning_stateful.loaders import StatefulLoader, patch_dataloader, take_over
 
-TESTS = Path(__file__).parents[1]
 SAMPLES = list(range(LENGTH))
 # The step in which the run under torchrun is killed, within its second epoch.
 HOLD = 9
@@ -72,17 +81,16 @@ class TestFabricOnOneProcess:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
+    """Where a bare loop on ranks that were not killed writes what it gave, and the others beside it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    Ranks(2, folder).of(bare_loop)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    """What every loader gave on each of two processes, before a bare loop that writes what it gave down."""
-    found = run_on_ranks([("support.plain_loop", "fabric_on_ranks"), ("support.plain_loop", "bare_loop")], 2, folder)
-    results = [rank["fabric_on_ranks"] for rank in found]
-    assert [rank["bare_loop"] for rank in found] == [None, None], found
-    assert all(isinstance(result, dict) for result in results), results
-    return results
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every loader gave on each of two processes under Fabric."""
+    return Ranks(2, tmp_path_factory.mktemp("fabric")).of(fabric_on_ranks)
 
 
 class TestFabricOnTwoRanks:
@@ -115,7 +123,6 @@ def torchrun(folder: Path, hold: int = 0) -> subprocess.Popen[bytes]:
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(
             [*launcher, "-m", "support.plain_loop", str(folder), str(hold)],
-            env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
             start_new_session=True,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -134,7 +141,7 @@ def kill(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def killed(folder: Path, ranks: list[dict[str, Any]]) -> Path:
+def killed(folder: Path) -> Path:
     """A run that was killed within a step of the second epoch and run again; "bare_loop" beside it was not killed."""
     path = folder / "killed"
     process = torchrun(path, HOLD)

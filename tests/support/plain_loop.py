@@ -124,7 +124,7 @@ def main(folder: Path, hold: int) -> None:
 
 
 def bare_loop(folder: Path) -> None:
-    """Train to the end, on ranks that Fabric has joined already."""
+    """Train to the end, on ranks that are joined already."""
     main(folder, 0)
 
 

@@ -1,56 +1,69 @@
-"""Batches of like lengths on real ranks: in step, exact over stops and kills, and handed over between any numbers."""
+"""Batches of like lengths on real ranks: in step, exact over stops, and handed over between any numbers of ranks."""
 
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import text_cases
-from support.ranks import kill_after, ledger_of, run_on_ranks
-from support.runs import assert_stitches
+import torch
+import torch.distributed
+from support.ddp_runs import Link, Settle, assert_chain, assert_in_step, chain_of, on_ranks, plain, run
+from support.ranks import Ranks
+from support.runs import train
 from support.sources import trained
-from support.text_cases import HANDED_OVER, NAMES, NUM_SAMPLES, NUM_VAL, RESUMED, VAL_FIRST, hand_over
-from support.texts import batches, fits, ids_of, length_of, padding_of, samples
+from support.texts import (
+    MODULES,
+    VAL_FIRST,
+    PaddingLog,
+    Texts,
+    batches,
+    bucketed,
+    fits,
+    ids_of,
+    length_of,
+    measure,
+    padding_of,
+    samples,
+)
 
+# Samples that two and three ranks cannot share without remainders.
+NUM_SAMPLES, NUM_VAL = 91, 23
 EVERY_SAMPLE = list(range(NUM_SAMPLES))
+NAMES = ("tokens", "given boundaries", "batch size")
+STOPS = [("on_before_backward", 0, 3), ("on_validation_batch_end", 0, 0), ("on_train_batch_end", 1, 5)]
+# Steps of the first epoch after which each number of ranks leaves the rest to the next.
+HANDED_OVER = {2: 3, 3: 5, 1: 8}
 Runs = list[dict[str, Any]]
 
 
-class Everything:
-    """What each number of ranks did, one after the other."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.two = self._on(2, text_cases.ON_TWO)
-        self.three = self._on(3, text_cases.ON_THREE)
-        self.one = {name: hand_over(folder, name, 1, max_epochs=2) for name in NAMES}
-        # The processes that finish what others left also go on where two were killed.
-        self.killed = folder / "killed_run"
-        self.killed.mkdir()
-        kill_after(6, "support.killed_texts", self.killed)
-        self.lines_when_killed = [len(ledger_of(self.killed, rank)) for rank in range(2)]
-        self.two_again = self._on(2, text_cases.ON_TWO_AGAIN)
-
-    def _on(self, number: int, cases: list[Any]) -> list[dict[str, Any]]:
-        named = [("support.text_cases", case.__name__) for case in cases]
-        return run_on_ranks(named, number, self.folder)
-
-    def of(self, ranks: list[dict[str, Any]], case: str) -> list[Any]:
-        results = [rank[case] for rank in ranks]
-        assert not any(isinstance(result, str) for result in results), results
-        return results
-
-    def uninterrupted(self, number: int, name: str) -> Runs:
-        """The runs of all ranks."""
-        return [run[name] for run in self.of({2: self.two, 3: self.three}[number], "uninterrupted")]
-
-
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> Everything:
-    return Everything(tmp_path_factory.mktemp("buckets"))
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ranks]:
+    folder = tmp_path_factory.mktemp("buckets")
+    return {number: Ranks(number, folder / str(number)) for number in (2, 3)}
+
+
+def make(name: str, **options: Any) -> Any:
+    data = {"train": Texts(NUM_SAMPLES), "val": Texts(NUM_VAL, first=VAL_FIRST), "log_data": True}
+    return MODULES[name](**{**data, **options})
+
+
+def chain(folder: Path, name: str, stops: list[Any] = STOPS, **options: Any) -> list[Link]:
+    return chain_of(partial(make, name, **options), folder, stops, callbacks=lambda: [Settle(), PaddingLog()])
+
+
+def whole(folder: Path, name: str) -> dict[str, Any]:
+    return plain(run(partial(make, name), callbacks=[PaddingLog()]))
+
+
+def uninterrupted(ranks: dict[int, Ranks], number: int, name: str) -> Runs:
+    """The runs of all ranks."""
+    return ranks[3].of(whole, name) if number == 3 else [parts[0][0] for parts in ranks[2].of(chain, name)]
 
 
 def steps_of(runs: Runs, epoch: int) -> list[tuple[tuple[int, ...], ...]]:
@@ -62,203 +75,207 @@ def over_all(runs: Runs, epoch: int) -> list[int]:
     return sorted(index for run in runs for index in samples(run["ledger"], epoch))
 
 
-# Ranks in step
+# In step
 
 
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_all_ranks_take_the_same_steps_and_every_sample_comes_once(
-    everything: Everything, name: str, number: int
+    ranks: dict[int, Ranks], name: str, number: int
 ) -> None:
-    runs = everything.uninterrupted(number, name)
-    assert len(runs) == number
-    for run in runs:
-        assert [event[:4] for event in trained(run["ledger"])] == [event[:4] for event in trained(runs[0]["ledger"])]
-        assert all(fits(name, batch) for batch in batches(run["ledger"]))
+    runs = uninterrupted(ranks, number, name)
+    assert_in_step(runs)
+    assert all(fits(name, batch) for run in runs for batch in batches(run["ledger"]))
     for epoch in range(2):
-        assert len(steps_of(runs, epoch)) == runs[0]["length"]
+        steps = steps_of(runs, epoch)
+        assert len(steps) == runs[0]["length"]
         assert over_all(runs, epoch) == EVERY_SAMPLE
+        if name != "batch size":
+            assert all(len({len(batch) for batch in step}) == 1 for step in steps[:-1])
     assert steps_of(runs, 0) != steps_of(runs, 1)
+    assert runs[0]["state"]["progress"]["epoch"] == 2
+    assert len(json.dumps(runs[0]["state"])) < 1000
 
 
 @pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("name", ["tokens", "given boundaries"])
-def test_all_ranks_of_a_step_have_the_same_number_of_samples(everything: Everything, name: str, number: int) -> None:
-    for epoch in range(2):
-        for step in steps_of(everything.uninterrupted(number, name), epoch)[:-1]:
-            assert len({len(batch) for batch in step}) == 1, step
-
-
-@pytest.mark.parametrize("number", [2, 3])
-def test_all_ranks_of_a_step_serve_the_same_bucket_save_where_one_ends(everything: Everything, number: int) -> None:
+def test_all_ranks_of_a_step_serve_the_same_bucket_save_where_one_ends(ranks: dict[int, Ranks], number: int) -> None:
     def bucket(index: int) -> int:
         return sum(length_of(index) > end for end in (3, 8))
 
-    for epoch in range(2):
-        steps = steps_of(everything.uninterrupted(number, "given boundaries"), epoch)
-        of_step = [{bucket(index) for batch in step for index in batch} for step in steps]
-        mixed = [found for found in of_step if len(found) > 1]
-        assert all(max(found) - min(found) == 1 for found in mixed)
-        # Three buckets end twice before the last.
-        assert len(mixed) <= 2
-        assert {max(found) for found in of_step} == {0, 1, 2}
+    steps = steps_of(uninterrupted(ranks, number, "given boundaries"), 0)
+    of_step = [{bucket(index) for batch in step for index in batch} for step in steps]
+    mixed = [found for found in of_step if len(found) > 1]
+    assert all(max(found) - min(found) == 1 for found in mixed)
+    # Three buckets end twice before the last.
+    assert len(mixed) <= 2
+    assert {max(found) for found in of_step} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_evaluation_gives_every_sample_once_over_the_ranks(everything: Everything, name: str, number: int) -> None:
+def test_evaluation_gives_every_sample_once_over_the_ranks(ranks: dict[int, Ranks], name: str, number: int) -> None:
     for epoch in range(2):
         events = [
             [event for event in run["ledger"] if event[0] == "val" and event[1] == epoch]
-            for run in everything.uninterrupted(number, name)
+            for run in uninterrupted(ranks, number, name)
         ]
         assert len({len(of_rank) for of_rank in events}) == 1
         served = sorted(index for of_rank in events for event in of_rank for index in ids_of(event))
         assert served == list(range(VAL_FIRST, VAL_FIRST + NUM_VAL))
 
 
-@pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("kind", ["tokens", "batch size"])
-def test_hardly_any_samples_still_give_all_ranks_the_same_steps(everything: Everything, kind: str, number: int) -> None:
-    found = everything.of({2: everything.two, 3: everything.three}[number], "few_samples")
-    for length in (number - 1, number + 1):
-        runs = [run[f"{kind}, {length}"] for run in found]
-        for epoch in range(2):
-            steps = steps_of(runs, epoch)
-            assert all(batch for step in steps for batch in step)
-            assert set(over_all(runs, epoch)) == set(range(length))
-            # Only where there are fewer samples than ranks is one of them served twice.
-            assert len(over_all(runs, epoch)) == max(length, number)
-
-
-@pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_state_is_equal_on_all_ranks(everything: Everything, name: str, number: int) -> None:
-    runs = everything.uninterrupted(number, name)
-    assert all(run["state"] == runs[0]["state"] for run in runs)
-    assert runs[0]["state"]["lightning_stateful"]["progress"]["epoch"] == 2
-    assert len(json.dumps(runs[0]["state"])) < 1000
-
-
-# Logs
-
-
-@pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_padding_is_logged_over_all_ranks_and_equal_on_each(everything: Everything, name: str, number: int) -> None:
-    runs = everything.uninterrupted(number, name)
+def test_padding_is_logged_over_all_ranks(ranks: dict[int, Ranks], name: str) -> None:
+    runs = uninterrupted(ranks, 3, name)
     steps = [*steps_of(runs, 0), *steps_of(runs, 1)]
-    assert runs[0]["padding"] == [
-        (step, pytest.approx(padding_of(name, *of_ranks))) for step, of_ranks in enumerate(steps)
-    ]
-    assert all(run["padding"] == runs[0]["padding"] for run in runs)
+    expected = [(step, pytest.approx(padding_of(name, *of_ranks))) for step, of_ranks in enumerate(steps)]
+    assert runs[0]["padding"] == expected
+
+
+def few_samples(folder: Path, kind: str, length: int) -> dict[str, Any]:
+    return plain(run(lambda: MODULES[kind](train=Texts(length), val=None)))
+
+
+@pytest.mark.parametrize("length", [2, 4])
+@pytest.mark.parametrize("kind", ["tokens", "batch size"])
+def test_hardly_any_samples_still_give_all_ranks_the_same_steps(
+    ranks: dict[int, Ranks], kind: str, length: int
+) -> None:
+    runs = ranks[3].of(few_samples, kind, length)
+    for epoch in range(2):
+        assert all(batch for step in steps_of(runs, epoch) for batch in step)
+        assert set(over_all(runs, epoch)) == set(range(length))
+        # Only where there are fewer samples than ranks is one of them served twice.
+        assert len(over_all(runs, epoch)) == max(length, 3)
 
 
 # Stops
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_a_run_stopped_at_any_moment_goes_on_exactly_on_every_rank(everything: Everything, name: str) -> None:
-    wholes = everything.uninterrupted(2, name)
-    for whole, stops in zip(wholes, everything.of(everything.two, "every_moment"), strict=True):
-        assert len(stops[name]) == len(text_cases.MOMENTS)
-        for moment, (ledger, resumed) in zip(text_cases.MOMENTS, stops[name], strict=True):
-            assert_stitches([ledger, resumed["ledger"]], whole["ledger"])
-            assert resumed["weights"] == whole["weights"], moment
-            assert resumed["end"] == whole["end"], moment
-            assert resumed["padding"] == whole["padding"][len(whole["padding"]) - len(resumed["padding"]) :], moment
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chain_of_stops_gives_the_uninterrupted_run_on_every_rank(ranks: dict[int, Ranks], name: str) -> None:
+    for parts in ranks[2].of(chain, name):
+        assert_chain(parts)
 
 
-def test_workers_change_nothing_on_any_rank(everything: Everything) -> None:
-    for found in everything.of(everything.two, "workers"):
-        assert_stitches([found["before"], found["after"]["ledger"]], found["whole"]["ledger"], 0)
-        assert found["after"]["weights"] == found["whole"]["weights"]
+def workers(folder: Path) -> list[Link]:
+    stops = [("on_train_batch_end", 0, 4)]
+    return chain(folder, "tokens", stops, val=None, num_workers=2, persistent_workers=True)
+
+
+def test_workers_change_nothing_on_any_rank(ranks: dict[int, Ranks]) -> None:
+    for parts, expected in zip(ranks[2].of(workers), uninterrupted(ranks, 2, "tokens"), strict=True):
+        assert_chain(parts, served_again=0)
+        assert batches(parts[0][0]["ledger"]) == batches(expected["ledger"])
 
 
 # Another number of ranks
 
 
+def hand_over(folder: Path, name: str, number: int, **options: Any) -> dict[str, Any]:
+    """A few steps on ``number`` ranks, from the checkpoint that the ranks before them left."""
+    order = list(HANDED_OVER)
+    before = order[order.index(number) - 1] if order.index(number) else None
+    path = None if before is None else folder / f"{name}, {before}.ckpt"
+    options = {"callbacks": [PaddingLog()], "ckpt_path": path, "max_steps": HANDED_OVER[number], **options}
+    found = train(partial(make, name), **options)
+    found.trainer.save_checkpoint(folder / f"{name}, {number}.ckpt")
+    return plain(found)
+
+
+def handed_over(folder: Path, name: str) -> dict[str, Any]:
+    options = on_ranks()
+    return hand_over(folder.parents[1], name, options["devices"], **options)
+
+
+def to_the_end(folder: Path, name: str) -> list[Link]:
+    """The last of an epoch that was handed over, and once more from within it."""
+    path = folder.parents[1] / f"{name}, {list(HANDED_OVER)[-1]}.ckpt"
+
+    def go_on(make: Any, *, ckpt_path: Any, **options: Any) -> Any:
+        return run(make, ckpt_path=ckpt_path or path, **options)
+
+    stops = [("on_train_batch_end", 0, 0)]
+    return chain_of(partial(make, name), folder, stops, callbacks=lambda: [PaddingLog()], run=go_on)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_an_epoch_is_handed_over_from_two_ranks_to_three_to_one_to_two(everything: Everything, name: str) -> None:
-    begun = [run[name] for run in everything.of(everything.two, "handed_over")]
-    more = [run[name] for run in everything.of(everything.three, "handed_over")]
-    one = [everything.one[name]]
-    last = [run[name][0] for run in everything.of(everything.two_again, "to_the_end")]
+def test_an_epoch_is_handed_over_from_two_ranks_to_three_to_one_to_two(ranks: dict[int, Ranks], name: str) -> None:
+    begun = ranks[2].of(handed_over, name)
+    more = ranks[3].of(handed_over, name)
+    one = [hand_over(ranks[2].folder.parent, name, 1, max_epochs=2)]
+    chains = ranks[2].of(to_the_end, name)
+    for parts in chains:
+        assert_chain(parts)
+    last = [parts[0][0] for parts in chains]
     steps = [len(steps_of(runs, 0)) for runs in (begun, more, one, last)]
     assert steps[:3] == [3, 2, 3], HANDED_OVER
     assert steps[3] > 1
     assert sorted(index for runs in (begun, more, one, last) for index in over_all(runs, 0)) == EVERY_SAMPLE
     for runs in (begun, more, one, last):
+        assert_in_step(runs)
         assert all(fits(name, batch) for run in runs for batch in batches(run["ledger"]))
+        # What was handed over is served in step, and logged.
+        if name != "batch size":
+            assert all(len({len(batch) for batch in step}) == 1 for step in steps_of(runs, 0)[:-1])
+        expected = [pytest.approx(padding_of(name, *of_ranks)) for of_ranks in steps_of(runs, 0)]
+        assert [values for _, values in runs[0]["padding"]][: len(expected)] == expected
     # The epoch ends where one on two ranks does, and the next is a whole one.
     assert [event[2] for event in trained(last[0]["ledger"]) if event[1] == 0][-1] == last[0]["length"] - 1
-    assert over_all(last, 1) == EVERY_SAMPLE
-    assert steps_of(last, 1) == steps_of(everything.uninterrupted(2, name), 1)
-
-
-@pytest.mark.parametrize("name", ["tokens", "given boundaries"])
-def test_what_was_handed_over_is_served_in_step(everything: Everything, name: str) -> None:
-    more = [run[name] for run in everything.of(everything.three, "handed_over")]
-    last = [run[name][0] for run in everything.of(everything.two_again, "to_the_end")]
-    for step in [*steps_of(more, 0), *steps_of(last, 0)[:-1]]:
-        assert len({len(batch) for batch in step}) == 1, step
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_padding_is_logged_of_what_was_handed_over(everything: Everything, name: str) -> None:
-    more = [run[name] for run in everything.of(everything.three, "handed_over")]
-    assert [values for _, values in more[0]["padding"]] == [
-        pytest.approx(padding_of(name, *of_ranks)) for of_ranks in steps_of(more, 0)
-    ]
-    assert all(run["padding"] == more[0]["padding"] for run in more)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_epoch_that_was_handed_over_may_be_stopped_again(everything: Everything, name: str) -> None:
-    for whole, ledger, again in (run[name] for run in everything.of(everything.two_again, "to_the_end")):
-        assert_stitches([ledger, again["ledger"]], whole["ledger"])
-        assert again["weights"] == whole["weights"]
-        assert again["padding"] == whole["padding"][len(whole["padding"]) - len(again["padding"]) :]
+    assert steps_of(last, 1) == steps_of(uninterrupted(ranks, 2, name), 1)
 
 
 # Lengths
 
 
-def test_one_rank_measures_and_the_others_read(everything: Everything) -> None:
-    found = everything.of(everything.two, "measured")
-    pids = {run["pid"] for run in found}
-    calls = [
-        tuple(map(int, line.split())) for line in (everything.folder / "measured" / "calls").read_text().splitlines()
-    ]
-    of_pid = {pid: Counter(index for who, index in calls if who == pid) for pid in pids}
-    assert {who for who, _ in calls} <= pids
-    measuring = [pid for pid, counts in of_pid.items() if set(counts) == set(EVERY_SAMPLE)]
+def note_and_measure(path: Path, sample: dict[str, torch.Tensor]) -> int:
+    """Measures a sample and notes who did."""
+    with path.open("a") as file:
+        file.write(f"{os.getpid()} {int(sample['id'])}\n")
+    # Long enough for all ranks to have come by the time the first is done.
+    time.sleep(0.003)
+    return measure(sample)
+
+
+def measured(folder: Path) -> tuple[int, list[Any]]:
+    lengths, cache = partial(note_and_measure, folder / "calls"), folder / "cache" / "lengths.npy"
+    options = {"lengths": lengths, "cache_file": cache, "measure_workers": 0, "eval_batch_size": 4}
+    return os.getpid(), run(partial(make, "tokens", **options), max_epochs=1).ledger
+
+
+def test_one_rank_measures_and_the_others_read(ranks: dict[int, Ranks]) -> None:
+    found = dict(ranks[2].of(measured))
+    calls = (ranks[2].folder_of(measured) / "calls").read_text().splitlines()
+    counts: dict[int, Counter[int]] = {pid: Counter() for pid in found}
+    for line in calls:
+        pid, index = map(int, line.split())
+        counts[pid][index] += 1
+    measuring = [pid for pid in found if set(counts[pid]) == set(EVERY_SAMPLE)]
     assert len(measuring) == 1
     # The other looks at some, to see whether it can believe the file.
-    (reading,) = pids - set(measuring)
-    assert sum(of_pid[reading].values()) < sum(of_pid[measuring[0]].values())
-    assert found[0]["ledger"] != found[1]["ledger"]
-    for run, whole in zip(found, everything.uninterrupted(2, "tokens"), strict=True):
-        assert batches(run["ledger"]) == batches(whole["ledger"], 0)
+    (reading,) = set(found) - set(measuring)
+    assert counts[reading].total() < counts[measuring[0]].total()
+    for ledger, expected in zip(found.values(), uninterrupted(ranks, 2, "tokens"), strict=True):
+        assert batches(ledger) == batches(expected["ledger"], 0)
 
 
-def test_ranks_with_other_lengths_or_budgets_are_refused_on_every_rank(everything: Everything) -> None:
-    for case, words in (("other_lengths", "digest"), ("other_budgets", "max_tokens: rank 0: 40, rank 1: 41")):
-        for rank in everything.two:
-            assert rank[case].startswith("RankMismatchError: The ranks disagree about the training data"), rank[case]
-            assert words in rank[case]
+def other_lengths(folder: Path) -> None:
+    """One rank takes a sample for longer than the others do."""
+    lengths = Texts().num_tokens
+    lengths[0] += torch.distributed.get_rank()
+    run(lambda: bucketed(lengths=lengths, val=None))
 
 
-# Killed
+def other_budgets(folder: Path) -> None:
+    run(lambda: bucketed(max_tokens=40 + torch.distributed.get_rank()))
 
 
-def test_ranks_killed_within_an_epoch_train_on_exactly_the_uninterrupted_batches(everything: Everything) -> None:
-    for rank, weights in enumerate(everything.of(everything.two_again, "killed_run")):
-        whole = everything.two[rank]["workers"]["whole"]
-        ours = ledger_of(everything.killed, rank)
-        assert everything.lines_when_killed[rank] < len(whole["ledger"])
-        # A kill between the step and its checkpoint repeats that step, to the same weights.
-        once = [line for number, line in enumerate(ours) if line not in ours[max(number - 3, 0) : number]]
-        assert once == [[event[1], event[2], list(ids_of(event))] for event in trained(whole["ledger"])]
-        assert len(ours) - len(once) <= 2
-        assert weights == whole["weights"]
+@pytest.mark.parametrize(
+    ("case", "words"), [(other_lengths, "digest"), (other_budgets, "max_tokens: rank 0: 40, rank 1: 41")]
+)
+def test_ranks_with_other_lengths_or_budgets_are_refused_on_every_rank(
+    ranks: dict[int, Ranks], case: Any, words: str
+) -> None:
+    for error in ranks[2].errors_of(case):
+        assert error.startswith("RankMismatchError: The ranks disagree about the training data"), error
+        assert words in error

@@ -1,152 +1,160 @@
-"""Other people's samplers on two real ranks: every slot once, exact over stops and kills, and on one rank or two."""
+"""Other people's samplers on two real ranks: every slot once, exact over stops, and handed over between one and two."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from support import sampler_cases
-from support.killed_samplers import KINDS, NUM_EPOCHS, NUM_STEPS
-from support.ranks import kill, kill_after, ledger_of, run_on_ranks, start_ranks
-from support.runs import assert_stitches
-from support.sampler_cases import (
-    MOMENTS,
-    ON_RANKS,
-    STOPPED,
-    TO_EVALUATE,
-    file_name,
-    hand_over,
-    plain,
-    train_with,
-)
-from support.sources import samples, trained
+import torch
+import torch.distributed
+from support import samplers
+from support.ddp_runs import Link, assert_chain, assert_in_step, chain_of, on_ranks
+from support.ledger import LedgerModel
+from support.ranks import Ranks
+from support.runs import Outcome
+from support.sampler_cases import TO_EVALUATE, PlainData, cuts_loader, evaluate, torchdatas_distributed, train_with
+from support.samplers import LENGTH, LOADERS
+from support.sources import samples as samples_of
+from support.sources import trained
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_stateful import DDPSamplerWrapper, StatefulDataCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
-Ranks = list[dict[str, Any]]
-
-# Those that give every sample of an epoch once.
-WHOLE_EPOCHS = [
-    name
-    for name in ON_RANKS
-    if name not in ("random with replacement", "weighted", "weighted without replacement", "class balanced")
-]
+# Every way in which a sampler may stand in a loader, and those that ask torch for the ranks by themselves.
+ON_RANKS: dict[str, Callable[[], DataLoader[Any]]] = {
+    **LOADERS,
+    "torchdata's distributed": torchdatas_distributed,
+    "lhotse's": cuts_loader,
+}
+DRAWN = ("random with replacement", "weighted", "weighted without replacement", "class balanced")
 # How many samples of an epoch may be left that cannot be split over two ranks, and are served to both.
 REPEATED = {"unbatched": 1, "unbatched, by itself": 1, "lhotse's": 1}
+STOPS = [("on_before_backward", 0, 2), ("on_validation_batch_end", 0, 0), ("on_train_batch_end", 1, 1)]
+# After so many steps of an epoch a run on one rank or on two leaves the rest to the other number.
+HANDED_OVER = 2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("samplers")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return Ranks(2, tmp_path_factory.mktemp("samplers"))
 
 
 @pytest.fixture(scope="module")
-def of_one_rank(folder: Path) -> dict[str, Any]:
-    """What one process does, and leaves behind for two."""
-    return {
-        name: {"whole": train_with(ON_RANKS[name], max_epochs=2).ledger, "left": hand_over(folder, name).ledger}
-        for name in ON_RANKS
-    }
+def alone() -> dict[str, list[Any]]:
+    """What one process is trained on."""
+    return {name: train_with(make, max_epochs=2).ledger for name, make in ON_RANKS.items()}
 
 
-@pytest.fixture(scope="module")
-def ranks(folder: Path, of_one_rank: Any) -> Ranks:
-    cases = [("support.sampler_cases", case.__name__) for case in sampler_cases.ALL]
-    return run_on_ranks([*cases, ("support.killed_samplers", "not_killed")], 2, folder)
+def seeds_differ() -> None:
+    """Give every rank other global generators, as a script without ``seed_everything`` has."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(100 + rank)
+    np.random.seed(100 + rank)
 
 
-def of(ranks: Ranks, name: str) -> list[Any]:
-    results = [rank[name] for rank in ranks]
-    assert not any(isinstance(result, str) for result in results), results
-    return results
+def made(name: str) -> Any:
+    seeds_differ()
+    return PlainData(ON_RANKS[name])
 
 
-def over_both(runs: list[dict[str, Any]], epoch: int | None = None) -> list[int]:
-    return [index for run in runs for index in samples(run["ledger"], epoch)]
+def chain(folder: Path, name: str) -> list[Link]:
+    def callbacks() -> list[Any]:
+        return [StatefulDataCallback(seed=5)]
+
+    return chain_of(lambda: made(name), folder, STOPS, callbacks=callbacks, makes=LedgerModel)
 
 
-# Ranks in step
+def counts(runs: list[list[Any]], epoch: int) -> Counter[int]:
+    return Counter(index for ledger in runs for index in samples_of(ledger, epoch))
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
-def test_all_ranks_take_the_same_steps_though_their_generators_differ(ranks: Ranks, name: str) -> None:
-    first, second = (run[name] for run in of(ranks, "uninterrupted"))
-    assert [event[:4] for event in trained(first["ledger"])] == [event[:4] for event in trained(second["ledger"])]
-    assert first["weights"] == second["weights"]
-    assert first["end"] == second["end"]
-    assert first["state"] == second["state"]
-    assert first["report"] == second["report"]
+def test_ranks_serve_in_step_what_one_serves_though_their_generators_differ(
+    ranks: Ranks, alone: dict[str, list[Any]], name: str
+) -> None:
+    runs = [parts[0][0] for parts in ranks.of(chain, name)]
+    assert_in_step(runs)
+    for epoch in range(2):
+        served, expected = counts([run["ledger"] for run in runs], epoch), counts([alone[name]], epoch)
+        assert not expected - served
+        assert (served - expected).total() <= REPEATED.get(name, 0)
+        assert name in DRAWN or set(served) == set(range(LENGTH))
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
-def test_two_ranks_serve_what_one_serves(ranks: Ranks, of_one_rank: dict[str, Any], name: str) -> None:
-    runs = [run[name] for run in of(ranks, "uninterrupted")]
-    for epoch in range(2):
-        ours, alone = Counter(over_both(runs, epoch)), Counter(samples(of_one_rank[name]["whole"], epoch))
-        assert set(ours) == set(alone)
-        assert (ours - alone).total() <= REPEATED.get(name, 0)
-        assert not alone - ours
-
-
-@pytest.mark.parametrize("name", WHOLE_EPOCHS)
-def test_an_epoch_gives_every_sample_once_over_the_ranks(ranks: Ranks, name: str) -> None:
-    runs = [run[name] for run in of(ranks, "uninterrupted")]
-    for epoch in range(2):
-        counts = Counter(over_both(runs, epoch))
-        assert set(counts) == set(range(sampler_cases.LENGTH))
-        # lhotse's last batch may be of one cut, which both ranks are given.
-        assert counts.total() - sampler_cases.LENGTH <= (1 if name == "lhotse's" else 0)
-
-
-# Stops
-
-
-@pytest.mark.parametrize("name", STOPPED)
-def test_a_run_stopped_at_any_moment_goes_on_exactly_on_every_rank(ranks: Ranks, name: str) -> None:
-    for whole, stops in zip(of(ranks, "uninterrupted"), of(ranks, "every_moment"), strict=True):
-        assert len(stops[name]) == len(MOMENTS)
-        for moment, (ledger, resumed) in zip(MOMENTS, stops[name], strict=True):
-            assert_stitches([ledger, resumed["ledger"]], whole[name]["ledger"])
-            assert resumed["weights"] == whole[name]["weights"], moment
-            assert resumed["end"] == whole[name]["end"], moment
+def test_a_chain_of_stops_gives_the_uninterrupted_run_on_every_rank(ranks: Ranks, name: str) -> None:
+    for parts in ranks.of(chain, name):
+        assert_chain(parts)
 
 
 # Another number of ranks
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
-def test_one_rank_hands_over_to_two(ranks: Ranks, of_one_rank: dict[str, Any], name: str) -> None:
-    runs = [found[name] for found in of(ranks, "resumed_on_two_ranks")]
-    one, other = (trained(run["ledger"]) for run in runs)
-    assert [event[:4] for event in one] == [event[:4] for event in other]
-    for epoch in range(2):
-        before = samples(of_one_rank[name]["left"], epoch)
-        served, alone = Counter(before + over_both(runs, epoch)), Counter(samples(of_one_rank[name]["whole"], epoch))
-        assert not alone - served
-        assert (served - alone).total() <= REPEATED.get(name, 0)
+def saved_on_two_ranks(folder: Path) -> dict[str, list[Any]]:
+    return {name: hand_over(folder, name, **on_ranks()).ledger for name in ON_RANKS}
+
+
+def resumed_on_two_ranks(folder: Path) -> dict[str, list[Any]]:
+    return {
+        name: train_with(make, ckpt_path=folder.parent / f"{name}.ckpt", seed=9, **on_ranks()).ledger
+        for name, make in ON_RANKS.items()
+    }
+
+
+def hand_over(folder: Path, name: str, **options: Any) -> Outcome:
+    """Train a few steps and leave a checkpoint for another number of ranks."""
+    found = train_with(ON_RANKS[name], max_steps=HANDED_OVER, **options)
+    found.trainer.save_checkpoint(folder / f"{name}.ckpt")
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(ranks: Ranks) -> dict[str, list[Any]]:
+    """What one process leaves behind for two."""
+    return {name: hand_over(ranks.folder, name).ledger for name in ON_RANKS}
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
-def test_two_ranks_hand_over_to_one(ranks: Ranks, of_one_rank: dict[str, Any], folder: Path, name: str) -> None:
-    before = [found[name] for found in of(ranks, "saved_on_two_ranks")]
-    path = folder / "saved_on_two_ranks" / file_name(name, 2)
-    resumed = plain(train_with(ON_RANKS[name], ckpt_path=path, seed=9, max_epochs=2))
+def test_one_rank_hands_over_to_two(
+    ranks: Ranks, of_one_rank: dict[str, list[Any]], alone: dict[str, list[Any]], name: str
+) -> None:
+    first, second = (found[name] for found in ranks.of(resumed_on_two_ranks))
+    assert [event[:4] for event in trained(first)] == [event[:4] for event in trained(second)]
     for epoch in range(2):
-        served = Counter(over_both(before, epoch) + samples(resumed["ledger"], epoch))
-        assert served == Counter(samples(of_one_rank[name]["whole"], epoch))
+        served, expected = counts([of_one_rank[name], first, second], epoch), counts([alone[name]], epoch)
+        assert not expected - served
+        assert (served - expected).total() <= REPEATED.get(name, 0)
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_two_ranks_hand_over_to_one(ranks: Ranks, alone: dict[str, list[Any]], name: str) -> None:
+    before = [found[name] for found in ranks.of(saved_on_two_ranks)]
+    path = ranks.folder_of(saved_on_two_ranks) / f"{name}.ckpt"
+    resumed = train_with(ON_RANKS[name], ckpt_path=path, seed=9, max_epochs=2).ledger
+    for epoch in range(2):
+        assert counts([*before, resumed], epoch) == counts([alone[name]], epoch)
 
 
 # Evaluation
 
 
+def evaluated(folder: Path) -> dict[str, Any]:
+    return {name: evaluate(make, **on_ranks()) for name, make in TO_EVALUATE.items()}
+
+
 @pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices:UserWarning")
 @pytest.mark.parametrize("name", TO_EVALUATE)
 def test_evaluation_gives_every_sample_once_over_the_ranks(ranks: Ranks, name: str) -> None:
-    found = [rank[name] for rank in of(ranks, "evaluated")]
-    alone = sampler_cases.evaluate(TO_EVALUATE[name])
+    found = [rank[name] for rank in ranks.of(evaluated)]
+    alone = evaluate(TO_EVALUATE[name])
     for stage in ("validate", "test", "predict"):
         served = sorted(index for rank in found for batch in rank[stage] for index in batch)
         assert served == sorted(index for batch in alone[stage] for index in batch), stage
@@ -156,7 +164,7 @@ def test_evaluation_gives_every_sample_once_over_the_ranks(ranks: Ranks, name: s
 
 @pytest.mark.parametrize("name", TO_EVALUATE)
 def test_every_rank_writes_its_predictions_with_their_indices(ranks: Ranks, name: str) -> None:
-    for rank in of(ranks, "evaluated"):
+    for rank in ranks.of(evaluated):
         found = rank[name]
         assert found["predictions"] == found["predict"]
         assert [predicted for _, predicted in found["written"]] == found["predict"]
@@ -169,47 +177,69 @@ def test_every_rank_writes_its_predictions_with_their_indices(ranks: Ranks, name
 # Refusals
 
 
-@pytest.mark.parametrize("case", ["by_rank", "by_hash"])
-def test_a_sampler_that_differs_from_rank_to_rank_is_refused_on_every_rank(ranks: Ranks, case: str) -> None:
-    for rank in ranks:
-        assert rank[case].startswith("RankMismatchError: The ranks disagree about the training data"), rank[case]
-        sequences = re.findall(r"- sequence: rank 0: '(\w+)', rank 1: '(\w+)'", rank[case])
-        assert len(sequences) == 1, rank[case]
-        assert len(set(sequences[0])) == 2, rank[case]
+class ByRank(Sampler[int]):
+    """Yields another order on every rank, by what it reads in the environment."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng(int(os.environ["RANK"])).permutation(LENGTH).tolist())
+
+
+class OfTheProcess(str):
+    """A string as ranks have it that are launched one by one: its hash differs from process to process."""
+
+    def __hash__(self) -> int:
+        return hash((os.getpid(), str(self)))
+
+
+class ByHash(Sampler[int]):
+    """Yields the order of a set of strings."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(int(name) for name in {OfTheProcess(number) for number in range(LENGTH)})
+
+
+class Unshared(Sampler[int]):
+    """Cannot be made deterministic on one of the ranks only."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(samplers.ByTheClock() if os.environ["RANK"] == "1" else samplers.GlobalRandom())
+
+
+def refused(folder: Path, kind: str) -> None:
+    made: dict[str, Callable[[], Any]] = {
+        "rank": ByRank,
+        "hash": ByHash,
+        "unshared": Unshared,
+        "length": lambda: DDPSamplerWrapper(samplers.Endless(), length=5 + torch.distributed.get_rank()),
+    }
+    train_with(lambda: samplers.loader(sampler=made[kind](), batch_size=2), **on_ranks())
+
+
+@pytest.mark.parametrize("kind", ["rank", "hash"])
+def test_a_sampler_that_differs_from_rank_to_rank_is_refused_on_every_rank(ranks: Ranks, kind: str) -> None:
+    for error in ranks.errors_of(refused, kind):
+        assert error.startswith("RankMismatchError: The ranks disagree about the training data"), error
+        ((first, second),) = re.findall(r"- sequence: rank 0: '(\w+)', rank 1: '(\w+)'", error)
+        assert first != second
 
 
 def test_a_sampler_that_one_rank_refuses_is_refused_on_every_rank(ranks: Ranks) -> None:
-    first, second = (rank["on_one_rank_only"] for rank in ranks)
+    first, second = ranks.errors_of(refused, "unshared")
     assert first.startswith("RankMismatchError: the training data could not be built on every rank"), first
     assert "rank 1: UnsupportedLoaderError" in first
     assert second.startswith("UnsupportedLoaderError: Cannot take over the training loader: Unshared"), second
 
 
 def test_ranks_with_other_lengths_are_refused_on_every_rank(ranks: Ranks) -> None:
-    for rank in ranks:
-        assert rank["lengths_differ"].startswith("RankMismatchError"), rank["lengths_differ"]
-        assert "length: rank 0: 5, rank 1: 6" in rank["lengths_differ"]
-
-
-# Killed
-
-
-def test_ranks_killed_twice_train_on_exactly_the_uninterrupted_batches(
-    ranks: Ranks, folder: Path, tmp_path: Path
-) -> None:
-    for count in (NUM_STEPS + 3, 2 * NUM_STEPS + 7):
-        kill_after(count, "support.killed_samplers", tmp_path)
-    processes = start_ranks("support.killed_samplers", tmp_path)
-    try:
-        assert [process.wait(timeout=60) for process in processes] == [0, 0]
-    finally:
-        kill(processes)
-    for rank in range(2):
-        ours, whole = ledger_of(tmp_path, rank), ledger_of(folder / "not_killed", rank)
-        assert len(whole) == NUM_EPOCHS * NUM_STEPS
-        assert all(len(served) == KINDS for _, _, served in whole)
-        # A kill between the step and its checkpoint repeats that step, to the same weights.
-        once = [line for number, line in enumerate(ours) if line not in ours[max(number - 3, 0) : number]]
-        assert once == whole
-        assert len(ours) - len(once) <= 4
-        assert (tmp_path / f"weights{rank}.json").read_text() == repr(of(ranks, "not_killed")[rank])
+    for error in ranks.errors_of(refused, "length"):
+        assert error.startswith("RankMismatchError"), error
+        assert "length: rank 0: 5, rank 1: 6" in error

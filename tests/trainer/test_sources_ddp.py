@@ -2,125 +2,74 @@
 
 from __future__ import annotations
 
-import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import source_cases
-from support.ranks import kill, kill_after, ledger_of, run_on_ranks, start_ranks
-from support.runs import assert_stitches
-from support.source_cases import CONFIGS, UNEVEN, WHOLE_EPOCHS, file_name, hand_over, plain
-from support.sources import FIRSTS, ids_of, samples, samples_of, source_of, train_on, trained
+import torch.distributed
+from support.ddp_runs import Link, Settle, assert_chain, assert_in_step, chain_of, plain, run
+from support.ledger import Numbers
+from support.ranks import Ranks
+from support.sources import (
+    FIRSTS,
+    datasets,
+    ids_of,
+    mixture,
+    round_robin,
+    samples,
+    samples_of,
+    source_of,
+    train_on,
+    trained,
+)
 
-Ranks = list[dict[str, Any]]
-
+# Lengths that two ranks cannot share without remainders.
+UNEVEN = {"news": 9, "code": 15, "web": 5}
 EVERY_SAMPLE = sorted(FIRSTS[name] + index for name, length in UNEVEN.items() for index in range(length))
+STOPS = [
+    ("on_before_backward", 0, 2),
+    ("on_validation_batch_end", 0, 0),
+    ("on_train_batch_start", 1, 2),
+    ("on_train_batch_end", 1, 0),
+]
+# After so many steps of an epoch a run on one rank or on two leaves the rest to the other number.
+HANDED_OVER = 3
+
+
+def uneven(**options: Any) -> dict[str, Any]:
+    return {"train": datasets(**UNEVEN), "log_data": True, **options}
+
+
+CONFIGS: dict[str, Any] = {
+    "round robin": lambda: round_robin(**uneven(tag="source", batch_size={"news": 1, "code": 3, "web": 1})),
+    "mixture": lambda: mixture(**uneven(tag="source", weights=[1, 2, 1], batch_size=2)),
+    "mixture, steps": lambda: mixture(**uneven(tag="source", num_steps=6, temperature=2)),
+    "by sample": lambda: mixture(**uneven(by="sample")),
+}
+# Those that serve every sample once an epoch.
+WHOLE_EPOCHS = ("round robin", "mixture", "by sample")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sources")
-
-
-@pytest.fixture(scope="module")
-def of_one_rank(folder: Path) -> dict[str, Any]:
-    """What one process leaves behind for two."""
-    return {name: hand_over(folder, name, max_epochs=2).ledger for name in CONFIGS}
-
-
-@pytest.fixture(scope="module")
-def ranks(folder: Path, of_one_rank: Any) -> Ranks:
-    cases = [("support.source_cases", case.__name__) for case in source_cases.ALL]
-    return run_on_ranks([*cases, ("support.killed_ranks", "not_killed")], 2, folder)
-
-
-def of(ranks: Ranks, name: str) -> list[Any]:
-    results = [rank[name] for rank in ranks]
-    assert not any(isinstance(result, str) for result in results), results
-    return results
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return Ranks(2, tmp_path_factory.mktemp("sources"))
 
 
 def over_both(runs: list[dict[str, Any]], epoch: int | None = None) -> list[int]:
     return [index for run in runs for index in samples(run["ledger"], epoch)]
 
 
-# Ranks in step
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_all_ranks_take_the_same_steps_and_serve_the_same_source_in_each(ranks: Ranks, name: str) -> None:
-    first, second = (trained(run[name]["ledger"]) for run in of(ranks, "uninterrupted"))
-    assert [event[:4] for event in first] == [event[:4] for event in second]
-    if name.startswith("by sample"):
-        return
-    for epoch in range(2):
-        tags = [(one[4][0], other[4][0]) for one, other in zip(first, second, strict=True) if one[1] == epoch]
-        differing = [number for number, (one, other) in enumerate(tags) if one != other]
-        # Only what is left of the sources in the end, too little for a batch on each rank, is served side by side.
-        assert differing == list(range(len(tags)))[len(tags) - len(differing) :]
-        assert len(differing) <= 1
-        assert "steps" not in name or not differing
-    for event in first + second:
-        assert {source_of(index) for index in ids_of(event)} == {event[4][0]}
-
-
-@pytest.mark.parametrize("name", WHOLE_EPOCHS)
-def test_an_epoch_gives_every_sample_once_over_the_ranks(ranks: Ranks, name: str) -> None:
-    runs = [run[name] for run in of(ranks, "uninterrupted")]
-    for epoch in range(2):
-        assert sorted(over_both(runs, epoch)) == EVERY_SAMPLE
-
-
-@pytest.mark.parametrize("name", ["mixture, steps"])
-def test_with_steps_both_ranks_go_through_each_source_pass_by_pass(ranks: Ranks, name: str) -> None:
-    runs = [run[name]["ledger"] for run in of(ranks, "uninterrupted")]
-    steps = zip(*map(trained, runs), strict=True)
-    together = [event for step in steps for event in step]
-    for source, length in UNEVEN.items():
-        # Within a step the ranks' shares of a pass stand one after the other.
-        served = samples_of(source, together)
-        for start in range(0, len(served) - length + 1, length):
-            assert len(set(served[start : start + length])) == length, (source, start)
-
-
-def test_sources_smaller_than_the_ranks_are_served_side_by_side(ranks: Ranks) -> None:
-    runs = of(ranks, "fewer_samples_than_ranks")
-    for epoch in range(2):
-        assert sorted(over_both(runs, epoch)) == [0, 100, 200, 201, 202, 203]
-    assert [len(trained(run["ledger"])) for run in runs] == [4, 4]
-
-
-# Stops
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_run_stopped_at_any_moment_goes_on_exactly_on_every_rank(ranks: Ranks, name: str) -> None:
-    for whole, stops in zip(of(ranks, "uninterrupted"), of(ranks, "every_moment"), strict=True):
-        assert len(stops[name]) == len(source_cases.MOMENTS)
-        for moment, (ledger, resumed) in zip(source_cases.MOMENTS, stops[name], strict=True):
-            assert_stitches([ledger, resumed["ledger"]], whole[name]["ledger"])
-            assert resumed["weights"] == whole[name]["weights"], moment
-            assert resumed["end"] == whole[name]["end"], moment
-            logged = whole[name]["logged"]
-            assert resumed["logged"] == logged[len(logged) - len(resumed["logged"]) :], moment
-
-
-def test_workers_and_accumulation_change_nothing_on_any_rank(ranks: Ranks) -> None:
-    for whole, ledger, resumed in of(ranks, "workers_and_windows"):
-        assert_stitches([ledger, resumed["ledger"]], whole["ledger"])
-        assert resumed["weights"] == whole["weights"]
-
-
-# Logs
+def chain(folder: Path, name: str) -> list[Link]:
+    return chain_of(CONFIGS[name], folder, STOPS)
 
 
 def assert_logs_what_was_served(name: str, runs: list[dict[str, Any]], before: list[Any] | None = None) -> None:
     """Every logged value is what all ranks were served until then, after what was trained on before."""
     done = trained(before or [])
     steps = list(zip(*(trained(run["ledger"]) for run in runs), strict=True))
-    assert [step - len(done) for step, _ in runs[0]["logged"]] == list(range(len(steps)))
-    for number, (_, values) in enumerate(runs[0]["logged"]):
+    assert [step - len(done) for step, _ in runs[0]["sources"]] == list(range(len(steps)))
+    for number, (_, values) in enumerate(runs[0]["sources"]):
         epoch = steps[number][0][1]
         events = [*done, *(event for step in steps[: number + 1] for event in step)]
         counted = [event for event in events if "steps" in name or event[1] == epoch]
@@ -132,84 +81,138 @@ def assert_logs_what_was_served(name: str, runs: list[dict[str, Any]], before: l
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_is_logged_is_equal_on_all_ranks_and_what_both_were_served(ranks: Ranks, name: str) -> None:
-    runs = [run[name] for run in of(ranks, "uninterrupted")]
-    assert runs[0]["logged"] == runs[1]["logged"]
-    assert runs[0]["report"] == runs[1]["report"]
+def test_all_ranks_take_the_same_steps_and_log_what_both_were_served(ranks: Ranks, name: str) -> None:
+    runs = [parts[0][0] for parts in ranks.of(chain, name)]
+    assert_in_step(runs)
     assert_logs_what_was_served(name, runs)
+    if name in WHOLE_EPOCHS:
+        assert [sorted(over_both(runs, epoch)) for epoch in range(2)] == [EVERY_SAMPLE] * 2
+
+
+@pytest.mark.parametrize("name", ["round robin", "mixture", "mixture, steps"])
+def test_all_ranks_serve_the_same_source_in_each_step(ranks: Ranks, name: str) -> None:
+    first, second = (trained(parts[0][0]["ledger"]) for parts in ranks.of(chain, name))
+    for epoch in range(2):
+        tags = [(one[4][0], other[4][0]) for one, other in zip(first, second, strict=True) if one[1] == epoch]
+        differing = [number for number, (one, other) in enumerate(tags) if one != other]
+        # Only what is left of the sources in the end, too little for a batch on each rank, is served side by side.
+        assert differing in ([], [len(tags) - 1])
+        assert "steps" not in name or not differing
+    for event in first + second:
+        assert {source_of(index) for index in ids_of(event)} == {event[4][0]}
+
+
+def test_with_steps_both_ranks_go_through_each_source_pass_by_pass(ranks: Ranks) -> None:
+    ledgers = [trained(parts[0][0]["ledger"]) for parts in ranks.of(chain, "mixture, steps")]
+    together = [event for step in zip(*ledgers, strict=True) for event in step]
+    for source, length in UNEVEN.items():
+        # Within a step the ranks' shares of a pass stand one after the other.
+        served = samples_of(source, together)
+        for start in range(0, len(served) - length + 1, length):
+            assert len(set(served[start : start + length])) == length, (source, start)
+
+
+def fewer_samples_than_ranks(folder: Path) -> dict[str, Any]:
+    """Sources of one sample each, which no step can serve on both ranks."""
+    sets = {"news": Numbers(1), "code": Numbers(1, first=100), "web": Numbers(4, first=200)}
+    return plain(run(lambda: mixture(train=sets, batch_size=2, tag="source", log_data=True)))
+
+
+def test_sources_smaller_than_the_ranks_are_served_side_by_side(ranks: Ranks) -> None:
+    runs = ranks.of(fewer_samples_than_ranks)
+    for epoch in range(2):
+        assert sorted(over_both(runs, epoch)) == [0, 100, 200, 201, 202, 203]
+    assert [len(trained(run["ledger"])) for run in runs] == [4, 4]
+
+
+# Stops
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_chain_of_stops_gives_the_uninterrupted_run_on_every_rank(ranks: Ranks, name: str) -> None:
+    for parts in ranks.of(chain, name):
+        assert_chain(parts)
+
+
+def workers_and_windows(folder: Path) -> list[Link]:
+    make = partial(mixture, **uneven(by="sample", num_workers=2, persistent_workers=True, val=None))
+    stops = [("on_train_batch_end", 1, 2)]
+    return chain_of(make, folder, stops, callbacks=lambda: [Settle()], accumulate_grad_batches=2)
+
+
+def test_workers_and_accumulation_change_nothing_on_any_rank(ranks: Ranks) -> None:
+    for parts in ranks.of(workers_and_windows):
+        assert_chain(parts)
 
 
 # Another number of ranks
 
 
+def saved_on_two_ranks(folder: Path, name: str) -> dict[str, Any]:
+    found = run(CONFIGS[name], max_steps=HANDED_OVER)
+    found.trainer.save_checkpoint(folder / "two.ckpt")
+    return plain(found)
+
+
+def resumed_on_two_ranks(folder: Path, name: str) -> list[Link]:
+    """What one process left behind, and once more from within the epoch that is planned anew."""
+    left = folder.parent / f"{name}, 1.ckpt"
+
+    def go_on(make: Any, *, ckpt_path: Any, **options: Any) -> Any:
+        return run(make, ckpt_path=ckpt_path or left, **options)
+
+    return chain_of(CONFIGS[name], folder, [("on_train_batch_end", 0, 0)], run=go_on)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_rank_hands_over_to_two(ranks: Ranks, of_one_rank: dict[str, Any], name: str) -> None:
-    runs = [found[name][0] for found in of(ranks, "resumed_on_two_ranks")]
-    one, other = (trained(run["ledger"]) for run in runs)
-    assert [event[:4] for event in one] == [event[:4] for event in other]
-    assert_logs_what_was_served(name, runs, of_one_rank[name])
+def test_one_rank_hands_over_to_two(ranks: Ranks, name: str) -> None:
+    left = train_on(CONFIGS[name], max_steps=HANDED_OVER, max_epochs=2)
+    left.trainer.save_checkpoint(ranks.folder / f"{name}, 1.ckpt")
+    chains = ranks.of(resumed_on_two_ranks, name)
+    for parts in chains:
+        assert_chain(parts)
+    runs = [parts[0][0] for parts in chains]
+    assert_in_step(runs)
+    assert_logs_what_was_served(name, runs, left.ledger)
     # The epoch goes on in the steps of two ranks, and ends where they end.
-    assert [event[2] for event in one if event[1] == 0][-1] == runs[0]["length"] - 1
+    assert [event[2] for event in trained(runs[0]["ledger"]) if event[1] == 0][-1] == runs[0]["length"] - 1
     if name in WHOLE_EPOCHS:
-        assert sorted(samples(of_one_rank[name], 0) + over_both(runs, 0)) == EVERY_SAMPLE
+        assert sorted(samples(left.ledger, 0) + over_both(runs, 0)) == EVERY_SAMPLE
         assert sorted(over_both(runs, 1)) == EVERY_SAMPLE
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_epoch_that_was_handed_over_may_be_stopped_again(ranks: Ranks, name: str) -> None:
-    for resumed, ledger, again in (found[name] for found in of(ranks, "resumed_on_two_ranks")):
-        assert_stitches([ledger, again["ledger"]], resumed["ledger"])
-        assert again["weights"] == resumed["weights"]
-        assert again["logged"] == resumed["logged"][len(resumed["logged"]) - len(again["logged"]) :]
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_two_ranks_hand_over_to_one(ranks: Ranks, folder: Path, name: str) -> None:
-    before = [found[name] for found in of(ranks, "saved_on_two_ranks")]
-    path = folder / "saved_on_two_ranks" / file_name(name, 2)
+def test_two_ranks_hand_over_to_one(ranks: Ranks, name: str) -> None:
+    before = ranks.of(saved_on_two_ranks, name)
+    path = ranks.folder_of(saved_on_two_ranks, name) / "two.ckpt"
     resumed = plain(train_on(CONFIGS[name], ckpt_path=path, max_epochs=2))
     epoch = trained(resumed["ledger"])[0][1]
     last = [event for event in trained(resumed["ledger"]) if event[1] == epoch][-1]
     assert last[2] == resumed["length"] - 1
     if name in WHOLE_EPOCHS:
         assert sorted(over_both(before, epoch) + samples(resumed["ledger"], epoch)) == EVERY_SAMPLE
-    elif "steps" in name:
-        for source, length in UNEVEN.items():
-            served = [*itertools.chain(*(samples_of(source, run["ledger"]) for run in before))]
-            served += samples_of(source, resumed["ledger"])
-            count = resumed["report"]["sources"][source]["samples"]
-            assert count == len(served)
-            assert len(set(served)) == min(length, count)
+        return
+    for source, length in UNEVEN.items():
+        served = samples_of(source, [event for run in (*before, resumed) for event in run["ledger"]])
+        assert resumed["report"]["sources"][source]["samples"] == len(served)
+        assert len(set(served)) == min(length, len(served))
 
 
 # Refusals
 
 
-def test_ranks_with_other_weights_or_lengths_are_refused_on_every_rank(ranks: Ranks) -> None:
-    for case, words in (("other_weights", "weights"), ("other_lengths", "sources")):
-        for rank in ranks:
-            assert rank[case].startswith("RankMismatchError: The ranks disagree about the training data"), rank[case]
-            assert words in rank[case]
+def other_weights(folder: Path) -> None:
+    weights = [[1, 2, 1], [2, 1, 1]][torch.distributed.get_rank()]
+    run(lambda: mixture(**uneven(weights=weights)))
 
 
-# Killed
+def other_lengths(folder: Path) -> None:
+    lengths = {**UNEVEN, "web": 5 + torch.distributed.get_rank()}
+    run(lambda: round_robin(train=datasets(**lengths)))
 
 
-def test_ranks_killed_twice_train_on_exactly_the_uninterrupted_batches(
-    ranks: Ranks, folder: Path, tmp_path: Path
-) -> None:
-    for count in (13, 34):
-        kill_after(count, "support.killed_ranks", tmp_path)
-    processes = start_ranks("support.killed_ranks", tmp_path)
-    try:
-        assert [process.wait(timeout=60) for process in processes] == [0, 0]
-    finally:
-        kill(processes)
-    for rank in range(2):
-        ours, whole = ledger_of(tmp_path, rank), ledger_of(folder / "not_killed", rank)
-        assert len(whole) == 50
-        # A kill between the step and its checkpoint repeats that step, to the same weights.
-        once = [line for number, line in enumerate(ours) if line not in ours[max(number - 3, 0) : number]]
-        assert once == whole
-        assert len(ours) - len(once) <= 4
-        assert (tmp_path / f"weights{rank}.json").read_text() == repr(of(ranks, "not_killed")[rank])
+@pytest.mark.parametrize(("case", "words"), [(other_weights, "weights"), (other_lengths, "sources")])
+def test_ranks_with_other_weights_or_lengths_are_refused_on_every_rank(ranks: Ranks, case: Any, words: str) -> None:
+    for error in ranks.errors_of(case):
+        assert error.startswith("RankMismatchError: The ranks disagree about the training data"), error
+        assert words in error

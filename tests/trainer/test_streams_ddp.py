@@ -1,129 +1,89 @@
-"""Streams on real ranks: in step, nothing lost, exact over stops, faults and kills, and dealt out anew."""
+"""Streams on real ranks: in step, nothing lost, exact over stops and faults, and dealt out anew."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
-from support import stream_ranks
-from support.killed_streams import KINDS, NUM_EPOCHS, NUM_STEPS
-from support.ranks import kill, kill_after, ledger_of, run_on_ranks, start_ranks
-from support.runs import assert_stitches, seeded, train
+import torch
+import torch.distributed
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.ddp_runs import (
+    Link,
+    Settle,
+    assert_chain,
+    assert_in_step,
+    chain_of,
+    on_ranks,
+    plain,
+    quiet_trainer,
+    run,
+)
+from support.ledger import LedgerModel, StepLogger
+from support.ranks import Ranks
+from support.runs import assert_stitches, outcome_of, seeded, train
 from support.sources import SourcesModel, ids_of, samples, trained
-from support.stream_ranks import HANDED, hand_over
 from support.stream_runs import (
     EVERY_SAMPLE,
     MODULES,
     OF_OTHERS,
+    OTHER_FIRST,
+    OTHER_SIZES,
+    SIZES,
     VAL_FIRST,
     VAL_SAMPLES,
+    VAL_SIZES,
+    Batches,
+    BatchesWithState,
     OwnWithState,
+    chunks,
+    files_of,
+    mapped,
     module,
+    read_chunk,
     write_files,
 )
+from torch.utils.data import DataLoader
 
-from lightning_stateful.errors import StateMismatchError
+from lightning_stateful import MixedStream, StatefulDataCallback, StreamDataModule
+from lightning_stateful.errors import StatefulError, StateMismatchError
 
-Ranks = list[dict[str, Any]]
-MIXED = ("interleave", "concatenate", "in turn", "mixed by sample", "first exhausted", "cycle")
-SCHEDULES = (
-    "side by side",
-    "loaders made anew",
-    "limited",
-    "long accumulation",
-    "short epochs",
-    "long epochs",
-    "callback alone",
-    "iterables",
-    "iterables with a state",
-    "iterables cut",
-)
+STOPS = [("on_before_backward", 0, 2), ("on_train_batch_end", 1, 0)]
+# The kinds that differ most; the others are read in one process by many tests.
+KINDS = ("chunks", "json", "batched map", "tokens", "mixed by sample", "cycle", "own with a state", "own")
+MIXED = ("in turn", "mixed by sample", "cycle")
+# After so many steps each number of ranks, with so many workers, leaves the rest to the next.
+HANDED_OVER = {2: (2, 0), 1: (4, 2), 3: (5, 0)}
+HANDED = ("chunks", "filter", "batched map", "tokens", "in turn", "mixed by sample")
+CALLBACK = {"callbacks": lambda: [StatefulDataCallback(seed=7)]}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("streams")
-    (folder / "files").mkdir()
-    write_files(folder / "files")
+    write_files(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def survivor(folder: Path) -> dict[str, Any]:
-    """What becomes of rank 0 when rank 1 is killed; then both are, later on."""
-    killed = folder / "killed_run"
-    killed.mkdir()
-    processes = start_ranks("support.killed_streams", killed)
-    try:
-        deadline = time.monotonic() + 60
-        while len(ledger_of(killed, 0)) < 4 and time.monotonic() < deadline:
-            assert all(process.poll() is None for process in processes), "the run was over before it was killed"
-            time.sleep(0.005)
-        kill(processes[1:])
-        began = time.monotonic()
-        code = processes[0].wait(timeout=60)
-        waited = time.monotonic() - began
-    finally:
-        kill(processes)
-    steps = len(ledger_of(killed, 0))
-    kill_after(NUM_STEPS + 4, "support.killed_streams", killed)
-    return {"code": code, "waited": waited, "steps": steps, "steps later": len(ledger_of(killed, 0))}
+def ranks(folder: Path) -> Ranks:
+    return Ranks(2, folder / "2")
 
 
-@pytest.fixture(scope="module")
-def ranks(folder: Path, survivor: Any) -> Ranks:
-    cases = [("support.stream_ranks", case.__name__) for case in stream_ranks.ON_TWO]
-    killed = [("support.killed_streams", name) for name in ("killed_run", "not_killed")]
-    return run_on_ranks([*killed, *cases], 2, folder)
+def files(folder: Path) -> Path:
+    """Where the files are that all cases read."""
+    return folder.parents[1]
 
 
-@pytest.fixture(scope="module")
-def handed(folder: Path, ranks: Ranks) -> list[Ranks]:
-    """What two ranks, then one, then three have done, and then one again."""
-    two = of(ranks, "handed_over")
-    one = [{name: hand_over(folder, name, 1) for name in HANDED}]
-    three = of(run_on_ranks([("support.stream_ranks", "handed_over")], 3, folder), "handed_over")
-    last = {}
-    for name in HANDED:
-        path, model = folder / f"{name}, 3.ckpt", seeded(SourcesModel)
-        make = lambda name=name: MODULES[name](folder / "files", val=None)  # noqa: E731  # as short as it gets
-        last[name] = {"ledger": train(make, model=model, ckpt_path=path, max_epochs=2).ledger}
-    return [two, one, three, [last]]
-
-
-def of(ranks: Ranks, case: str) -> list[Any]:
-    results = [rank[case] for rank in ranks]
-    assert not any(isinstance(result, str) for result in results), results
-    return results
-
-
-def over_all(runs: Ranks, epoch: int | None = None) -> list[int]:
+def over_all(runs: list[dict[str, Any]], epoch: int | None = None) -> list[int]:
     return [index for run in runs for index in samples(run["ledger"], epoch)]
-
-
-def assert_in_step(runs: Ranks) -> None:
-    """All ranks take the same steps, to the same weights and states."""
-    first = runs[0]
-    for run in runs[1:]:
-        assert [event[:4] for event in trained(run["ledger"])] == [event[:4] for event in trained(first["ledger"])]
-        assert all(run[name] == first[name] for name in ("weights", "end", "state", "report"))
-
-
-def assert_chain(parts: list[Any]) -> None:
-    """Each run goes on where the one before was saved, and ends as the first did."""
-    whole = parts[0][0]
-    for (_, before), (after, _) in itertools.pairwise(parts):
-        assert before is not None, "the moment was never reached"
-        assert_stitches([before, after["ledger"]], whole["ledger"])
-        assert all(after[name] == whole[name] for name in ("weights", "end", "state", "report"))
-
-
-# In step, and nothing lost
 
 
 def every_sample_of(kind: str) -> list[int]:
@@ -131,9 +91,16 @@ def every_sample_of(kind: str) -> list[int]:
     return [*every, *OF_OTHERS] if kind in MIXED else every
 
 
-@pytest.mark.parametrize("kind", MODULES)
+# In step, and nothing lost
+
+
+def chain(folder: Path, kind: str) -> list[Link]:
+    return chain_of(partial(MODULES[kind], files(folder)), folder, STOPS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_ranks_of_uneven_shares_take_the_same_steps_and_lose_nothing(ranks: Ranks, kind: str) -> None:
-    runs = [found[kind][0][0] for found in of(ranks, "every_kind")]
+    runs = [parts[0][0] for parts in ranks.of(chain, kind)]
     assert_in_step(runs)
     every = every_sample_of(kind)
     first, both = Counter(over_all(runs, 0)), Counter(over_all(runs))
@@ -148,93 +115,206 @@ def test_ranks_of_uneven_shares_take_the_same_steps_and_lose_nothing(ranks: Rank
 
 
 def test_what_a_rank_has_left_of_its_own_comes_first_in_the_next_epoch(ranks: Ranks) -> None:
-    runs = [found["own"][0][0] for found in of(ranks, "every_kind")]
+    runs = [parts[0][0] for parts in ranks.of(chain, "own")]
     left = set(EVERY_SAMPLE) - set(over_all(runs, 0))
     assert left
     begun = []
-    for run in runs:
-        of_rank = samples(run["ledger"], 1)
+    for found in runs:
+        of_rank = samples(found["ledger"], 1)
         at = next((place for place, index in enumerate(of_rank) if index not in left), len(of_rank))
         begun += of_rank[:at]
     assert set(begun) == left
 
 
-def test_states_are_equal_on_all_ranks_at_every_moment_and_plain(ranks: Ranks) -> None:
-    first, second = of(ranks, "states")
+class States(pl.Callback):
+    """Keeps every state and report that a rank would give."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def _keep(self, trainer: pl.Trainer, *args: Any) -> None:
+        own: Any = trainer.datamodule
+        self.found.append((trainer.current_epoch, own.state_dict()["lightning_stateful"], own.position_report()))
+
+    on_train_epoch_start = on_before_backward = on_train_batch_end = on_validation_end = on_train_epoch_end = _keep
+
+
+def states(folder: Path, kind: str, options: dict[str, Any]) -> list[Any]:
+    kept = States()
+    run(partial(MODULES[kind], files(folder)), callbacks=[kept], **options)
+    return kept.found
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("json", {"accumulate_grad_batches": 3}), ("own with a state", {}), ("cycle", {"limit_train_batches": 5})],
+)
+def test_states_are_equal_on_all_ranks_at_every_moment_and_plain(
+    ranks: Ranks, kind: str, options: dict[str, Any]
+) -> None:
+    first, second = ranks.of(states, kind, options)
     assert first == second
     assert json.loads(json.dumps(first)) == json.loads(json.dumps(second))
-    for name, moments in first.items():
-        assert len(moments) > 20
-        # The dataset's own state of each rank is a tensor of 22 numbers.
-        most = 9000 if name == "own with a state" else 5000
-        assert max(len(json.dumps(state)) for _, state, _ in moments) < most
+    assert len(first) > 20
+    # The dataset's own state of each rank is a tensor of 22 numbers.
+    most = 9000 if kind == "own with a state" else 5000
+    assert max(len(json.dumps(state)) for _, state, _ in first) < most
 
 
 # Stops
 
 
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_chain_of_stops_gives_the_uninterrupted_run_on_every_rank(ranks: Ranks, kind: str) -> None:
-    for found in of(ranks, "every_kind"):
-        assert_chain(found[kind])
+    for parts in ranks.of(chain, kind):
+        assert_chain(parts)
 
 
-@pytest.mark.parametrize("kind", ["chunks", "json", "own with a state"])
+def workers(folder: Path, kind: str) -> list[Link]:
+    make = partial(MODULES[kind], files(folder), num_workers=2, persistent_workers=True, val=None)
+    return chain_of(make, folder, [("on_train_batch_end", 0, 2)], callbacks=lambda: [Settle()])
+
+
+@pytest.mark.parametrize("kind", ["json", "own with a state"])
 def test_workers_go_on_exactly_on_every_rank(ranks: Ranks, kind: str) -> None:
-    found = [found[kind] for found in of(ranks, "workers")]
-    assert_in_step([parts[0][0] for parts in found])
-    for parts in found:
+    chains = ranks.of(workers, kind)
+    assert_in_step([parts[0][0] for parts in chains])
+    for parts in chains:
         assert_chain(parts)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_run_of_any_schedule_goes_on_exactly_on_every_rank(ranks: Ranks, schedule: str) -> None:
-    found = [found[schedule] for found in of(ranks, "schedules")]
-    assert_in_step([parts[0][0] for parts in found])
-    for parts in found:
+def side_by_side(folder: Path) -> Any:
+    others = mapped(files_of("json", files(folder), "other"))
+    return module({"a": chunks(), "b": chunks(OTHER_SIZES, OTHER_FIRST), "c": others}, steps_per_epoch=4)
+
+
+def on_chunks(folder: Path, **options: Any) -> Any:
+    return MODULES["chunks"](folder, **options)
+
+
+# Epochs cut, made of several passes, with windows of accumulated gradients, and of several streams.
+SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "side by side": (side_by_side, {"max_epochs": 4, "makes": LedgerModel}),
+    "loaders made anew": (on_chunks, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}),
+    "limited": (on_chunks, {"limit_train_batches": 3, "accumulate_grad_batches": 2, "max_epochs": 6}),
+    "long accumulation": (partial(on_chunks, steps_per_epoch=26), {"accumulate_grad_batches": 20}),
+    "short epochs": (partial(on_chunks, steps_per_epoch=4), {"max_epochs": 7}),
+    "long epochs": (partial(on_chunks, steps_per_epoch=13), {"val_check_interval": 5}),
+    "callback alone": (lambda folder: DataLoader(mapped(files_of("parquet", files(folder))), batch_size=2), CALLBACK),
+    "iterables": (lambda folder: Batches(), CALLBACK),
+    "iterables with a state": (lambda folder: BatchesWithState(), CALLBACK),
+    "iterables cut": (
+        lambda folder: BatchesWithState(),
+        {**CALLBACK, "limit_train_batches": 3, "max_epochs": 3, "use_distributed_sampler": False},
+    ),
+}
+
+
+def schedule(folder: Path, name: str) -> list[Link]:
+    make, options = SCHEDULES[name]
+    return chain_of(partial(make, folder), folder, STOPS, **options)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_of_any_schedule_goes_on_exactly_on_every_rank(ranks: Ranks, name: str) -> None:
+    chains = ranks.of(schedule, name)
+    assert_in_step([parts[0][0] for parts in chains])
+    for parts in chains:
         assert_chain(parts)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["limited", "short epochs", "long epochs", "loaders made anew", "long accumulation"]
-)
-def test_epochs_of_any_length_lose_nothing_over_the_ranks(ranks: Ranks, schedule: str) -> None:
-    runs = [found[schedule][0][0] for found in of(ranks, "schedules")]
-    counts = Counter(over_all(runs))
+@pytest.mark.parametrize("name", ["limited", "short epochs", "long epochs", "loaders made anew", "long accumulation"])
+def test_epochs_of_any_length_lose_nothing_over_the_ranks(ranks: Ranks, name: str) -> None:
+    counts = Counter(over_all([parts[0][0] for parts in ranks.of(schedule, name)]))
     assert set(counts) == set(EVERY_SAMPLE)
     # A sample may be left of each of the last two passes, at most.
     assert max(counts.values()) - min(counts.values()) <= 2
 
 
+def again(folder: Path) -> list[Any]:
+    """A trainer is fitted, stopped within an epoch, and fitted again."""
+    data, model, logger = MODULES["chunks"](folder), seeded(SourcesModel), StepLogger()
+    trainer = quiet_trainer(logger=logger, num_sanity_val_steps=0, max_steps=4)
+    trainer.fit(model, datamodule=data)
+    trainer.fit_loop.epoch_loop.max_steps = -1
+    trainer.fit(model, datamodule=data)
+    return outcome_of(trainer, model, logger).ledger
+
+
 def test_a_trainer_fitted_again_goes_on_within_its_epoch_on_every_rank(ranks: Ranks) -> None:
-    for ledger, found in zip(of(ranks, "again"), of(ranks, "every_kind"), strict=True):
-        assert trained(ledger) == trained(found["chunks"][0][0]["ledger"])
+    for ledger, parts in zip(ranks.of(again), ranks.of(chain, "chunks"), strict=True):
+        assert trained(ledger) == trained(parts[0][0]["ledger"])
 
 
 # Evaluation
 
 
+def evaluated(folder: Path, kind: str) -> list[Any]:
+    """Streams for every stage of evaluation, of more shards than ranks and of one."""
+    made = {
+        "chunks": lambda: chunks(VAL_SIZES, VAL_FIRST),
+        "one chunk": lambda: chunks((4,), VAL_FIRST),
+        "parquet": lambda: mapped(files_of("parquet", files(folder), "val")),
+        "mixed": lambda: MixedStream({"a": chunks(VAL_SIZES, VAL_FIRST), "b": chunks((1, 2, 1, 1), 600)}),
+    }
+    stream = made[kind]()
+    data = StreamDataModule(None, stream, stream, stream, batch_size=2)
+    trainer, model = quiet_trainer(), seeded(SourcesModel)
+    trainer.test(model, datamodule=data, verbose=False)
+    trainer.predict(model, datamodule=data)
+    validating = run(partial(module, chunks(), val=stream), val_check_interval=3, max_epochs=1)
+    return [*model.ledger, *validating.ledger]
+
+
 @pytest.mark.parametrize("kind", ["chunks", "one chunk", "parquet", "mixed"])
 def test_evaluation_gives_every_sample_once_over_the_ranks(ranks: Ranks, kind: str) -> None:
-    expected = {"one chunk": list(range(VAL_FIRST, VAL_FIRST + 4)), "mixed": [*VAL_SAMPLES, *range(600, 605)]}
-    ledgers = [found[kind] for found in of(ranks, "evaluated")]
+    of_kind = {"one chunk": list(range(VAL_FIRST, VAL_FIRST + 4)), "mixed": [*VAL_SAMPLES, *range(600, 605)]}
+    expected, ledgers = of_kind.get(kind, VAL_SAMPLES), ranks.of(evaluated, kind)
     for stage in ("test", "predict"):
         served = [index for ledger in ledgers for event in ledger if event[0] == stage for index in event[2]]
-        assert sorted(served) == expected.get(kind, VAL_SAMPLES), stage
+        assert sorted(served) == expected, stage
     of_step: dict[int, list[int]] = {}
     for ledger in ledgers:
         for event in ledger:
             if event[0] == "val":
                 of_step.setdefault(event[3], []).extend(ids_of(event))
     assert len(of_step) > 1
-    assert all(sorted(served) == expected.get(kind, VAL_SAMPLES) for served in of_step.values())
+    assert all(sorted(served) == expected for served in of_step.values())
 
 
 # Faults
 
 
+def fails_at(number: int, ref: Any) -> Iterator[int]:
+    """A chunk that rank 1 cannot read."""
+    for found in read_chunk(ref):
+        if found == number and torch.distributed.get_rank() == 1:
+            raise OSError("the disk is gone")
+        yield found
+
+
+def broken(folder: Path) -> dict[str, Any]:
+    """A reader fails on rank 1; from the last checkpoint a run goes on."""
+
+    def make(read: Any = read_chunk) -> Any:
+        return module(chunks(read=read, buffer_size=1), val=None)
+
+    whole, model = run(make), seeded(SourcesModel)
+    numbers: list[Any] = [None, None]
+    torch.distributed.all_gather_object(numbers, [index for event in trained(whole.ledger) for index in event[4]])
+    # Read for the first time in the fourth step.
+    read = partial(fails_at, numbers[1][6])
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)
+    with pytest.raises(StatefulError) as caught:
+        run(partial(make, read), model=model, callbacks=[saver])
+    torch.distributed.barrier()
+    resumed = run(make, ckpt_path=folder / "last.ckpt", seed=9)
+    error = f"{caught.type.__name__}: {caught.value}"
+    return {"error": error, "before": model.ledger, "after": plain(resumed), "whole": plain(whole)}
+
+
 def test_a_fault_on_one_rank_is_an_error_on_both_and_the_last_checkpoint_goes_on(ranks: Ranks) -> None:
-    first, second = of(ranks, "broken")
+    first, second = ranks.of(broken)
     assert first["error"].startswith("StreamError: The stream of rank 1 broke off before step 3: ShardError: chunk ")
     assert second["error"].startswith("ShardError: chunk ")
     for found in (first, second):
@@ -245,66 +325,108 @@ def test_a_fault_on_one_rank_is_an_error_on_both_and_the_last_checkpoint_goes_on
         assert all(found["after"][name] == found["whole"][name] for name in ("weights", "end", "state"))
 
 
+def waits(path: Path, ref: Any) -> Iterator[int]:
+    """A chunk that rank 1 cannot read before the other has given up."""
+    for found in read_chunk(ref):
+        deadline = time.monotonic() + 30
+        while torch.distributed.get_rank() and not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        yield found
+
+
+class Touch(pl.Callback):
+    """Leaves a file where a run breaks off."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exception(self, *args: Any) -> None:
+        self.path.touch()
+
+
+def slow(folder: Path) -> None:
+    """Rank 1 stands still while the other waits."""
+    stream = chunks(read=partial(waits, folder / "over"))
+    run(lambda: module(stream, val=None, timeout=1), callbacks=[Touch(folder / "over")])
+
+
 def test_a_rank_that_stands_still_is_named_on_both(ranks: Ranks) -> None:
-    for rank in ranks:
-        assert rank["slow"].startswith("StreamError: Step 0 was waited for in vain for 1 s"), rank["slow"]
-        assert "rank 1" in rank["slow"]
+    for error in ranks.errors_of(slow):
+        assert error.startswith("StreamError: Step 0 was waited for in vain for 1 s"), error
+        assert "rank 1" in error
+
+
+def refused(folder: Path, what: str) -> None:
+    rank = torch.distributed.get_rank()
+    made = {
+        "seeds": lambda: module(chunks(seed=rank)),
+        "chunks": lambda: module(chunks(SIZES[: 8 + rank])),
+        "steps": lambda: module(chunks(), steps_per_epoch=3 + rank),
+    }
+    run(made[what])
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("what", "words"),
     [
         ("seeds", "seed: rank 0: 0, rank 1: 1"),
         ("chunks", "stream.chunks: rank 0: 8"),
         ("steps", "length: rank 0: 3, rank 1: 4"),
     ],
 )
-def test_ranks_that_disagree_are_refused_on_both(ranks: Ranks, case: str, words: str) -> None:
-    for found in of(ranks, "refused"):
-        assert found[case].startswith("RankMismatchError: "), found[case]
-        assert words in found[case]
+def test_ranks_that_disagree_are_refused_on_both(ranks: Ranks, what: str, words: str) -> None:
+    for error in ranks.errors_of(refused, what):
+        assert error.startswith("RankMismatchError: "), error
+        assert words in error
 
 
-def test_a_rank_without_samples_lets_no_epoch_be_empty(ranks: Ranks) -> None:
-    for found in of(ranks, "nothing_on_a_rank"):
-        assert {event[1] for event in trained(found["next"])} == set(range(4))
+def nothing_on_a_rank(folder: Path, options: dict[str, Any]) -> list[Any]:
+    """One of two shards is empty, so that a rank may have nothing at all."""
+    return run(lambda: module(chunks((4, 0)), val=None, **options), max_epochs=4).ledger
 
 
-def test_a_rank_without_samples_is_dealt_what_others_have_left(ranks: Ranks) -> None:
-    for found in of(ranks, "nothing_on_a_rank"):
-        assert found["steps"] == "trained"
-
-
-# Killed
-
-
-def test_a_rank_does_not_wait_for_ever_for_one_that_was_killed(survivor: dict[str, Any]) -> None:
-    assert survivor["code"] not in (0, -9)
-    assert survivor["waited"] < 45
-
-
-def test_ranks_killed_twice_train_on_exactly_the_uninterrupted_batches(
-    ranks: Ranks, folder: Path, survivor: dict[str, Any]
-) -> None:
-    assert 4 <= survivor["steps"] < NUM_STEPS + 4 <= survivor["steps later"] < NUM_EPOCHS * NUM_STEPS
-    for rank in range(2):
-        ours, whole = ledger_of(folder / "killed_run", rank), ledger_of(folder / "not_killed", rank)
-        assert len(whole) == NUM_EPOCHS * NUM_STEPS
-        assert all(len(served) == KINDS for _, _, served in whole)
-        # A kill between the step and its checkpoint repeats that step, to the same weights.
-        once = [line for number, line in enumerate(ours) if line not in ours[max(number - 3, 0) : number]]
-        assert once == whole
-        assert len(ours) - len(once) <= 4
-    for weights, expected in zip(of(ranks, "killed_run"), of(ranks, "not_killed"), strict=True):
-        assert weights == expected
+@pytest.mark.parametrize("options", [{}, {"steps_per_epoch": 3}])
+def test_a_rank_without_samples_is_dealt_what_others_have_left(ranks: Ranks, options: dict[str, Any]) -> None:
+    for ledger in ranks.of(nothing_on_a_rank, options):
+        assert {event[1] for event in trained(ledger)} == set(range(4))
 
 
 # Other numbers of ranks
 
 
+def hand_over(folder: Path, kind: str, number: int, **options: Any) -> dict[str, Any]:
+    """A few steps on ``number`` ranks, from the checkpoint that the ranks before them left."""
+    steps, num_workers = HANDED_OVER[number]
+    order = list(HANDED_OVER)
+    before = order[order.index(number) - 1] if order.index(number) else None
+    path = None if before is None else folder / f"{kind}, {before}.ckpt"
+    make = partial(MODULES[kind], folder, num_workers=num_workers, val=None)
+    found = train(make, model=seeded(SourcesModel), ckpt_path=path, **{**options, "max_steps": steps, "max_epochs": -1})
+    found.trainer.save_checkpoint(folder / f"{kind}, {number}.ckpt")
+    return plain(found)
+
+
+def handed_over(folder: Path) -> dict[str, Any]:
+    """Go on with what other ranks have left, if there is any, and leave the rest of the epoch to others again."""
+    options = on_ranks()
+    return {kind: hand_over(files(folder), kind, options["devices"], **options) for kind in HANDED}
+
+
+@pytest.fixture(scope="module")
+def handed(folder: Path, ranks: Ranks) -> list[list[dict[str, Any]]]:
+    """What two ranks, then one, then three have done, of each kind."""
+    two = ranks.of(handed_over)
+    one = [{kind: hand_over(folder, kind, 1) for kind in HANDED}]
+    return [two, one, Ranks(3, folder / "3").of(handed_over)]
+
+
 @pytest.mark.parametrize("kind", HANDED)
-def test_an_epoch_is_handed_over_from_two_ranks_to_one_to_three_to_one(handed: list[Ranks], kind: str) -> None:
-    runs = [[run[kind] for run in of_number] for of_number in handed]
+def test_an_epoch_is_handed_over_from_two_ranks_to_one_to_three_to_one(
+    folder: Path, handed: list[list[dict[str, Any]]], kind: str
+) -> None:
+    make = partial(MODULES[kind], folder, val=None)
+    last = train(make, model=seeded(SourcesModel), ckpt_path=folder / f"{kind}, 3.ckpt", max_epochs=2)
+    runs = [*([run[kind] for run in of_number] for of_number in handed), [{"ledger": last.ledger}]]
     assert [len(of_number) for of_number in runs] == [2, 1, 3, 1]
     assert all(trained(run["ledger"]) for of_number in runs for run in of_number)
     # What three ranks of uneven shares have left comes first in the next epoch.
@@ -312,7 +434,8 @@ def test_an_epoch_is_handed_over_from_two_ranks_to_one_to_three_to_one(handed: l
     assert max(Counter(index for of_number in runs for index in over_all(of_number, 0)).values()) == 1
 
 
-def test_an_own_stream_cannot_be_handed_over_within_an_epoch(folder: Path, ranks: Ranks) -> None:
-    path = folder / "every_kind" / "own with a state" / "1" / "0.ckpt"
+def test_an_own_stream_cannot_be_handed_over_within_an_epoch(ranks: Ranks) -> None:
+    ranks.of(chain, "own with a state")
+    path = ranks.folder_of(chain, "own with a state") / "1" / "0.ckpt"
     with pytest.raises(StateMismatchError, match=r"ranks: saved 2, now 1.* resume on 2 ranks"):
         train(lambda: module(OwnWithState()), model=seeded(SourcesModel), ckpt_path=path)

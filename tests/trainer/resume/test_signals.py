@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from support import killed
 from support.ledger import LedgerModel
-from support.runs import assert_same_end, assert_stitches, seeded, train
+from support.ranks import kill, ledger_of, start, wait_for_steps
+from support.runs import assert_same_end, assert_stitches, numbers_module, seeded, train
 from support.signalled import SignalledInStep, enter_slurm_job
-
-TESTS = Path(__file__).parents[2]
 
 
 def test_22_a_run_ended_by_sigterm_goes_on_exactly(tmp_path: Path) -> None:
@@ -115,17 +111,31 @@ def test_a_second_ctrl_c_does_not_wait_for_the_batch() -> None:
     assert model.ledger == [("epoch start", 0), "interrupted"]
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "support.killed", str(folder), "2"]
-    return subprocess.Popen(
-        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+class Writes(LedgerModel):
+    """Appends every batch to a file that survives the process, before it is trained on and so before its checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with self.path.open("a") as file:
+            file.write(json.dumps([self.current_epoch, batch_idx, batch["id"].tolist()]) + "\n")
+        return super().training_step(batch, batch_idx)
+
+
+def run_in(folder: Path, workers: int) -> None:
+    """Train twelve epochs, from the last checkpoint if there is one, with a checkpoint every step."""
+    last = folder / "last.ckpt"
+    found = train(
+        lambda: numbers_module(num_workers=workers),
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)],
+        ckpt_path=last if last.exists() else None,
+        model=seeded(lambda: Writes(folder / "ledger0.jsonl")),
+        max_epochs=12,
     )
-
-
-def lines(folder: Path) -> list[Any]:
-    path = folder / "ledger.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    weights = {name: value.tolist() for name, value in found.weights.items()}
+    (folder / "weights.json").write_text(json.dumps(weights))
 
 
 def test_a_run_killed_twice_trains_on_exactly_the_uninterrupted_batches(tmp_path: Path) -> None:
@@ -133,18 +143,16 @@ def test_a_run_killed_twice_trains_on_exactly_the_uninterrupted_batches(tmp_path
     folder.mkdir()
     whole.mkdir()
     for count in (15, 50):
-        process = start(folder)
-        deadline = time.monotonic() + 120
-        while len(lines(folder)) < count and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert process.poll() is None, "the run was over before it was killed"
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert start(folder).wait(timeout=120) == 0
-    killed.main(whole, workers=0)
+        process = start(run_in, folder, 2, log=tmp_path / "log")
+        wait_for_steps(count, [process], folder)
+        kill([process])
+    process = start(run_in, folder, 2, log=tmp_path / "log")
+    process.join(120)
+    assert process.exitcode == 0
+    run_in(whole, 0)
     # A kill between the step and its checkpoint repeats that step, to the same weights.
-    ours = lines(folder)
+    ours = ledger_of(folder)
     once = [line for i, line in enumerate(ours) if line not in ours[max(i - 3, 0) : i]]
-    assert once == lines(whole)
+    assert once == ledger_of(whole)
     assert len(ours) - len(once) <= 2
     assert json.loads((folder / "weights.json").read_text()) == json.loads((whole / "weights.json").read_text())

@@ -1,0 +1,10 @@
+"""What the process that ranks are forked from imports, once for all of them; nothing of it starts a thread."""
+
+import gc
+from importlib import import_module
+
+for _name in ("datasets", "lhotse", "pytest", "torch.distributed.fsdp", "support.ddp_runs", "support.stream_runs"):
+    import_module(_name)
+# A collection of garbage in a rank would copy the pages that it shares with the others.
+gc.collect()
+gc.freeze()

@@ -1,0 +1,306 @@
+"""Two real ranks with data that differ, or only seem to: refused on every rank, or trained on where a user says so."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.distributed
+from support.ddp_runs import Link, assert_chain, chain_of, quiet_trainer, run
+from support.ledger import LedgerModel, Numbers
+from support.ranks import Ranks
+from support.runs import StopAt, numbers_module, train
+from support.sources import samples, trained
+from support.stream_runs import chunks
+from support.stream_runs import module as stream_module
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
+
+from lightning_stateful import DDPSamplerWrapper, StatefulDataCallback, StatefulDataModule
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return Ranks(2, tmp_path_factory.mktemp("ddp"))
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+# Ranks that disagree
+
+
+def rows() -> Any:
+    data = {"id": list(range(22)), "x": torch.arange(88.0).reshape(22, 4).div(100).tolist()}
+    return datasets.Dataset.from_dict(data).with_format("torch")
+
+
+def in_an_order_of_its_rank(data: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(reversed(data.items())) if rank() else data
+
+
+class Described(Numbers):
+    """Gives its description in an order of the rank's."""
+
+    def describe(self) -> dict[Any, Any]:
+        return in_an_order_of_its_rank({"mean": np.float32(0.5), "std": float("nan"), 3: np.int64(1)})
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "lengths": lambda: numbers_module(train=Numbers(22 + 4 * rank())),
+    "lengths accepted": lambda: numbers_module(train=Numbers(22 + 4 * rank()), accept=("dataset", "length")),
+    "seeds": lambda: numbers_module(seed=rank()),
+    "rows": lambda: StatefulDataModule(rows().shuffle(seed=rank())),
+    "rows accepted": lambda: StatefulDataModule(
+        rows().shuffle(seed=rank()), batch_size=2, accept=("dataset.rows", "dataset.fingerprint")
+    ),
+    "order of loaders": lambda: StatefulDataModule(in_an_order_of_its_rank({"a": Numbers(8), "b": Numbers(8)})),
+    "order of descriptions": lambda: numbers_module(train=Described(22)),
+}
+
+
+def trained_on(folder: Path, name: str) -> int:
+    makes = LedgerModel if name == "order of loaders" else None
+    return run(DATA[name], max_epochs=1, **({"makes": makes} if makes else {})).global_step
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lengths", "length: rank 0: 22, rank 1: 26"),
+        # That samples are as many as there are steps for cannot be waived.
+        ("lengths accepted", "length: rank 0: 22, rank 1: 26"),
+        ("seeds", "seed: rank 0: 0, rank 1: 1"),
+        ("rows", r"dataset.rows: rank 0: .*, rank 1: .*accept=\('dataset.rows',\)"),
+        ("order of loaders", r"order of loaders: rank 0: \['a', 'b'\], rank 1: \['b', 'a'\]"),
+    ],
+)
+def test_16_ranks_that_disagree_are_refused_on_every_rank(ranks: Ranks, name: str, words: str) -> None:
+    for error in ranks.errors_of(trained_on, name):
+        assert error.startswith("RankMismatchError: The ranks disagree about the training data")
+        assert re.search(words, error, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["rows accepted", "order of descriptions"])
+def test_what_is_accepted_or_no_difference_is_trained_on(ranks: Ranks, name: str) -> None:
+    assert ranks.of(trained_on, name) == [6, 6]
+
+
+def fails_on_one_rank(folder: Path) -> None:
+    class Breaks(StatefulDataModule):
+        def train_dataloader(self) -> Any:
+            if rank() == 1:
+                raise OSError("disk not mounted")
+            return super().train_dataloader()
+
+    run(lambda: Breaks(Numbers(22)))
+
+
+def test_16_a_rank_that_cannot_build_its_data_stops_all_ranks(ranks: Ranks) -> None:
+    first, second = ranks.errors_of(fails_on_one_rank)
+    assert first.startswith("RankMismatchError: the training data could not be built")
+    assert "rank 1: OSError: disk not mounted" in first
+    assert second == "OSError: disk not mounted"
+
+
+class Mapped(StatefulDataModule):
+    """Maps its rows by a method: ``datasets`` cannot tell that it is the same in every process."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=2)
+        self.process = os.urandom(8)
+
+    def setup(self, stage: str) -> None:
+        self.train = rows().map(self.double)
+
+    def double(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"x": [2 * value for value in row["x"]]}
+
+
+def fingerprints_of_its_own(folder: Path) -> dict[str, Any]:
+    """A run that is stopped and resumed, with what was warned of."""
+    stop = StopAt("on_train_batch_end", folder / "stop.ckpt", batch=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", StatefulWarning)
+        first = run(Mapped, callbacks=[stop], max_epochs=1)
+        fingerprint = first.trainer.datamodule.train._fingerprint
+        resumed = run(Mapped, ckpt_path=folder / "stop.ckpt", max_epochs=1)
+    said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+    return {"fingerprint": fingerprint, "parts": [stop.ledger, resumed.ledger], "said": "\n".join(said)}
+
+
+def test_data_of_another_fingerprint_are_trained_on_with_a_warning(ranks: Ranks) -> None:
+    first, second = ranks.of(fingerprints_of_its_own)
+    assert first["fingerprint"] != second["fingerprint"]
+    parts = [*first["parts"], *second["parts"]]
+    assert [len(trained(part)) for part in parts] == [3] * 4
+    assert sorted(index for part in parts for index in samples(part)) == list(range(22))
+    for words in ("The ranks have", "state was made with"):
+        assert re.search(f"{words}.*dataset.fingerprint", first["said"], re.DOTALL)
+
+
+# Data of each rank's own
+
+
+def own_data(**options: Any) -> StatefulDataModule:
+    first = 100 * rank()
+    defaults = {"train": Numbers(11, first=first), "val": Numbers(2 + rank(), first=first)}
+    return numbers_module(**{**defaults, **options})
+
+
+class Share(Sampler[int]):
+    """Leaves each rank its share of a shuffle, and has a state that is true on its own rank only."""
+
+    start = at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.at, self.start = self.start, 0
+        for index in torch.randperm(22).tolist()[rank() :: 2][self.at :]:
+            self.at += 1
+            yield index
+
+    def __len__(self) -> int:
+        return 11
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "rank": rank()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state["rank"] == rank()
+        self.start = state["at"]
+
+
+OWN: dict[str, Callable[[], Any]] = {
+    "data": own_data,
+    "torch's sampler": lambda: DataLoader(Numbers(22), 2, sampler=DistributedSampler(Numbers(22), 2, rank(), seed=3)),
+    "a sampler with a state": lambda: DataLoader(Numbers(22), 2, sampler=Share()),
+    "batches": lambda: DataLoader(Numbers(22), batch_sampler=BatchSampler(Share(), 2, drop_last=False)),
+    "a wrapped sampler": lambda: DataLoader(Numbers(22), 2, sampler=DDPSamplerWrapper(RandomSampler(range(22)))),
+    "lengths": lambda: own_data(train=Numbers(22 + 4 * rank())),
+    "streams": lambda: stream_module(chunks()),
+}
+
+
+def own(folder: Path, name: str) -> list[Link]:
+    def callbacks() -> list[Any]:
+        return [StatefulDataCallback(seed=7)] if isinstance(OWN[name](), DataLoader) else []
+
+    stops = [("on_train_batch_end", 1, 2)]
+    return chain_of(OWN[name], folder, stops, callbacks=callbacks, use_distributed_sampler=False)
+
+
+def test_without_use_distributed_sampler_ranks_train_on_all_of_their_own_data(ranks: Ranks) -> None:
+    for number, parts in enumerate(ranks.of(own, "data")):
+        assert_chain(parts, served_again=0)
+        expected = list(range(100 * number, 100 * number + 11))
+        ledger = parts[0][0]["ledger"]
+        for epoch in range(2):
+            assert sorted(samples(ledger, epoch)) == expected
+            validated = [index for event in ledger if event[:2] == ("val", epoch) for index in event[4]]
+            assert validated == expected[: 2 + number]
+    with pytest.raises(StateMismatchError, match=r"ranks: saved 2.*resume on the saved ranks"):
+        train(partial(numbers_module, train=Numbers(11)), ckpt_path=ranks.folder_of(own, "data") / "0" / "0.ckpt")
+
+
+@pytest.mark.parametrize("name", ["torch's sampler", "a sampler with a state", "batches", "a wrapped sampler"])
+def test_without_use_distributed_sampler_samplers_deal_out_by_themselves(ranks: Ranks, name: str) -> None:
+    found = ranks.of(own, name)
+    for parts in found:
+        assert_chain(parts, served_again=0)
+    for epoch in range(2):
+        served = [index for parts in found for index in samples(parts[0][0]["ledger"], epoch)]
+        assert sorted(served) == list(range(22))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lengths", "RankMismatchError: The ranks disagree.*length: rank 0: 22, rank 1: 26"),
+        ("streams", "use_distributed_sampler=False leaves the training loader as each rank has it"),
+    ],
+)
+def test_data_of_each_rank_that_cannot_be_resumed_are_refused(ranks: Ranks, name: str, words: str) -> None:
+    assert all(re.search(words, error, re.DOTALL) for error in ranks.errors_of(own, name))
+
+
+# What ranks draw, and evaluate
+
+
+def dropout(folder: Path) -> list[float]:
+    class Draws(LedgerModel):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.drawn = [*getattr(self, "drawn", []), float(torch.rand(()))]
+            return super().training_step(batch, batch_idx)
+
+    model = Draws()
+    run(numbers_module, model=model, max_epochs=1)
+    return model.drawn
+
+
+def test_ranks_draw_other_dropout(ranks: Ranks) -> None:
+    first, second = ranks.of(dropout)
+    assert len(first) == 6
+    assert not set(first) & set(second)
+
+
+class Shapes(Numbers):
+    """Samples with as many rows as are given, which can only be stacked if they are alike."""
+
+    def __init__(self, *num_rows: int) -> None:
+        super().__init__(len(num_rows))
+        self.num_rows = num_rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"id": torch.tensor(index), "x": torch.ones(self.num_rows[index], 4)}
+
+
+SHAPES: dict[str, Callable[[], Any]] = {
+    "alike": lambda: StatefulDataModule(val=Shapes(1, 1, 1, 1, 1)),
+    "fitting pair": lambda: StatefulDataModule(val=Shapes(1, 2, 3, 3, 4)),
+    "differing": lambda: StatefulDataModule(val=Shapes(*range(1, 6))),
+    "workers": lambda: StatefulDataModule(val=Shapes(*range(1, 6)), num_workers=1),
+    "shuffled": lambda: DataLoader(Shapes(*range(1, 6)), shuffle=True),
+    "batches": lambda: DataLoader(Shapes(*range(1, 6)), batch_sampler=[[4], [3], [2], [1], [0]]),
+}
+
+
+def shapes(folder: Path) -> dict[str, Any]:
+    """What each rank has evaluated, and what it was told."""
+    found = {}
+    for name, make in SHAPES.items():
+        model, data = LedgerModel(), make()
+        is_module = isinstance(data, StatefulDataModule)
+        trainer = quiet_trainer(callbacks=None if is_module else [StatefulDataCallback()])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", StatefulWarning)
+            trainer.validate(model, **{"datamodule" if is_module else "dataloaders": data}, verbose=False)
+        said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+        found[name] = ([event[4] for event in model.ledger], said)
+    return found
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_single_samples_that_are_left_are_joined_where_that_can_be_and_repeated_elsewhere(
+    ranks: Ranks, name: str
+) -> None:
+    (first, said), (second, _) = (found[name] for found in ranks.of(shapes))
+    assert len(first) == len(second)
+    seen = sorted(index for batch in first + second for index in batch)
+    if name in ("alike", "fitting pair"):
+        assert seen == list(range(5))
+        assert not said
+    else:
+        assert set(seen) == set(range(5))
+        assert len(seen) == 6
+        assert "1 of 5" in said[0]
+        assert "two samples of other shapes cannot be collated" in said[0]
