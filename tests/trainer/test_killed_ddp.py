@@ -35,6 +35,7 @@ from lightning_stateful import (
 )
 
 NUM_EPOCHS, NUM_STEPS = 2, 10
+KINDS = 18
 
 
 def stream(data: Any, num_workers: int = 0, **options: Any) -> Any:
@@ -140,7 +141,7 @@ def test_ranks_killed_twice_train_on_exactly_the_uninterrupted_batches(ranks: Ra
     for rank in range(2):
         ours, whole = ledger_of(killed, rank), ledger_of(ranks.folder_of(train), rank)
         assert len(whole) == NUM_EPOCHS * NUM_STEPS
-        assert all(len(served) == len(loaders(ranks.folder / "files")) for _, _, served in whole[:1])
+        assert all(len(served) == KINDS for _, _, served in whole)
         # A kill between the step and its checkpoint repeats that step, to the same weights.
         once = [line for number, line in enumerate(ours) if line not in ours[max(number - 3, 0) : number]]
         assert once == whole

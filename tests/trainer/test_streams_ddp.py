@@ -347,12 +347,12 @@ class Touch(pl.Callback):
 def slow(folder: Path) -> None:
     """Rank 1 stands still while the other waits."""
     stream = chunks(read=partial(waits, folder / "over"))
-    run(lambda: module(stream, val=None, timeout=1), callbacks=[Touch(folder / "over")])
+    run(lambda: module(stream, val=None, timeout=3), callbacks=[Touch(folder / "over")])
 
 
 def test_a_rank_that_stands_still_is_named_on_both(ranks: Ranks) -> None:
     for error in ranks.errors_of(slow):
-        assert error.startswith("StreamError: Step 0 was waited for in vain for 1 s"), error
+        assert error.startswith("StreamError: Step 0 was waited for in vain for 3 s"), error
         assert "rank 1" in error
 
 
