@@ -23,14 +23,6 @@ from support.samplers import LENGTH
 MakeLoaders = Callable[[], Any]
 
 VAL_FIRST = 100
-DDP: dict[str, Any] = {"strategy": "ddp", "devices": 2, "max_epochs": 2}
-MOMENTS = [
-    ("on_before_backward", 0, 2),
-    ("on_validation_batch_end", 0, 0),
-    ("on_train_batch_end", 1, 1),
-]
-# After so many steps of an epoch a run on one rank or on two leaves the rest to the other number.
-HANDED_OVER = 2
 
 
 class PlainData(pl.LightningDataModule):

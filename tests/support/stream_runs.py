@@ -194,7 +194,7 @@ def module(train_on: Any, **options: Any) -> StreamDataModule:
     """Batches of two, and samples for validation."""
     defaults: dict[str, Any] = {
         "val": chunks(VAL_SIZES, VAL_FIRST),
-        "batch_size": None if "max_tokens" in options else 2,
+        "batch_size": None if {"max_tokens", "budget"} & options.keys() else 2,
         "buffer_size": 5,
         "seed": 7,
     }
