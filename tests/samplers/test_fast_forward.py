@@ -244,7 +244,11 @@ class TestStates:
 
 @pytest.mark.usefixtures("patient")
 class TestDrawnAhead:
-    @pytest.mark.parametrize("kind", [list, UserList, partial(array, "q"), np.array, torch.tensor], ids=str)
+    @pytest.mark.parametrize(
+        "kind",
+        [list, UserList, partial(array, "q"), np.array, torch.tensor],
+        ids=["list", "UserList", "array", "numpy", "torch"],
+    )
     def test_a_batch_that_is_filled_anew_is_served_as_it_was_yielded(self, kind: Any) -> None:
         found = slots_of(WrappedSampler(Sliding(kind([0, 0, 0])), batch_size=None))
 
