@@ -28,7 +28,7 @@ from support.ddp_runs import (
 )
 from support.ledger import LedgerModel, StepLogger
 from support.ranks import Ranks
-from support.runs import assert_stitches, outcome_of, seeded, train
+from support.runs import Outcome, assert_stitches, outcome_of, seeded, train
 from support.sources import SourcesModel, ids_of, samples, trained
 from support.stream_runs import (
     EVERY_SAMPLE,
@@ -293,22 +293,25 @@ def fails_at(number: int, ref: Any) -> Iterator[int]:
         yield found
 
 
+def unshuffled(read: Any = read_chunk, **options: Any) -> Any:
+    return module(chunks(read=read, buffer_size=1), val=None, **options)
+
+
+def read_in_step_3_of_rank_1(whole: Outcome) -> int:
+    numbers: list[Any] = [None, None]
+    torch.distributed.all_gather_object(numbers, samples(whole.ledger))
+    return int(numbers[1][6])
+
+
 def broken(folder: Path) -> dict[str, Any]:
     """A reader fails on rank 1; from the last checkpoint a run goes on."""
-
-    def make(read: Any = read_chunk) -> Any:
-        return module(chunks(read=read, buffer_size=1), val=None)
-
-    whole, model = run(make), seeded(SourcesModel)
-    numbers: list[Any] = [None, None]
-    torch.distributed.all_gather_object(numbers, [index for event in trained(whole.ledger) for index in event[4]])
-    # Read for the first time in the fourth step.
-    read = partial(fails_at, numbers[1][6])
+    whole, model = run(unshuffled), seeded(SourcesModel)
+    read = partial(fails_at, read_in_step_3_of_rank_1(whole))
     saver = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)
     with pytest.raises(StatefulError) as caught:
-        run(partial(make, read), model=model, callbacks=[saver])
+        run(partial(unshuffled, read), model=model, callbacks=[saver])
     torch.distributed.barrier()
-    resumed = run(make, ckpt_path=folder / "last.ckpt", seed=9)
+    resumed = run(unshuffled, ckpt_path=folder / "last.ckpt", seed=9)
     error = f"{caught.type.__name__}: {caught.value}"
     return {"error": error, "before": model.ledger, "after": plain(resumed), "whole": plain(whole)}
 
@@ -345,14 +348,15 @@ class Touch(pl.Callback):
 
 
 def slow(folder: Path) -> None:
-    """Rank 1 stands still while the other waits."""
+    """Rank 1 stands still while the other waits, once ranks have met in an earlier run."""
+    run(unshuffled, max_steps=1)
     stream = chunks(read=partial(waits, folder / "over"))
-    run(lambda: module(stream, val=None, timeout=3), callbacks=[Touch(folder / "over")])
+    run(lambda: module(stream, val=None, timeout=1), callbacks=[Touch(folder / "over")])
 
 
 def test_a_rank_that_stands_still_is_named_on_both(ranks: Ranks) -> None:
     for error in ranks.errors_of(slow):
-        assert error.startswith("StreamError: Step 0 was waited for in vain for 3 s"), error
+        assert error.startswith("StreamError: Step 0 was waited for in vain for 1 s"), error
         assert "rank 1" in error
 
 
