@@ -81,7 +81,7 @@ def pack(kind: str, order_version: int, config: Mapping[str, Any], progress: Map
             "version": VERSION,
             "kind": kind,
             "order_version": order_version,
-            "config": copy_plain(config),
+            "config": copy_plain(config, "config"),
             "progress": copy_plain(progress, "progress"),
         }
     )

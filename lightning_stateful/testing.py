@@ -78,11 +78,14 @@ class ResumeContract:
         raise ConfigurationError(f"{type(self).__name__} must define make(self, num_replicas=1, rank=0).")
 
     def make_other(self) -> Any:
-        """A fresh object of another configuration, or None if there is only one."""
+        """A fresh object of another configuration, such as another seed; None leaves this out.
+
+        It must refuse the states of :meth:`make`. Nothing else shows a setting that is missing in the state.
+        """
         return None
 
     def key(self, item: Any) -> list[Hashable]:
-        """The identities of an item's samples; by default the integers in it."""
+        """The identities of an item's samples; by default the integers and strings in it."""
         return identities(item)
 
     def settings(self, source: Any) -> Any:

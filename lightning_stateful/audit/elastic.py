@@ -15,7 +15,10 @@ Table = Sequence[Sequence[Any]]  # of items, by rank and step
 
 _UNEVEN = "The tail of an epoch must be split, padded or dropped for all ranks alike."
 _NOT_LOADED = "The epoch begins anew on other ranks: the position is not loaded there."
-_OWN_COUNT = "The state holds the rank's own count of items: it must hold how much all ranks were served together."
+_OWN_COUNT = (
+    "The state holds the rank's own count of items: it must hold how much all ranks were served together. Or the "
+    "factory does not pass num_replicas and rank on, so that every rank is served everything."
+)
 _DEALT = "What is left must be dealt to the ranks anew, from an order that does not depend on their number."
 
 

@@ -67,21 +67,25 @@ def check_resume(
 ) -> AuditResult:
     """Compare runs that are stopped and resumed with one that is not, item by item.
 
-    All ranks run in this process, one object a rank. Every state is loaded into fresh objects, which must yield the
-    rest of the epoch and the same next epochs. The items of the uninterrupted run are held in memory.
+    All ranks run in this process, one object a rank and without a process group. Every state is loaded into fresh
+    objects, which must yield the rest of the epoch and the same next epochs. The items of the uninterrupted run are
+    held in memory. A setting that the state leaves out does not show here, because the factory's objects have one
+    configuration; :func:`check_not_configuration` compares two.
 
     Args:
-        factory: ``factory(num_replicas, rank)`` returns a fresh object with ``state_dict()``,
+        factory: ``factory(num_replicas, rank)`` returns a fresh object for that rank with ``state_dict()``,
             ``load_state_dict(state)`` and ``__iter__``, always of the same configuration.
         num_replicas: Ranks of the run.
         num_epochs: Epochs of the run; each is one pass over the object.
         stops: After how many items of a rank, counted from the beginning of the run, a state is taken: numbers,
             ``"every"``, or ``"spread"`` for the beginning, the first item, a quarter, the middle, the last item and
             the end of every epoch.
-        chain: Items between the kills of one run that is killed several times; by default a quarter of an epoch,
-            nothing, and twice a quarter. ``()`` for none.
-        resize: Numbers of ranks to resume on. Every sample of the epoch must be served once.
-        key: What turns an item into the list of its samples' identities, for ``resize`` and to name samples.
+        chain: For one more run, which is killed and resumed several times: the items of a rank between two kills. By
+            default ``(q, 0, q, q)``, where ``q`` is a quarter of the first epoch; ``()`` for no such run.
+        resize: Numbers of ranks to resume on. Before and after the stop together, every sample of the epoch must be
+            served as often as in a whole epoch on one rank.
+        key: A function from an item to the list of its samples' identities, for ``resize`` and to name samples. The
+            default reads integers and strings, tensors and arrays of integers, and lists of these.
         drop_last: Whether a run on another number of ranks may leave out less than a step's samples.
         set_epoch: Whether to call ``set_epoch(epoch)`` before every pass, as Lightning does.
         shared_state: Restore rank 0's state on every rank, as Lightning does; False for each rank its own.
@@ -290,8 +294,9 @@ def check_not_configuration(
         make: As in :func:`check_fresh`.
         num_epochs: As in :func:`check_fresh`.
         stops: As in :func:`check_fresh`.
-        make_other: Returns a fresh object of another configuration, which must refuse every state of ``make``'s and
-            go on as if nothing had been tried. Without it only the settings are compared.
+        make_other: Returns a fresh object of another configuration, such as another seed, which must refuse every state
+            of ``make``'s and go on as if nothing had been tried. This shows a setting that the state leaves out.
+            Without it only the settings are compared.
         settings: What an object's settings are; by default its length and those constructor arguments that it keeps
             under their names.
     """

@@ -24,8 +24,11 @@ _CHUNK = 8192
 class SampleOrder(Protocol):
     """A sequence of samples for every epoch, with random access. Implementations are frozen values.
 
+    A loader takes one as ``sampler``. Nothing tries an order before training, as a sampler is: whether it is a pure
+    function is shown by :func:`lightning_stateful.check_resume`.
+
     Attributes:
-        kind: The name of this kind of order in a state.
+        kind: The name of this kind of order in a state, other than that of any order of the package.
         version: A number that is raised whenever the same configuration gives another sequence than before.
     """
 
@@ -39,15 +42,24 @@ class SampleOrder(Protocol):
     def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
         """Look up samples: offsets in the sequence, int64 of shape ``(n,)`` -> indices of the dataset, ``(n,)``.
 
+        A pure function: of the arguments, which have no number of ranks among them, and of the fields of the order.
+
         Args:
-            offsets: Offsets in the sequence of the epoch, each in ``range(len(self))``.
-            epoch: The epoch.
-            cycle: Number of the pass within the epoch; above 0 where a loader starts over beside a longer one.
+            offsets: Offsets in the sequence of the epoch, each in ``range(len(self))``, in no certain order.
+            epoch: The epoch, from 0.
+            cycle: 0, but where a short loader starts over beside a longer one in the same epoch: how often it has.
+
+        Returns:
+            An int64 array, each element in ``range(len(dataset))``.
         """
         ...
 
     def config(self) -> dict[str, Any]:
-        """The settings that determine the sequence, as plain data: compared when a state is loaded, never applied."""
+        """All settings that determine the sequence, as plain data: compared when a state is loaded, never applied.
+
+        What is left out here may change on a resume without a word. The keys ``dataset``, ``drop_last``, ``sources``
+        and ``lengths`` are the package's.
+        """
         ...
 
 

@@ -57,7 +57,7 @@ class StatefulDataModule(pl.LightningDataModule):
 
     Two ways to use it. Pass datasets. Or subclass it: call ``super().__init__()``, then set ``self.train`` (and
     ``self.val`` and so on) in ``setup``, or override ``train_dataloader`` and its siblings and return any DataLoader
-    over a map-style dataset with any sampler, or a list, dict or CombinedLoader of them.
+    over a map-style dataset with any sampler or order, or a list, dict or CombinedLoader of them.
 
     The module brings a :class:`StatefulDataCallback` along into its trainer, unless there is one already.
 
@@ -79,7 +79,8 @@ class StatefulDataModule(pl.LightningDataModule):
         accept: Names of differences between a checkpoint and the present data to let pass.
         log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and the padding of
             batches of like lengths.
-        **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader.
+        **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader, those of
+            evaluation among them. So no sampler: return a loader with it from ``train_dataloader`` of a subclass.
 
     State:
         The position in the training data (see :mod:`lightning_stateful.state`), under 1 KB. In a Trainer it is that of

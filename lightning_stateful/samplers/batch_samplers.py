@@ -28,7 +28,9 @@ class StatefulBatchSampler(Tracked, Sampler[list[int]]):
     one, and keeps loaded progress within the same epoch. If an iterator is abandoned, the next one begins where it did.
 
     Args:
-        order: The order to serve: of mixtures, buckets, plain samples or one of your own.
+        order: The order to serve, a :class:`~lightning_stateful.core.order.BatchOrder`: of mixtures, of buckets, or one
+            of your own. One of samples goes to ``StatefulLoader(sampler=order)``, or is cut into batches by a
+            :class:`~lightning_stateful.core.samples.SampleBatchOrder`.
         num_replicas: Number of ranks; by default taken from the process group at the first batch, or 1.
         rank: This rank; by default taken from the process group, or 0.
         accept: Names of differences between a state and this configuration to let pass on load.

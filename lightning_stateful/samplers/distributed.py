@@ -26,7 +26,8 @@ class StatefulDistributedSampler(Tracked, DistributedSampler[Any]):
     the same epoch. If an iterator is abandoned, the next one begins where it did.
 
     Args:
-        dataset: The dataset, or its length.
+        dataset: The dataset, or its length. Not an order: that goes to ``StatefulLoader(sampler=order)``, and here no
+            more than its length would be read.
         num_replicas: Number of ranks; by default taken from the process group, or 1.
         rank: This rank; by default taken from the process group, or 0.
         shuffle: True for another random order in each epoch, False for the dataset's order.
