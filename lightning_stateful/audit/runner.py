@@ -385,8 +385,8 @@ class Recorder:
     def _explain_factory(self, recordings: Sequence[Recording], rank: int) -> str:
         if self.run(len(recordings), rank).follow(recordings[rank].items).rest:
             return (
-                "Two objects of the factory differ: one draws from an unseeded generator, or from a global one, or they "
-                "share something."
+                "Two objects of the factory differ: one draws from an unseeded generator, or from a global one, or "
+                "they share something."
             )
         return "Runs differ only when states are taken: state_dict() must not change anything."
 
