@@ -128,9 +128,10 @@ def explain(ranks: Sequence[Passes], rank: int, start: Place, place: Place, rest
         if _find(came, items, key) is not None:
             if other > epoch:
                 return (
-                    f"This is epoch {other}: it is counted by loading and again by iter(), or a pass ended too early."
+                    f"These are items of epoch {other}: loading counts the epoch and iter() again, or a pass ended too "
+                    "early."
                 )
-            return f"This is epoch {other}: the epoch is not in the state, or the order does not follow it."
+            return f"These are items of epoch {other}: the epoch is not in the state, or the order ignores it."
     if any(_find(came, other[epoch], key) is not None for other in ranks if epoch < len(other)):
         return "These are items of another rank: the state holds the rank that saved it, or what that rank was served."
     served = [name for other in ranks for items in other[epoch : epoch + 1] for name in _names(items, key)]

@@ -13,6 +13,7 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.source_datasets import describe_sources
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
+from lightning_stateful.samplers.determinism_check import has_own_state
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.fingerprint import describe_dataset
 from lightning_stateful.samplers.wrapped_sampler import RESUME_MODES, WrappedSampler
@@ -53,7 +54,12 @@ class LoaderDescription(NamedTuple):
     def resume_note(self) -> str:
         """A sentence on how a wrapped sampler is resumed; empty for others."""
         order = self.order
-        return f"{order.name} {RESUME_MODES[order.resume_mode]}" if isinstance(order, WrappedSampler) else ""
+        if not isinstance(order, WrappedSampler):
+            return ""
+        note = f"{order.name} {RESUME_MODES[order.resume_mode]}"
+        if order.resume_mode == "fast_forward" and has_own_state(order):
+            note += " Its own state is not used: loaded into a fresh copy, it did not lead to the items that came next."
+        return note
 
     def adapted(
         self, dataset: Dataset[Any], *, exact: bool = False, shuffle: bool = True, as_one_rank: bool = True

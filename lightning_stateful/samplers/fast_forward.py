@@ -169,14 +169,15 @@ class FastForward:
         order, (at, expected, _) = self._order, self._expected
         if index != at or found == expected or not expected or not order.check().is_repeatable:
             return
+        of_state = "" if state is None else f"See that {order.name}.load_state_dict leads back to this very item. "
         remedy = (
-            f"{order.name} no longer yields what it did up to this item: build it with the same data and settings. If "
-            "it depends on anything else (training, time, the order of a set, another process), make it depend on its "
-            "epoch alone. accept=('sequence',) goes on all the same."
+            f"{order.name} no longer yields what it did up to this item: build it with the same data and settings. "
+            f"{of_state}If it depends on anything else (training, time, the order of a set, another process), make it "
+            "depend on its epoch alone. accept=('sequence',) goes on all the same."
         )
         changed = Difference(path=f"sequence at item {index}", saved=expected, present=found, remedy=remedy)
         if "sequence" not in order.accept:
-            raise StateMismatchError([changed], where=f"The state within epoch {self._epoch}")
+            raise StateMismatchError([changed], where=f"The sampler's state in epoch {self._epoch}")
         _warn(f"Accepted: {changed}")
 
 

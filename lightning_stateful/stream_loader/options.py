@@ -152,15 +152,19 @@ class StreamSetup:
     def describe(self) -> str:
         """How the stream is divided and resumed, in words."""
         sources = self.config.sources.values()
+        divides_itself = any(source.shards.pinned for source in sources)
         if self.is_loader:
             divided = "is no DataLoader: each rank trains on what its own gives, without seed_samples"
-        elif any(source.shards.pinned for source in sources):
+        elif divides_itself:
             divided = "is a stream: every rank and worker trains on what its own dataset gives it"
         else:
             number = sum(source.shards.num_shards for source in sources)
             divided = f"is a stream: its {number} shards are shared evenly among ranks and workers"
         reasons = self.reasons_to_read_again()
-        resumes = f"reads it again, because {reasons}" if reasons else "goes on within it"
+        if reasons:
+            resumes = f"reads it again, because {reasons}"
+        else:
+            resumes = "is as exact as its own state_dict" if divides_itself else "goes on within it"
         return f"{self.name} {divided}, and a resume {resumes}."
 
     def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.samplers import ClassBalanced, GlobalRandom
+from support.samplers import ClassBalanced, GlobalRandom, OwnState
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler as TorchdataRand
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as TorchdataDistributedSampler
 
 from lightning_stateful.core.samples import BlockShuffledOrder, SequentialOrder, ShuffledOrder
-from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.errors import ConfigurationError, StateMismatchError
 from lightning_stateful.loaders import StatefulLoader, patch_dataloader
 from lightning_stateful.samplers import DDPSamplerWrapper, RoundRobinBatchSampler, StatefulDistributedSampler
 
@@ -34,6 +34,28 @@ class Reversed(SequentialSampler):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self) - 1, -1, -1))
+
+
+class OneBack(Sampler[int]):
+    """Yields numbers in order; beyond ``first`` it goes on one too early."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.place = first, 0
+
+    def __len__(self) -> int:
+        return 200
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < 200:
+            self.place += 1
+            yield self.place - 1
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"] - (state["place"] > self.first)
 
 
 def patched(**options: Any) -> StatefulLoader:
@@ -154,3 +176,22 @@ class TestContradictions:
         ]
 
         assert [[len(batch) for batch in rank] for rank in ranks] == [[4, 4], [4, 4]]
+
+
+def test_a_state_of_the_samplers_own_that_is_not_used_is_named() -> None:
+    said = "Its own state is not used"
+
+    assert said in patched(sampler=OneBack(0)).resume_note
+    assert said not in patched(sampler=OwnState()).resume_note
+    assert said not in patched(sampler=GlobalRandom()).resume_note
+
+
+def test_a_state_of_the_samplers_own_that_misleads_later_is_named_in_the_refusal() -> None:
+    loader, fresh = (patch_dataloader(DataLoader(range(200), 10, sampler=OneBack(100))) for _ in range(2))
+    batches = iter(loader)
+    for _ in range(15):
+        next(batches)
+    fresh.load_state_dict(loader.state_dict())
+
+    with pytest.raises(StateMismatchError, match=r"See that OneBack\.load_state_dict leads back to this very item"):
+        next(iter(fresh))

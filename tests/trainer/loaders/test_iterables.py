@@ -261,5 +261,5 @@ def test_the_log_says_once_what_is_not_seen_to(caplog: pytest.LogCaptureFixture)
     said = [record.message for record in caplog.records if "Remembers" in record.message]
     assert said == [
         "Training data: Remembers is no DataLoader: each rank trains on what its own gives, without seed_samples, "
-        "and a resume goes on within it."
+        "and a resume is as exact as its own state_dict."
     ]

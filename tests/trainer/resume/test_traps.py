@@ -288,7 +288,7 @@ def test_30_steps_that_fetch_by_themselves_resume_exactly(tmp_path: Path) -> Non
 def test_30_steps_that_take_several_batches_are_refused() -> None:
     model = seeded(IterModel)
     model.takes = 2
-    with pytest.raises(ConfigurationError, match="has taken 2 batches in 1 steps"):
+    with pytest.raises(ConfigurationError, match="has taken 2 batches in 1 step"):
         train(lambda: numbers_module(val=None), model=model)
 
 
