@@ -114,8 +114,9 @@ class StatefulDataModule(pl.LightningDataModule):
         **loader_options: Any,
     ) -> None:
         self._callback: StatefulDataCallback | None = None
-        # For the checkpoint that is being written; as it was loaded, until training goes on there.
-        self._handed_over: Mapping[str, Any] | None = None
+        # What state_dict() returns: for the checkpoint that is being written, where the callback has set it; and what
+        # was loaded, until training goes on there.
+        self._state_to_save: Mapping[str, Any] | None = None
         self._loaded: Mapping[str, Any] | None = None
         # The latest training loaders, by path.
         self._built: dict[str, Any] = {}
@@ -187,8 +188,8 @@ class StatefulDataModule(pl.LightningDataModule):
         loaders = self._training_loaders()
         self._built = Structure.of(loaders).loaders
         if self._loaded is not None and self._running is None:
-            self._place(self._loaded)
-            # Whatever trainer it has served before does not say any more where its data stand.
+            self._load_into_built(self._loaded)
+            # From now on these loaders say where the data stand, and no trainer that it has served before.
             self._loaded = self._callback = None
         return loaders
 
@@ -249,7 +250,7 @@ class StatefulDataModule(pl.LightningDataModule):
 
         A state that was loaded is given back until training goes on there.
         """
-        state = self._handed_over or self._loaded
+        state = self._state_to_save or self._loaded
         if state is None and self._callback is not None:
             state = self._callback.data_state()
         if state is None and self._built and self._running is None:
@@ -268,13 +269,13 @@ class StatefulDataModule(pl.LightningDataModule):
         if self._running in (None, TrainerFn.FITTING):
             self._loaded = deepcopy(data_state_in(state_dict))
 
-    def hand_over(self, state: Mapping[str, Any] | None) -> None:
+    def set_state_to_save(self, state: Mapping[str, Any] | None) -> None:
         """Give :meth:`state_dict` its answer for the checkpoint that is being written; None when it is written.
 
         Args:
             state: Where the trainer that writes it stands in the training data.
         """
-        self._handed_over = state
+        self._state_to_save = state
 
     def take_loaded_state(self) -> Mapping[str, Any] | None:
         """The state that was loaded, if no loaders have gone on from it; it counts as used from now on."""
@@ -293,7 +294,7 @@ class StatefulDataModule(pl.LightningDataModule):
         states = {path: loader.state_dict() for path, loader in self._built.items()}
         return dict(states[""]) if "" in states else pack_combined(_MODE, states)
 
-    def _place(self, state: Mapping[str, Any]) -> None:
+    def _load_into_built(self, state: Mapping[str, Any]) -> None:
         """Let the loaders that were built go on where a state was taken."""
         where = f"The state of this {type(self).__name__}"
         if "" in self._built:

@@ -218,7 +218,7 @@ class StatefulDataCallback(pl.Callback):
         data = self._data_state_at(progress)
         if module is not None:
             # Lightning asks callbacks first.
-            module.hand_over(data)
+            module.set_state_to_save(data)
         return {
             "version": VERSION,
             "restored": not isinstance(self._phase, Resumed) or self._phase.training_began,
@@ -235,14 +235,14 @@ class StatefulDataCallback(pl.Callback):
         return self._data_state_at(self._progress())
 
     def _data_state_at(self, progress: LoopProgress) -> dict[str, Any] | None:
-        return None if self._loaders is None else self._loaders.combined.state_at(*progress.data)
+        return None if self._loaders is None else self._loaders.combined.state_at(*progress.epoch_and_step)
 
     def position_report(self) -> dict[str, Any]:
         """Epoch, and what has been served of every source, at this point of training; equal on all ranks.
 
         Of several loaders a dict by path; empty before there are loaders.
         """
-        return {} if self._loaders is None else self._loaders.report_at(*self._progress().data)
+        return {} if self._loaders is None else self._loaders.report_at(*self._progress().epoch_and_step)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -260,7 +260,7 @@ class StatefulDataCallback(pl.Callback):
         drop_loader_states(checkpoint)
         module = stateful_module(trainer)
         if module is not None:
-            module.hand_over(None)
+            module.set_state_to_save(None)
             if data_state_in(checkpoint.get(type(module).__qualname__)) is None:
                 checkpoint["callbacks"][self.state_key]["data"] = self.data_state()
 
@@ -292,7 +292,7 @@ class StatefulDataCallback(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Place the data and rewrite the loop counters that Lightning is about to restore.
+        """Build the loaders where the run goes on, and rewrite the loop counters that Lightning is about to restore.
 
         Raises:
             StateError: The checkpoint does not fit the data.
@@ -304,12 +304,17 @@ class StatefulDataCallback(pl.Callback):
         if loops is None:
             warn_of_missing_loops(checkpoint)
             return
-        own = checkpoint.get("callbacks", {}).get(self.state_key)
-        progress, metrics = (loop_progress.locate(loops["fit_loop"]), {}) if own is None else read_callback_state(own)
-        state = find_data_state(checkpoint, own, stateful_module(trainer), self.settings.accept)
+        saved = checkpoint.get("callbacks", {}).get(self.state_key)
+        metrics: Mapping[str, float] = {}
+        if saved is None:
+            # Written without this callback.
+            progress = loop_progress.read_counters(loops["fit_loop"])
+        else:
+            progress, metrics = read_callback_state(saved)
+        state = find_data_state(checkpoint, saved, stateful_module(trainer), self.settings.accept)
         loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
-        if own is not None:
-            refuse_other_seed(own, self._seed, self.settings.accept)
+        if saved is not None:
+            refuse_other_seed(saved, self._seed, self.settings.accept)
         loops["fit_loop"] = loop_progress.rewritten(loops["fit_loop"], progress)
         self._loaders, self._phase = loaders, Resumed(progress, checkpoint["global_step"], metrics)
         if trainer.strategy.restore_checkpoint_after_setup:
@@ -336,7 +341,7 @@ class StatefulDataCallback(pl.Callback):
         if earlier is None or progress is None or not progress.running:
             return
         try:
-            state = earlier.combined.state_at(*progress.data)
+            state = earlier.combined.state_at(*progress.epoch_and_step)
             self._loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         except StateMismatchError as error:
             rank_zero_warn(
@@ -374,7 +379,7 @@ class StatefulDataCallback(pl.Callback):
         self._signals.hold()
         if (module := stateful_module(trainer)) is not None:
             # Somebody has asked for a state, and has written no checkpoint.
-            module.hand_over(None)
+            module.set_state_to_save(None)
         phase = self._in_training()
         if phase.batch is None:
             refuse_other_loaders(trainer, self._loaders)

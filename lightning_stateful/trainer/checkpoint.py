@@ -26,77 +26,77 @@ STATE_KEY = "lightning_stateful"
 class HoldsDataState(Protocol):
     """A data module that has the state of its training data, as the callback sees it."""
 
-    def hand_over(self, state: Mapping[str, Any] | None) -> None:
-        """Answer with this state for the checkpoint that is being written."""
+    def set_state_to_save(self, state: Mapping[str, Any] | None) -> None:
+        """Return this state from ``state_dict()`` while a checkpoint is written; None to return its own again."""
 
     def take_loaded_state(self) -> Mapping[str, Any] | None:
         """The state that Lightning has loaded into it, once."""
 
 
-def read_callback_state(own: Any) -> tuple[LoopProgress, dict[str, float]]:
-    """The progress and the monitored metrics in the callback's part of a checkpoint.
+def read_callback_state(state: Any) -> tuple[LoopProgress, dict[str, float]]:
+    """The progress and the monitored metrics in the callback's state.
 
     Raises:
         DamagedStateError: It is not what the callback writes.
         StateVersionError: A version wrote it that this one cannot read.
         StateError: The run that wrote it had not restored itself, or its weights had been replaced by averages.
     """
-    if not isinstance(own, Mapping) or type(own.get("version")) is not int:
-        raise DamagedStateError(f"The callback's state has no version: {own!r}. Resume from another checkpoint.")
-    if own["version"] != VERSION:
+    if not isinstance(state, Mapping) or type(state.get("version")) is not int:
+        raise DamagedStateError(f"The callback's state has no version: {state!r}. Resume from another checkpoint.")
+    if state["version"] != VERSION:
         raise StateVersionError(
-            f"The callback's state has version {own['version']}, this installation reads version {VERSION}. "
+            f"The callback's state has version {state['version']}, this installation reads version {VERSION}. "
             "Install the version of lightning-stateful that wrote it."
         )
-    if own.get("restored") is not True:
+    if state.get("restored") is not True:
         raise StateError(
             "This checkpoint was written by a run that was itself being resumed and had not yet restored its "
             "optimizers and loops. Resume from the checkpoint that that run was resumed from."
         )
-    if own.get("averaged"):
+    if state.get("averaged"):
         raise StateError(
             "This checkpoint was written while a callback had put averages in place of the weights, during a "
             "validation or after training had ended, and training cannot go on with them. Resume from a checkpoint of "
             "the training itself, or load these weights into the model, and call fit without ckpt_path."
         )
-    if not isinstance(own.get("progress"), Mapping):
-        raise DamagedStateError(f"The callback's state has no progress: {own!r}. Resume from another checkpoint.")
-    metrics = own.get("monitored")
+    if not isinstance(state.get("progress"), Mapping):
+        raise DamagedStateError(f"The callback's state has no progress: {state!r}. Resume from another checkpoint.")
+    metrics = state.get("monitored")
     if not isinstance(metrics, Mapping) or not all(type(value) is float for value in metrics.values()):
-        raise DamagedStateError(f"The callback's state has no metrics: {own!r}. Resume from another checkpoint.")
-    return LoopProgress.from_dict(own["progress"]), dict(metrics)
+        raise DamagedStateError(f"The callback's state has no metrics: {state!r}. Resume from another checkpoint.")
+    return LoopProgress.from_dict(state["progress"]), dict(metrics)
 
 
-def refuse_other_seed(own: Mapping[str, Any], seed: int, accept: Collection[str]) -> None:
+def refuse_other_seed(callback_state: Mapping[str, Any], seed: int, accept: Collection[str]) -> None:
     """Refuse a run that would draw other noise than the one that wrote the checkpoint.
 
     Raises:
         StateMismatchError: The seeds differ, and that is not accepted.
     """
-    if own.get("seed") != seed and "seed" not in accept:
+    if callback_state.get("seed") != seed and "seed" not in accept:
         remedy = "Pass the saved seed, or call seed_everything with it, or accept the change with accept=('seed',)."
-        difference = Difference(path="seed", saved=own.get("seed"), present=seed, remedy=remedy)
+        difference = Difference(path="seed", saved=callback_state.get("seed"), present=seed, remedy=remedy)
         raise StateMismatchError([difference], where="The callback's state")
 
 
 def find_data_state(
     checkpoint: Mapping[str, Any],
-    own: Mapping[str, Any] | None,
+    callback_state: Mapping[str, Any] | None,
     module: HoldsDataState | None,
     accept: Collection[str],
 ) -> Mapping[str, Any] | None:
-    """The data's state: as the data module has loaded it, under another module's name, or in the callback's part.
+    """The data's state: as the data module has loaded it, under another module's name, or in the callback's state.
 
     Args:
         checkpoint: The whole checkpoint.
-        own: The callback's part of it, if it has one.
+        callback_state: The state of the callback in it, if it has one.
         module: The present data module, if it holds the data's state.
         accept: With ``"module"`` in it, the state of a data module of another name is taken.
 
     Raises:
         StateMismatchError: The state stands under another data module's name.
     """
-    saved_by = None if own is None else own.get("module")
+    saved_by = None if callback_state is None else callback_state.get("module")
     name, loaded = (None, None) if module is None else (type(module).__qualname__, module.take_loaded_state())
     if saved_by is not None and saved_by != name:
         if "module" not in accept:
@@ -110,7 +110,7 @@ def find_data_state(
     if loaded is None and name is not None:
         # Of another name; or its load_state_dict has been overridden without a call of super().
         loaded = data_state_in(checkpoint.get(name))
-    return own.get("data") if loaded is None and own is not None else loaded
+    return callback_state.get("data") if loaded is None and callback_state is not None else loaded
 
 
 def stateful_module(trainer: Any) -> HoldsDataState | None:

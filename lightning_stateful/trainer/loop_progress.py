@@ -53,8 +53,8 @@ class LoopProgress:
     stopping: bool = False
 
     @property
-    def data(self) -> tuple[int, int]:
-        """Epoch and step that the data goes on from: after the last batch of an epoch, the next epoch."""
+    def epoch_and_step(self) -> tuple[int, int]:
+        """The epoch and step of the batch that comes next: after the last batch of an epoch, the next epoch."""
         return (self.epoch + 1, 0) if self.ended else (self.epoch, self.batch)
 
     def at_step(self, step: int, *, ended: bool) -> LoopProgress:
@@ -125,7 +125,7 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
     """
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
-    progress = locate(fit_loop.state_dict(), max_batches=fit_loop.max_batches)
+    progress = read_counters(fit_loop.state_dict(), max_batches=fit_loop.max_batches)
     in_batch_end = _in_batch_end(trainer, begun)
     validated = _validated_before(trainer, progress.epoch)
     validate = progress.running and progress.batch > validated and _validation_is_due(trainer, in_batch_end)
@@ -151,7 +151,7 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
     )
 
 
-def locate(fit_loop_state: Mapping[str, Any], *, max_batches: float = float("inf")) -> LoopProgress:
+def read_counters(fit_loop_state: Mapping[str, Any], *, max_batches: float = float("inf")) -> LoopProgress:
     """How far training had got by a fit loop's saved counters, whatever hook they were saved in.
 
     Args:

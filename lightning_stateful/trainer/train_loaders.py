@@ -1,4 +1,4 @@
-"""The training loaders of a run: built from whatever the user returns, placed by Lightning's counters."""
+"""The training loaders of a run: built from what the user returns, and read from where Lightning's counters stand."""
 
 from __future__ import annotations
 
@@ -215,13 +215,14 @@ class TrainLoaders:
     def _load(self, state: Mapping[str, Any], progress: LoopProgress) -> LoopProgress:
         where = "The checkpoint's data state"
         epoch, step = self.combined.load(state, accept=self._settings.accept, where=where)
+        next_epoch, _ = progress.epoch_and_step
         if progress.running and (epoch, step) == (progress.epoch + 1, 0):
             # Of the epoch that the checkpoint was taken in, accepted changes have left nothing.
-            epoch, step = progress.data[0], self.num_batches()
-        if epoch != progress.data[0]:
+            epoch, step = next_epoch, self.num_batches()
+        if epoch != next_epoch:
             raise DamagedStateError(
-                f"{where} lies in epoch {epoch}, but the loops of the same checkpoint go on in epoch "
-                f"{progress.data[0]}. Resume from another checkpoint."
+                f"{where} lies in epoch {epoch}, but the loops of the same checkpoint go on in epoch {next_epoch}. "
+                "Resume from another checkpoint."
             )
         if progress.running and not progress.ended:
             progress = progress.at_step(step, ended=step >= self.num_batches())
@@ -235,7 +236,7 @@ class TrainLoaders:
         begun_anew = []
         if progress.batch and not progress.ended:
             begun_anew = self.combined.begin_streams_at(progress.epoch, progress.batch)
-        if progress.data != (0, 0):
+        if progress.epoch_and_step != (0, 0):
             warn_of_missing_state(progress, begun_anew)
         return progress
 
