@@ -28,14 +28,18 @@ from lightning_stateful.trainer.lightning import (
 from lightning_stateful.trainer.loader_hooks import Structure
 from lightning_stateful.trainer.train_loaders import Settings
 
+# Types of single samples: a list of these is one dataset, and not several.
 _SAMPLES = (str, bytes, list, tuple, dict)
 
-# As Lightning combines the loaders in a list or dict.
+# How Lightning combines the loaders of a list or dict.
 _MODE = "max_size_cycle"
 
 
 class _EvaluationSet:
-    """A dataset whose loader hook exists only while it is set: Lightning takes a hook for a promise of data."""
+    """An attribute for a dataset (``val``, ``test``, ``predict``) that brings ``val_dataloader`` and so on along.
+
+    The hook exists only while the dataset is set, because Lightning evaluates wherever a module has the hook.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._slot, self._hook = f"_{name}_set", f"{name}_dataloader"
@@ -270,10 +274,10 @@ class StatefulDataModule(pl.LightningDataModule):
             self._loaded = deepcopy(data_state_in(state_dict))
 
     def set_state_to_save(self, state: Mapping[str, Any] | None) -> None:
-        """Give :meth:`state_dict` its answer for the checkpoint that is being written; None when it is written.
+        """Let :meth:`state_dict` return ``state`` while a checkpoint is written; for the callback.
 
         Args:
-            state: Where the trainer that writes it stands in the training data.
+            state: The state of the training data in the trainer that writes it; None when it is written.
         """
         self._state_to_save = state
 
@@ -295,7 +299,7 @@ class StatefulDataModule(pl.LightningDataModule):
         return dict(states[""]) if "" in states else pack_combined(_MODE, states)
 
     def _load_into_built(self, state: Mapping[str, Any]) -> None:
-        """Let the loaders that were built go on where a state was taken."""
+        """Load a state into the loaders that were built, without a Trainer."""
         where = f"The state of this {type(self).__name__}"
         if "" in self._built:
             self._built[""].load_state_dict(state)

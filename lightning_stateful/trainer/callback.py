@@ -8,9 +8,10 @@ A fit goes through phases. One value says which it is in, and holds what belongs
     on_train_start ------> Training         or, in a resumed run, Resumed(training_began=True)
     on_train_epoch_start, on_validation_start, on_train_batch_start, on_train_epoch_end
                      ----> Training
-    on_exception --------> Interrupted      unless the run is Resumed, and so still where it was resumed
+    on_exception --------> Interrupted      but a run that is still Resumed stays so: it has trained on nothing yet
 
 While a run is Resumed or Interrupted the phase says how far training has got; else the loop's counters do.
+On a save Lightning calls ``state_dict``, then ``on_save_checkpoint``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from lightning_stateful.trainer.checkpoint import (
     data_state_in,
     drop_loader_states,
     find_data_state,
-    fits_our_module,
     read_callback_state,
     refuse_other_seed,
     refuse_unused_state,
     stateful_module,
+    trains_on_our_module,
     warn_of_missing_loops,
 )
 from lightning_stateful.trainer.eval_loaders import exact_evaluation
@@ -54,7 +55,7 @@ class SetUp:
 
     Attributes:
         earlier: The loaders of an earlier fit of the same trainer, from which streams go on.
-        stopped_at: How far that fit got; None once it is known whether this one goes on there.
+        stopped_at: How far that fit got, until ``on_fit_start`` has decided whether this one goes on there; then None.
     """
 
     earlier: TrainLoaders | None = None
@@ -120,7 +121,8 @@ class StatefulDataCallback(pl.Callback):
             ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
         log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and
             ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths.
-        brought_along: Whether a data module made this callback, and may change its settings.
+        brought_along: For data modules only: this one was made by a data module, which sets its settings and whose
+            trainer drops it when other data are fitted.
 
     State:
         The loop progress that the checkpoint belongs to, and, where no :class:`StatefulDataModule` holds it, the
@@ -160,8 +162,8 @@ class StatefulDataCallback(pl.Callback):
     # Loaders
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Step between the trainer's loops and their loaders."""
-        if stage == "fit" and self.brought_along and not fits_our_module(trainer):
+        """From now on get all loaders that the trainer's loops ask for, and answer with stateful ones."""
+        if stage == "fit" and self.brought_along and not trains_on_our_module(trainer):
             # The data module that brought it is not trained on any more.
             self._loaders, self._phase = None, SetUp()
             trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
@@ -174,7 +176,7 @@ class StatefulDataCallback(pl.Callback):
                 self._phase = SetUp()
             self._trainer, self._loaders = trainer, None
             self._seed = seed_or_default(self.settings.seed)
-            # Those of whoever asked for the user's own before the callback stood between.
+            # Lightning may have built the user's own loaders before this hook.
             discard_training_loaders(trainer)
         intercept(trainer, self._training_loaders, partial(self._evaluation_loaders, trainer))
 
@@ -186,9 +188,10 @@ class StatefulDataCallback(pl.Callback):
             other_callbacks.finish_averaging(trainer)
 
     def _training_loaders(self, request: Request) -> Any:
+        """Answer the fit loop's request for training loaders; see :func:`intercept`."""
         phase, before = self._phase, self._loaders
         if isinstance(phase, Resumed) and not phase.training_began and before is not None:
-            # However often Lightning asks before it trains.
+            # They are built already, and Lightning may ask several times before it trains.
             return before.structure
         trainer = self._fitted_trainer()
         if before is None and isinstance(phase, SetUp):
@@ -217,7 +220,7 @@ class StatefulDataCallback(pl.Callback):
         progress, module = self._progress(), stateful_module(self._trainer)
         data = self._data_state_at(progress)
         if module is not None:
-            # Lightning asks callbacks first.
+            # Lightning asks callbacks for their state first, then the data module.
             module.set_state_to_save(data)
         return {
             "version": VERSION,
@@ -261,6 +264,7 @@ class StatefulDataCallback(pl.Callback):
         module = stateful_module(trainer)
         if module is not None:
             module.set_state_to_save(None)
+            # A subclass that overrides state_dict without super() leaves it out.
             if data_state_in(checkpoint.get(type(module).__qualname__)) is None:
                 checkpoint["callbacks"][self.state_key]["data"] = self.data_state()
 

@@ -1,4 +1,7 @@
-"""What a Lightning checkpoint says about the data, wherever in it that stands."""
+"""Finds in a Lightning checkpoint how far its run was: the callback's part, and the data's state.
+
+The data's state is part of the data module's, or of the callback's where there is no stateful data module.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class HoldsDataState(Protocol):
         """Return this state from ``state_dict()`` while a checkpoint is written; None to return its own again."""
 
     def take_loaded_state(self) -> Mapping[str, Any] | None:
-        """The state that Lightning has loaded into it, once."""
+        """The state that Lightning has loaded into it; None from the second call on."""
 
 
 def read_callback_state(state: Any) -> tuple[LoopProgress, dict[str, float]]:
@@ -94,7 +97,8 @@ def find_data_state(
         accept: With ``"module"`` in it, the state of a data module of another name is taken.
 
     Raises:
-        StateMismatchError: The state stands under another data module's name.
+        StateMismatchError: A data module of another class name saved the state, or this run has no such module
+            at all, and that is not accepted.
     """
     saved_by = None if callback_state is None else callback_state.get("module")
     name, loaded = (None, None) if module is None else (type(module).__qualname__, module.take_loaded_state())
@@ -108,7 +112,8 @@ def find_data_state(
             raise StateMismatchError([difference], where="The checkpoint's data state")
         name, loaded = saved_by, None
     if loaded is None and name is not None:
-        # Of another name; or its load_state_dict has been overridden without a call of super().
+        # Lightning has not loaded it into the module: it was saved under another name, or a subclass overrides
+        # load_state_dict without super().
         loaded = data_state_in(checkpoint.get(name))
     return callback_state.get("data") if loaded is None and callback_state is not None else loaded
 
@@ -123,7 +128,7 @@ def refuse_unused_state(trainer: Any) -> None:
     """Refuse to train from the beginning with a data module into which somebody has loaded a state.
 
     Raises:
-        ConfigurationError: That is so.
+        ConfigurationError: The module holds such a state, and the fit has no ``ckpt_path``.
     """
     module = stateful_module(trainer)
     if module is not None and module.take_loaded_state() is not None and trainer.ckpt_path is None:
@@ -133,7 +138,7 @@ def refuse_unused_state(trainer: Any) -> None:
         )
 
 
-def fits_our_module(trainer: Any) -> bool:
+def trains_on_our_module(trainer: Any) -> bool:
     """Whether the loaders to be trained on come from a data module that holds the data's state."""
     return bool(getattr(trainer.fit_loop._data_source.instance, "holds_data_state", False))
 
@@ -144,7 +149,7 @@ def data_state_in(module_state: Any) -> Mapping[str, Any] | None:
 
 
 def drop_loader_states(checkpoint: Mapping[str, Any]) -> None:
-    """Take out what Lightning saved of each loader, which is nothing: a Trainer of plain loaders would refuse it."""
+    """Take out the empty states that Lightning saved of the proxies: a Trainer of plain loaders would refuse them."""
     checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
 

@@ -1,4 +1,8 @@
-"""Puts the toolkit between Lightning's loops and the places where loaders come from."""
+"""Puts the toolkit between Lightning's loops and the hooks that return loaders.
+
+A loop asks its ``_data_source`` for loaders. :func:`intercept` replaces that by an :class:`InterceptedSource`, which
+hands the request to the callback; a :class:`Structure` takes apart the lists and dicts that hooks return.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,7 @@ class Structure:
         )
         mode = None if combined is None else combined._mode
         paths = [_path(keys) for keys, _ in leaves]
-        # Of paths that look alike, as of the keys 0 and "0", or "a.b" and "a" with "b" in it, the keys are spelled out.
+        # Different keys may give the same path: 0 and "0", or "a.b" and a "b" within "a". These are written by repr.
         loaders = {_path(keys, str if paths.count(_path(keys)) == 1 else repr): leaf for keys, leaf in leaves}
         return cls(loaders, spec, mode)
 
@@ -59,7 +63,7 @@ class Structure:
         """Let Lightning refuse, in its own words, what cannot be iterated.
 
         Raises:
-            TypeError: That is so of a training loader.
+            TypeError: A training loader cannot be iterated.
         """
         for loader in self.loaders.values():
             if not is_iterable(loader):
@@ -185,12 +189,12 @@ def _advise(trainer: pl.Trainer, loaders: Any, name: str) -> None:
 
 
 def _end_workers(combined: CombinedLoader | None) -> None:
-    """End the workers of loaders of ours that are replaced: references in a circle would keep them for long."""
+    """End the workers of our loaders that are replaced; references in a circle would keep them alive for long."""
     if combined is None:
         return
     proxies = [leaf for leaf in combined.flattened if isinstance(leaf, LoaderProxy)]
     if combined._iterator is not None and len(proxies) == len(combined.flattened):
-        # Passes that are broken off have workers too. Begun anew, which costs nothing, for whoever asked in between.
+        # A pass that was broken off has workers too. iter() drops it; the new pass starts none before its first batch.
         iter(combined)
     for proxy in proxies:
         proxy.end_workers()

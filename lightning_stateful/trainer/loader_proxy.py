@@ -1,4 +1,4 @@
-"""What Lightning gets in place of a DataLoader."""
+"""The loader proxy: what Lightning's loops iterate in place of a DataLoader, from whatever batch comes next."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.trainer.lightning import _IndexBatchSamplerWrapper, pl
 
-# By what it recorded of the user's DataLoader(...), Lightning knows whether that shuffles.
+# Lightning keeps the arguments of a user's DataLoader(...) in attributes that begin so, and reads there whether it
+# shuffles.
 _RECORDS = "__pl_saved_"
 
+# How a warning of Lightning's begins that is wrong of our loaders.
 _DOUBT = "Your `IterableDataset` has `__len__` defined"
 
 
 def _shown(loader: AnyLoader, original: Any, overfits: bool, is_dealt_out: bool) -> Any:
-    """The loader whose samplers hooks are shown: the user's own, or one as Lightning would put in its place."""
+    """The object whose ``sampler`` and ``batch_sampler`` a proxy shows.
+
+    It is the user's loader, or, where Lightning by itself would have replaced the sampler, an object with the one that
+    Lightning would have put there.
+    """
     if not isinstance(original, DataLoader):
         return original
     topology, dataset = loader.topology, cast("Any", original.dataset)
@@ -51,20 +57,20 @@ def _shown(loader: AnyLoader, original: Any, overfits: bool, is_dealt_out: bool)
 class LoaderProxy:
     """An iterable over a loader that asks where to begin at the first ``next()`` of every pass.
 
-    It is no DataLoader, so Lightning neither injects a sampler nor rebuilds it. Attributes are those of the loader;
-    ``sampler`` and ``batch_sampler`` are those of the user's, or where Lightning would put others in their place those,
-    for hooks that look at them.
+    It is no DataLoader, so Lightning neither injects a sampler nor rebuilds it. Its attributes are those of the
+    stateful loader. Only ``sampler`` and ``batch_sampler``, for hooks that look at them, are those of the user's
+    loader, or those that Lightning would have put in their place.
 
     Args:
         loader: The loader.
-        locate: The plan, and the step of it, at which a pass that begins now should begin; None for nowhere, because
+        locate: Called at the first ``next()`` of a pass. Returns the plan and the step of it to begin at, or None if
             the loader is exhausted.
         before_batch: Called after a batch is read and before it is handed over.
         at_end: Called when there is no further batch, which Lightning asks for ahead where it cannot know.
         isolated: Whether the process's generators are put back after a batch that is read in this process.
         keeps_indices: Also offer the indices of each batch, as Lightning's prediction writers want them.
         original: The user's loader, of which ``loader`` was made.
-        overfits: Show a sampler that goes through the dataset in order, lest Lightning put one in its place.
+        overfits: Show a sampler that goes through the dataset in order, as Lightning does with ``overfit_batches``.
         is_dealt_out: Show a DistributedSampler on a single rank too, as Lightning does under DDP.
     """
 
@@ -90,7 +96,8 @@ class LoaderProxy:
         self._before_batch = before_batch
         self._at_end = at_end
         self._isolated = isolated
-        # The filter of warnings that is this proxy's, told from others by a comment.
+        # The pattern of the warnings filter that this proxy has set, if any. A regular expression's comment, (?#id),
+        # tells it from those of other proxies.
         self._ignored = ""
         if loader.is_sized and isinstance(loader.dataset, IterableDataset):
             # Lightning doubts the length of any iterable dataset; this one is a number of steps, for all workers.
@@ -167,6 +174,7 @@ class LoaderProxy:
         """Nothing: Lightning calls this too early, or not at all."""
 
     def _end_filter(self) -> None:
+        """Remove the warnings filter that this proxy has set."""
         kept = [entry for entry in warnings.filters if getattr(entry[1], "pattern", None) != self._ignored]
         warnings.filters[:] = kept  # type: ignore[index]  # a list
 
@@ -177,7 +185,7 @@ def _has_sampler(loader: Any) -> bool:
 
 
 class _Pass:
-    """One pass over a proxy, which can be pickled, but not gone on with."""
+    """One pass over a proxy. It can be pickled, but what is unpickled is empty."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches

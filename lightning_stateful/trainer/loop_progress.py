@@ -1,7 +1,9 @@
 """Loop progress: how far a run has got by Lightning's counters, and how a resumed run is put there.
 
 This is the only file that touches the counters. ``docs/traps.md`` says what Lightning does with them and why they are
-rewritten.
+rewritten. On a save :func:`read_progress` makes a :class:`LoopProgress` of them; on a resume :func:`rewritten` makes
+counters of it, and :func:`prepare_first_epoch` sees to what counters alone do not say. In between :func:`next_step`
+tells the loaders which batch comes next.
 """
 
 from __future__ import annotations
@@ -27,16 +29,18 @@ class LoopProgress:
 
     Attributes:
         epoch: Epochs that are over.
-        batch: Batches of the running epoch that the model has been trained on; 0 between epochs.
+        batch: Batches of the running epoch that the model has been trained on, so also the number, from 0, of the batch
+            that comes next; 0 between epochs.
         running: An epoch has begun and its end hooks have not run.
         ended: All batches of the running epoch are done, its end hooks are not.
         validate: A validation is due before the next batch.
         plateau: ``"step"`` or ``"epoch"`` if schedulers that monitor a metric have yet to take that step, or empty.
-        stepped: Lightning's count of batches (of windows, under accumulation) for its loggers.
+        stepped: Lightning's ``_batches_that_stepped``, the steps that its loggers are told: a batch, or a window of
+            ``accumulate_grad_batches`` of them, counts when all that follows it, a validation too, is over.
         train_reload_epoch: Epoch at which the training loaders were built last; -1 for none.
         val_reload_epoch: The same for validation loaders.
-        validated: Batches of the running epoch up to which validations have been run; 0 unless beyond ``batch``, where
-            batches of an open accumulation window are trained on again.
+        validated: The batch of the running epoch after which a validation was run last, where that batch is trained on
+            again because its accumulation window was open; else 0. That validation is not run again.
         stopping: The run has been told to stop, and waits for ``min_epochs`` or ``min_steps``.
     """
 
@@ -67,7 +71,8 @@ class LoopProgress:
         validated = self.validated if step == self.batch else 0
         progress = replace(self, batch=step, ended=ended, validated=validated)
         if ended and not self.validate:
-            # Nothing is left on the present ranks. Lightning then decides on a validation, and counts the batch again.
+            # Nothing is left on the present ranks. ``validate`` sends Lightning to the end of a batch, where it decides
+            # whether a validation is due, and counts that batch once more.
             return replace(progress, validate=True, stepped=self.stepped - 1)
         if self.validate and step != self.batch:
             # Validations fall after certain steps, of which this is no longer one.
@@ -97,7 +102,7 @@ class LoopProgress:
 
 @dataclass(frozen=True, slots=True)
 class BatchBegun:
-    """Counters when a batch began, by which its end is known to be unfinished.
+    """Counters when a batch began: compared with the present ones, they tell whether the end of that batch is over.
 
     Attributes:
         processed: Batches of the epoch that were processed.
@@ -130,7 +135,8 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
     validated = _validated_before(trainer, progress.epoch)
     validate = progress.running and progress.batch > validated and _validation_is_due(trainer, in_batch_end)
     stopping = waits_to_stop(trainer) or (in_batch_end and begun is not None and begun.stopping)
-    # An epoch that only updates BatchNorm's statistics, from their beginning, is one window.
+    # StochasticWeightAveraging adds an epoch that only updates BatchNorm's statistics. It can be resumed at its
+    # beginning only, so it counts as one window.
     window = progress.batch + 1 if fit_loop._skip_backward else trainer.accumulate_grad_batches
     in_window = progress.batch % window
     if progress.running and not progress.ended and in_window:
@@ -176,7 +182,11 @@ def read_counters(fit_loop_state: Mapping[str, Any], *, max_batches: float = flo
 
 
 def rewritten(fit_loop_state: Mapping[str, Any], progress: LoopProgress) -> dict[str, Any]:
-    """A fit loop's state at ``progress`` in the one form that Lightning resumes from exactly."""
+    """A fit loop's state whose counters say ``progress`` in the one form that Lightning resumes from exactly.
+
+    In that form a batch is either over in all four counts (ready, started, processed, completed) or in none, and an
+    epoch that is running is ready and started, not processed and not completed.
+    """
     state: dict[str, Any] = deepcopy(dict(fit_loop_state))
     state["state_dict"].pop("combined_loader", None)
     old = state["epoch_loop.batch_progress"]
@@ -246,12 +256,13 @@ def prepare_first_epoch(trainer: pl.Trainer, progress: LoopProgress) -> None:
     """Make the first epoch after a resume run as it would have without the stop.
 
     To be called when training starts. Lightning's loops treat a restart specially in ways that lose or repeat work;
-    with the counters in canonical form nothing of it is needed.
+    with the counters as :func:`rewritten` leaves them nothing of it is needed, so their restart flags are cleared.
     """
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
     if progress.train_reload_epoch >= 0:
         fit_loop._last_train_dl_reload_epoch = progress.train_reload_epoch
+    # Ours, kept with the loop: see _validated_before.
     epoch_loop._validated = (progress.epoch, progress.validated)
     if progress.val_reload_epoch >= 0:
         epoch_loop.val_loop._last_val_dl_reload_epoch = progress.val_reload_epoch

@@ -61,7 +61,7 @@ class Settings:
         object.__setattr__(self, "accept", accepted_names(self.accept))
 
     def take_over(self, trainer: pl.Trainer, loader: Any, path: str, where: str, **how: Any) -> AnyLoader:
-        """Take a loader over for the ranks of a trainer; see :func:`take_over`.
+        """Take a loader over for the ranks of a trainer; see ``take_over`` in ``loaders/patching.py``.
 
         Args:
             trainer: The trainer.
@@ -110,6 +110,7 @@ class TrainLoaders:
             mode if mode in MODES else "max_size",
         )
         self._first_path = next(iter(self.combined.loaders), "")
+        # For check_one_batch_a_step: an epoch, the step at which its pass began, and batches handed over since.
         self._counted_epoch, self._first_step, self._num_handed = -1, 0, 0
         # Where a resume goes on. Until training begins, Lightning may ask for a batch before it restores its counters.
         self._resumed_at: LoopProgress | None = None
@@ -122,7 +123,7 @@ class TrainLoaders:
 
     @classmethod
     def build(cls, trainer: pl.Trainer, request: Callable[[], Any], settings: Settings) -> TrainLoaders:
-        """Ask for the loaders and take them over, alike on all ranks.
+        """Ask for the loaders and take them over, alike on all ranks; they begin with an epoch. See :meth:`build_at`.
 
         Raises:
             RankMismatchError: The ranks disagree.
@@ -213,6 +214,7 @@ class TrainLoaders:
         return min(length, limit) if isinstance(limit, int) else int(length * limit)
 
     def _load(self, state: Mapping[str, Any], progress: LoopProgress) -> LoopProgress:
+        """Load the data's state into the loaders; the progress in steps of the present ranks and batch sizes."""
         where = "The checkpoint's data state"
         epoch, step = self.combined.load(state, accept=self._settings.accept, where=where)
         next_epoch, _ = progress.epoch_and_step
@@ -233,6 +235,7 @@ class TrainLoaders:
         return progress
 
     def _go_on_without_state(self, progress: LoopProgress) -> LoopProgress:
+        """Go on at a batch that the loop counters name, of a checkpoint that says nothing about the data."""
         begun_anew = []
         if progress.batch and not progress.ended:
             begun_anew = self.combined.begin_streams_at(progress.epoch, progress.batch)
@@ -319,10 +322,11 @@ class TrainLoaders:
         )
 
     def _locate(self, path: str) -> tuple[EpochPlan, int] | None:
+        """The plan of a loader and the step of it that come next; None where its epoch has no further step."""
         epoch, step = self._next_step()
         if path == self._first_path and epoch != self._counted_epoch:
             self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
-        # Of an epoch that had ended before it was resumed, the number of batches need not be known.
+        # An epoch that had ended before it was resumed has no further batch, even if its length is not known.
         resumed = self._resumed_at
         has_ended = resumed is not None and resumed.ended and resumed.epoch == epoch
         # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
@@ -332,6 +336,7 @@ class TrainLoaders:
         return (plan, step) if step < plan.num_steps else None
 
     def _next_step(self) -> tuple[int, int]:
+        """Epoch and step of the next batch: where the run was resumed, until Lightning has restored its counters."""
         if self._resumed_at is None or self._training_began:
             return loop_progress.next_step(self._trainer)
         return self._resumed_at.epoch, self._resumed_at.batch
