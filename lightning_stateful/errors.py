@@ -4,7 +4,7 @@
 
     StatefulError
     ├── ConfigurationError (ValueError)       an argument is wrong, alone or beside another
-    │   └── UnsupportedLoaderError            a loader that cannot be taken over
+    │   └── UnsupportedLoaderError            a loader that cannot be patched
     ├── RankMismatchError (RuntimeError)      ranks disagree about lengths or configuration
     ├── StreamError (RuntimeError)            a stream broke off; the state is that of the last batch handed over
     │   └── ShardError                        a shard could not be read

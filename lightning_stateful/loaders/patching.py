@@ -41,7 +41,7 @@ AnyLoader = StatefulLoader | StreamLoader
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-def take_over(
+def build_patched(
     loader: Any,
     *,
     seed: int | None = None,
@@ -113,7 +113,7 @@ def take_over(
             seed = seed_or_default(seed)
             description = describe_loader(loader, seed=seed, accept=accept, **use)
     except UnsupportedLoaderError as error:
-        raise UnsupportedLoaderError(f"Cannot take over {where}: {error}") from None
+        raise UnsupportedLoaderError(f"Cannot patch {where}: {error}") from None
     if own_rank is not None:
         how["path"] = _own_path(path, own_rank, description)
     kind: type[StatefulLoader] = class_of_patched(StatefulLoader, type(loader))
@@ -163,8 +163,8 @@ def patch_dataloader(
         return loader
     if not isinstance(loader, DataLoader):
         # Any other iterable may give anything; that it gives batches is known only within a Trainer.
-        raise UnsupportedLoaderError(f"Cannot take over the loader: {_reason_against(loader)}")
-    return take_over(
+        raise UnsupportedLoaderError(f"Cannot patch the loader: {_reason_against(loader)}")
+    return build_patched(
         loader,
         seed=seed,
         num_replicas=num_replicas,
@@ -227,7 +227,7 @@ def _is_stream(loader: object, exact: bool) -> bool:
 
 
 def _reason_against(loader: object, is_stream: bool = False) -> str:
-    """The reason why a loader cannot be taken over; empty if it can."""
+    """The reason why a loader cannot be patched; empty if it can."""
     if not isinstance(loader, DataLoader):
         name = type(loader).__qualname__
         return f"it is a {name} and not a torch.utils.data.DataLoader, so its batches cannot be reached by position."

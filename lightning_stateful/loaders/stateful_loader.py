@@ -56,7 +56,7 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
             :class:`~lightning_stateful.core.samples.SampleOrder`.
         batch_sampler: In place of ``batch_size``, ``sampler`` and ``drop_last``: any batch sampler, perhaps wrapped
             likewise, or a :class:`~lightning_stateful.core.order.BatchOrder`. If it is one of this package, its batch
-            sizes are part of the configuration, and its progress is not taken over: load the state into the loader.
+            sizes are part of the configuration, and its own progress is ignored: load the state into the loader.
         drop_last: Leave out the last step of an epoch if it is not full.
         seed: Chooses the orders and the randomness of samples; by default the seed of Lightning's ``seed_everything``,
             or 0.
@@ -134,7 +134,7 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         self.set_up(loader, description, settings)
 
     def set_up(self, loader: DataLoader[Any], description: LoaderDescription, settings: LoaderSettings) -> None:
-        """Construct the loader from another one, whose dataset, options and attributes it takes over.
+        """Construct the loader from another one, with its dataset, options and attributes.
 
         Args:
             loader: A DataLoader over a map-style dataset; a copy of it reads the batches.

@@ -129,7 +129,7 @@ class StatefulDataCallback(pl.Callback):
         position of the data.
 
     Raises:
-        UnsupportedLoaderError: At the start of training, for loaders that cannot be taken over.
+        UnsupportedLoaderError: At the start of training, for loaders that cannot be patched.
         RankMismatchError: At the start of training, if the ranks' data differ.
         StateError: On resume, if the checkpoint does not fit the data; nothing has been trained then.
     """

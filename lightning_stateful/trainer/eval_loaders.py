@@ -24,9 +24,9 @@ from lightning_stateful.trainer.train_loaders import Settings, length_of, overfi
 
 
 def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: Settings, stage: str) -> Any:
-    """Ask for the loaders of an evaluation hook and take them over, in the structure they come in.
+    """Ask for the loaders of an evaluation hook and patch them, in the structure they come in.
 
-    A loader that cannot be taken over stays as it is, which on one replica is exact all the same; on several, a
+    A loader that cannot be patched stays as it is, which on one replica is exact all the same; on several, a
     warning says that Lightning's own sampler deals it out.
 
     Args:
@@ -118,7 +118,7 @@ def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Se
     where = f"the {stage} loader {path!r}" if path else f"the {stage} loader"
     overfits = trainer.state.fn == TrainerFn.FITTING and overfit_batches(trainer) > 0
     try:
-        taken = settings.take_over(trainer, loader, path, where, shuffle=False if overfits else None, exact=True)
+        patched = settings.build_patched(trainer, loader, path, where, shuffle=False if overfits else None, exact=True)
     except UnsupportedLoaderError as error:
         if topology_of(trainer).num_replicas > 1 and own_rank(trainer, loader) is None:
             rank_zero_warn(
@@ -128,12 +128,16 @@ def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Se
             rank_zero_info(f"{error} It is left to Lightning.")
         return loader
 
-    if isinstance(taken, StatefulLoader) and not taken.description.is_plain and (repeats := taken.plan(0).repeats()):
+    if (
+        isinstance(patched, StatefulLoader)
+        and not patched.description.is_plain
+        and (repeats := patched.plan(0).repeats())
+    ):
         rank_zero_warn(f"{where}: {repeats}, because ranks take equal steps.", category=StatefulWarning)
 
-    locate = partial(_locate, trainer, taken)
+    locate = partial(_locate, trainer, patched)
     return LoaderProxy(
-        taken,
+        patched,
         locate,
         keeps_indices=trainer.predicting,
         original=loader,

@@ -20,7 +20,7 @@ from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import MODES, CombinedLoaders
-from lightning_stateful.loaders.patching import AnyLoader, is_patched, take_over
+from lightning_stateful.loaders.patching import AnyLoader, build_patched, is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.state import accepted_names
@@ -41,7 +41,7 @@ from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, o
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How loaders that are not yet stateful are taken over.
+    """How loaders that are not yet stateful are patched, and the model is seeded.
 
     Attributes:
         seed: Chooses orders and randomness; None for the seed of ``seed_everything``, or 0.
@@ -60,8 +60,8 @@ class Settings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept", accepted_names(self.accept))
 
-    def take_over(self, trainer: pl.Trainer, loader: Any, path: str, where: str, **how: Any) -> AnyLoader:
-        """Take a loader over for the ranks of a trainer; see ``take_over`` in ``loaders/patching.py``.
+    def build_patched(self, trainer: pl.Trainer, loader: Any, path: str, where: str, **how: Any) -> AnyLoader:
+        """Patch a loader for the ranks of a trainer; see ``build_patched`` in ``loaders/patching.py``.
 
         Args:
             trainer: The trainer.
@@ -71,7 +71,7 @@ class Settings:
             **how: Further arguments.
         """
         topology = topology_of(trainer)
-        return take_over(
+        return build_patched(
             loader,
             seed=self.seed,
             path=path,
@@ -86,15 +86,15 @@ class Settings:
 
 
 class TrainLoaders:
-    """The loaders that a ``train_dataloader`` gave, taken over, and the proxies of them that Lightning gets.
+    """The loaders that a ``train_dataloader`` gave, patched, and the proxies of them that Lightning gets.
 
     Args:
         trainer: The trainer.
         raw: A loader, a list, tuple or dict of them, or a CombinedLoader.
-        settings: How to take them over.
+        settings: How to patch them.
 
     Attributes:
-        combined: The loaders that were taken over, by path.
+        combined: The patched loaders, by path.
         structure: Their proxies, in the structure that the loaders came in.
     """
 
@@ -106,7 +106,7 @@ class TrainLoaders:
         # Lightning itself refuses "sequential" as soon as training starts, with its own words.
         mode = "max_size_cycle" if structure.mode is None else structure.mode
         self.combined = CombinedLoaders(
-            {path: self._take_over(loader, path) for path, loader in structure.loaders.items()},
+            {path: self._build_patched(loader, path) for path, loader in structure.loaders.items()},
             mode if mode in MODES else "max_size",
         )
         self._first_path = next(iter(self.combined.loaders), "")
@@ -123,11 +123,11 @@ class TrainLoaders:
 
     @classmethod
     def build(cls, trainer: pl.Trainer, request: Callable[[], Any], settings: Settings) -> TrainLoaders:
-        """Ask for the loaders and take them over, alike on all ranks; they begin with an epoch. See :meth:`build_at`.
+        """Ask for the loaders and patch them, alike on all ranks; they begin with an epoch. See :meth:`build_at`.
 
         Raises:
             RankMismatchError: The ranks disagree.
-            UnsupportedLoaderError: A loader cannot be taken over.
+            UnsupportedLoaderError: A loader cannot be patched.
         """
         data = build_alike(
             trainer,
@@ -152,7 +152,7 @@ class TrainLoaders:
 
         Args:
             trainer: The trainer.
-            settings: How to take the loaders over.
+            settings: How to patch the loaders.
             state: The data's state; None to go on as the progress alone says.
             progress: How far the run had got.
 
@@ -256,21 +256,21 @@ class TrainLoaders:
         if handed != counted:
             steps = "1 step" if counted == 1 else f"{counted} steps"
             raise ConfigurationError(
-                f"training_step(dataloader_iter) has taken {handed} batches in {steps}. Lightning counts one "
+                f"training_step(dataloader_iter) has patched {handed} batches in {steps}. Lightning counts one "
                 "a step, so a checkpoint could not say what was trained on. Take one batch a step, or let "
                 "training_step receive the batch."
             )
 
-    def _take_over(self, loader: Any, path: str) -> AnyLoader:
+    def _build_patched(self, loader: Any, path: str) -> AnyLoader:
         where = f"the training loader {path!r}" if path else "the training loader"
         overfits = overfit_batches(self._trainer) > 0
-        taken = self._settings.take_over(self._trainer, loader, path, where, shuffle=False if overfits else None)
-        if overfits and not isinstance(taken, StreamLoader) and _is_shuffled(loader):
+        patched = self._settings.build_patched(self._trainer, loader, path, where, shuffle=False if overfits else None)
+        if overfits and not isinstance(patched, StreamLoader) and _is_shuffled(loader):
             rank_zero_warn(
                 f"overfit_batches trains on the same batches in every epoch, so {where} is not shuffled.",
                 category=StatefulWarning,
             )
-        return taken
+        return patched
 
     def _prepare_streams(self) -> None:
         streams = {path: loader for path, loader in self.combined.loaders.items() if isinstance(loader, StreamLoader)}

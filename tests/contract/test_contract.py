@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from lightning_stateful.core import BlockShuffledOrder, SequentialOrder, ShuffledOrder
-from lightning_stateful.loaders import StatefulLoader, take_over
+from lightning_stateful.loaders import StatefulLoader, build_patched
 from lightning_stateful.mixture import WeightSchedule
 from lightning_stateful.samplers import (
     BucketBatchSampler,
@@ -57,8 +57,8 @@ def a_loader_with(sampler: Callable[[], Any], length: int = LENGTH, **options: A
     )
 
 
-def a_loader_taken_over(**options: Any) -> Make:
-    return lambda num_replicas, rank: take_over(
+def a_patched_loader(**options: Any) -> Make:
+    return lambda num_replicas, rank: build_patched(
         DataLoader(list(range(LENGTH)), **options), num_replicas=num_replicas, rank=rank, seed=3
     )
 
@@ -85,8 +85,8 @@ def over_sources(sampler: Make) -> Make:
     return lambda num_replicas, rank: StatefulLoader(dataset, batch_sampler=sampler(num_replicas, rank))
 
 
-def over_sources_taken_over(sampler: Callable[[], Any]) -> Make:
-    return lambda num_replicas, rank: take_over(
+def patched_over_sources(sampler: Callable[[], Any]) -> Make:
+    return lambda num_replicas, rank: build_patched(
         DataLoader(list(range(sum(SOURCES.values()))), batch_sampler=sampler()), num_replicas=num_replicas, rank=rank
     )
 
@@ -104,8 +104,8 @@ def over_lengths(sampler: Make, **options: Any) -> Make:
     )
 
 
-def over_lengths_taken_over(sampler: Callable[[], Any]) -> Make:
-    return lambda num_replicas, rank: take_over(
+def patched_over_lengths(sampler: Callable[[], Any]) -> Make:
+    return lambda num_replicas, rank: build_patched(
         DataLoader(list(range(len(LENGTHS))), batch_sampler=sampler()), num_replicas=num_replicas, rank=rank
     )
 
@@ -125,7 +125,7 @@ EPOCHS_OF_SEVERAL_SOURCES: dict[str, Make] = {
     "mixture by token": a_mixture(by="token", token_lengths=TOKENS, weights=[1, 1, 1]),
     "loader, mixture by sample": over_sources(a_mixture(4, by="sample", weights=[1, 2, 1])),
     "loader, round robin, cycle": over_sources(round_robin(stop="cycle")),
-    "loader taken over, round robin": over_sources_taken_over(lambda: RoundRobinBatchSampler(SOURCES, 3)),
+    "patched loader, round robin": patched_over_sources(lambda: RoundRobinBatchSampler(SOURCES, 3)),
 }
 # More ranks serve more in as many steps.
 STEPS_OF_SEVERAL_SOURCES: dict[str, Make] = {
@@ -135,7 +135,7 @@ STEPS_OF_SEVERAL_SOURCES: dict[str, Make] = {
         4, by="sample", schedule=WeightSchedule({0: [1, 0, 1], 7: [0, 1, 1]}, between="linear"), num_steps=5
     ),
     "loader, mixture, scheduled": over_sources(a_mixture(schedule={0: [8, 1, 1], 6: [1, 8, 1]}, num_steps=5)),
-    "loader taken over, mixture, steps": over_sources_taken_over(lambda: MixtureBatchSampler(SOURCES, 3, num_steps=4)),
+    "patched loader, mixture, steps": patched_over_sources(lambda: MixtureBatchSampler(SOURCES, 3, num_steps=4)),
 }
 OF_LIKE_LENGTHS: dict[str, Make] = {
     "buckets": buckets(),
@@ -145,7 +145,7 @@ OF_LIKE_LENGTHS: dict[str, Make] = {
     "buckets, fewer samples than ranks": buckets([4]),
     "loader, buckets, tail dropped": over_lengths(buckets(drop_last=True)),
     "loader, buckets, samples not seeded": over_lengths(buckets(), seed_samples=False),
-    "loader taken over, buckets": over_lengths_taken_over(lambda: BucketBatchSampler(LENGTHS, max_tokens=32)),
+    "patched loader, buckets": patched_over_lengths(lambda: BucketBatchSampler(LENGTHS, max_tokens=32)),
 }
 IMPLEMENTERS: dict[str, Make] = {
     **OF_LIKE_LENGTHS,
@@ -176,7 +176,7 @@ IMPLEMENTERS: dict[str, Make] = {
         lambda: DistributedSampler(range(LENGTH), num_replicas=2, rank=1), batch_size=2
     ),
     "loader, BatchSampler": a_loader_with_a_batch_sampler,
-    "loader taken over": a_loader_taken_over(batch_size=3, shuffle=True),
+    "patched loader": a_patched_loader(batch_size=3, shuffle=True),
 }
 # One of each class and of each way to make batches obeys all laws wherever it is stopped; the others go on on as many
 # and on other ranks from a spread of stops, and give back the state they have loaded.

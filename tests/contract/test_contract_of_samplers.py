@@ -24,7 +24,7 @@ from support.samplers import (
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as TorchdataDistributedSampler
 
-from lightning_stateful.loaders import StatefulLoader, take_over
+from lightning_stateful.loaders import StatefulLoader, build_patched
 from lightning_stateful.samplers import DDPSamplerWrapper
 from lightning_stateful.testing import LAWS, Recorder
 
@@ -71,7 +71,7 @@ def loader_of_batches(sampler: Callable[[], Any]) -> Make:
 
 
 def patched(make: Callable[[], DataLoader[Any]], **options: Any) -> Make:
-    return lambda num_replicas, rank: take_over(make(), num_replicas=num_replicas, rank=rank, **options)
+    return lambda num_replicas, rank: build_patched(make(), num_replicas=num_replicas, rank=rank, **options)
 
 
 def samples_of(item: Any) -> list[Hashable]:
@@ -179,7 +179,7 @@ def test_with_two_workers_a_patched_loader_obeys_the_laws_on_resuming(name: str)
         options = {"sampler": loader.sampler, "batch_size": 2}
         if name in BATCHED:
             options = {"batch_sampler": loader.batch_sampler}
-        return take_over(DataLoader(loader.dataset, num_workers=2, **options), num_replicas=num_replicas, rank=rank)
+        return build_patched(DataLoader(loader.dataset, num_workers=2, **options), num_replicas=num_replicas, rank=rank)
 
     recorder = Recorder(make)
     for law in ("suffix", "echo"):

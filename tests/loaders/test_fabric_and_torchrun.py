@@ -27,7 +27,7 @@ from support.plain_loop import (
 )
 from support.ranks import Ranks, ledger_of
 
-from lightning_stateful.loaders import StatefulLoader, patch_dataloader, take_over
+from lightning_stateful.loaders import StatefulLoader, build_patched, patch_dataloader
 
 SAMPLES = list(range(LENGTH))
 # The step in which the run under torchrun is killed, within its second epoch.
@@ -190,4 +190,4 @@ def test_a_loader_set_up_by_a_plain_loop_asks_for_the_ranks_at_the_first_batch()
     assert isinstance(loader, StatefulLoader)
     assert isinstance(loader.dataset, Samples)
     assert loader.tracker.num_replicas is None
-    assert take_over(loader, num_replicas=2, rank=1).topology.num_replicas == 2
+    assert build_patched(loader, num_replicas=2, rank=1).topology.num_replicas == 2

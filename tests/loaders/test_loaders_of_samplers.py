@@ -38,7 +38,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as 
 
 from lightning_stateful.core import SequentialOrder, ShuffledOrder
 from lightning_stateful.errors import UnsupportedLoaderError
-from lightning_stateful.loaders import StatefulLoader, patch_dataloader, take_over
+from lightning_stateful.loaders import StatefulLoader, build_patched, patch_dataloader
 from lightning_stateful.samplers import DDPSamplerWrapper, StatefulDistributedSampler
 
 DATA = list(range(LENGTH))
@@ -271,12 +271,12 @@ class TestBatches:
 
 
 @pytest.mark.parametrize("name", ["global random", "own state", "class balanced", "batches handed on", "unbatched"])
-def test_a_patched_loader_that_is_taken_over_serves_the_same(name: str) -> None:
+def test_a_patched_loader_that_is_patched_again_serves_the_same(name: str) -> None:
     def ids(loader: StatefulLoader) -> list[Any]:
         return [(batch["id"].tolist(), batch["x"].tolist()) for batch in loader]
 
     once = patch_dataloader(LOADERS[name](), num_replicas=2, rank=1)
-    twice = take_over(patch_dataloader(LOADERS[name]()), num_replicas=2, rank=1)
+    twice = build_patched(patch_dataloader(LOADERS[name]()), num_replicas=2, rank=1)
 
     assert twice.state_dict() == once.state_dict()
     assert ids(twice) == ids(once)

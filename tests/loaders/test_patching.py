@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_stateful.core import BlockShuffledOrder, Progress
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, UnsupportedLoaderError
-from lightning_stateful.loaders import StatefulLoader, is_patched, patch_dataloader, take_over
+from lightning_stateful.loaders import StatefulLoader, build_patched, is_patched, patch_dataloader
 from lightning_stateful.stream_loader import StreamLoader
 from lightning_stateful.trainer.loader_proxy import LoaderProxy
 
@@ -133,13 +133,13 @@ class TestClassArgumentsAndAttributes:
         assert isinstance(patched, type(make()))
         assert isinstance(patched, StatefulLoader)
 
-    def test_its_attributes_are_those_of_the_loader_and_are_kept_when_it_is_taken_over(self) -> None:
+    def test_its_attributes_are_those_of_the_loader_and_are_kept_when_it_is_patched(self) -> None:
         plain = Named("a")
         plain.extra, plain.kind = {"note": 1}, "special"  # type: ignore[attr-defined]
         patched: Any = patch_dataloader(plain)
         patched.rename("b")
         patched.fresh = 1
-        taken: Any = take_over(patched, num_replicas=2, rank=0)
+        taken: Any = build_patched(patched, num_replicas=2, rank=0)
 
         for one in (patched, taken):
             assert isinstance(one, Named)
@@ -287,7 +287,9 @@ class TestTheLoaderThatWasPatched:
 
 class TestTakingOver:
     def test_the_seed_chooses_the_order(self) -> None:
-        first, second = (batches_of(take_over(loader_of_numbers(batch_size=5, shuffle=True), seed=n)) for n in (1, 2))
+        first, second = (
+            batches_of(build_patched(loader_of_numbers(batch_size=5, shuffle=True), seed=n)) for n in (1, 2)
+        )
 
         assert first == batches_of(StatefulLoader(DATA, batch_size=5, shuffle=True, seed=1)) != second
 
@@ -301,7 +303,7 @@ class TestTakingOver:
         ids=["plain", "patched", "stateful"],
     )
     def test_without_shuffling_samples_come_in_order_whatever_the_sampler(self, make: Any) -> None:
-        taken = take_over(make(), shuffle=False)
+        taken = build_patched(make(), shuffle=False)
 
         assert batches_of(taken) == batches_of(loader_of_numbers(batch_size=5))
         assert (taken.state_dict()["kind"], taken.resume_note) == ("sequential", "")
@@ -309,7 +311,7 @@ class TestTakingOver:
     @pytest.mark.parametrize(("early", "shuffle"), [(True, None), (False, False)])
     def test_evaluation_can_be_exact(self, early: bool, shuffle: bool | None) -> None:
         plain: Any = StatefulLoader(DATA, exact=True) if early else loader_of_numbers()
-        ranks = [take_over(plain, num_replicas=5, rank=rank, exact=not early, shuffle=shuffle) for rank in range(5)]
+        ranks = [build_patched(plain, num_replicas=5, rank=rank, exact=not early, shuffle=shuffle) for rank in range(5)]
 
         assert served(ranks) == DATA
 
@@ -326,7 +328,7 @@ class TestTakingOver:
             num_replicas=2,
             rank=1,
         )
-        taken = take_over(loader, seed=1, num_replicas=3, rank=0, accept=("dataset",))
+        taken = build_patched(loader, seed=1, num_replicas=3, rank=0, accept=("dataset",))
 
         assert taken.state_dict() == loader.state_dict()
         assert (taken.order, taken.seed, taken.seed_samples) == (loader.order, 7, False)
@@ -344,7 +346,7 @@ class TestTakingOver:
     def test_what_torch_draws_differs_from_rank_to_rank_where_nothing_is_dealt_out(self, sampler: Any) -> None:
         def drawn(rank: int) -> list[list[int]]:
             plain = loader_of_numbers(batch_size=5, sampler=sampler())
-            return batches_of(take_over(plain, num_replicas=2, rank=rank, own_rank=rank))
+            return batches_of(build_patched(plain, num_replicas=2, rank=rank, own_rank=rank))
 
         assert drawn(0) == drawn(0) != drawn(1)
         assert sum(map(len, drawn(0))) == LENGTH
@@ -378,11 +380,11 @@ class TestRefusals:
             (lambda: Scaled(Stream()), {"exact": True}, "Stream is an IterableDataset, which has no random access"),
         ],
     )
-    def test_what_cannot_be_taken_over_is_refused_with_the_reason(
+    def test_what_cannot_be_patched_is_refused_with_the_reason(
         self, make: Any, how: dict[str, Any], words: str
     ) -> None:
-        with pytest.raises(UnsupportedLoaderError, match=f"Cannot take over the loader: {words}"):
-            take_over(make(), **how)
+        with pytest.raises(UnsupportedLoaderError, match=f"Cannot patch the loader: {words}"):
+            build_patched(make(), **how)
         # That any other iterable gives batches is known within a Trainer only.
         with pytest.raises(UnsupportedLoaderError, match="it is a list and not a torch"):
             patch_dataloader([1, 2])  # type: ignore[arg-type]

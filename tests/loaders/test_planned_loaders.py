@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from lightning_stateful.errors import ConfigurationError, StateMismatchError
-from lightning_stateful.loaders import StatefulLoader, take_over
+from lightning_stateful.loaders import StatefulLoader, build_patched
 from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler
 from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 
@@ -136,10 +136,10 @@ class TestStates:
 
 class TestTakenOver:
     @every_sampler
-    def test_a_loader_taken_over_serves_what_it_would_and_resumes(self, make: Any) -> None:
+    def test_a_patched_loader_serves_what_it_would_and_resumes(self, make: Any) -> None:
         sampler = make()
         before = sampler.state_dict()
-        loader, fresh = take_over(plain(sampler, num_workers=2), seed=4), take_over(plain(make()), seed=4)
+        loader, fresh = build_patched(plain(sampler, num_workers=2), seed=4), build_patched(plain(make()), seed=4)
         batches = iter(loader)
         begun = draws(next(batches) for _ in range(3))
         fresh.load_state_dict(loader.state_dict())
@@ -150,20 +150,20 @@ class TestTakenOver:
         assert sampler.state_dict() == before
 
     def test_ranks_given_are_those_of_a_sampler_that_has_none(self) -> None:
-        loaders = [take_over(plain(round_robin()), num_replicas=2, rank=rank) for rank in range(2)]
+        loaders = [build_patched(plain(round_robin()), num_replicas=2, rank=rank) for rank in range(2)]
         served = [index for loader in loaders for batch in indices(loader) for index in batch]
 
         assert len(served) == len(set(served)) == len(LENGTHS)
 
-    def test_what_the_sampler_accepts_is_accepted_when_it_is_taken_over_again_too(self) -> None:
-        loader = take_over(plain(round_robin(accept="seed")), accept="weights", seed=4)
-        again = take_over(loader, seed=9, num_replicas=2, rank=1)
-        again.load_state_dict(take_over(plain(round_robin(seed=8))).state_dict())
+    def test_what_the_sampler_accepts_is_accepted_when_it_is_patched_again_too(self) -> None:
+        loader = build_patched(plain(round_robin(accept="seed")), accept="weights", seed=4)
+        again = build_patched(loader, seed=9, num_replicas=2, rank=1)
+        again.load_state_dict(build_patched(plain(round_robin(seed=8))).state_dict())
 
         assert (again.accept, again.seed, again.topology.num_replicas) == (("seed", "weights"), 4, 2)
 
     def test_for_evaluation_it_is_served_in_the_same_order_every_time(self) -> None:
-        loader = take_over(plain(RoundRobinBatchSampler(SOURCES, 3)), shuffle=False)
+        loader = build_patched(plain(RoundRobinBatchSampler(SOURCES, 3)), shuffle=False)
         first, second = indices(loader), indices(loader)
 
         assert first == second
@@ -173,4 +173,4 @@ class TestTakenOver:
         class Own(BatchSampler):
             pass
 
-        assert list(take_over(plain(Own(range(23), 2, False))).batch_sampler)[:2] == [[0, 1], [2, 3]]
+        assert list(build_patched(plain(Own(range(23), 2, False))).batch_sampler)[:2] == [[0, 1], [2, 3]]

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
-from lightning_stateful.loaders import StatefulLoader, take_over
+from lightning_stateful.loaders import StatefulLoader, build_patched
 from lightning_stateful.loaders.source_datasets import Sample, SourceCollate, SourceDataset, describe_sources
 from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler
 
@@ -151,7 +151,7 @@ class TestDescriptions:
         "build",
         [
             lambda dataset, sampler: StatefulLoader(dataset, batch_sampler=sampler),
-            lambda dataset, sampler: take_over(DataLoader(dataset, batch_sampler=sampler)),
+            lambda dataset, sampler: build_patched(DataLoader(dataset, batch_sampler=sampler)),
         ],
         ids=["a loader", "a take-over"],
     )

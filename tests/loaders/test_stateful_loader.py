@@ -24,7 +24,7 @@ from lightning_stateful.errors import (
     StatefulWarning,
     UnsupportedLoaderError,
 )
-from lightning_stateful.loaders import StatefulLoader, take_over
+from lightning_stateful.loaders import StatefulLoader, build_patched
 from lightning_stateful.state import sealed
 
 
@@ -249,7 +249,7 @@ class TestWithoutLightning:
                 super().__init__(Numbers(), batch_size=2, shuffle=True)
                 self.scale = scale
 
-        taken: Any = take_over(Mine(3), num_replicas=2, rank=0)
+        taken: Any = build_patched(Mine(3), num_replicas=2, rank=0)
 
         assert (type(taken), taken.scale, len(taken)) == (Mine, 3, 3)
 

@@ -236,7 +236,7 @@ def test_a_sampler_that_one_rank_refuses_is_refused_on_every_rank(ranks: Ranks) 
     first, second = ranks.errors_of(refused, "unshared")
     assert first.startswith("RankMismatchError: the training data could not be built on every rank"), first
     assert "rank 1: UnsupportedLoaderError" in first
-    assert second.startswith("UnsupportedLoaderError: Cannot take over the training loader: Unshared"), second
+    assert second.startswith("UnsupportedLoaderError: Cannot patch the training loader: Unshared"), second
 
 
 def test_ranks_with_other_lengths_are_refused_on_every_rank(ranks: Ranks) -> None:

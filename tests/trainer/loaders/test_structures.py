@@ -147,12 +147,12 @@ def test_a_module_that_is_given_a_loader_says_what_to_give_it() -> None:
         train(lambda: StatefulDataModule(plain(10)))
 
 
-def test_training_loaders_that_cannot_be_taken_over_are_refused_by_name() -> None:
+def test_training_loaders_that_cannot_be_patched_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedLoaderError, match="in_order=False"):
         train(lambda: Returning(lambda: plain(10, in_order=False)))
 
 
-def test_evaluation_loaders_that_cannot_be_taken_over_are_left_to_lightning() -> None:
+def test_evaluation_loaders_that_cannot_be_patched_are_left_to_lightning() -> None:
     class OutOfOrder(StatefulDataModule):
         def val_dataloader(self) -> Any:
             return plain(10, shuffle=False, in_order=False)

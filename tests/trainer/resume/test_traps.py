@@ -466,7 +466,7 @@ def test_the_users_own_callback_is_not_added_twice() -> None:
         SequentialSampler,
     ],
 )
-def test_9_torchs_own_samplers_are_taken_over_and_resume_exactly(tmp_path: Path, make_sampler: Any) -> None:
+def test_9_torchs_own_samplers_are_patched_and_resume_exactly(tmp_path: Path, make_sampler: Any) -> None:
     class Theirs(StatefulDataModule):
         def train_dataloader(self) -> Any:
             data = Numbers(22)
