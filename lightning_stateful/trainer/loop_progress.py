@@ -140,7 +140,8 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
     window = progress.batch + 1 if fit_loop._skip_backward else trainer.accumulate_grad_batches
     in_window = progress.batch % window
     if progress.running and not progress.ended and in_window:
-        # Gradients are not saved: the open window is served again from its first batch, without its validations.
+        # Gradients are not saved: the open window is served again from its first batch, without the validations that
+        # have been run in it. One that is due after this very batch has not been run yet.
         validated = max(progress.batch - validate, validated)
         progress = replace(progress, batch=progress.batch - in_window, validated=validated)
         validate = False
