@@ -4,6 +4,10 @@ Plug a :class:`StatefulDataModule` into ``Trainer.fit``, or add a :class:`Statef
 loaders come from anywhere, and resume with ``ckpt_path``. Without Lightning, :class:`StatefulLoader` and
 :class:`StatefulDistributedSampler` are ordinary PyTorch objects with ``state_dict`` and ``load_state_dict``.
 
+Orders of samples or batches, and the protocol for your own, are in :mod:`lightning_stateful.core`; checks and tests
+of your own samplers and orders are :func:`check_resume` and :mod:`lightning_stateful.testing`. ``docs/architecture.md``
+has the layers, the files that a batch passes, and a glossary.
+
 Names are resolved when they are first used: importing the package imports neither lightning nor datasets.
 """
 
@@ -36,7 +40,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+# The folder that each public name is imported from.
+_FOLDERS = {
     "AuditResult": "audit",
     "BucketBatchSampler": "samplers",
     "BucketDataModule": "data_modules",
@@ -86,9 +91,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _FOLDERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_FOLDERS[name]}"), name)
 
 
 def __dir__() -> list[str]:

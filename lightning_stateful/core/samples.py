@@ -286,7 +286,7 @@ class SampleEpochPlan:
     @property
     def ends_in_pairs(self) -> bool:
         """Whether single samples that are left at the end are served in batches of two."""
-        return self.rule.merges(self.remaining)
+        return self.rule.ends_in_pairs(self.remaining)
 
     def num_samples(self, rank: int) -> int:
         """Samples of ``rank`` in this plan."""

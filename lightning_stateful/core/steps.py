@@ -104,7 +104,7 @@ class StepRule:
             return 0
         return -last_sizes[-1] % self.num_replicas if self.pad else max(self.num_replicas - last_sizes[-1], 0)
 
-    def merges(self, remaining: int) -> bool:
+    def ends_in_pairs(self, remaining: int) -> bool:
         """Whether the last full step also serves what is left, in batches of two."""
         return sum(self._cut(remaining)[1][:1]) > self.full
 

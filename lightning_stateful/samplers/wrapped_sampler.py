@@ -310,7 +310,7 @@ class WrappedEpochPlan:
         """Whether what is left at the end is served in one batch with what comes before."""
         order = self.order
         can_be_joined = order.is_sized and (not order.whole_batches or order.is_collated)
-        return can_be_joined and self.rule.merges(self.remaining or 0)
+        return can_be_joined and self.rule.ends_in_pairs(self.remaining or 0)
 
     def num_samples(self, rank: int) -> int:
         """Samples of ``rank`` in this plan.

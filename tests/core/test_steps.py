@@ -105,7 +105,7 @@ def test_repeated_and_dropped_samples_are_counted(rule: StepRule, remaining: int
 def test_merges_says_whether_the_end_comes_in_batches_of_two(rule: StepRule, remaining: int) -> None:
     sizes = {len(batch) for step in serve(rule, remaining) for batch in step}
 
-    assert rule.merges(remaining) == (rule.batch_size == 1 and 2 in sizes)
+    assert rule.ends_in_pairs(remaining) == (rule.batch_size == 1 and 2 in sizes)
 
 
 @given(RULES, REMAINING)
