@@ -88,8 +88,10 @@ class SlotDataset(IterableDataset[Delivery]):
             # The number of this process, before it takes on that of its slot.
             self._process = info.id if self._process is None else self._process
             task = self.queues[self._process].get() if self.queues else self.tasks[self._process]
-            # Datasets that divide themselves see the number of the slot.
-            torch_worker._worker_info = replace(info, id=task.worker, dataset=self._dataset)
+            # Datasets that divide themselves see the number of the slot; in what all slots read they must not.
+            hides = any(source.shards.hides_workers for source in self._config.sources.values())
+            seen = {"id": 0, "num_workers": 1} if hides else {"id": task.worker}
+            torch_worker._worker_info = replace(info, **seen, dataset=self._dataset)
             encode = StateEncoder().encode_changes
         slot = WorkerSlot(self._config, task)
         try:

@@ -28,6 +28,7 @@ from lightning_stateful.errors import ConfigurationError, StateError
 from lightning_stateful.samplers.rng_isolation import IsolatedCopy
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams import nodes
+from lightning_stateful.streams.hugging_face import is_hugging_face
 from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode, sources_of
 
 # torchdata 0.10 has none.
@@ -50,7 +51,8 @@ class NodeShards(Shards):
     All ranks and workers read the same shards, each its part: samplers in a graph are told that there is one rank. Each
     pass reads a fresh copy of the graph. Nodes that count their passes, such as ``SamplerWrapper`` and
     ``MultiNodeWeightedSampler``, begin the earlier ones first, unless ``make_node`` is told the epoch. Functions are
-    shared among copies. What they draw at random in threads and processes of the graph is not seeded.
+    shared among copies. What they draw at random in threads and processes of the graph is not seeded. A dataset in a
+    graph must not divide itself among ranks; worker processes of a stream loader tell it that it has a single worker.
 
     Args:
         make_node: The graph, that nobody has read yet; or ``make_node(shard)``, or ``make_node(shard, epoch=epoch)`` if
@@ -60,8 +62,10 @@ class NodeShards(Shards):
 
     Raises:
         ConfigurationError: Neither a node nor a function, or the function gives no node, or ``num_shards`` is missing,
-            below 1, or given with a graph.
+            below 1, or given with a graph; or a dataset of Hugging Face's in it was split by rank.
     """
+
+    hides_workers = True
 
     def __init__(self, make_node: BaseNode[Any] | Callable[..., BaseNode[Any]], num_shards: int | None = None) -> None:
         self._make_node: Any = make_node
@@ -77,6 +81,7 @@ class NodeShards(Shards):
             raise ConfigurationError(f"num_shards must be at least 1, got {num_shards}.")
         self._takes_epoch = not isinstance(make_node, BaseNode) and "epoch" in inspect.signature(make_node).parameters
         example = self._made(0, 0) if self._graph is None else self._graph
+        _refuse_split_datasets(example)
         self._classes = _classes_of(example)
         # Seeds reach what is called where the graph is read, not its threads and processes.
         self.draws = _is_called_here(example)
@@ -130,8 +135,14 @@ class NodeShards(Shards):
             elif isinstance(node, MultiNodeWeightedSampler):
                 # All ranks read the same shard, and each keeps its part of it.
                 node.rank, node.world_size = 0, 1
-        for _ in range(0 if self._takes_epoch else epoch):
+        if self._takes_epoch:
+            return graph
+        fresh = [(node, _copy_of_iterable(node)) for node in _nodes_of(graph) if _has_stateful_iterable(node)]
+        for _ in range(epoch):
             _begin_pass(graph)
+        for node, iterable in fresh:
+            if epoch > 0 and _keeps_its_place(iterable):
+                node.iterable = iterable
         return graph
 
 
@@ -256,6 +267,42 @@ def _read_one(node: Any) -> None:
         # Also of the sources whose turn it was not: each pass has another order of all of them.
         for source in sources_of(node):
             _read_one(source)
+
+
+def _has_stateful_iterable(node: Any) -> bool:
+    return isinstance(node, IterableWrapper) and isinstance(node.iterable, Stateful)
+
+
+def _copy_of_iterable(node: Any) -> Any:
+    try:
+        return copy.deepcopy(node.iterable)
+    except Exception as error:
+        raise ConfigurationError(
+            f"The {type(node.iterable).__qualname__} in an IterableWrapper cannot be copied for a pass "
+            f"({type(error).__name__}: {error}). Let it open files in __iter__; or give make_node an argument epoch."
+        ) from error
+
+
+def _keeps_its_place(iterable: Any) -> bool:
+    """Whether an iterable that was left goes on there, instead of beginning again."""
+    read_on, begun_again = copy.deepcopy(iterable), copy.deepcopy(iterable)
+    items = iter(read_on)
+    for _ in range(2):
+        next(items, None)
+        next(iter(begun_again), None)
+    return bool(to_plain(read_on.state_dict()) == to_plain(begun_again.state_dict()))
+
+
+def _refuse_split_datasets(graph: BaseNode[Any]) -> None:
+    for node in _nodes_of(graph):
+        dataset = getattr(node, "iterable", None)
+        part = getattr(dataset, "_distributed", None) if is_hugging_face(dataset) else None
+        if part is not None:
+            raise ConfigurationError(
+                f"The dataset in {_classes_of(graph)} is the part of rank {part.rank} of {part.world_size}. All ranks "
+                "read the same graph here, and each keeps its part, so samples would be lost: leave out "
+                "split_dataset_by_node."
+            )
 
 
 def _changes_when_begun_again(node: Any) -> bool:

@@ -31,6 +31,7 @@ class Shards(ABC):
         draws: Whether code of the user's runs at every sample, which may draw random numbers.
         pinned: Whether each shard belongs to the worker slot of its own number, because the stream divides itself.
         is_loader: Whether what it gives are batches, and every epoch begins it anew, as a trainer does with loaders.
+        hides_workers: Whether a dataset in it, which would divide itself among workers, is told that there is one.
         warning: What a user should know before training, and what to do about it; empty for nothing.
         reread: Why a shard has to be read again from its beginning on a resume, in words; empty where that is quick.
         reread_if_drawn: Why it has to be, once functions have drawn random numbers; empty where it does not.
@@ -39,6 +40,7 @@ class Shards(ABC):
     draws: bool = False
     pinned: bool = False
     is_loader: bool = False
+    hides_workers: bool = False
     warning: str = ""
     reread: str = ""
     reread_if_drawn: str = ""

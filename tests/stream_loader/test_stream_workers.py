@@ -30,6 +30,7 @@ from support.stream_cases import (
     stream_loader,
 )
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchdata.nodes import IterableWrapper, Prefetcher
 
 from lightning_stateful import is_patched, patch_dataloader
 from lightning_stateful.errors import ConfigurationError
@@ -148,6 +149,23 @@ def test_a_worker_init_fn_reaches_the_dataset_and_slots_keep_their_numbers(persi
         rest = list(resumed)
         assert [sample[:3] for sample in rest] == [sample[:3] for sample in found[-len(rest) :]]
         assert len({sample[3] for sample in rest}) == 3
+
+
+class DividesItself(IterableDataset[int]):
+    """Numbers, of which each worker has its part."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        yield from range(20) if info is None else range(info.id, 20, info.num_workers)
+
+
+@pytest.mark.filterwarnings("ignore:.*are read by several slots")
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_a_dataset_in_a_graph_is_told_that_nobody_else_reads_it(persistent_workers: bool) -> None:
+    graph = Prefetcher(IterableWrapper(DividesItself()), 2)
+    loader = stream_loader(graph, batch_size=2, num_workers=2, persistent_workers=persistent_workers)
+    for _ in range(2):
+        assert sorted(number for batch in loader for number in batch.tolist()) == list(range(20))
 
 
 class OneToOne(DataLoader[Any]):

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torchdata.nodes import (
     BaseNode,
@@ -68,6 +70,25 @@ class CountsPasses:
         yield from random.Random(self.num_passes).sample(range(LENGTH), LENGTH)
 
 
+class KeepsItsPlace:
+    """An iterable that goes on where it was left, until it has ended."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.number < LENGTH:
+            self.number += 1
+            yield self.number - 1
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
 GRAPHS: dict[str, Callable[[], BaseNode[Any]]] = {
     "sampler": told,
     "generator": drawn,
@@ -107,6 +128,21 @@ def test_a_graph_goes_on_at_every_item_of_every_epoch(name: str, epoch: int, mon
         seed_randomness(number)
         assert list(reads(GRAPHS[name](), epoch, state)) == items[number:]
     assert items != list(reads(GRAPHS[name](), epoch + 1))
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_an_iterable_that_keeps_its_place_is_read_whole_in_every_epoch(is_mixed: bool) -> None:
+    def graph() -> BaseNode[int]:
+        place = IterableWrapper(KeepsItsPlace())
+        return (
+            mixed("ALL_DATASETS_EXHAUSTED", make=lambda length: IterableWrapper(KeepsItsPlace())) if is_mixed else place
+        )
+
+    whole = sorted([*range(LENGTH), *range(100, 100 + LENGTH)] if is_mixed else range(LENGTH))
+    for epoch in range(3):
+        reader = reads(graph(), epoch)
+        begun, state = reader.next_many(4), reader.get_state()
+        assert sorted([*begun, *reads(graph(), epoch, state)]) == whole
 
 
 def test_a_graph_in_processes_goes_on() -> None:
@@ -204,12 +240,31 @@ def make_told(shard: int) -> BaseNode[int]:
     return told(seed=shard)
 
 
+def test_a_dataset_that_was_split_by_rank_is_refused() -> None:
+    rows = Dataset.from_dict({"number": list(range(LENGTH))}).to_iterable_dataset(num_shards=2)
+    graph = Prefetcher(IterableWrapper(split_dataset_by_node(rows, 0, 2)), 2)
+    for make, options in ((graph, {}), (lambda shard: graph, {"num_shards": 2})):
+        with pytest.raises(ConfigurationError, match=r"rank 0 of 2.*leave out split_dataset_by_node"):
+            NodeShards(make, **options)  # type: ignore[arg-type]  # one of several kinds
+
+
 def test_what_cannot_be_copied_for_each_pass_is_refused() -> None:
     graph = Prefetcher(IterableWrapper(number for number in range(3)), 2)
     with pytest.raises(
         ConfigurationError, match=r"Prefetcher\(IterableWrapper\) cannot be copied .*generator.*function"
     ):
         list(reads(graph, 0))
+
+
+def test_an_iterable_with_a_state_that_cannot_be_copied_is_refused_unless_the_epoch_is_told() -> None:
+    class HoldsAFile(KeepsItsPlace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.file = threading.Lock()
+
+    with pytest.raises(ConfigurationError, match=r"HoldsAFile .*cannot be copied .*make_node an argument epoch"):
+        list(reads(lambda shard: IterableWrapper(HoldsAFile()), 0, num_shards=1))
+    assert list(reads(lambda shard, epoch: IterableWrapper(HoldsAFile()), 2, num_shards=1)) == [*range(LENGTH)]
 
 
 def test_datasets_are_not_copied() -> None:
