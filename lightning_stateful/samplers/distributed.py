@@ -9,7 +9,14 @@ from torch.utils.data import DistributedSampler
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import EpochPlan
-from lightning_stateful.core.samples import SampleBatchOrder, SampleEpochPlan, SequentialOrder, ShuffledOrder
+from lightning_stateful.core.samples import (
+    SampleBatchOrder,
+    SampleEpochPlan,
+    SampleOrder,
+    SequentialOrder,
+    ShuffledOrder,
+)
+from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.samplers.fingerprint import describe_dataset
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker
@@ -55,6 +62,11 @@ class StatefulDistributedSampler(Tracked, DistributedSampler[Any]):
         accept: Collection[str] = (),
     ) -> None:
         seed = seed_or_default(seed)
+        if isinstance(dataset, SampleOrder):
+            raise ConfigurationError(
+                f"StatefulDistributedSampler shuffles a dataset, and a {type(dataset).__qualname__} is an order. Pass "
+                "it to the loader: StatefulLoader(dataset, sampler=order)."
+            )
         if isinstance(dataset, Sized):
             length, described = len(dataset), describe_dataset(dataset)
         else:

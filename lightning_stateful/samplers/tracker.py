@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -16,10 +18,15 @@ from lightning_stateful.errors import (
     DamagedStateError,
     Difference,
     PositionError,
+    StateError,
+    StatefulWarning,
     StateMismatchError,
 )
 
 T = TypeVar("T")
+
+# Where a Trainer asks loaders for their states, if no callback of this package stands between.
+_LIGHTNINGS = tuple(f"{package}.utilities.combined_loader" for package in ("lightning.pytorch", "pytorch_lightning"))
 
 
 def detect_topology(num_replicas: int | None = None, rank: int | None = None) -> Topology:
@@ -69,7 +76,7 @@ class Tracker:
         if num_replicas is not None or rank is not None:
             detect_topology(num_replicas, rank)
         self.order = order
-        self.config: dict[str, Any] = dict(order.config() if config is None else config)
+        self.config: dict[str, Any] = dict(_checked_config(order) if config is None else config)
         self.num_replicas, self.rank = num_replicas, rank
         self.accept = format_.accepted_names(accept)
         # Where the next pass begins.
@@ -271,6 +278,25 @@ class Tracker:
         return {"epoch": plan.epoch, **plan.report_after(self._num_handed)}
 
 
+def _checked_config(order: Any) -> dict[str, Any]:
+    """The configuration of an order, which may be a user's, if a state can hold it."""
+    name = type(order).__qualname__
+    if not callable(getattr(order, "plan", None)):
+        hint = " A SampleOrder is served by StatefulLoader(dataset, sampler=order)." if hasattr(order, "take") else ""
+        raise ConfigurationError(f"A {name} is no BatchOrder: it has no plan(epoch, num_replicas, progress).{hint}")
+    kind, version = getattr(order, "kind", None), getattr(order, "version", None)
+    if type(kind) is not str or type(version) is not int:
+        raise ConfigurationError(
+            f"{name} has kind={kind!r} and version={version!r}, which a state names it by: set a string and an integer."
+        )
+    config = order.config()
+    try:
+        format_.copy_plain(config, f"{name}.config()")
+    except StateError as error:
+        raise ConfigurationError(f"{error} Give plain numbers and strings, as int(...) or a digest.") from None
+    return dict(config)
+
+
 class Tracked:
     """Methods that all samplers and loaders over a :class:`Tracker` share.
 
@@ -312,6 +338,14 @@ class Tracked:
 
     def state_dict(self) -> dict[str, Any]:
         """The state after what was handed over: fresh plain data, equal on all ranks."""
+        if sys._getframe(1).f_globals.get("__name__") in _LIGHTNINGS:
+            warnings.warn(
+                f"A Trainer without StatefulDataCallback saves the state of this {type(self).__qualname__}, which "
+                "counts batches that were fetched and not yet trained on: a resume may leave out batches, or the rest "
+                "of an epoch that max_steps has cut. Add StatefulDataCallback() to the Trainer's callbacks.",
+                StatefulWarning,
+                stacklevel=2,
+            )
         return self.tracker.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

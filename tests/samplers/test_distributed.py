@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_stateful.core import ShuffledOrder
 from lightning_stateful.errors import ConfigurationError, StateMismatchError
 from lightning_stateful.samplers import StatefulDistributedSampler
 from lightning_stateful.state import sealed
@@ -78,6 +79,10 @@ class TestAsADropIn:
     def test_arguments_out_of_range_are_refused(self, arguments: tuple[Any, ...], message: str) -> None:
         with pytest.raises((ConfigurationError, TypeError), match=message):
             StatefulDistributedSampler(*arguments)
+
+    def test_an_order_is_not_taken_for_a_dataset(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"a ShuffledOrder is an order.*sampler=order"):
+            StatefulDistributedSampler(ShuffledOrder(8))  # an order has a len, as a dataset has
 
     def test_numbers_of_numpy_are_numbers(self) -> None:
         sampler = StatefulDistributedSampler(np.int64(10), seed=np.int64(3))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_stateful.bucketing import BucketOrder, Buckets, Budget
@@ -26,6 +27,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
 )
 from lightning_stateful.mixture import MixtureOrder, Sources
+from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
 from lightning_stateful.state import sealed
 
@@ -368,3 +370,28 @@ class TestTopology:
         request.getfixturevalue("rank_2_of_4")
 
         assert list(batches) == [indices for _, indices in SAMPLES.plan(0, 4, Progress(consumed=8)).batches(2)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Odd(SampleBatchOrder):
+    """An order whose configuration holds whatever it is given."""
+
+    weight: Any = None
+
+    def config(self) -> dict[str, Any]:
+        return {**SampleBatchOrder.config(self), "weight": self.weight}
+
+
+class TestOrdersOfOnesOwn:
+    def test_a_configuration_that_no_state_can_hold_is_refused_at_once(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"Odd\.config\(\)\.weight is a ndarray; .*Give plain numbers"):
+            Tracker(Odd(samples=ShuffledOrder(8), weight=np.arange(3)))
+
+    def test_a_kind_and_a_version_are_needed(self) -> None:
+        nameless = type("Nameless", (Odd,), {"version": None})
+        with pytest.raises(ConfigurationError, match=r"Nameless has kind='shuffled' and version=None"):
+            Tracker(nameless(samples=ShuffledOrder(8)))
+
+    def test_an_order_of_samples_is_told_from_one_of_batches(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"ShuffledOrder is no BatchOrder.*sampler=order"):
+            StatefulBatchSampler(ShuffledOrder(8))  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from support.sources import SaveAt, assert_goes_on_from_every_moment, trained
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
-from lightning_stateful.errors import ConfigurationError, StateError
+from lightning_stateful.errors import ConfigurationError, StateError, StatefulWarning
 
 
 class TwoLoaders(StatefulDataModule):
@@ -219,6 +219,14 @@ def test_samples_that_equal_steps_serve_twice_are_reported(caplog: pytest.LogCap
     loader = StatefulLoader(Numbers(5), batch_size=1, num_replicas=2, rank=0)
     train(lambda: loader, callbacks=[StatefulDataCallback()], max_epochs=1)
     assert "1 of 5 samples are served twice in every epoch, because 2 ranks" in caplog.text
+
+
+def test_a_loader_whose_state_a_trainer_keeps_without_the_callback_is_warned_of(tmp_path: Path) -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(max_steps=2, accelerator="cpu", **quiet)
+    trainer.fit(LedgerModel(), StatefulLoader(Numbers(8), batch_size=2))
+    with pytest.warns(StatefulWarning, match=r"this StatefulLoader, which counts batches that were fetched"):
+        trainer.save_checkpoint(tmp_path / "stop.ckpt")
 
 
 def test_a_data_module_that_serves_two_trainers_is_saved_by_each_at_its_own_place(tmp_path: Path) -> None:
