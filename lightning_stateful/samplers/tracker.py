@@ -76,7 +76,7 @@ class Tracker:
         if num_replicas is not None or rank is not None:
             detect_topology(num_replicas, rank)
         self.order = order
-        self.config: dict[str, Any] = dict(_checked_config(order) if config is None else config)
+        self.config: dict[str, Any] = _checked_config(order, config)
         self.num_replicas, self.rank = num_replicas, rank
         self.accept = format_.accepted_names(accept)
         # Where the next pass begins.
@@ -278,8 +278,8 @@ class Tracker:
         return {"epoch": plan.epoch, **plan.report_after(self._num_handed)}
 
 
-def _checked_config(order: Any) -> dict[str, Any]:
-    """The configuration of an order, which may be a user's, if a state can hold it."""
+def _checked_config(order: Any, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The configuration, by default that of the order, which may be a user's, if a state can hold it."""
     name = type(order).__qualname__
     if not callable(getattr(order, "plan", None)):
         hint = " A SampleOrder is served by StatefulLoader(dataset, sampler=order)." if hasattr(order, "take") else ""
@@ -289,7 +289,7 @@ def _checked_config(order: Any) -> dict[str, Any]:
         raise ConfigurationError(
             f"{name} has kind={kind!r} and version={version!r}, which a state names it by: set a string and an integer."
         )
-    config = order.config()
+    config = order.config() if config is None else config
     try:
         format_.copy_plain(config, f"{name}.config()")
     except StateError as error:
