@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Processes that a test starts find the package and `support`.
 os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parents[1], Path(__file__).parent)))
+
+# Of a test process there is one server that others are forked from; it imports this when it is first needed.
+multiprocessing.set_forkserver_preload(["support.rank_server"])
 
 # The same examples in each run; `pytest --hypothesis-profile=thorough` looks further.
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)

@@ -339,9 +339,7 @@ class TestFilesThatDoNotFit:
 
 
 class TestProcesses:
-    # Its processes are forked from one that has imported all this once.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_stateful.loaders.length_cache"])
 
     def ended(self, process: Any) -> int:
         process.join(60)

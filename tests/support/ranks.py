@@ -40,8 +40,6 @@ import torch.distributed
 Case = Callable[..., Any]
 
 _SERVER = multiprocessing.get_context("forkserver")
-# Imported by the server when it is started, in whatever test that is.
-_SERVER.set_forkserver_preload(["support.rank_server"])
 # Seconds that the other ranks are given once one has raised.
 _GRACE = 20
 
