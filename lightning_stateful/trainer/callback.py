@@ -8,6 +8,7 @@ A fit goes through phases. One value says which it is in, and holds what belongs
     on_train_start ------> Training         or, in a resumed run, Resumed(training_began=True)
     on_train_epoch_start, on_validation_start, on_train_batch_start, on_train_epoch_end
                      ----> Training
+    on_fit_end ----------> Resumed(training_began=True)     where nothing was left to train on
     on_exception --------> Interrupted      but a run that is still Resumed stays so: it has trained on nothing yet
 
 While a run is Resumed or Interrupted the phase says how far training has got; else the loop's counters do.
@@ -70,7 +71,7 @@ class Resumed:
         progress: Where it goes on, in steps of the present ranks and batch sizes.
         global_step: Optimizer steps taken.
         metrics: Values of monitored metrics.
-        training_began: Lightning has restored its loops and optimizers.
+        training_began: Lightning has begun to train, or found nothing left to train on.
     """
 
     progress: LoopProgress
@@ -224,7 +225,7 @@ class StatefulDataCallback(pl.Callback):
             module.set_state_to_save(data)
         return {
             "version": VERSION,
-            "restored": not isinstance(self._phase, Resumed) or self._phase.training_began,
+            "restored": self._restored(),
             "averaged": other_callbacks.holds_averages(self._trainer),
             "module": None if module is None else type(module).__qualname__,
             "seed": self._seed,
@@ -232,6 +233,15 @@ class StatefulDataCallback(pl.Callback):
             "monitored": self._monitored(progress),
             "data": data if module is None else None,
         }
+
+    def _restored(self) -> bool:
+        """Whether Lightning has restored its loops and optimizers, which it does just before training."""
+        phase, trainer = self._phase, self._trainer
+        if not isinstance(phase, Resumed) or phase.training_began:
+            return True
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return False
+        return not trainer._checkpoint_connector._loaded_checkpoint
 
     def data_state(self) -> dict[str, Any] | None:
         """The state of the training data at this point of training; None before there are loaders."""
@@ -290,6 +300,11 @@ class StatefulDataCallback(pl.Callback):
         if isinstance(self._phase, Resumed):
             return dict(self._phase.metrics)
         return {} if self._trainer is None else monitored_metrics(self._trainer, epoch_ended=progress.ended)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that a finished run has been restored, which Lightning ends without training."""
+        if isinstance(self._phase, Resumed):
+            self._phase = replace(self._phase, training_began=True)
 
     # Resuming
 

@@ -63,6 +63,29 @@ def test_a_checkpoint_of_a_run_that_had_not_restored_itself_is_refused(tmp_path:
         train(ckpt_path=tmp_path / "hollow.ckpt")
 
 
+def test_a_finished_run_that_is_resumed_and_saved_again_can_be_extended(tmp_path: Path) -> None:
+    train(max_epochs=1).trainer.save_checkpoint(tmp_path / "last.ckpt")
+    idle = train(max_epochs=1, ckpt_path=tmp_path / "last.ckpt")
+    idle.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    extended = train(max_epochs=2, ckpt_path=tmp_path / "last.ckpt", seed=99)
+    whole = train(max_epochs=2)
+    assert idle.ledger == []
+    assert_stitches([train(max_epochs=1).ledger, extended.ledger], whole.ledger, 0)
+    assert_same_end(extended, whole)
+
+
+def test_a_checkpoint_of_a_callback_that_starts_before_ours_resumes(tmp_path: Path) -> None:
+    class SavesAtStart(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / "b.ckpt")
+
+    train(callbacks=[StopAt("on_train_batch_end", tmp_path / "a.ckpt", epoch=1, batch=3)])
+    train(callbacks=[SavesAtStart()], ckpt_path=tmp_path / "a.ckpt")
+    resumed, whole = train(ckpt_path=tmp_path / "b.ckpt", seed=99), train()
+    assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
+    assert_same_end(resumed, whole)
+
+
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_start"])
 def test_a_checkpoint_taken_as_a_resumed_run_begins_resumes_exactly(tmp_path: Path, hook: str) -> None:
     train(callbacks=[StopAt("on_train_batch_end", tmp_path / "a.ckpt", epoch=1, batch=10)])
