@@ -342,8 +342,8 @@ class StreamOrder:
         if run.has_next():
             return run
         raise ConfigurationError(
-            f"{self.name} has given no batch to all ranks in {_MOST_EMPTY} passes. Use fewer ranks and workers, "
-            "or more and fuller shards."
+            f"{self.name} has given no batch to all ranks in {_MOST_EMPTY} passes. Look for shards that are "
+            "empty or missing, or a filter that keeps no sample; else use fewer ranks and workers, or fuller shards."
         )
 
     def _shared_if_over(self, run: StreamRun) -> StreamRun:
