@@ -24,6 +24,32 @@ settings.register_profile("thorough", settings.get_profile("quick"), max_example
 settings.load_profile("quick")
 
 
+# Files that take longest, first of all: two processes share the files, and so end together.
+_LONGEST = (
+    "test_samplers_ddp",
+    "test_streams_ddp",
+    "test_hugging_face_nodes",
+    "trainer/loaders/test_samplers",
+    "test_moments",
+    "test_buckets_ddp",
+    "test_sources_ddp",
+    "test_examples",
+    "test_fabric_and_torchrun",
+    "test_traps",
+    "test_stream_moments",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of the longest files first."""
+    names = [f"{name}.py" for name in _LONGEST]
+
+    def turn(item: pytest.Item) -> int:
+        return next((turn for turn, name in enumerate(names) if str(item.path).endswith(name)), len(names))
+
+    items.sort(key=turn)
+
+
 @pytest.fixture(autouse=True)
 def quiet_lightning() -> None:
     """Lightning's messages on devices and checkpoints say nothing about a test."""

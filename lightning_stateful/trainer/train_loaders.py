@@ -256,7 +256,7 @@ class TrainLoaders:
         if handed != counted:
             steps = "1 step" if counted == 1 else f"{counted} steps"
             raise ConfigurationError(
-                f"training_step(dataloader_iter) has patched {handed} batches in {steps}. Lightning counts one "
+                f"training_step(dataloader_iter) has taken {handed} batches in {steps}. Lightning counts one "
                 "a step, so a checkpoint could not say what was trained on. Take one batch a step, or let "
                 "training_step receive the batch."
             )
