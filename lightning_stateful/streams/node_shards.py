@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 import torchdata.nodes
-from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torchdata.nodes import (
     BaseNode,
     Batcher,
@@ -129,6 +136,7 @@ class NodeShards(Shards):
     def _begun(self, shard: int, epoch: int) -> BaseNode[Any]:
         """A fresh graph whose earlier passes were begun."""
         graph = self._made(shard, epoch)
+        _refuse_to_divide(graph)
         for node in _nodes_of(graph):
             if isinstance(node, SamplerWrapper):
                 node.sampler = _copy_of_sampler(node.sampler)
@@ -291,6 +299,23 @@ def _keeps_its_place(iterable: Any) -> bool:
         next(items, None)
         next(iter(begun_again), None)
     return bool(to_plain(read_on.state_dict()) == to_plain(begun_again.state_dict()))
+
+
+def _refuse_to_divide(graph: BaseNode[Any]) -> None:
+    """Refuse workers in which a dataset of a graph may give each its part of what each would take a part of again.
+
+    Raises:
+        ConfigurationError: There are such workers: those of a loader over streams are told that there is one.
+    """
+    info = get_worker_info()
+    datasets = [node.iterable for node in _nodes_of(graph) if isinstance(node, IterableWrapper)]
+    dividing = [type(dataset).__qualname__ for dataset in datasets if isinstance(dataset, IterableDataset)]
+    if info is not None and info.num_workers > 1 and dividing:
+        raise ConfigurationError(
+            f"The {dividing[0]} in a graph of nodes may divide itself among the {info.num_workers} workers of this "
+            "DataLoader, and each worker keeps only its part of the graph's samples: the others would be lost. Pass "
+            "num_workers=0, or let patch_dataloader or StreamDataModule make the loader."
+        )
 
 
 def _refuse_split_datasets(graph: BaseNode[Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 from torchdata.nodes import (
     BaseNode,
     Batcher,
@@ -25,6 +25,7 @@ from torchdata.nodes import (
     Unbatcher,
 )
 
+from lightning_stateful import MixedStream
 from lightning_stateful.errors import ConfigurationError, StateError
 from lightning_stateful.samplers.rng import keep_randomness, seed_randomness
 from lightning_stateful.streams import shard_reader
@@ -246,6 +247,14 @@ def test_a_dataset_that_was_split_by_rank_is_refused() -> None:
     for make, options in ((graph, {}), (lambda shard: graph, {"num_shards": 2})):
         with pytest.raises(ConfigurationError, match=r"rank 0 of 2.*leave out split_dataset_by_node"):
             NodeShards(make, **options)  # type: ignore[arg-type]  # one of several kinds
+
+
+def test_a_dataset_that_would_divide_itself_among_workers_is_refused_in_a_plain_loader() -> None:
+    rows = Dataset.from_dict({"number": list(range(LENGTH))}).to_iterable_dataset(num_shards=2)
+    stream = MixedStream([IterableWrapper(rows)])
+    assert len(list(DataLoader(stream, batch_size=None))) == LENGTH
+    with pytest.raises(ConfigurationError, match=r"divide itself among the 2 workers.*num_workers=0"):
+        list(DataLoader(stream, batch_size=None, num_workers=2))
 
 
 def test_what_cannot_be_copied_for_each_pass_is_refused() -> None:
