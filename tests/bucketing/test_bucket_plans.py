@@ -124,9 +124,9 @@ def test_a_million_samples_are_served_once():
 
 def test_golden_batches():
     by_tokens = make(max_tokens=20, num_buckets=3, seed=3)
-    resized = by_tokens.plan(1, 1, by_tokens.plan(1, 2).progress_after(1))
     by_size = make(batch_size=2, num_buckets=3, seed=3)
+    resized = by_size.plan(1, 1, by_size.plan(1, 2).progress_after(1))
     assert by_tokens.version == 1
     assert serve(by_tokens.plan(1, 2)) == [[[9, 11], [0, 7]], [[4, 2], [6, 8]], [[5, 1], [10, 3]]]
-    assert serve(resized) == [[[2, 8]], [[4, 6]], [[5, 10, 1, 3]]]
+    assert serve(resized) == [[[1, 3]], [[5, 10]], [[11, 7]], [[9, 0]]]
     assert serve(by_size.plan(0, 1)) == [[[6, 2]], [[9, 8]], [[7, 10]], [[3, 11]], [[5, 1]], [[4, 0]]]

@@ -208,6 +208,17 @@ class TestSetEpoch:
         assert list(passing(other)) == whole[1]
 
     @every_order
+    def test_the_same_epoch_keeps_what_a_running_pass_has_handed_over(self, order: Any) -> None:
+        tracker = a_tracker(order)
+        running = passing(tracker)
+        for _ in range(3):
+            next(running)
+        before = tracker.state_dict()
+        tracker.set_epoch(0)
+
+        assert tracker.state_dict() == before
+
+    @every_order
     def test_an_epoch_set_again_begins_anew_and_counts_steps_in_the_pass_that_workers_fetched(self, order: Any) -> None:
         tracker = a_tracker(order)
         take(tracker, 4)
