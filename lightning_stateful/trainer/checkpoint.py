@@ -104,10 +104,10 @@ def find_data_state(
     name, loaded = (None, None) if module is None else (type(module).__qualname__, module.take_loaded_state())
     if saved_by is not None and saved_by != name:
         if "module" not in accept:
-            remedy = (
-                "Give the data module its old name (Lightning keeps its state under that name), or accept the change "
-                "with accept=('module',)."
-            )
+            mend = "Train on that StatefulDataModule"
+            if name is not None:
+                mend = "Give the data module its old name (Lightning keeps its state under that name)"
+            remedy = f"{mend}, or accept the change with accept=('module',)."
             difference = Difference(path="module", saved=saved_by, present=name, remedy=remedy)
             raise StateMismatchError([difference], where="The checkpoint's data state")
         name, loaded = saved_by, None
