@@ -71,6 +71,16 @@ def test_a_block_that_was_begun_keeps_the_size_that_it_had() -> None:
     ]
 
 
+def test_a_block_keeps_its_size_over_several_resumes() -> None:
+    node = started(shuffled(size=8))
+    node.skip(3)
+    state = node.state_dict()
+    for size in (20, 30):
+        state = started(shuffled(size=size), state).state_dict()
+    rest = list(started(shuffled(size=8), state))
+    assert rest == list(shuffled(size=8))[3:]
+
+
 @pytest.mark.parametrize("state_size", [None, 0])
 @pytest.mark.parametrize("size", [7, 60])
 def test_shards_left_out_count_once_and_keep_what_came_before(size: int, state_size: int | None) -> None:
