@@ -1,4 +1,4 @@
-"""What a stream is made of: shards, and the torchdata nodes that read them and stand behind these."""
+"""Base classes of the shards of a stream, and of the torchdata nodes that read and transform their samples."""
 
 from __future__ import annotations
 
