@@ -390,7 +390,9 @@ def _part(number: int, which: int, of: int) -> range:
 
 
 def _give(slots: list[list[SlotSlice]], piece: ShardSlice, readers: Sequence[int], number: int) -> None:
-    for reader, slot in enumerate(readers):
+    # Another one begins with each slice, lest the first has one item more of all.
+    first = number % len(readers)
+    for reader, slot in enumerate((*readers[first:], *readers[:first])):
         slots[slot].append(SlotSlice(piece, reader, len(readers), number))
 
 

@@ -19,6 +19,7 @@ from lightning_stateful.streams.transforms import RunningStateNode, WindowNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
 
 SKEWED = [500, 200, 100, 50, 50, 50, 25, 25]
+LIKE_FILES = [412, 245, 145, 87, 51, 31, 18, 11]
 
 
 def stream(sizes: Sequence[int], *, batch_size: int = 8, drop_last: bool = False, **options: Any) -> StreamConfig:
@@ -39,7 +40,7 @@ def opened(config: StreamConfig) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("sizes", [[1000], [143] * 6 + [142], [10] * 100, SKEWED, [0, 87, 1, 0, 69, 0]])
+@pytest.mark.parametrize("sizes", [[1000], [143] * 6 + [142], [10] * 100, SKEWED, LIKE_FILES, [0, 87, 1, 0, 69, 0]])
 def test_an_epoch_has_as_many_steps_as_are_due(ranks: int, workers: int, sizes: list[int]) -> None:
     for knows_sizes in (False, True):
         state = StreamState.beginning(stream(sizes, of={"knows_sizes": knows_sizes}), 0, ranks, workers)
