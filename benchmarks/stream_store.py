@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.measure import Row, report, target
 from lightning_stateful.core.topology import Topology
-from lightning_stateful.stream_loader.rank_store import RankStore
+from lightning_stateful.stream_loader.rank_store import RankStore, StateEncoder
 from lightning_stateful.stream_loader.rank_sync import RankSync
-from lightning_stateful.stream_loader.state_text import StateEncoder
 
 CLAIM = (
     "Ranks tell each other where they stand in their streams, and whether all have a batch for the next step, through "

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import ConfigurationError, PositionError, RankMismatchError, StreamError
-from lightning_stateful.stream_loader.rank_store import RankStore, foreign
-from lightning_stateful.stream_loader.state_text import StateEncoder, StateText, decode, digest_of, in_pieces
+from lightning_stateful.stream_loader.rank_store import (
+    RankStore,
+    StateEncoder,
+    StateText,
+    decode,
+    digest_of,
+    foreign,
+    in_pieces,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

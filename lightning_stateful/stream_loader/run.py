@@ -10,8 +10,8 @@ from typing import Any
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.topology import Topology
 from lightning_stateful.errors import PositionError, StreamError
+from lightning_stateful.stream_loader.rank_store import StateText, complete, decode
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
-from lightning_stateful.stream_loader.state_text import StateText, complete, decode
 from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
 from lightning_stateful.streams.nodes import NodeState
 from lightning_stateful.streams.stream_state import StreamState

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +19,7 @@ from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, StatefulError, StreamError
 from lightning_stateful.samplers.rng import seed_randomness
-from lightning_stateful.stream_loader.patched_class import copied, iterates_as_torch
-from lightning_stateful.stream_loader.state_text import Changes, StateEncoder
+from lightning_stateful.stream_loader.rank_store import Changes, StateEncoder
 from lightning_stateful.streams.nodes import NodeState
 from lightning_stateful.streams.worker_slot import SlotTask, StreamConfig, WorkerSlot
 
@@ -234,6 +234,19 @@ class SlotLoader:
             f"{type(self._original).__qualname__}.__iter__ gives {which} batches than it reads, so nobody can say what "
             "the model was trained on. Give one for each."
         )
+
+
+def copied(loader: Any) -> Any:
+    """Copy a user's loader, without Lightning's record of what was set on it, from which it builds loaders again."""
+    made = copy.copy(loader)
+    vars(made).pop("__pl_attrs_record", None)
+    return made
+
+
+def iterates_as_torch(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's class leaves iteration to torch, so that nothing but torch sees its batches on their way."""
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -19,10 +19,9 @@ from lightning_stateful.samplers.mixture_samplers import refuse_splits
 from lightning_stateful.samplers.rng import keep_if_drawn
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
-from lightning_stateful.streams.mixing import By, Mixing
 from lightning_stateful.streams.node_shards import NodeShards
 from lightning_stateful.streams.nodes import NodeState, Shards
-from lightning_stateful.streams.source import Source, Step
+from lightning_stateful.streams.source import By, Mixing, Source, Step
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig, WorkerSlot

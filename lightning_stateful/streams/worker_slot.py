@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.streams.assignment import SlotProgress, SlotSlice
-from lightning_stateful.streams.mixing import Mixing
 from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, StreamNode
 from lightning_stateful.streams.shard_reader import ShardReader
-from lightning_stateful.streams.source import Source
+from lightning_stateful.streams.source import Mixing, Source
 
 # Where a slot begins to read a source.
 FRESH: NodeState = {"round": 0, "slice": 0, "opened": 0, "skipped": [0, 0, 0], "state": None}

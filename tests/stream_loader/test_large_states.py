@@ -13,7 +13,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_stateful.errors import PositionError
 from lightning_stateful.stream_loader import run
-from lightning_stateful.stream_loader.state_text import Changes
+from lightning_stateful.stream_loader.rank_store import Changes
 
 much = partial(stream_loader, RemembersMuch(), batch_size=30)
 

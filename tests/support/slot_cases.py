@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_stateful.streams.mixing import Mixing
-from lightning_stateful.streams.source import Source
+from lightning_stateful.streams.source import Mixing, Source
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig, WorkerSlot
 from support.node_cases import NumberedShards

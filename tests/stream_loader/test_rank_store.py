@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stateful.stream_loader.state_text import Changes, StateEncoder, complete, decode
+from lightning_stateful.stream_loader.rank_store import Changes, StateEncoder, complete, decode
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
