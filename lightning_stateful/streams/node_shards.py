@@ -31,6 +31,7 @@ from torchdata.nodes import (
 )
 
 from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, StateError
 from lightning_stateful.samplers.rng_isolation import IsolatedCopy
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
@@ -40,10 +41,9 @@ from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode, sour
 
 # torchdata 0.10 has none.
 _Unbatcher: Any = getattr(torchdata.nodes, "Unbatcher", Batcher)
-# Nodes that do not count their passes; what they read from may.
-_COUNTS_NO_PASSES = (Batcher, _Unbatcher, ParallelMapper, Prefetcher, PinMemory)
 # What comes in the same order however often it is begun.
 _ALWAYS_ALIKE = (list, tuple, range, SequentialSampler)
+_END_OF_SEEDS = 2**31  # Of a MultiNodeWeightedSampler, which adds to its own.
 # Samplers that draw from the generator of the process if they have none.
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _REREAD = (
@@ -56,10 +56,11 @@ class NodeShards(Shards):
     """A graph of torchdata nodes as a single shard, or a function that makes the graph of each shard.
 
     All ranks and workers read the same shards, each its part: samplers in a graph are told that there is one rank. Each
-    pass reads a fresh copy of the graph. Nodes that count their passes, such as ``SamplerWrapper`` and
-    ``MultiNodeWeightedSampler``, begin the earlier ones first, unless ``make_node`` is told the epoch. Functions are
-    shared among copies. What they draw at random in threads and processes of the graph is not seeded. A dataset in a
-    graph must not divide itself among ranks; worker processes of a stream loader tell it that it has a single worker.
+    pass reads a fresh copy of the graph, in which samplers and iterables with ``set_epoch`` are told the epoch, and
+    torch's samplers and ``MultiNodeWeightedSampler`` draw anew. Anything else begins each pass as the first, also what
+    counts its passes itself, unless ``make_node`` is told the epoch. Functions are shared among copies. What they draw
+    at random in threads and processes of the graph is not seeded. A dataset in a graph must not divide itself among
+    ranks; worker processes of a stream loader tell it that it has a single worker.
 
     Args:
         make_node: The graph, that nobody has read yet; or ``make_node(shard)``, or ``make_node(shard, epoch=epoch)`` if
@@ -134,23 +135,17 @@ class NodeShards(Shards):
         )
 
     def _begun(self, shard: int, epoch: int) -> BaseNode[Any]:
-        """A fresh graph whose earlier passes were begun."""
+        """A fresh graph for an epoch."""
         graph = self._made(shard, epoch)
         _refuse_to_divide(graph)
         for node in _nodes_of(graph):
-            if isinstance(node, SamplerWrapper):
-                node.sampler = _copy_of_sampler(node.sampler)
-            elif isinstance(node, MultiNodeWeightedSampler):
+            if isinstance(node, MultiNodeWeightedSampler):
                 # All ranks read the same shard, and each keeps its part of it.
                 node.rank, node.world_size = 0, 1
-        if self._takes_epoch:
-            return graph
-        fresh = [(node, _copy_of_iterable(node)) for node in _nodes_of(graph) if _has_stateful_iterable(node)]
-        for _ in range(epoch):
-            _begin_pass(graph)
-        for node, iterable in fresh:
-            if epoch > 0 and _keeps_its_place(iterable):
-                node.iterable = iterable
+            if isinstance(node, SamplerWrapper):
+                node.sampler = _copy_of_sampler(node.sampler, 0 if self._takes_epoch else epoch)
+            if epoch and not self._takes_epoch:
+                _tell_epoch(node, epoch)
         return graph
 
 
@@ -247,58 +242,27 @@ def _copy_of(graph: BaseNode[Any]) -> BaseNode[Any]:
         ) from error
 
 
-def _copy_of_sampler(sampler: Any) -> Any:
-    """A copy of a sampler for one rank, which does not draw from the generator of the process: threads share that."""
+def _copy_of_sampler(sampler: Any, epoch: int) -> Any:
+    """A copy of a sampler for one rank and an epoch, with a generator of its own: threads share the process's."""
     copied = inner = IsolatedCopy(sampler, seed=0).sampler
     while inner is not None:
         if isinstance(inner, _DRAWING) and inner.generator is None:
             inner.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        elif isinstance(inner, _DRAWING) and epoch:
+            inner.generator.manual_seed(derive_seed("sampler", inner.generator.initial_seed(), epoch))
         inner = getattr(inner, "sampler", None)
     return copied
 
 
-def _begin_pass(node: Any) -> None:
-    """Begin a pass and leave it, for nodes that count their passes."""
-    if type(node) in _COUNTS_NO_PASSES:
-        for source in sources_of(node):
-            _begin_pass(source)
-    elif type(node) is SamplerWrapper and hasattr(node.sampler, "set_epoch"):
-        node.epoch = node.epoch_updater(node.epoch)
-    else:
-        node.reset()
-        _read_one(node)
-
-
-def _read_one(node: Any) -> None:
-    next(node, None)
-    if isinstance(node, MultiNodeWeightedSampler):
-        # Also of the sources whose turn it was not: each pass has another order of all of them.
-        for source in sources_of(node):
-            _read_one(source)
-
-
-def _has_stateful_iterable(node: Any) -> bool:
-    return isinstance(node, IterableWrapper) and isinstance(node.iterable, Stateful)
-
-
-def _copy_of_iterable(node: Any) -> Any:
-    try:
-        return copy.deepcopy(node.iterable)
-    except Exception as error:
-        raise ConfigurationError(
-            f"The {type(node.iterable).__qualname__} in an IterableWrapper cannot be copied for a pass "
-            f"({type(error).__name__}: {error}). Let it open files in __iter__; or give make_node an argument epoch."
-        ) from error
-
-
-def _keeps_its_place(iterable: Any) -> bool:
-    """Whether an iterable that was left goes on there, instead of beginning again."""
-    read_on, begun_again = copy.deepcopy(iterable), copy.deepcopy(iterable)
-    items = iter(read_on)
-    for _ in range(2):
-        next(items, None)
-        next(iter(begun_again), None)
-    return bool(to_plain(read_on.state_dict()) == to_plain(begun_again.state_dict()))
+def _tell_epoch(node: BaseNode[Any], epoch: int) -> None:
+    """Have a node begin as it would in an epoch after the first."""
+    if isinstance(node, SamplerWrapper):
+        for _ in range(epoch):
+            node.epoch = node.epoch_updater(node.epoch)
+    elif isinstance(node, MultiNodeWeightedSampler):
+        node.seed = derive_seed("weighted sampler", node.seed, epoch) % _END_OF_SEEDS
+    elif isinstance(node, IterableWrapper) and callable(set_epoch := getattr(node.iterable, "set_epoch", None)):
+        set_epoch(epoch)
 
 
 def _refuse_to_divide(graph: BaseNode[Any]) -> None:
