@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Collection
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -14,11 +15,18 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.core.topology import Topology
-from lightning_stateful.errors import ConfigurationError, Difference, StatefulWarning, StateMismatchError
-from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.errors import ConfigurationError, Difference, ShardError, StatefulWarning, StateMismatchError
+from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names
-from lightning_stateful.streams.iterables import IterableBatches, IterableShards, LoaderShards, beginning_of
+from lightning_stateful.streams.iterables import (
+    IterableBatches,
+    IterableShards,
+    LoaderShards,
+    beginning_of,
+    digest_of_sample,
+)
+from lightning_stateful.streams.shard_reader import ShardReader
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.streams.stream_state import StreamState
@@ -99,6 +107,7 @@ class StreamSetup:
         self.seed = seed_or_default(options.seed)
         self.own_seed = loader_seed(self.seed, options.path)
         self._has_warned = False
+        self._empty: set[str] = set()  # Sources that were warned of.
         self._beginning = beginning_of(loader.dataset)
         size = loader.batch_size
         self._batching: dict[str, Any] = {
@@ -148,6 +157,24 @@ class StreamSetup:
             # Each sample once.
             config = replace(config, mixing=replace(config.mixing, stop="all_exhausted"))
         return config.at(options.path)
+
+    @cached_property
+    def first_samples(self) -> dict[str, str]:
+        """Digests of the first samples of graphs of nodes, which differ among ranks if a dataset divides itself."""
+        found: dict[str, str] = {}
+        if self.loader.num_workers:
+            # There it would find no other ranks.
+            return found
+        for source in self.config.sources.values():
+            if source.shards.hides_workers:
+                reader = ShardReader(source.shards, [0], 0, seed=self.own_seed)
+                # What cannot be read is raised where it is read to be trained on.
+                with keep_if_drawn(), suppress(ShardError), closing(reader):
+                    reader.reset()
+                    samples = reader.next_many(1)
+                    name = f"the first sample of {source.shards.name(0)}, of which each rank has to read all samples,"
+                    found[name] = digest_of_sample(samples)
+        return found
 
     def describe(self) -> str:
         """How the stream is divided and resumed, in words."""
@@ -215,6 +242,22 @@ class StreamSetup:
                 StatefulWarning,
                 stacklevel=3,
             )
+
+    def warn_of_empty_sources(self, state: StreamState) -> None:
+        """Say once of each source of a mixture that a whole pass over it, which has ended, gave nothing."""
+        for name, source in state.config.sources.items():
+            assigned, number = state.assignments[name], source.shards.num_shards
+            is_whole = not assigned.begun and len(assigned.whole) == number
+            is_empty = all(slot is not None and name in slot["gone"] for slot in state.slots)
+            if is_whole and is_empty and name not in self._empty and not self.options.exact:
+                self._empty.add(name)
+                warnings.warn(
+                    f"Source {name!r} of {self.name} has given nothing in pass {state.epoch}, out of {number} "
+                    "shards: the others are trained on without it. Look for shards that are empty or missing, or a "
+                    "filter that keeps no sample.",
+                    StatefulWarning,
+                    stacklevel=3,
+                )
 
     def warn_of_many_reads(self, state: StreamState) -> None:
         """Say once what it costs where there are more worker slots than shards."""

@@ -348,6 +348,8 @@ class StreamOrder:
 
     def _shared_if_over(self, run: StreamRun) -> StreamRun:
         """A run over what other ranks have left, where a run is over; itself where sharing that gives no step."""
+        if not run.has_next() and not run.is_broken and (self._is_joined or run.begun.num_replicas == 1):
+            self.setup.warn_of_empty_sources(run.final_state)
         while not run.has_next() and self._is_joined:
             shared = run.final_state.shared_anew()
             if shared is None:
@@ -396,7 +398,7 @@ class StreamOrder:
             keep=self._keep,
             timeout=setup.options.timeout,
             describe=describe,
-            terms={**self.config(), **read, "progress": where},
+            terms={**self.config(), **read, **setup.first_samples, "progress": where},
         )
 
 

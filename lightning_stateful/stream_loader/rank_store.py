@@ -170,18 +170,32 @@ class RankStore:
             return True if name and int(self.text(f"{name}/met") or 0) >= len(keys) else None
 
         if not self.wait(find, timeout):
-            left = [self.text(key) for key in keys]
-            missing = [other for other, its in enumerate(left) if its is None or self.text(f"answer/{its}")] or [0]
-            raise StreamError(
-                f"Rank {rank} has waited {timeout:g} s to begin to read a stream with the others, and "
-                f"ranks {missing[:8]} of {len(keys)} have not come. Look at their logs for an error, a slow "
-                "start, or a loader that only some ranks iterate; ranks that were started anew while others were not "
-                "have to be started together."
-            )
+            raise self._not_met(token, keys, timeout)
         # By rank 0 alone, whose multi_get would wait for those that are gone.
         for key in () if rank else [*keys, *(f"answer/{other}" for other in answered)]:
             self.delete(key)
         return name
+
+    def _not_met(self, token: str, keys: Sequence[str], timeout: float) -> StreamError:
+        """The error that not all ranks have come, or that this one came when others had given up."""
+        rank, left = self._topology.rank, [self.text(key) for key in keys]
+        missing = [other for other, its in enumerate(left) if its is None or self.text(f"answer/{its}")] or [0]
+        notes = [json.loads(self.text(f"gave_up/{other}") or "[null, []]") for other in range(len(keys))]
+        self.put(f"gave_up/{rank}", json.dumps([token, missing]))
+        # The note of a process that was started anew since has another token.
+        waited = [other for other, (its, late) in enumerate(notes) if its and its == left[other] and rank in late]
+        if waited:
+            return StreamError(
+                f"Rank {rank} has come too late: ranks {waited[:8]} had waited for it to begin to read a stream with "
+                "them, and given up. Look in its log for what held it up, such as a slow first shard; if it is only "
+                "slow, raise the timeout."
+            )
+        return StreamError(
+            f"Rank {rank} has waited {timeout:g} s to begin to read a stream with the others, and "
+            f"ranks {missing[:8]} of {len(keys)} have not come. Look at their logs for an error, a slow "
+            "start, or a loader that only some ranks iterate; ranks that were started anew while others were not "
+            "have to be started together."
+        )
 
     def _ask(self, function: str, keys: str | Sequence[str], *arguments: Any) -> Any:
         prefix = "lightning_stateful/"

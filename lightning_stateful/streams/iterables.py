@@ -221,7 +221,7 @@ class IterableNode(StreamNode[Any]):
         self.num_given += 1
         if self._num_looked_at:
             self._num_looked_at -= 1
-            self._first = _chained(self._first, sample)
+            self._first = digest_of_sample(sample, self._first)
         return sample
 
     def first(self) -> str | None:
@@ -245,7 +245,7 @@ class IterableNode(StreamNode[Any]):
         self._samples = None
 
 
-def _chained(before: str | None, sample: Any) -> str:
+def digest_of_sample(sample: Any, before: str | None = None) -> str:
     """Digest of a sample's labels, or of all that it holds if there are none, chained to that of the samples before.
 
     Floats and images may be augmented otherwise each time, and are not looked at where a label tells samples apart.

@@ -123,6 +123,9 @@ class SourceReader:
         source: The source.
         task: What the slot reads of it.
         begin: Where to begin, as :meth:`state` gave it.
+
+    Attributes:
+        has_given: Whether it has given anything since the beginning of its slices.
     """
 
     def __init__(self, source: Source, task: SourceTask, begin: NodeState) -> None:
@@ -133,6 +136,8 @@ class SourceReader:
         self._skipped: list[int] = begin["skipped"]
         self._node: StreamNode[Any] | None = None
         self._reader: ShardReader | None = None
+        # A source that has nothing is read to its end at once.
+        self.has_given = begin != FRESH
 
     def next_many(self, number: int) -> list[Any]:
         """The next samples, or batches, up to ``number``; fewer at the end only."""
@@ -142,6 +147,7 @@ class SourceReader:
             if len(found) < number - len(taken):
                 self._advance()
             taken = taken + found if taken else found
+        self.has_given = self.has_given or bool(taken)
         return taken
 
     @property
@@ -218,7 +224,7 @@ class WorkerSlot:
         self._turn: int = state["turn"]
         self._served: int = state["batches"]
         self._over: bool = state["over"]
-        # Sources that have begun again and given nothing since, and those that gave nothing in a whole round.
+        # Sources that have begun again and given nothing since, and those that gave nothing from beginning to end.
         self._begun_again: set[str] = set(state["again"])
         self._gone: set[str] = set(state["gone"])
         self._ended: set[str] = set(state["ended"])
@@ -329,7 +335,10 @@ class WorkerSlot:
 
     def _end(self, name: str, mixing: Mixing) -> None:
         self._ended.add(name)
-        if mixing.stop == "cycle":
+        if mixing.stop != "cycle":
+            if not self._readers[name].has_given:
+                self._gone.add(name)
+        else:
             self._ended.update(name for name, reader in self._readers.items() if reader.is_empty)
             if name in self._begun_again:
                 # Else it would begin again for ever.

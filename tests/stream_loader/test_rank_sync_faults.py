@@ -124,6 +124,24 @@ class TestTimeouts:
             assert "Step 6 was waited for in vain" in str(error)
         assert steps == [0, 1, 2, 3, 4, 5]
 
+    @pytest.mark.parametrize("late", range(3))
+    def test_a_rank_that_stands_still_in_its_first_read_is_named_on_all_ranks(self, late: int) -> None:
+        store, given_up = HashStore(), threading.Semaphore(0)
+
+        def body(rank: int) -> None:
+            sync = open_sync(store, 3, rank, timeout=0.2)
+            for _ in range(2 * (rank == late)):
+                given_up.acquire()
+            try:
+                walk(sync, 5)
+            finally:
+                given_up.release()
+
+        errors = [str(error) for error in in_threads(body, body, body)]
+        others = [rank for rank in range(3) if rank != late]
+        assert all(f"ranks [{late}] of 3 have not come" in errors[rank] for rank in others)
+        assert f"Rank {late} has come too late: ranks {others} had waited for it" in errors[late]
+
     @pytest.mark.parametrize("num_requests", range(1, 25))
     def test_nobody_waits_for_ever_for_a_rank_that_dies_at_any_request(self, num_requests: int) -> None:
         """Between its records and the counter, too."""

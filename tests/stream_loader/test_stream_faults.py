@@ -37,7 +37,7 @@ from support.stream_cases import (
     write_lines,
 )
 
-from lightning_stateful import ChunkedDataset
+from lightning_stateful import ChunkedDataset, MixedStream
 from lightning_stateful.errors import ConfigurationError, ShardError, StatefulWarning, StreamError
 from lightning_stateful.streams import Stream
 
@@ -321,3 +321,27 @@ def test_a_stream_of_which_nothing_can_be_read_ends_with_a_warning(tmp_path: Pat
     assert loader.position_report()["epoch"] == 2
     with pytest.raises(ConfigurationError, match=r"has given no batch to all ranks in 4 passes.*filter that keeps no"):
         list(make(steps_per_epoch=2))
+
+
+@pytest.mark.parametrize("by", ["batch", "sample"])
+@pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
+@pytest.mark.parametrize("nothing", [chunks((0, 0), 100), chunks((3, 2), 100).filter(lambda number: False)])
+def test_a_source_of_a_mixture_that_gives_nothing_is_named(nothing: Any, stop: Any, by: Any) -> None:
+    dataset = MixedStream({"some": chunks(), "none": nothing}, stop=stop, by=by)
+    loader = stream_loader(dataset, **IN_PROCESS)
+    with pytest.warns(StatefulWarning, match="Source 'none' of MixedStream has given nothing in pass 0, out of 2"):
+        list(loader)
+    # Once.
+    list(loader)
+
+
+@pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
+def test_a_source_that_was_used_up_before_a_resume_is_not_taken_for_an_empty_one(stop: Any) -> None:
+    def make() -> Any:
+        return stream_loader(MixedStream({"many": chunks(), "few": chunks((1, 1), 100)}, stop=stop), **IN_PROCESS)
+
+    whole = list(map(plain, make()))
+    for at in range(1, len(whole)):
+        stopped = make()
+        list(islice(stopped, at))
+        assert list(map(plain, loaded(make(), saved(stopped)))) == whole[at:]

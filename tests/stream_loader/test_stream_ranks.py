@@ -37,8 +37,10 @@ from support.stream_cases import (
     steps,
     stream_loader,
 )
+from torchdata.nodes import IterableWrapper
 
 from lightning_stateful.errors import StatefulError
+from lightning_stateful.streams import as_stream
 
 # Seconds that ranks wait for each other where one of them does not come.
 PATIENCE = 1.0
@@ -316,6 +318,7 @@ OTHERWISE: dict[str, Callable[[int], Any]] = {
     "batch_size": lambda rank: stream_loader(chunks(), batch_size=2 + rank, timeout=PATIENCE),
     "steps_per_epoch": lambda rank: stream_loader(chunks(), steps_per_epoch=2 + rank, timeout=PATIENCE),
     "progress": lambda rank: loaded(in_order(None), observe(partial(in_order, None), 6)[1][2 + 3 * rank]),
+    "first sample": lambda rank: stream_loader(as_stream(IterableWrapper(Divided())), timeout=PATIENCE),
     "workers": lambda rank: stream_loader(chunks(), num_workers=2 * rank, kind=InThisProcess, timeout=PATIENCE),
 }
 

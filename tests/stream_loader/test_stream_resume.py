@@ -145,6 +145,7 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 @pytest.mark.filterwarnings("ignore:.*has given no batch in an epoch")
+@pytest.mark.filterwarnings("ignore:Source .* has given nothing in pass")
 @pytest.mark.parametrize("name", CASES)
 def test_a_chain_of_stops_at_random_moments_is_exact(name: str) -> None:
     assert_goes_on(CASES[name], random_legs(len(name)))
