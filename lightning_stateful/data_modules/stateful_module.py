@@ -243,7 +243,9 @@ class StatefulDataModule(pl.LightningDataModule):
             "seed_samples": self._settings.seed_samples,
             "accept": self._settings.accept,
         }
-        return StatefulLoader(dataset, **{**self._options, **settings, **how})
+        loader = StatefulLoader(dataset, **{**self._options, **settings, **how})
+        loader.is_for_trainer = self._running is not None
+        return loader
 
     def position_report(self) -> dict[str, Any]:
         """Epoch, and what has been served of every source, at this moment of training; equal on all ranks."""

@@ -25,7 +25,7 @@ class LoaderDescription(NamedTuple):
     Attributes:
         order: The order, as for a loader that is served alone.
         has_whole_batches: Whether the order takes the place of a batch sampler; otherwise the loader cuts samples.
-        num_replicas: Number of ranks that the user's sampler was given; None for those of the process group.
+        num_replicas: Number of ranks that the user's sampler or loader was given; None for those of the process group.
         rank: The rank that it was given.
         accept: Names of differences that the sampler lets pass.
         batch_size: Samples in a batch that the loader cuts; None for whole batches, or where nothing is collated.

@@ -57,8 +57,8 @@ def build_patched(
     """Build a StatefulLoader with a DataLoader's dataset, sampler, batch size and options; a StreamLoader of a stream.
 
     Args:
-        loader: A ``DataLoader``, whose class and attributes are kept; a StatefulLoader, whose settings are kept; or,
-            for training, any iterable of batches.
+        loader: A ``DataLoader``, whose class and attributes are kept; a StatefulLoader, whose settings are kept (one
+            that was made for this use goes in as it is); or, for training, any iterable of batches.
         seed: Seed for a loader that is not yet stateful.
         path: As in :class:`StatefulLoader`.
         num_replicas: Data-parallel ranks.
@@ -104,10 +104,16 @@ def build_patched(
         if reason:
             raise UnsupportedLoaderError(reason)
         if isinstance(loader, StatefulLoader):
-            seed, seed_samples, accept = loader.seed, loader.seed_samples, (*loader.accept, *accept)
-            if (loader.tracker.num_replicas, loader.tracker.rank) != (None, None):
-                how |= {"num_replicas": loader.tracker.num_replicas, "rank": loader.tracker.rank}
+            seed, seed_samples = loader.seed, loader.seed_samples
             description = loader.description.adapted(loader.dataset, **use)
+            if (description.num_replicas, description.rank) != (None, None):
+                how |= {"num_replicas": description.num_replicas, "rank": description.rank}
+            fits = own_rank is None and description == loader.description and path == loader.path
+            if loader.is_for_trainer and fits and set(accept) <= set(loader.accept):
+                loader.is_for_trainer = False
+                loader.tracker.num_replicas, loader.tracker.rank = how["num_replicas"], how["rank"]
+                return loader
+            accept = (*loader.accept, *accept)
         else:
             seed = seed_or_default(seed)
             description = describe_loader(loader, seed=seed, accept=accept, **use)
@@ -176,7 +182,7 @@ def patch_dataloader(
 def deals_itself(loader: object) -> bool:
     """Whether a loader's own arguments, or a sampler of this package in it, say that it is dealt out to ranks."""
     if isinstance(loader, StatefulLoader):
-        return loader.tracker.num_replicas is not None
+        return loader.description.num_replicas is not None
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     batches: Any = without_lightnings(loader.batch_sampler)

@@ -82,6 +82,8 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
 
     # This rank, if each rank has a loader of its own which is not dealt out.
     own_rank: int | None = None
+    # A data module has made it for the Trainer that asks: it reads this very loader, on its own ranks.
+    is_for_trainer = False
     state_name = "The loader's state"
 
     def __init__(
@@ -147,17 +149,16 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         self._reader: BatchReader | None = None
         self.seed, self.path, self.seed_samples = settings.seed, settings.path, settings.seed_samples
         self._own_seed = loader_seed(settings.seed, settings.path)
-        num_replicas, rank = settings.num_replicas, settings.rank
-        if (num_replicas, rank) == (None, None):
-            num_replicas, rank = description.num_replicas, description.rank
-        # Without path and ranks: from it, the same loader is built for others.
+        if (settings.num_replicas, settings.rank) != (None, None):
+            description = description._replace(num_replicas=settings.num_replicas, rank=settings.rank)
+        # Without the path: from it, the same loader is built for another one.
         self.description = description
         order, dataset = description.order.adapted(path=settings.path), loader.dataset
         self.tracker = Tracker(
             order,
             description.config(order, dataset),
-            num_replicas=num_replicas,
-            rank=rank,
+            num_replicas=description.num_replicas,
+            rank=description.rank,
             accept=tuple(dict.fromkeys([*description.accept, *settings.accept])),
         )
         # A wrapped sampler looks at the dataset's length itself.

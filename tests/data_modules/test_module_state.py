@@ -192,3 +192,35 @@ def test_a_module_may_restore_more_than_its_data(
     resumed, whole = train(lambda: modules[1], ckpt_path=tmp_path / "stop.ckpt"), train(lambda: modules[2])
     assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
     assert modules[1].restored == 3
+
+
+class CountsLooks(Numbers):
+    """Counts how often it is described, as every loader that is built over it does once."""
+
+    looks = 0
+
+    def describe(self) -> dict[str, int]:
+        self.looks += 1
+        return {"of": 1}
+
+
+def test_a_trainer_trains_on_the_very_loader_that_the_module_has_built() -> None:
+    data, held_out = CountsLooks(8), CountsLooks(4, first=100)
+    outcome = train(lambda: StatefulDataModule(data, held_out, batch_size=2, seed=7), max_epochs=2)
+    assert (outcome.current_epoch, data.looks, held_out.looks) == (2, 1, 1)
+
+
+class Keeps(StatefulDataModule):
+    """Builds its loader once, whatever trainer asks for it."""
+
+    loader: Any = None
+
+    def train_dataloader(self) -> Any:
+        self.loader = self.loader or super().train_dataloader()
+        return self.loader
+
+
+def test_a_loader_that_a_module_keeps_serves_one_trainer_after_another() -> None:
+    module = Keeps(Numbers(8), batch_size=2, seed=7)
+    first, second = (train(lambda: module, max_epochs=2).ledger for _ in range(2))
+    assert first == second != []
