@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.samplers import ClassBalanced, GlobalRandom, OwnState
+from support.samplers import ClassBalanced, GlobalRandom, KeepsItsPlace, OwnState
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -36,23 +36,12 @@ class Reversed(SequentialSampler):
         return iter(range(len(self) - 1, -1, -1))
 
 
-class OneBack(Sampler[int]):
-    """Yields numbers in order; beyond ``first`` it goes on one too early."""
+class OneBack(KeepsItsPlace):
+    """Beyond ``first`` it goes on one too early."""
 
     def __init__(self, first: int) -> None:
-        self.first, self.place = first, 0
-
-    def __len__(self) -> int:
-        return 200
-
-    def __iter__(self) -> Iterator[int]:
-        while self.place < 200:
-            self.place += 1
-            yield self.place - 1
-        self.place = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
+        super().__init__(200)
+        self.first = first
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place = state["place"] - (state["place"] > self.first)

@@ -34,15 +34,7 @@ def served(samplers: list[Any]) -> Counter[int]:
 
 
 class TestWhatEarlierRoundRobinSamplersGotWrong:
-    """One test for each defect of the samplers that this one replaces."""
-
-    @pytest.mark.parametrize("stop", ["all_exhausted", "cycle"])
-    @pytest.mark.parametrize("lengths", [[5], [5, 40], [3, 1]])
-    def test_a_dataset_hardly_larger_than_the_ranks_has_no_empty_batch(self, lengths: list[int], stop: Any) -> None:
-        samplers = round_robin(lengths, ranks=4, stop=stop)
-
-        assert all(batch for sampler in samplers for batch in sampler)
-        assert set(served(samplers)) == set(range(sum(lengths)))
+    """Defects of the samplers that this one replaces."""
 
     def test_a_rank_sees_samples_of_all_regions_over_the_epochs(self) -> None:
         sampler = round_robin([64, 64], ranks=4)[1]
@@ -54,19 +46,6 @@ class TestWhatEarlierRoundRobinSamplersGotWrong:
         first, second = ([index for batch in sampler for index in batch] for sampler in round_robin([40, 40], ranks=2))
 
         assert len({a - b for a, b in zip(first, second, strict=True)}) > 10
-
-    def test_every_dataset_may_have_a_weight_and_a_batch_size_and_is_counted(self) -> None:
-        sampler = MixtureBatchSampler({"a": 40, "b": 90}, {"a": 1, "b": 3}, weights={"a": 3, "b": 1}, num_steps=8)
-        sizes = [Counter(map(len, list(sampler)[first : first + 4])) for first in (0, 4)]
-
-        assert sizes == [Counter({1: 3, 3: 1})] * 2
-        assert sampler.position_report()["sources"]["a"]["samples"] == 12
-
-
-def test_a_dataset_that_is_finished_leaves_the_turn() -> None:
-    (sampler,) = round_robin([2, 8, 6])
-
-    assert sources_of(sampler, [2, 8, 6]) == [{0}, {1}, {2}, {1}, {2}, {1}, {2}, {1}]
 
 
 def test_two_hundred_sources_are_served_whole() -> None:
@@ -118,10 +97,9 @@ class TestArguments:
 
 
 class TestShares:
-    @pytest.mark.parametrize("ranks", [1, 3])
-    def test_by_batch_every_period_is_exact(self, ranks: int) -> None:
+    def test_by_batch_every_period_is_exact(self) -> None:
         lengths = [300, 500, 200]
-        sampler = MixtureBatchSampler(lengths, 2, weights=[2, 5, 3], num_steps=100, num_replicas=ranks, rank=ranks - 1)
+        sampler = MixtureBatchSampler(lengths, 2, weights=[2, 5, 3], num_steps=100, num_replicas=3, rank=2)
         sources = [min(found) for found in sources_of(sampler, lengths)]
         periods = [sorted(sources[first : first + 10]) for first in range(0, 100, 10)]
 
@@ -154,11 +132,10 @@ class TestShares:
     def test_sizes_that_are_no_weights_are_rounded_without_a_word(self) -> None:
         assert len(MixtureBatchSampler([10**6, 1], 100)) == 10**4 + 1
 
-    @pytest.mark.parametrize("rank", [0, 3])
     @pytest.mark.parametrize(("weights", "batch"), [([2, 3], 5), ([1, 511], 512)])
-    def test_by_sample_every_batch_has_its_share_of_each(self, weights: Any, batch: int, rank: int) -> None:
+    def test_by_sample_every_batch_has_its_share_of_each(self, weights: Any, batch: int) -> None:
         sampler = MixtureBatchSampler(
-            [30, 900], batch, by="sample", weights=weights, num_steps=40, num_replicas=4, rank=rank
+            [30, 900], batch, by="sample", weights=weights, num_steps=40, num_replicas=4, rank=3
         )
         expected = batch * weights[0] // sum(weights)
 
@@ -219,7 +196,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tokens without lengths": ({"by": "token"}, 'by="token" needs the length of every sample in tokens'),
     "lengths of one": ({"token_lengths": {"a": [1] * 7}}, "Source 'b' has no array of token lengths"),
     "too few lengths": ({"token_lengths": [[1] * 7, [1] * 11]}, r"token lengths of source 'b' must be 12 .*\(11,\)"),
-    "lengths that are not whole": ({"token_lengths": [[1.5] * 7, [1] * 12]}, "source 'a' must be 7 integers"),
     "negative lengths": ({"token_lengths": [[1] * 7, [-1] * 12]}, "source 'b' must be 12 integers"),
     "no tokens": ({"token_lengths": [[1] * 7, [0] * 12]}, "source 'b' must be 12 integers, one a sample, from 0"),
     "a schedule without steps": ({"schedule": {0: [1, 1]}}, r"With a schedule.* pass num_steps"),
@@ -227,20 +203,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"schedule": {0: [1, 1]}, "weights": [1, 1], "num_steps": 3},
         "schedule takes the place of weights and temperature",
     ),
-    "weights of other datasets": ({"weights": {"a": 1}}, "Source 'b' has no weight"),
-    "a temperature of zero": ({"temperature": 0}, "temperature must be a positive number, got 0"),
-    "a block of nothing": ({"block": 0}, "block must be at least 1, got 0"),
     "a block by sample": ({"by": "sample", "block": 4}, "those of every batch; leave block out"),
     "sizes by sample": ({"by": "sample", "batch_size": [2, 3]}, r"has one size; got \{'a': 2, 'b': 3\}"),
     "a number of lengths": ({"lengths": 7}, "lengths must be a dict or list of datasets"),
-    "an empty source": ({"lengths": {"a": [], "b": [1]}}, "Source 'a' is empty"),
-    "a negative length": ({"lengths": {"a": 7, "b": -1}}, "'b'"),
     "one name twice": ({"lengths": {1: 7, "1": 7}}, r"Sources need different names, got \['1', '1'\]"),
-    "no batch": ({"batch_size": 0}, "batch size of source 'a' must be at least 1, got 0"),
-    "a batch size too few": ({"batch_size": {"a": 2}}, "Source 'b' has no batch_size"),
-    "two ends": ({"stop": "cycle", "num_steps": 4}, "num_steps=4 and stop='cycle'"),
-    "a seed in words": ({"seed": "x"}, "seed must be an integer, got 'x'"),
-    "no such rank": ({"num_replicas": 2, "rank": 2}, r"rank must be in range\(2\), got 2"),
     "splits": ({"lengths": {"train": [1] * 5, "test": [1] * 5}}, "with the splits train, test was passed"),
 }
 

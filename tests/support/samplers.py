@@ -151,6 +151,33 @@ class OwnState(Sampler[int]):
         self.goes_on_at = state["served"]
 
 
+class KeepsItsPlace(Sampler[Any]):
+    """Its state is its place; at its end it begins anew."""
+
+    def __init__(self, length: int = 50) -> None:
+        self.length, self.place, self.rng = length, 0, np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def item(self) -> Any:
+        """What it yields at its place."""
+        return self.place
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < self.length:
+            item = self.item()
+            self.place += 1
+            yield item
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
 class CountsEpochs(Sampler[int]):
     """Has another order whenever it is iterated, by a count of its own."""
 
