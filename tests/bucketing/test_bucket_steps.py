@@ -1,6 +1,5 @@
 """Steps through buckets are those of cutting sample by sample, and what is left is what was not taken."""
 
-import random
 from itertools import pairwise
 
 import numpy as np
@@ -55,31 +54,6 @@ def test_taking_samples_away_or_adding_ranks_never_needs_more_steps(case, rng, d
     left = [rng.randint(0, count) for count in counts]
     assert make(left, sizes, num_replicas, drop_last=drop_last).num_steps <= make(*case, drop_last=drop_last).num_steps
     assert make(counts, sizes, num_replicas + 1).num_steps <= make(*case).num_steps
-
-
-def test_there_is_no_way_to_do_with_fewer_steps():
-    rng = random.Random(0)
-    for _ in range(100):
-        num_buckets, num_replicas = rng.randint(1, 3), rng.randint(1, 2)
-        counts = [rng.randint(0, 5) for _ in range(num_buckets)]
-        sizes = sorted(rng.randint(1, 3) for _ in range(num_buckets))
-        fewest = _fewest_steps(tuple(counts), tuple(sizes), num_replicas, {})
-        assert make(counts, sizes, num_replicas).num_steps == fewest
-
-
-def _fewest_steps(counts, sizes, num_replicas, known):
-    """Over all ways to take a step: any samples, as many as its longest bucket allows."""
-    if not any(counts):
-        return 0
-    if counts not in known:
-        found = []
-        for taken in np.ndindex(*(count + 1 for count in counts)):
-            longest = next((bucket for bucket, number in enumerate(taken) if number), None)
-            if longest is not None and sum(taken) <= sizes[longest] * num_replicas:
-                left = tuple(count - number for count, number in zip(counts, taken, strict=True))
-                found.append(1 + _fewest_steps(left, sizes, num_replicas, known))
-        known[counts] = min(found)
-    return known[counts]
 
 
 def test_2_to_the_40_samples_are_cut_at_once():

@@ -50,15 +50,11 @@ def test_a_file_of_objects_is_not_unpickled(tmp_path):
     ("lengths", "said"),
     [
         ([[1, 2], [3, 4]], r"one integer a sample, got an array of shape \(2, 2\)"),
-        (5, r"got an array of shape \(\)"),
         ([], "lengths are empty"),
         ([1.5, 2.0], r"must be integers, got float64: \[1.5, 2.0\].*milliseconds"),
         ([True, False], "must be integers, got bool"),
-        (["3", "4"], "must be integers, got <U1.*numpy.unique"),
-        ([3, None], "must be integers, got object"),
         ([3, 4, -1], "must not be negative, and that of sample 2 is -1"),
         (np.array([2**64 - 1], dtype=np.uint64), r"below 2\*\*42, got 18446744073709551615"),
-        ([1, 2**42], r"below 2\*\*42, got 4398046511104"),
     ],
 )
 def test_what_is_no_row_of_lengths_is_refused_with_its_values(lengths, said):

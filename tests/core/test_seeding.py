@@ -68,14 +68,6 @@ def test_a_label_that_is_neither_string_nor_integer_is_refused(label: Any) -> No
         derive_seed("a", label)
 
 
-@pytest.mark.parametrize("draw", [lambda number: derive_seed("shuffled", 0, number, 0), lambda n: mixed_seed(5, n)])
-def test_all_bits_of_successive_seeds_are_set_half_of_the_time(draw: Any) -> None:
-    seeds = np.array([draw(number) for number in range(4000)], dtype=np.uint64)
-    ones = np.array([int(((seeds >> np.uint64(bit)) & np.uint64(1)).sum()) for bit in range(64)])
-
-    assert (abs(ones - 2000) < 5 * np.sqrt(1000)).all()
-
-
 def test_a_loader_that_stands_alone_keeps_its_seed_and_others_draw_from_their_paths() -> None:
     assert loader_seed(5, "") == 5
     assert len({loader_seed(seed, path) for seed in (5, 6) for path in ("", "0", "1", "a.0")}) == 8

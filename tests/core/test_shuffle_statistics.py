@@ -107,18 +107,6 @@ def test_gaps_at_every_power_of_two_in_huge_datasets_are_uniform(length: int, bu
     assert p_of_strides(shuffled_at, length, bucket) > ALMOST_NEVER
 
 
-@large
-def test_offsets_and_samples_of_huge_datasets_are_independent(length: int) -> None:
-    squares = []
-    for seed in range(6):
-        positions = random_positions(length, 2**15, seed)
-        samples = shuffled_at(length, seed, positions)
-        squares.append(squares_of_table(positions % 32, samples % 32, 32, 32))
-        squares.append(squares_of_table(high_bucket(positions, length, 32), high_bucket(samples, length, 32), 32, 32))
-
-    assert p_of_sum(squares) > ALMOST_NEVER
-
-
 @pytest.mark.parametrize("bits", [17, 33, 40])
 def test_one_changed_bit_of_the_offset_changes_half_of_the_bits_of_the_sample(bits: int) -> None:
     scores = []

@@ -65,15 +65,6 @@ def test_plans_are_those_of_a_slow_simulation() -> None:
         compared += 1
 
 
-def test_all_ranks_of_a_step_serve_one_source_until_the_last_steps() -> None:
-    for order, ranks, _ in random_cases(40, seed=3, drop_last=False):
-        if not order.by_sample:
-            steps = by_source(order, serve(order, 0, ranks))
-            mixed = [len({batch[0][0] for batch in step}) > 1 for step in steps]
-            assert mixed == sorted(mixed)
-            assert not (order.carries_over and any(mixed))
-
-
 def test_drop_last_serves_full_batches_in_as_many_full_steps_as_there_are() -> None:
     for order, ranks, _ in random_cases(40, seed=5, stop="all_exhausted", drop_last=True):
         steps, sources = by_source(order, serve(order, 0, ranks)), order.sources
@@ -131,12 +122,8 @@ def test_sources_of_2_to_the_40_samples_are_planned_at_once() -> None:
     assert next(resumed.batches(63)) == next(plan.batches(63, 10**8))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "weight"),
-    [([16381, 2], 9.33883067372767e-05), ([43382, 2], 3.276630499087196e-05), ([80098, 18], 2.1e-4)],
-)
-def test_a_rare_source_is_served_once_though_its_draws_come_early(lengths: list[int], weight: float) -> None:
-    assert mixture(lengths, 1, [1, weight]).plan(0, 1).num_steps == sum(lengths)
+def test_a_rare_source_is_served_once_though_its_draws_come_early() -> None:
+    assert mixture([16381, 2], 1, [1, 9.33883067372767e-05]).plan(0, 1).num_steps == 16383
 
 
 def test_an_epoch_without_a_step_is_refused_with_its_sources_and_ranks() -> None:
