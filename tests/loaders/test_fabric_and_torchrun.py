@@ -19,7 +19,6 @@ from support.plain_loop import (
     ON_RANKS,
     PLAIN,
     STOP,
-    Samples,
     bare_loop,
     fabric_on_ranks,
     fabric_run,
@@ -27,7 +26,7 @@ from support.plain_loop import (
 )
 from support.ranks import Ranks, ledger_of
 
-from lightning_stateful.loaders import StatefulLoader, build_patched, patch_dataloader
+from lightning_stateful.loaders import patch_dataloader
 
 SAMPLES = list(range(LENGTH))
 # The step in which the run under torchrun is killed, within its second epoch.
@@ -49,7 +48,7 @@ def rest_on_one_rank(name: str, state: Any) -> list[int]:
 
 
 class TestFabricOnOneProcess:
-    def test_a_run_that_was_saved_goes_on_exactly(self, tmp_path: Path) -> None:
+    def test_a_run_that_was_saved_as_plain_data_goes_on_exactly(self, tmp_path: Path) -> None:
         fabric, checkpoint = one_process(), tmp_path / "last.ckpt"
         whole, before, after = (
             fabric_run(fabric, "workers", **options) for options in ({}, {"save": checkpoint}, {"load": checkpoint})
@@ -57,15 +56,7 @@ class TestFabricOnOneProcess:
 
         assert flat(before["epochs"]) + flat(after["epochs"]) == flat(whole["epochs"])
         assert after["weights"] == whole["weights"]
-
-    def test_a_checkpoint_is_plain_data(self, tmp_path: Path) -> None:
-        fabric = one_process()
-        patched = patch_dataloader(PLAIN["batch sampler"]())
-        loader = fabric.setup_dataloaders(patched)
-        next(iter(loader))
-        fabric.save(tmp_path / "last.ckpt", {"loader": loader})
-
-        assert torch.load(tmp_path / "last.ckpt", weights_only=True)["loader"] == patched.state_dict()
+        assert torch.load(checkpoint, weights_only=True)["loader"] == before["state"]
 
     def test_epochs_differ_and_fabrics_count_of_them_changes_nothing(self) -> None:
         patched = patch_dataloader(PLAIN["sampler"]())
@@ -80,14 +71,6 @@ class TestFabricOnOneProcess:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a bare loop on ranks that were not killed writes what it gave, and the others beside it."""
-    folder = tmp_path_factory.mktemp("ranks")
-    Ranks(2, folder).of(bare_loop)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every loader gave on each of two processes under Fabric."""
     return Ranks(2, tmp_path_factory.mktemp("fabric")).of(fabric_on_ranks)
@@ -95,16 +78,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 class TestFabricOnTwoRanks:
     @pytest.mark.parametrize("name", ON_RANKS)
-    def test_every_sample_comes_once_over_the_ranks(self, ranks: list[dict[str, Any]], name: str) -> None:
-        for epoch in range(2):
-            own = [rank[name]["whole"]["epochs"][epoch] for rank in ranks]
-            assert sorted(index for batches in own for batch in batches for index in batch) == SAMPLES
-            assert len({len(batches) for batches in own}) == 1
-
-    @pytest.mark.parametrize("name", ON_RANKS)
     def test_a_run_that_was_saved_goes_on_exactly_and_on_one_rank_too(
         self, ranks: list[dict[str, Any]], name: str
     ) -> None:
+        for epoch in range(2):
+            own = [rank[name]["whole"]["epochs"][epoch] for rank in ranks]
+            assert sorted(index for batches in own for batch in batches for index in batch) == SAMPLES
         begun = [index for rank in ranks for batch in flat(rank[name]["before"]["epochs"]) for index in batch]
         state = ranks[0][name]["before"]["state"]
         assert state == ranks[1][name]["before"]["state"]
@@ -141,8 +120,10 @@ def kill(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def killed(folder: Path) -> Path:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed within a step of the second epoch and run again; "bare_loop" beside it was not killed."""
+    folder = tmp_path_factory.mktemp("ranks")
+    Ranks(2, folder).of(bare_loop)
     path = folder / "killed"
     process = torchrun(path, HOLD)
     try:
@@ -182,12 +163,3 @@ class TestTorchrun:
 
         assert served == dict.fromkeys(SAMPLES, state["progress"]["epoch"] + 1)
         assert state["progress"]["consumed"]
-
-
-def test_a_loader_set_up_by_a_plain_loop_asks_for_the_ranks_at_the_first_batch() -> None:
-    loader = patch_dataloader(PLAIN["sampler"]())
-
-    assert isinstance(loader, StatefulLoader)
-    assert isinstance(loader.dataset, Samples)
-    assert loader.tracker.num_replicas is None
-    assert build_patched(loader, num_replicas=2, rank=1).topology.num_replicas == 2

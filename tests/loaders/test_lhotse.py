@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_stateful.audit import check_resume
 from lightning_stateful.loaders import StatefulLoader, patch_dataloader
 from lightning_stateful.samplers import DDPSamplerWrapper
 
@@ -37,7 +37,6 @@ class Ids(Dataset[list[str]]):
 
 SAMPLERS: dict[str, Callable[..., Any]] = {
     "simple": lambda **ranks: sampling.SimpleCutSampler(cuts(), max_duration=9, shuffle=True, **ranks),
-    "simple, in order": lambda **ranks: sampling.SimpleCutSampler(cuts(), max_cuts=2, **ranks),
     "dynamic": lambda **ranks: sampling.DynamicCutSampler(
         cuts(), max_duration=9, shuffle=True, shuffle_buffer_size=7, **ranks
     ),
@@ -60,60 +59,20 @@ def patched(name: str, num_replicas: int, rank: int, **options: Any) -> Stateful
     return patch_dataloader(loader, num_replicas=num_replicas, rank=rank)
 
 
-def on_ranks(name: str, num_replicas: int, state: dict[str, Any] | None = None) -> list[StatefulLoader]:
-    loaders = [patched(name, num_replicas, rank) for rank in range(num_replicas)]
-    for loader in loaders if state else ():
-        loader.load_state_dict(json.loads(json.dumps(state)))
-    return loaders
+@every_sampler
+def test_every_cut_comes_once_in_an_epoch_and_runs_that_are_stopped_go_on_exactly(name: str) -> None:
+    epoch = [cut for batch in patched(name, 1, 0) for cut in batch]
+    assert len(epoch) == len(set(epoch)) == NUM_CUTS
 
-
-def served(ranks: list[list[list[str]]]) -> Counter[str]:
-    return Counter(cut for batches in ranks for batch in batches for cut in batch)
+    found = check_resume(partial(patched, name), num_replicas=2, resize=(1, 3), stops=[0, 5, 9], chain=(3, 2), key=list)
+    assert found, str(found)
 
 
 @every_sampler
-def test_every_cut_comes_once_on_ranks_that_take_equal_steps_and_without_a_loader_too(name: str) -> None:
-    ranks = on_ranks(name, 2)
-    for _ in range(2):
-        epoch = [list(loader) for loader in ranks]
-        assert len(set(map(len, epoch))) == 1
-        # Of fewer cuts than ranks, left for the last step, some come twice.
-        assert len(served(epoch)) == NUM_CUTS <= served(epoch).total() <= NUM_CUTS + 1
-    wrappers = [DDPSamplerWrapper(SAMPLERS[name](world_size=2, rank=rank), 2, rank) for rank in range(2)]
+def test_a_wrapper_without_a_loader_serves_the_same(name: str) -> None:
+    wrapper = DDPSamplerWrapper(SAMPLERS[name](world_size=2, rank=1), 2, 1)
 
-    assert [[[cut.id for cut in batch] for batch in wrapper] for wrapper in wrappers] == [
-        list(loader) for loader in on_ranks(name, 2)
-    ]
-
-
-@pytest.mark.parametrize(("num_replicas", "kills"), [(1, (3, 9)), (2, (3, 2))])
-@every_sampler
-def test_a_run_that_is_killed_twice_goes_on_exactly(name: str, num_replicas: int, kills: tuple[int, ...]) -> None:
-    whole = [list(loader) + list(loader) for loader in on_ranks(name, num_replicas)]
-    found: list[list[list[str]]] = [[] for _ in range(num_replicas)]
-    loaders = on_ranks(name, num_replicas)
-    for count in kills:
-        for loader, batches in zip(loaders, found, strict=True):
-            batches += islice(loader, count)
-        states = [loader.state_dict() for loader in loaders]
-        assert states == [states[0]] * num_replicas
-        loaders = on_ranks(name, num_replicas, states[0])
-    for loader, batches in zip(loaders, found, strict=True):
-        while loader.epoch < 2:
-            batches += list(loader)
-
-    assert found == whole
-
-
-@every_sampler
-def test_resumed_on_another_number_of_ranks_every_cut_comes_once(name: str) -> None:
-    ranks = on_ranks(name, 2)
-    begun = served([list(islice(loader, 5)) for loader in ranks])
-    for num_replicas in (1, 3):
-        counts = begun + served([list(loader) for loader in on_ranks(name, num_replicas, ranks[0].state_dict())])
-
-        assert len(counts) == NUM_CUTS
-        assert num_replicas > 1 or counts.total() == NUM_CUTS
+    assert [[cut.id for cut in batch] for batch in wrapper] == list(patched(name, 2, 1))
 
 
 def test_cuts_fetched_ahead_by_workers_do_not_count() -> None:

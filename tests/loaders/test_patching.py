@@ -174,10 +174,9 @@ class TestClassArgumentsAndAttributes:
 
 
 class TestIterationOfItsOwn:
-    @pytest.mark.parametrize("num_workers", [0, 2])
-    def test_transformed_batches_resume_exactly(self, num_workers: int) -> None:
+    def test_transformed_batches_resume_exactly(self) -> None:
         def make() -> StatefulLoader:
-            patched = patch_dataloader(Scaled(DATA, batch_size=4, sampler=GlobalRandom(), num_workers=num_workers))
+            patched = patch_dataloader(Scaled(DATA, batch_size=4, sampler=GlobalRandom(), num_workers=2))
             patched.factor = 10
             return patched
 
@@ -240,11 +239,10 @@ class TestTheLoaderThatWasPatched:
         "make",
         [
             lambda: loader_of_numbers(batch_size=4, shuffle=True, generator=torch.Generator()),
-            lambda: Named("a"),
             lambda: loader_of_numbers(batch_sampler=ShufflesInPlace()),
             lambda: loader_of_numbers(batch_sampler=ClassBalanced()),
         ],
-        ids=["shuffle", "subclass", "shuffled in place", "class balanced"],
+        ids=["shuffle", "shuffled in place", "class balanced"],
     )
     def test_it_yields_what_it_would_have_yielded(self, make: Any) -> None:
         untouched, plain = make(), make()
@@ -272,13 +270,6 @@ class TestTheLoaderThatWasPatched:
         assert served([patched]) == DATA
         assert served([plain]) == DATA
 
-    def test_two_patched_from_one_loader_may_be_iterated_in_turn(self) -> None:
-        plain = loader_of_numbers(batch_size=2, sampler=GlobalRandom())
-        alone = batches_of(patch_dataloader(plain))
-        pairs = list(zip(patch_dataloader(plain), patch_dataloader(plain), strict=True))
-
-        assert [one.tolist() for one, _ in pairs] == [two.tolist() for _, two in pairs] == alone
-
     def test_patching_twice_is_patching_once(self) -> None:
         patched = patch_dataloader(Named("a"))
 
@@ -286,13 +277,6 @@ class TestTheLoaderThatWasPatched:
 
 
 class TestTakingOver:
-    def test_the_seed_chooses_the_order(self) -> None:
-        first, second = (
-            batches_of(build_patched(loader_of_numbers(batch_size=5, shuffle=True), seed=n)) for n in (1, 2)
-        )
-
-        assert first == batches_of(StatefulLoader(DATA, batch_size=5, shuffle=True, seed=1)) != second
-
     @pytest.mark.parametrize(
         "make",
         [
@@ -336,12 +320,7 @@ class TestTakingOver:
         assert batches_of(taken) == batches_of(loader)
 
     @pytest.mark.parametrize(
-        "sampler",
-        [
-            lambda: WeightedRandomSampler([1.0] * LENGTH, LENGTH),
-            lambda: RandomSampler(DATA),
-        ],
-        ids=["weighted", "shuffle"],
+        "sampler", [lambda: WeightedRandomSampler([1.0] * LENGTH, LENGTH), lambda: RandomSampler(DATA)]
     )
     def test_what_torch_draws_differs_from_rank_to_rank_where_nothing_is_dealt_out(self, sampler: Any) -> None:
         def drawn(rank: int) -> list[list[int]]:
@@ -413,7 +392,6 @@ def by_fabric(given: Any) -> Any:
 PATCHED: dict[str, Any] = {
     "patched": lambda: ours(),
     "over a stream": lambda: patch_dataloader(DataLoader(Stream())),
-    "a list": lambda: [ours(), ours()],
     "nested": lambda: {"a": [ours(), (ours(), {"b": ours()})], "c": ours()},
     "a CombinedLoader": lambda: CombinedLoader({"a": ours(), "b": [ours()]}, "sequential"),
     "what Fabric makes of one": lambda: [by_fabric(ours()), ours()],
@@ -421,12 +399,9 @@ PATCHED: dict[str, Any] = {
 }
 NOT_PATCHED: dict[str, Any] = {
     "nothing": lambda: None,
-    "empty": lambda: {"a": [], "b": ()},
-    "a plain loader": lambda: loader(batch_size=2),
     "a loader over a patched one's batches": lambda: DataLoader(range(22), batch_sampler=ours().batch_sampler),
     "one deep in a structure": lambda: {"a": [ours(), {"b": (ours(), loader())}]},
     "one and None": lambda: [ours(), None],
-    "a CombinedLoader of both": lambda: CombinedLoader({"a": ours(), "b": loader()}),
     "what Fabric makes of a plain one": lambda: by_fabric(loader()),
 }
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
-from lightning_stateful.loaders import StatefulLoader, build_patched
+from lightning_stateful.loaders import StatefulLoader
 from lightning_stateful.loaders.source_datasets import Sample, SourceCollate, SourceDataset, describe_sources
 from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler
 
@@ -147,19 +146,9 @@ class TestDescriptions:
             (ConcatDataset([range(8), range(5)]), "Source 'a' has 5 samples, and the dataset in its place 8"),
         ],
     )
-    @pytest.mark.parametrize(
-        "build",
-        [
-            lambda dataset, sampler: StatefulLoader(dataset, batch_sampler=sampler),
-            lambda dataset, sampler: build_patched(DataLoader(dataset, batch_sampler=sampler)),
-        ],
-        ids=["a loader", "a take-over"],
-    )
-    def test_a_dataset_that_the_sampler_was_not_made_for_is_refused(
-        self, dataset: Any, message: str, build: Callable[..., Any]
-    ) -> None:
+    def test_a_dataset_that_the_sampler_was_not_made_for_is_refused(self, dataset: Any, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
-            build(dataset, RoundRobinBatchSampler(LENGTHS, 2))
+            StatefulLoader(dataset, batch_sampler=RoundRobinBatchSampler(LENGTHS, 2))
 
 
 class TestChangedData:

@@ -19,9 +19,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_stateful.core import Progress
 from lightning_stateful.errors import (
-    StatefulWarning,
     UnsupportedLoaderError,
 )
 from lightning_stateful.loaders import StatefulLoader, build_patched
@@ -129,20 +127,12 @@ class TestEpochs:
             loader = a_loader(length, num_replicas=3, rank=rank)
             assert len(loader.sampler) == len(list(loader.sampler))
 
-    def test_reading_batches_of_a_plan_does_not_move_the_loader(self) -> None:
-        loader = a_loader()
-
-        assert read(loader.batches(loader.plan(1), 1)) == EPOCHS[1][1:]
-        assert read(loader.batches(loader.plan(1, Progress(epoch=1, consumed=4)), 1)) == EPOCHS[1][3:]
-        assert loader.progress == Progress()
-
 
 class TestOptionsOfADataLoader:
     @pytest.mark.parametrize(
         "options",
         [
             {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
-            {"num_workers": 1, "pin_memory": True},
             {"pin_memory": True},
         ],
     )
@@ -192,10 +182,6 @@ class TestOptionsOfADataLoader:
 
         assert list(loader) == [((index, 1004),) for index in range(4)]
 
-    def test_an_unknown_option_is_refused_as_by_a_data_loader(self) -> None:
-        with pytest.raises(TypeError, match="unexpected keyword argument 'num_wokers'"):
-            a_loader(num_wokers=2)
-
 
 class TestRefusals:
     def test_a_dataset_without_random_access_is_refused(self) -> None:
@@ -203,16 +189,6 @@ class TestRefusals:
             StatefulLoader(Stream())
         with pytest.raises(UnsupportedLoaderError, match="list_iterator has no random access by index"):
             StatefulLoader(iter([1]))
-
-    def test_another_fingerprint_of_the_same_data_is_a_warning(self) -> None:
-        loaders = []
-        for fingerprint in ("one", "other"):
-            dataset = Numbers()
-            dataset._fingerprint = fingerprint
-            loaders.append(StatefulLoader(dataset))
-
-        with pytest.warns(StatefulWarning, match=r"dataset\.fingerprint \(saved 'one', now 'other'\)"):
-            loaders[1].load_state_dict(loaders[0].state_dict())
 
 
 class TestRandomness:

@@ -64,14 +64,6 @@ def test_every_history_serves_as_much_of_every_source_as_no_history(stop: str) -
             assert not of_source or max(of_source) == -(-served[source] // length)
 
 
-@pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted"])
-def test_with_drop_last_every_history_serves_full_batches_and_no_sample_twice(stop: str) -> None:
-    for order, steps, _ in histories(30, seed=5, stop=stop, drop_last=True):
-        sizes = order.sources.batch_sizes
-        assert all(len(batch) == sizes[batch[0][0]] for step in steps for batch in step)
-        assert max(Counter(samples_of(steps)).values()) == 1
-
-
 def test_with_num_steps_every_history_has_as_many_steps_and_whole_passes() -> None:
     for order, steps, _ in histories(30, seed=6, num_steps=12):
         assert len(steps) == 12

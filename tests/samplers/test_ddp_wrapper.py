@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -107,22 +105,6 @@ class TestDealing:
             len(DDPSamplerWrapper(theirs.BatchesWithoutLen()))
 
 
-class TestEpochs:
-    def test_an_epoch_without_items_is_passed(self) -> None:
-        class NothingInOneEpoch(Sampler[int]):
-            epoch = 0
-
-            def set_epoch(self, epoch: int) -> None:
-                self.epoch = epoch
-
-            def __iter__(self) -> Iterator[int]:
-                return iter(range(0 if self.epoch == 1 else 3))
-
-        sampler = DDPSamplerWrapper(NothingInOneEpoch())
-
-        assert [list(sampler) for _ in range(3)] == [[0, 1, 2], [], [0, 1, 2]]
-
-
 class TestOutside:
     @every_sampler
     def test_the_generators_of_the_process_are_untouched_even_in_the_middle_of_a_pass(self, make: Any) -> None:
@@ -147,12 +129,6 @@ class TestOutside:
 
 
 class TestStates:
-    def test_num_items_leaves_out_what_was_only_fetched(self) -> None:
-        sampler = DDPSamplerWrapper(theirs.GlobalRandom(), 2, 0)
-        found = list(islice(sampler, 8))
-
-        assert list(fresh_with(theirs.GlobalRandom, sampler.state_dict(num_items=3), 2, 0))[:5] == found[3:]
-
     def test_a_sequence_that_begins_otherwise_is_refused_unless_accepted(self) -> None:
         first, other = list(range(50)), [49, *range(1, 49), 0]
         sampler = DDPSamplerWrapper(first)
@@ -161,11 +137,3 @@ class TestStates:
             fresh_with(lambda: other, sampler.state_dict())
         with pytest.warns(UserWarning, match="Accepted: sequence at item 2"):
             assert list(fresh_with(lambda: other, sampler.state_dict(), accept="sequence")) == other[3:]
-
-    def test_it_can_be_pickled_and_copied(self) -> None:
-        expected, sampler = (DDPSamplerWrapper(theirs.ShufflesInPlace()) for _ in range(2))
-        next(iter(sampler))
-        copies = pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)
-        epochs = [list(expected) for _ in range(2)]
-
-        assert all([list(each) for _ in range(2)] == epochs for each in copies)

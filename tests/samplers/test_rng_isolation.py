@@ -175,6 +175,8 @@ class TestContainers:
 KINDS: dict[str, Any] = {
     "torch": lambda: torch.Generator(),
     "NumPy": lambda: np.random.default_rng(1),
+    "NumPy, Philox": lambda: np.random.Generator(np.random.Philox(1)),
+    "NumPy, MT19937": lambda: np.random.Generator(np.random.MT19937(1)),
     "NumPy, old": lambda: np.random.RandomState(1),
     "random": lambda: random.Random(1),
 }

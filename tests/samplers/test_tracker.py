@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.samplers import WithoutLen
+from support.samplers import ShuffledBatches, WithoutLen
 
 from lightning_stateful.bucketing import BucketOrder, Buckets, Budget
 from lightning_stateful.core import (
@@ -125,9 +125,18 @@ class TestPasses:
         assert list(batches) == whole[0][4:]
         assert list(passing(fresh)) == whole[1]
 
-    @pytest.mark.parametrize("samples", [SequentialOrder(0), SequentialOrder(3)])
-    def test_an_epoch_without_a_step_ends_at_once(self, samples: SequentialOrder) -> None:
-        tracker = a_tracker(SampleBatchOrder(samples=samples, batch_size=2, drop_last=True))
+    @pytest.mark.parametrize(
+        "order",
+        [
+            SampleBatchOrder(samples=SequentialOrder(0)),
+            SampleBatchOrder(samples=SequentialOrder(3), batch_size=2, drop_last=True),
+            WrappedSampler(ShuffledBatches([])),
+            WrappedSampler([], length="unknown"),
+        ],
+        ids=["empty", "dropped", "sampler", "unknown"],
+    )
+    def test_an_epoch_without_a_step_ends_at_once(self, order: Any) -> None:
+        tracker = a_tracker(order)
 
         assert [(list(passing(tracker)), tracker.epoch) for _ in range(2)] == [([], 1), ([], 2)]
 
