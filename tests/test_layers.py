@@ -74,7 +74,8 @@ def test_only_one_file_touches_the_loop_counters() -> None:
     touching = {
         path.name for path in FILES if re.search(r"(batch|epoch)_progress|_batches_that_stepped", path.read_text())
     }
-    assert touching == {"loop_progress.py"}
+    # lightning.py names what it makes sure of.
+    assert touching - {"lightning.py"} == {"loop_progress.py"}
 
 
 def test_only_one_function_asks_torch_for_the_rank() -> None:

@@ -19,9 +19,9 @@ from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.checkpoint import STATE_KEY, data_state_in
 from lightning_stateful.trainer.lightning import (
     PACKAGE,
+    Checkpoint,
     TrainerFn,
     TrainerStatus,
-    _CallbackConnector,
     check_package,
     pl,
 )
@@ -161,8 +161,9 @@ class StatefulDataModule(pl.LightningDataModule):
         present = [callback for callback in callbacks if isinstance(callback, StatefulDataCallback)]
         if not present:
             present = [StatefulDataCallback(brought_along=True)]
-            reordered = _CallbackConnector._reorder_callbacks([*callbacks, *present])
-            trainer.callbacks = reordered  # type: ignore[attr-defined]
+            # Lightning keeps callbacks that save checkpoints at the end.
+            last = sum(not isinstance(callback, Checkpoint) for callback in callbacks)
+            trainer.callbacks = [*callbacks[:last], *present, *callbacks[last:]]  # type: ignore[attr-defined]
         self._callback = present[0]
         if self._callback.brought_along:
             self._callback.settings = self._settings

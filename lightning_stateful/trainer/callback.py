@@ -40,7 +40,7 @@ from lightning_stateful.trainer.checkpoint import (
     warn_of_missing_loops,
 )
 from lightning_stateful.trainer.eval_loaders import exact_evaluation
-from lightning_stateful.trainer.lightning import TrainerFn, pl
+from lightning_stateful.trainer.lightning import TrainerFn, check_trainer, pl
 from lightning_stateful.trainer.loader_hooks import Request, discard_training_loaders, intercept, release
 from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.loop_progress import BatchBegun, LoopProgress
@@ -163,7 +163,12 @@ class StatefulDataCallback(pl.Callback):
     # Loaders
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """From now on get all loaders that the trainer's loops ask for, and answer with stateful ones."""
+        """From now on get all loaders that the trainer's loops ask for, and answer with stateful ones.
+
+        Raises:
+            ConfigurationError: The trainer is of the other package that Lightning comes in, or of an unknown version.
+        """
+        check_trainer(trainer)
         if stage == "fit" and self.brought_along and not trains_on_our_module(trainer):
             # The data module that brought it is not trained on any more.
             self._loaders, self._phase = None, SetUp()
@@ -241,6 +246,7 @@ class StatefulDataCallback(pl.Callback):
             return True
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return False
+        # Between the two and training there is no hook; Lightning drops the checkpoint when all of it is restored.
         return not trainer._checkpoint_connector._loaded_checkpoint
 
     def data_state(self) -> dict[str, Any] | None:

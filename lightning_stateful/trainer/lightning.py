@@ -7,6 +7,7 @@ No other file imports either.
 from __future__ import annotations
 
 import sys
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from lightning_stateful.errors import ConfigurationError
@@ -19,14 +20,13 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import (
         BatchSizeFinder,
+        Checkpoint,
         GradientAccumulationScheduler,
         LearningRateFinder,
         StochasticWeightAveraging,
     )
     from lightning.pytorch.loops.evaluation_loop import RestartStage
-    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-    from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
     from lightning.pytorch.trainer.connectors.data_connector import (
         _check_dataloader_iterable,
         _DataLoaderSource,
@@ -35,18 +35,18 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
     from lightning.pytorch.utilities._pytree import _is_leaf_or_primitive_container
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 else:
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import (
         BatchSizeFinder,
+        Checkpoint,
         GradientAccumulationScheduler,
         LearningRateFinder,
         StochasticWeightAveraging,
     )
     from pytorch_lightning.loops.evaluation_loop import RestartStage
-    from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
-    from pytorch_lightning.trainer.connectors.callback_connector import _CallbackConnector
     from pytorch_lightning.trainer.connectors.data_connector import (
         _check_dataloader_iterable,
         _DataLoaderSource,
@@ -55,10 +55,12 @@ else:
     from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
     from pytorch_lightning.utilities._pytree import _is_leaf_or_primitive_container
     from pytorch_lightning.utilities.combined_loader import CombinedLoader
+    from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
 __all__ = [
     "PACKAGE",
     "BatchSizeFinder",
+    "Checkpoint",
     "CombinedLoader",
     "GradientAccumulationScheduler",
     "LearningRateFinder",
@@ -66,16 +68,55 @@ __all__ = [
     "StochasticWeightAveraging",
     "TrainerFn",
     "TrainerStatus",
-    "_CallbackConnector",
-    "_DataLoaderIterDataFetcher",
+    "WeightAveraging",
     "_DataLoaderSource",
     "_IndexBatchSamplerWrapper",
     "_check_dataloader_iterable",
     "_is_leaf_or_primitive_container",
     "_worker_check",
     "check_package",
+    "check_trainer",
+    "is_param_in_hook_signature",
     "pl",
 ]
+
+# A class since Lightning 2.6; before, nothing is an instance of it.
+WeightAveraging: Any = getattr(pl.callbacks, "WeightAveraging", ())
+
+# What is read, set or wrapped of Lightning that has no public name, and what for, from a Trainer on. Methods that are
+# wrapped stand here too: a name that is set or wrapped and that a new Lightning does not know would do nothing.
+INTERNALS = {
+    "fit_loop._data_source": "to answer the loops' requests for loaders, of whatever origin",
+    "fit_loop._combined_loader": "to replace loaders that were built before the callback's setup",
+    "fit_loop._data_fetcher": "to end the workers of such loaders",
+    "fit_loop._last_train_dl_reload_epoch": "to reload loaders in the epochs in which they would have been reloaded",
+    "fit_loop._restarting": "to end the restart of this loop and not of those within it",
+    "fit_loop._skip_backward": "to recognize the epoch that StochasticWeightAveraging adds",
+    "fit_loop.max_batches": "to know the end of a limited epoch, and lengthen the one that is added",
+    "fit_loop.on_advance_end": "to let signals wait for the end hooks of an epoch",
+    "fit_loop.epoch_loop._batches_that_stepped": "to go on with the steps that loggers are told",
+    "fit_loop.epoch_loop._restarting": "to end the restart of this loop and not of those within it",
+    "fit_loop.epoch_loop._results": "to read what a step has logged without a collective",
+    "fit_loop.epoch_loop._should_check_val_fx": "to know whether a validation follows the batch",
+    "fit_loop.epoch_loop._skip_next_val": "to leave out a validation that was run before the stop",
+    "fit_loop.epoch_loop.advance": "to stop a run after the validation that is due",
+    "fit_loop.epoch_loop.max_steps": "to finish an epoch whose last step is taken",
+    "fit_loop.epoch_loop.on_advance_end": "to let signals wait for the end of a batch",
+    "fit_loop.epoch_loop.reset": "to prepare a resumed epoch before its first batch",
+    "fit_loop.epoch_loop.val_loop._combined_loader": "to know whether validation loaders are built",
+    "fit_loop.epoch_loop.val_loop._has_run": "to run a validation that is due",
+    "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch": "to reload loaders when they would have been reloaded",
+    "fit_loop.epoch_loop.val_loop._restart_stage": "to run a validation that is due",
+    "fit_loop.epoch_loop.val_loop.on_run_end": "to let signals wait for the end of a validation",
+    "fit_loop.epoch_loop.val_loop.run": "to run signals' handlers before a validation, not within its end",
+    "lightning_module._current_fx_name": "to know which hook a checkpoint is saved in",
+    "_accelerator_connector.cluster_environment": "to find the signal with which SLURM requeues a job",
+    "_accelerator_connector.is_distributed": "to know whether Lightning would deal a loader out",
+    "_accelerator_connector.use_distributed_sampler": "to know whether Lightning would deal a loader out",
+    "_checkpoint_connector._loaded_checkpoint": "to know whether optimizers are restored, which no hook tells",
+    "_logger_connector._callback_metrics": "to read and restore metrics without a collective",
+    "_logger_connector.should_update_logs": "to compute what is logged only where it is",
+}
 
 
 def check_package(trainer: Any) -> None:
@@ -91,3 +132,27 @@ def check_package(trainer: Any) -> None:
             f"imported first and lightning_stateful therefore builds on. Import everything from {PACKAGE}, or import "
             f"{other} before {PACKAGE} and before anything from lightning_stateful."
         )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Make sure, before anything is trained on, that a trainer is one that the toolkit can resume exactly.
+
+    Raises:
+        ConfigurationError: It is of the other package, or lacks some of :data:`INTERNALS`.
+    """
+    check_package(trainer)
+    missing = [f"  - trainer.{name}, {reason}" for name, reason in INTERNALS.items() if not _has(trainer, name)]
+    if missing:
+        lines, installed = "\n".join(missing), pl.__version__  # type: ignore[attr-defined]  # not exported
+        raise ConfigurationError(
+            f"The Trainer of this version of Lightning ({installed}) lacks what an exact resume needs:\n"
+            f"{lines}\nInstall a version that lightning-stateful is tested with: lightning>=2.5,<2.7."
+        )
+
+
+def _has(trainer: Any, name: str) -> bool:
+    try:
+        attrgetter(name)(trainer)
+    except AttributeError:
+        return False
+    return True

@@ -23,7 +23,6 @@ from lightning_stateful.trainer.lightning import (
     _DataLoaderSource,
     _is_leaf_or_primitive_container,
     _worker_check,
-    check_package,
     pl,
 )
 from lightning_stateful.trainer.loader_proxy import LoaderProxy
@@ -122,11 +121,7 @@ def intercept(
         trainer: The trainer, with its sources attached.
         training: Gets the request for training loaders.
         evaluation: Gets the stage (``"val"``, ``"test"`` or ``"predict"``) and its request.
-
-    Raises:
-        ConfigurationError: The trainer is of the other package that Lightning comes in.
     """
-    check_package(trainer)
     for stage, loop in _loops(trainer):
         function = training if stage == "train" else partial(evaluation, stage)
         if isinstance(loop._data_source, InterceptedSource):

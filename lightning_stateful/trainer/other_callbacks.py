@@ -14,6 +14,7 @@ from lightning_stateful.trainer.lightning import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
+    WeightAveraging,
     pl,
 )
 
@@ -62,7 +63,7 @@ def finish_averaging(trainer: pl.Trainer) -> None:
             if trainer.current_epoch - 1 == callback.swa_end and callback._scheduler_state is not None:
                 averaged: Any = callback._average_model
                 callback.transfer_weights(averaged, module)
-        elif hasattr(callback, "_swap_models"):  # WeightAveraging, since Lightning 2.6
+        elif isinstance(callback, WeightAveraging):
             callback.on_train_end(trainer, module)
 
 
@@ -72,14 +73,14 @@ def holds_averages(trainer: pl.Trainer | None) -> bool:
         return False
     hook = _module(trainer)._current_fx_name
     if trainer.validating and hook in _WHILE_VALIDATING:
-        return any(hasattr(callback, "_swap_models") for callback in _callbacks(trainer))
+        return any(isinstance(callback, WeightAveraging) for callback in _callbacks(trainer))
     if not trainer.state.finished and hook != "on_train_end":
         return False
     for callback in _callbacks(trainer):
         if isinstance(callback, StochasticWeightAveraging):
             if callback._initialized and trainer.current_epoch > callback.swa_end:
                 return True
-        elif getattr(callback, "_average_model", None) is not None and hasattr(callback, "_swap_models"):
+        elif isinstance(callback, WeightAveraging) and callback._average_model is not None:
             return True
     return False
 
@@ -92,7 +93,8 @@ def clear_stale_gradients(trainer: pl.Trainer) -> None:
 
 def waits_to_stop(trainer: pl.Trainer) -> bool:
     """Whether the run has been told to stop (by EarlyStopping, say) and waits for ``min_epochs`` or ``min_steps``."""
-    return trainer.should_stop and not trainer.fit_loop._can_stop_early
+    may_stop = trainer.current_epoch >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
+    return trainer.should_stop and not may_stop
 
 
 def tell_to_stop(trainer: pl.Trainer, *, after_validation: bool) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_stateful.trainer.lightning import pl
+from lightning_stateful.trainer.lightning import WeightAveraging, pl
 
 Handler = Callable[[int, Any], Any]
 
@@ -93,8 +93,8 @@ class HeldSignals:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         self._wrap(epoch_loop, "on_advance_end", self._after_batch)
         self._wrap(fit_loop, "on_advance_end", self._held)
-        if not any(hasattr(callback, "_swap_models") for callback in callbacks):
-            # A resumed run repeats a validation; but WeightAveraging swaps the weights in it.
+        if not any(isinstance(callback, WeightAveraging) for callback in callbacks):
+            # A resumed run repeats a validation; but this swaps the weights in it.
             self._wrap(val_loop, "run", self._let_through)
             self._wrap(val_loop, "on_run_end", self._held)
         if self._together and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):

@@ -27,7 +27,7 @@ from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.checkpoint import warn_of_missing_state
-from lightning_stateful.trainer.lightning import _DataLoaderIterDataFetcher, pl
+from lightning_stateful.trainer.lightning import is_param_in_hook_signature, pl
 from lightning_stateful.trainer.loader_hooks import (
     Structure,
     discard_training_loaders,
@@ -101,6 +101,8 @@ class TrainLoaders:
     def __init__(self, trainer: pl.Trainer, raw: Any, settings: Settings) -> None:
         self._trainer = trainer
         self._settings = settings
+        step = trainer.lightning_module.training_step
+        self._step_fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
         structure = Structure.of(raw)
         structure.refuse_others(trainer)
         # Lightning itself refuses "sequential" as soon as training starts, with its own words.
@@ -249,8 +251,7 @@ class TrainLoaders:
         Raises:
             ConfigurationError: Lightning's counters do not say what the model was trained on.
         """
-        loop = self._trainer.fit_loop
-        if not isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
+        if not self._step_fetches:
             return
         handed, counted = self._num_handed, loop_progress.next_step(self._trainer)[1] - self._first_step
         if handed != counted:
@@ -357,8 +358,8 @@ def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> N
     Raises:
         ConfigurationError: They are not.
     """
-    combined: Any = trainer.fit_loop._combined_loader
-    found = [] if combined is None else combined.flattened
+    in_use = trainer.train_dataloader
+    found = [] if in_use is None else list(Structure.of(in_use).loaders.values())
     expected = None if loaders is None else list(loaders.combined.loaders.values())
     if not is_patched(found) or [proxy.loader for proxy in found] != expected:
         names = ", ".join(type(loader).__qualname__ for loader in found) or "nothing"

@@ -63,6 +63,24 @@ def test_a_checkpoint_of_a_run_that_had_not_restored_itself_is_refused(tmp_path:
         train(ckpt_path=tmp_path / "hollow.ckpt")
 
 
+def test_a_checkpoint_between_the_restoring_and_the_first_batch_resumes_exactly(tmp_path: Path) -> None:
+    train(callbacks=[StopAt("on_train_batch_end", tmp_path / "a.ckpt", epoch=1, batch=3)])
+    module = numbers_module()
+    build = module.val_dataloader
+
+    def save_and_build() -> Any:
+        # As the handler of a signal may do just then.
+        assert module.trainer is not None
+        module.trainer.save_checkpoint(tmp_path / "b.ckpt")
+        return build()
+
+    module.val_dataloader = save_and_build  # type: ignore[method-assign]
+    train(lambda: module, ckpt_path=tmp_path / "a.ckpt", max_epochs=2)
+    resumed, whole = train(ckpt_path=tmp_path / "b.ckpt", seed=99), train()
+    assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
+    assert_same_end(resumed, whole)
+
+
 def test_a_finished_run_that_is_resumed_and_saved_again_can_be_extended(tmp_path: Path) -> None:
     train(max_epochs=1).trainer.save_checkpoint(tmp_path / "last.ckpt")
     idle = train(max_epochs=1, ckpt_path=tmp_path / "last.ckpt")
