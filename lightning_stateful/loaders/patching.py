@@ -19,6 +19,7 @@ from lightning_stateful.loaders.description import (
     LoaderDescription,
     describe_loader,
     is_lightnings,
+    is_torchdatas,
     only_cuts,
     without_lightnings,
 )
@@ -31,6 +32,7 @@ from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, class_of_patched, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
+from lightning_stateful.stream_loader.worker_slots import iterates_as_torch
 from lightning_stateful.streams.stream import as_stream
 
 # A patched DataLoader, over a map-style dataset or a stream.
@@ -240,6 +242,11 @@ def _reason_against(loader: object, is_stream: bool = False) -> str:
         return "in_order=False hands batches over in no fixed order."
     if isinstance(loader.dataset, IterableDataset) and not is_stream:
         return f"{type(loader.dataset).__qualname__} is an IterableDataset, which has no random access."
+    if is_stream and not (iterates_as_torch(loader) or is_torchdatas(loader)):
+        return (
+            f"{type(loader).__qualname__}.__iter__ may give other batches than it reads, and of a stream nobody could "
+            "say which of them the model was trained on. Do what it does in collate_fn, or in the model."
+        )
     return ""
 
 

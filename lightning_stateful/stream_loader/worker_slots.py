@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, defau
 from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
-from lightning_stateful.errors import ConfigurationError, StatefulError, StreamError
+from lightning_stateful.errors import StatefulError, StreamError
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.stream_loader.rank_store import Changes, StateEncoder
 from lightning_stateful.streams.nodes import NodeState
@@ -140,11 +138,13 @@ class SlotLoader:
         self._original = loader
         self._dataset = SlotDataset(config, loader.collate_fn, loader.dataset, seed)
         self._generator = torch.Generator()
-        # Batches on their way through methods of the user's class, without the batches themselves.
-        self._under_way: deque[Delivery] = deque()
-        self.loader: Any = copied(loader)
+        # A loader of torchdata's would keep a state of its own.
+        is_torchdatas = type(loader).__module__.startswith("torchdata.")
+        kind = DataLoader if is_torchdatas else type(loader)
+        self.loader: Any = kind.__new__(kind)
         # Past torch's guard against changes.
         vars(self.loader).update(
+            vars(copied(loader)),
             dataset=self._dataset,
             batch_size=None,
             batch_sampler=None,
@@ -154,13 +154,7 @@ class SlotLoader:
             generator=self._generator,
             _dataset_kind=_DatasetKind.Iterable,
             _iterator=None,
-            _under_way=self._under_way,
         )
-        kind: Any = type(loader)
-        self._is_plain = iterates_as_torch(loader)
-        if not self._is_plain:
-            # A class: a function that knew the loader would keep its workers alive until the garbage collector came.
-            self.loader.__class__ = _giving_batches(kind)
         if loader.num_workers and loader.persistent_workers:
             context: Any = loader.multiprocessing_context or torch.multiprocessing
             self._dataset.queues = [context.SimpleQueue() for _ in range(loader.num_workers)]
@@ -173,12 +167,9 @@ class SlotLoader:
             seed: Seeds torch's workers.
         """
         self._generator.manual_seed(seed)
-        self._under_way.clear()
         self._dataset.tasks = list(tasks)
         # What was set since the last time.
         vars(self.loader).update({name: getattr(self._original, name) for name in ("worker_init_fn", "timeout")})
-        if not self._is_plain:
-            return self._with_batches(iter(self.loader))
         if not self.loader.num_workers and not self.loader.pin_memory:
             # What torch's iterator does here, without its bookkeeping for each batch.
             return iter(self._dataset)
@@ -214,27 +205,6 @@ class SlotLoader:
         broken_off.__cause__ = error
         return broken_off
 
-    def _with_batches(self, batches: Iterator[Any]) -> Iterator[Delivery]:
-        """Deliveries with the batches that the user's class makes of theirs."""
-        under_way = self._under_way
-        for batch in batches:
-            while under_way and under_way[0].is_end:
-                yield under_way.popleft()
-            if not under_way:
-                raise self._other_number("more")
-            yield under_way.popleft()._replace(batch=batch)
-        while under_way:
-            delivery = under_way.popleft()
-            if not delivery.is_end:
-                raise self._other_number("fewer")
-            yield delivery
-
-    def _other_number(self, which: str) -> ConfigurationError:
-        return ConfigurationError(
-            f"{type(self._original).__qualname__}.__iter__ gives {which} batches than it reads, so nobody can say what "
-            "the model was trained on. Give one for each."
-        )
-
 
 def copied(loader: Any) -> Any:
     """Copy a user's loader, without Lightning's record of what was set on it, from which it builds loaders again."""
@@ -254,42 +224,3 @@ def _forget_frames(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
-
-
-@cache
-def _giving_batches(kind: Any) -> Any:
-    """A subclass of a user's class of loaders whose methods see batches, and not deliveries."""
-
-    def get_iterator(self: Any) -> Any:
-        iterator = _Batches(kind._get_iterator(self), self._under_way)
-        self.dataset.send_tasks()
-        return iterator
-
-    return type(kind.__name__, (kind,), {"_get_iterator": get_iterator, "__doc__": kind.__doc__})
-
-
-class _Batches:
-    """torch's iterator over deliveries as one over batches."""
-
-    def __init__(self, deliveries: Any, under_way: deque[Delivery]) -> None:
-        self._deliveries, self._under_way = deliveries, under_way
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> Any:
-        while True:
-            delivery = Delivery._make(next(self._deliveries))
-            self._under_way.append(delivery._replace(batch=None))
-            if not delivery.is_end:
-                return delivery.batch
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        # Of persistent workers, for another pass.
-        self._deliveries._reset(loader, first_iter)
-        loader.dataset.send_tasks()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_deliveries" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._deliveries, name)

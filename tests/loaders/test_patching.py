@@ -332,7 +332,7 @@ class TestTakingOver:
 
 
 def test_an_iterable_dataset_is_read_as_it_is() -> None:
-    patched = patch_dataloader(Scaled(Stream(), batch_size=4))
+    patched = patch_dataloader(NamedAlike(Stream(), batch_size=4))
 
     assert isinstance(patched, StreamLoader)
     assert [n for batch in batches_of(patched) for n in batch] == DATA

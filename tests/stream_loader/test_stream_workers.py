@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -31,9 +31,10 @@ from support.stream_cases import (
 )
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.nodes import IterableWrapper, Prefetcher
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_stateful import is_patched, patch_dataloader
-from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.stream_loader import StreamLoader
 
 pytestmark = [
@@ -171,73 +172,29 @@ def test_a_dataset_in_a_graph_is_told_that_nobody_else_reads_it(persistent_worke
 class OneToOne(DataLoader[Any]):
     """Does something to every batch."""
 
-    factor = 2
-
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
-            yield batch * self.factor
+            yield batch * 2
 
 
-class LooksAhead(DataLoader[Any]):
-    """Has the next batch at hand while it gives one."""
-
-    def __iter__(self) -> Iterator[Any]:
-        held = []
-        for batch in super().__iter__():
-            held.append(batch)
-            if len(held) > 2:
-                yield held.pop(0)
-        yield from held
+def test_a_loader_with_an_iter_of_its_own_is_refused() -> None:
+    with pytest.raises(UnsupportedLoaderError, match=r"OneToOne.__iter__ may give other batches.*collate_fn"):
+        patch_dataloader(OneToOne(chunks()))
 
 
-class Eager(DataLoader[Any]):
-    """Reads before anybody asks."""
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = super().__iter__()
-        first = list(islice(iterator, 1))
-        return chain(first, iterator)
-
-
-class LeavesOut(DataLoader[Any]):
-    """Gives every other batch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(super().__iter__(), 0, None, 2)
-
-
-class Repeats(DataLoader[Any]):
-    """Gives every batch twice."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            yield batch
-            yield batch
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "persistent_workers", "kind"),
-    [(0, False, Eager), (2, False, LooksAhead), (2, True, OneToOne), (2, True, Eager)],
-)
-def test_loaders_with_an_iter_of_their_own_go_on_exactly(num_workers: int, persistent_workers: bool, kind: Any) -> None:
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_a_loader_of_torchdatas_goes_on_exactly() -> None:
     def make() -> Any:
-        options = {"num_workers": num_workers, "persistent_workers": persistent_workers}
-        # Rather than hang for ever.
-        return stream_loader(chunks(), kind=kind, slow=1 if num_workers else 0, **options)
+        loader = StatefulDataLoader(chunks(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+        return patch_dataloader(loader, seed=3)
 
-    assert_goes_on(make, [5, 0, 1, 7], total=20)
-
-
-@pytest.mark.parametrize(("kind", "which"), [(LeavesOut, "fewer"), (Repeats, "more")])
-def test_loaders_that_give_other_batches_than_they_read_are_refused(kind: Any, which: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"{kind.__name__}.__iter__ gives {which} batches than it reads"):
-        list(stream_loader(chunks(), kind=kind))
+    assert_goes_on(make, [5, 1], total=12)
 
 
 @pytest.mark.timeout(30)
 def test_long_lists_of_shards_reach_workers_of_a_loader_that_begins_late() -> None:
     options = {"num_workers": 1, "persistent_workers": True, "batch_size": 2000}
-    loader = stream_loader(chunks([1] * 30_000, buffer_size=1), kind=OneToOne, **options)
+    loader = stream_loader(chunks([1] * 30_000, buffer_size=1), **options)
 
     assert len(next(iter(loader))) == 2000
 

@@ -173,6 +173,9 @@ class _Turns:
             info = torch_worker.WorkerInfo(id=worker, num_workers=loader.num_workers, seed=worker, dataset=dataset)
             self._workers.append([info, iter(dataset)])
 
+    def __iter__(self) -> _Turns:
+        return self
+
     def __next__(self) -> Any:
         while self._workers:
             worker = self._workers.pop(0)
