@@ -45,7 +45,7 @@ _REMEDIES = {
     "order_version": "Install the version of lightning-stateful that wrote the checkpoint",
     "kind": "Use the order or sampler that the checkpoint was made with",
     "sources": "Pass the saved datasets, under their saved names",
-    "weights": "Pass the saved weights, temperature, block or schedule",
+    "weights": "Pass the saved weights, temperature, block or schedule, of which these are the draws in a period",
     "batch_size": "Pass the saved batch sizes",
     "stop": "Pass the saved stop or num_steps",
     "by": "Pass the saved by",

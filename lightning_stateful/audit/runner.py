@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import pickle  # only measures states that are no plain data; nothing is loaded
 import sys
@@ -239,6 +240,21 @@ class Run:
             raise
 
 
+def _refuse_other_arguments(factory: Factory) -> None:
+    """Make sure that a factory can be called with the number of ranks and a rank."""
+    try:
+        arguments = inspect.signature(factory)
+    except ValueError:
+        return  # Built in; it says so itself.
+    try:
+        arguments.bind(1, 0)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"The factory is called as factory(num_replicas, rank), and takes {arguments}: {error}. Make it a function "
+            "of both, as lambda num_replicas, rank: ..., which returns a fresh object for that rank."
+        ) from None
+
+
 class Recorder:
     """A factory that records each run of its objects once, for all checks that are given it.
 
@@ -261,6 +277,7 @@ class Recorder:
     """
 
     def __init__(self, factory: Factory, *, set_epoch: bool = False, max_items: int | None = None) -> None:
+        _refuse_other_arguments(factory)
         self.factory = factory
         self.num_resumes = self.num_comparisons = self.state_bytes = 0
         self._set_epoch = set_epoch

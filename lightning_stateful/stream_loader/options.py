@@ -222,15 +222,18 @@ class StreamSetup:
             return state.on(*present)
         if pinned and not state.has_begun:
             return self.beginning(state.epoch)
+        # A state does not tell one worker from none.
+        workers: int | str = "0 or 1" if saved[1] == 1 else saved[1]
         remedy = (
             f"What {self.name} gives to one rank and worker cannot be given to others: resume on {saved[0]} ranks "
-            f"with num_workers={self.loader.num_workers and saved[1]}, or from a checkpoint at the end of an epoch."
+            f"with num_workers={workers}, or from a checkpoint at the end of an epoch."
         )
-        changed = [
-            Difference(path=name, saved=before, present=now, remedy=remedy)
-            for name, before, now in zip(("ranks", "workers"), saved, present, strict=True)
-            if before != now
-        ]
+        changed = []
+        if present[0] != saved[0]:
+            changed.append(Difference(path="ranks", saved=saved[0], present=present[0], remedy=remedy))
+        if present[1] != saved[1]:
+            now = self.loader.num_workers
+            changed.append(Difference(path="num_workers", saved=workers, present=now, remedy=remedy))
         raise StateMismatchError(changed, where=where)
 
     def warn_of_nothing(self) -> None:
@@ -274,11 +277,11 @@ class StreamSetup:
             workers = num_shards // state.num_replicas
             fewer = f"num_workers={workers}, or " if workers else ""
             warnings.warn(
-                f"{state.num_replicas} ranks with {state.num_workers} workers each are {state.num_slots} worker slots, "
-                f"more than the {num_shards} shards{of} that {self.name} has. So {several} shards are read by several "
-                f"slots, each of which keeps its part of the samples: {len(slices) / len(times):.1f} times as much "
-                f"work for reading and decoding. Use {fewer}more and smaller shards (Hugging Face: dataset.reshard() "
-                "for parquet files).",
+                f"{state.num_replicas} ranks with num_workers={self.loader.num_workers} are {state.num_slots} worker "
+                f"slots, more than the {num_shards} shards{of} that {self.name} has. So {several} shards are read by "
+                f"several slots, each of which keeps its part of the samples: {len(slices) / len(times):.1f} times as "
+                f"much work for reading and decoding. Use {fewer}more and smaller shards (Hugging Face: "
+                "dataset.reshard() for parquet files).",
                 StatefulWarning,
                 stacklevel=2,
             )

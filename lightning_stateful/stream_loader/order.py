@@ -335,6 +335,8 @@ class StreamOrder:
         for _ in range(_MOST_EMPTY):
             # A limited epoch may begin where a pass ends; a whole pass in which a rank has nothing is no epoch.
             has_none = self._is_joined and not run.num_served and not run.begun.steps + run.begun.steps_before
+            # Where no rank has anything, the epoch is over, as it is on a single rank.
+            has_none = has_none and (run.has_next() or not run.gave_nothing)
             begins = at_start and (self._limit != UNKNOWN or has_none) and not self.setup.is_loader
             if run.has_next() or not (self.setup.options.steps_per_epoch or begins):
                 return run

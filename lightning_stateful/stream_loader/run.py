@@ -137,6 +137,11 @@ class StreamRun:
             return self._state_of(self._sync.final_records(self.num_served), self.num_served)
         return self._state_alone(self._states, self.num_served)
 
+    @property
+    def gave_nothing(self) -> bool:
+        """Whether no rank had a batch in a run that is over; all ranks ask for it."""
+        return not self.num_served and all(state is not None for state in self.final_state.slots)
+
     def close(self) -> None:
         """Stop reading; where it stood can still be asked for until another run has a batch on all ranks."""
         self._deliveries, self._is_closed = None, True

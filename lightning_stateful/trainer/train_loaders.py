@@ -19,7 +19,7 @@ from lightning_stateful.bucketing.padding import StepPadding, measure
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
-from lightning_stateful.loaders.combined_loaders import MODES, CombinedLoaders
+from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader, build_patched, is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
@@ -105,11 +105,9 @@ class TrainLoaders:
         self._step_fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
         structure = Structure.of(raw)
         structure.refuse_others(trainer)
-        # Lightning itself refuses "sequential" as soon as training starts, with its own words.
-        mode = "max_size_cycle" if structure.mode is None else structure.mode
         self.combined = CombinedLoaders(
             {path: self._build_patched(loader, path) for path, loader in structure.loaders.items()},
-            mode if mode in MODES else "max_size",
+            structure.mode or "max_size_cycle",
         )
         self._first_path = next(iter(self.combined.loaders), "")
         # For check_one_batch_a_step: an epoch, the step at which its pass began, and batches handed over since.

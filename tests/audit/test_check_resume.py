@@ -205,6 +205,12 @@ def test_an_error_in_the_users_code_propagates_with_a_note_that_says_where() -> 
     assert caught.value.__notes__ == ["Raised while iterating, rank 0 of 1, at epoch 1, step 3."]
 
 
+@pytest.mark.parametrize("factory", [lambda: Counter(5), lambda num_replicas: Counter(5)])
+def test_a_factory_of_other_arguments_is_refused(factory: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"called as factory\(num_replicas, rank\), and takes \("):
+        check_resume(factory)
+
+
 def test_an_object_without_a_state_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"returned a list without state_dict\(\)"):
         check_resume(lambda num_replicas, rank: [1, 2, 3])

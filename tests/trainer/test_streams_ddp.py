@@ -53,7 +53,7 @@ from support.stream_runs import (
 from torch.utils.data import DataLoader
 
 from lightning_stateful import MixedStream, StatefulDataCallback, StreamDataModule
-from lightning_stateful.errors import StatefulError, StateMismatchError
+from lightning_stateful.errors import StatefulError, StatefulWarning, StateMismatchError
 
 STOPS = [("on_before_backward", 0, 2), ("on_train_batch_end", 1, 0)]
 # The kinds that differ most; the others are read in one process by many tests.
@@ -393,6 +393,15 @@ def nothing_on_a_rank(folder: Path, options: dict[str, Any]) -> list[Any]:
 def test_a_rank_without_samples_is_dealt_what_others_have_left(ranks: Ranks, options: dict[str, Any]) -> None:
     for ledger in ranks.of(nothing_on_a_rank, options):
         assert {event[1] for event in trained(ledger)} == set(range(4))
+
+
+def nothing_at_all(folder: Path) -> list[Any]:
+    with pytest.warns(StatefulWarning, match="has given no batch in an epoch, so nothing was trained on"):
+        return run(lambda: module(chunks((0, 0)), val=None), max_epochs=2).ledger
+
+
+def test_ranks_that_have_nothing_at_all_are_warned_as_a_single_one_is(ranks: Ranks) -> None:
+    assert [trained(ledger) for ledger in ranks.of(nothing_at_all)] == [[], []]
 
 
 # Other numbers of ranks

@@ -59,9 +59,12 @@ def test_a_loader_that_starts_over_within_an_epoch_is_shuffled_anew() -> None:
     assert first != second
 
 
-def test_sequential_loaders_are_refused_by_lightning_in_its_own_words() -> None:
-    with pytest.raises(ValueError, match=r"does not support the `CombinedLoader.mode=.sequential"):
-        train(lambda: Returning(lambda: CombinedLoader([plain(10), plain(6)], "sequential")))
+@pytest.mark.parametrize(
+    "loaders", [[plain(10), plain(6)], [plain(10), plain(22, shuffle=False, sampler=WithoutLen())]]
+)
+def test_sequential_loaders_are_refused_by_the_mode_that_was_given(loaders: list[Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"can be combined in the modes .*'min_size'.*, got 'sequential'"):
+        train(lambda: Returning(lambda: CombinedLoader(loaders, "sequential")))
 
 
 @pytest.mark.parametrize("datasets", [[Numbers(10), Numbers(14, first=100)], {"a": Numbers(10), "b": Numbers(14)}])
