@@ -34,6 +34,7 @@ from lightning_stateful.trainer.checkpoint import (
     find_data_state,
     read_callback_state,
     refuse_other_seed,
+    refuse_restored_loops,
     refuse_unused_state,
     stateful_module,
     trains_on_our_module,
@@ -57,10 +58,12 @@ class SetUp:
     Attributes:
         earlier: The loaders of an earlier fit of the same trainer, from which streams go on.
         stopped_at: How far that fit got, until ``on_fit_start`` has decided whether this one goes on there; then None.
+        begins_at: Epoch and batch at which the loop's counters stood.
     """
 
     earlier: TrainLoaders | None = None
     stopped_at: LoopProgress | None = None
+    begins_at: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +179,11 @@ class StatefulDataCallback(pl.Callback):
             release(trainer)
             return
         if stage == "fit":
+            begins_at = loop_progress.next_step(trainer)
             if trainer is self._trainer and self._loaders is not None:
-                self._phase = SetUp(earlier=self._loaders, stopped_at=self._progress())
+                self._phase = SetUp(earlier=self._loaders, stopped_at=self._progress(), begins_at=begins_at)
             else:
-                self._phase = SetUp()
+                self._phase = SetUp(begins_at=begins_at)
             self._trainer, self._loaders = trainer, None
             self._seed = seed_or_default(self.settings.seed)
             # Lightning may have built the user's own loaders before this hook.
@@ -381,7 +385,13 @@ class StatefulDataCallback(pl.Callback):
     # Training
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the first epoch after a resume run as it would have without the stop."""
+        """Make the first epoch after a resume run as it would have without the stop.
+
+        Raises:
+            StateError: Lightning has restored its loops, and has not called this callback with the checkpoint.
+        """
+        if isinstance(self._phase, SetUp) and trainer.ckpt_path is not None:
+            refuse_restored_loops(self._phase.begins_at, loop_progress.next_step(trainer))
         refuse_other_loaders(trainer, self._loaders)
         if self._loaders is not None:
             self._loaders.begin()

@@ -138,6 +138,27 @@ def refuse_unused_state(trainer: Any) -> None:
         )
 
 
+def refuse_restored_loops(before: tuple[int, int], now: tuple[int, int]) -> None:
+    """Refuse to train where Lightning has restored its loops from a checkpoint without callbacks.
+
+    Args:
+        before: Epoch and batch at which the loop's counters stood when the fit was set up.
+        now: Epoch and batch at which they stand where training begins.
+
+    Raises:
+        StateError: They differ, although no callback was called with the checkpoint.
+    """
+    # An epoch that an earlier fit has begun is over.
+    if now != ((before[0] + 1, 0) if before[1] else before):
+        raise StateError(
+            "Lightning has restored its loops from a checkpoint without 'callbacks', and so has not shown it to the "
+            f"StatefulDataCallback: training would begin at batch {now[1]} of epoch {now[0]}, and leave out the rest of "
+            "the epoch before. To drop the states of other callbacks, keep that of this one: checkpoint['callbacks'] = "
+            "{'StatefulDataCallback': checkpoint['callbacks']['StatefulDataCallback']}. If it is lost, set "
+            "checkpoint['callbacks'] = {}."
+        )
+
+
 def trains_on_our_module(trainer: Any) -> bool:
     """Whether the loaders to be trained on come from a data module that holds the data's state."""
     return bool(getattr(trainer.fit_loop._data_source.instance, "holds_data_state", False))

@@ -15,6 +15,7 @@ from lightning_stateful import StatefulDataCallback, StatefulDataModule
 from lightning_stateful.errors import (
     DamagedStateError,
     PositionError,
+    StateError,
     StatefulWarning,
     StateMismatchError,
     StateVersionError,
@@ -156,6 +157,21 @@ def test_a_damaged_state_of_the_callback_is_refused(
     path = edited(stopped, tmp_path, lambda checkpoint: edit(checkpoint["callbacks"]["StatefulDataCallback"]))
     with pytest.raises(error, match=words):
         train(ckpt_path=path)
+
+
+@pytest.mark.parametrize("callbacks", [None, []], ids=["of the module", "of the user"])
+def test_a_checkpoint_whose_callbacks_were_taken_out_is_refused(tmp_path: Path, callbacks: Any) -> None:
+    make: Any = numbers_module if callbacks is None else lambda: DataLoader(Numbers(22), batch_size=2)
+
+    def options() -> dict[str, Any]:
+        return {} if callbacks is None else {"callbacks": [StatefulDataCallback()]}
+
+    train(make, max_steps=15, **options()).trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    path = edited(tmp_path / "stop.ckpt", tmp_path, lambda checkpoint: checkpoint.pop("callbacks"))
+    model = LedgerModel()
+    with pytest.raises(StateError, match=r"would begin at batch 0 of epoch 2.*'callbacks'.*StatefulDataCallback"):
+        train(make, model=model, ckpt_path=path, **options())
+    assert not model.ledger
 
 
 class Renamed(StatefulDataModule):
