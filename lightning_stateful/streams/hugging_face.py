@@ -96,11 +96,6 @@ class HuggingFaceShards(Shards):
         """Number of shards, columns, stages, and digests of the names of files and of the seeds of stages."""
         return copy.deepcopy(self._description)
 
-    def sizes(self) -> list[int] | None:
-        """Known of tables in memory or mapped from disk, if each of their rows gives one sample."""
-        sizes = pipelines.sizes_of(self._dataset._ex_iterable)
-        return sizes if sizes is not None and len(sizes) == self.num_shards else None
-
     def _shard(self, shard: int) -> Any:
         if hasattr(self._dataset, "shard"):
             part = self._dataset.shard(num_shards=self.num_shards, index=shard)

@@ -171,8 +171,8 @@ def warnings_of(stage: Any, num_shards: int) -> Iterator[str]:
     word = class_of(stage).word
     if word == "shuffle":
         yield (
-            f".shuffle(buffer_size={stage.buffer_size}) in the pipeline: Hugging Face's own state loses what is in the "
-            "buffer; this library reads the shard again from its beginning on a resume. Leave shuffle() out and pass "
+            f".shuffle(buffer_size={stage.buffer_size}) in the pipeline has a resume read the shard again from its "
+            "beginning, because Hugging Face's state loses what is in the buffer. Leave shuffle() out and pass "
             "buffer_size= for an exact block shuffle."
         )
     if word == "interleave_datasets" and any(map(runs_users_code, walk(stage))):
@@ -181,45 +181,25 @@ def warnings_of(stage: Any, num_shards: int) -> Iterator[str]:
             "they draw from the generators that all code shares follows no seed. If they draw, apply them after it, or "
             "mix the datasets with MixedStream."
         )
-    if num_shards < 2:
-        return
+    if num_shards > 1 and (apart := _apart(stage)):
+        yield f"{word} works on each of the {num_shards} shards by itself, as in Hugging Face's workers: {apart}."
+
+
+def _apart(stage: Any) -> str:
+    """What a stage does in each shard by itself, and what to do about it; empty where shards make no difference."""
+    word = class_of(stage).word
     if word in ("take", "skip"):
-        yield (
-            f"{word}({stage.n}) is divided among the {num_shards} shards, as Hugging Face does for workers: it counts "
-            f"from the beginning of each, and not {stage.n} samples from the beginning of the first. Give the dataset "
-            "fewer files instead, or one shard."
-        )
+        return f"{word}({stage.n}) is divided among them. Give the dataset fewer files, or one shard, instead"
     if word == "interleave_datasets" and stage.stopping_strategy != _WITHOUT_REPLACEMENT:
-        yield (
-            f"interleave_datasets ends in each of its {num_shards} shards by itself ({stage.stopping_strategy}: of the "
-            "parts of the datasets that are in the shard), so that other samples are left out or repeated than without "
-            f"shards. Pass stopping_strategy={_WITHOUT_REPLACEMENT!r}, or mix the datasets with MixedStream."
+        return (
+            f"it ends where one of its sources does in the shard ({stage.stopping_strategy}). Pass "
+            f"stopping_strategy={_WITHOUT_REPLACEMENT!r}, or mix the datasets with MixedStream"
         )
     if word == "map" and stage.drop_last_batch:
-        yield (
-            f"map(drop_last_batch=True) drops the incomplete last batch of each of the {num_shards} shards. Leave it "
-            "out to train on every sample."
-        )
+        return "drop_last_batch=True drops the last batch of each. Leave it out to train on every sample"
     if getattr(stage, "with_indices", False) and not _accumulates(stage):
-        yield (
-            f"{word}(with_indices=True) counts from 0 in each of the {num_shards} shards. Give samples a column that "
-            "tells them apart."
-        )
-
-
-def sizes_of(stage: Any) -> list[int] | None:
-    """Samples of each shard: of tables in memory or mapped from disk, if each row gives one sample; else None."""
-    sources, word = sources_of(stage), class_of(stage).word
-    tables = getattr(stage, "kwargs", {}).get("shards")
-    if not sources:
-        return [len(table) for table in tables] if isinstance(tables, list) and not runs_users_code(stage) else None
-    is_one_to_one = word in ("", "select_columns", "shuffle", "concatenate_datasets") or (
-        word == "map" and not _is_batched(stage)
-    )
-    sizes = [sizes_of(source) for source in sources]
-    if not is_one_to_one or getattr(stage, "drop_last_batch", False) or None in sizes:
-        return None
-    return [size for of_source in sizes for size in of_source or ()]
+        return "with_indices=True counts from 0 in each. Give samples a column that tells them apart"
+    return ""
 
 
 def files_of(stage: Any) -> list[str]:
