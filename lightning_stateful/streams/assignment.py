@@ -9,11 +9,9 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from torchdata.nodes import BaseNode
-
 from lightning_stateful.errors import PositionError
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, StreamNode, innermost, next_many, skip, state_of
+from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, innermost
 
 # Of more ranks, teams of so many share what is shared: each of them reads all of it.
 _MOST_RANKS = 16
@@ -28,7 +26,8 @@ class ShardSlice:
     Attributes:
         epoch: The pass that the shards belong to.
         shards: Their numbers.
-        state: Where to begin, the state of a :class:`SharedReader`; None for the beginning of the first shard.
+        state: Where to begin: ``source``, the state of the slice's nodes, and ``seen``, for each time that items were
+            shared, how many of those left by then have come by. None for the beginning of the first shard.
         served: What was served of their items, for each time that they were shared among readers: reader ``i`` of ``n``
             was to have the items ``i``, ``i + n``, ``i + 2n`` and so on of those left by then, and had those below
             ``served[i]``.
@@ -76,77 +75,37 @@ class SlotSlice(NamedTuple):
     num_readers: int = 1
     number: int | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the slot has all items of the slice."""
+        return self.num_readers == 1 and not self.of.served
 
-class SharedReader(StreamNode[Any]):
-    """Every n-th item of what several worker slots read, of those that were not served before.
+    def skips(self, seen: list[int]) -> int:
+        """How many items of the slice come before the next that this slot has: every n-th of those not served before.
 
-    Args:
-        source: The node of all items.
-        served: As in :class:`ShardSlice`.
-        reader: Which of the readers this is.
-        num_readers: How many there are.
+        Args:
+            seen: For each time that the items were shared, how many of those left by then have come by; counts on up to
+                the next item of the slot.
+        """
+        if not self.of.served:
+            number = (self.reader - seen[0]) % self.num_readers
+            seen[0] += number + 1
+            return number
+        number = 0
+        while not self._has_next(seen):
+            number += 1
+        return number
 
-    State:
-        ``seen``: for each time that the items were shared, how many of those left by then have come by.
-    """
-
-    def __init__(
-        self, source: BaseNode[Any], served: Sequence[Sequence[int]] = (), reader: int = 0, num_readers: int = 1
-    ) -> None:
-        super().__init__()
-        self.source = source
-        self._served, self._reader, self._num_readers = served, reader, num_readers
-        self._seen = [0] * (len(served) + 1)
-
-    def reset(self, initial_state: NodeState | None = None) -> None:
-        """Begin, or go on at a state."""
-        super().reset(initial_state)
-        self.source.reset(None if initial_state is None else initial_state["source"])
-        self._seen = [0] * (len(self._served) + 1) if initial_state is None else list(initial_state["seen"])
-
-    def next_many(self, number: int) -> list[Any]:
-        """The next items of this reader."""
-        if self._num_readers == 1 and not self._served:
-            found = next_many(self.source, number)
-            self._seen[0] += len(found)
-            return found
-        items: list[Any] = []
-        while len(items) < number:
-            left_out = self._find()
-            if left_out and skip(self.source, left_out) < left_out:
-                break
-            found = next_many(self.source, 1)
-            if not found:
-                break
-            items += found
-        return items
-
-    def get_state(self) -> NodeState:
-        """The source's state, and what has come by."""
-        return {"source": state_of(self.source), "seen": list(self._seen)}
-
-    def _find(self) -> int:
-        """Look for the next item of this reader: how many of the source come before it."""
-        seen = self._seen
-        if not self._served:
-            left_out = (self._reader - seen[0]) % self._num_readers
-            seen[0] += left_out + 1
-            return left_out
-        left_out = 0
-        while not self._is_next_kept():
-            left_out += 1
-        return left_out
-
-    def _is_next_kept(self) -> bool:
-        for which, served in enumerate(self._served):
-            item = self._seen[which]
-            self._seen[which] += 1
+    def _has_next(self, seen: list[int]) -> bool:
+        for which, served in enumerate(self.of.served):
+            item = seen[which]
+            seen[which] += 1
             until = served[item % len(served)]
             if until == _ALL or item < until:
                 return False
-        item = self._seen[-1]
-        self._seen[-1] += 1
-        return item % self._num_readers == self._reader
+        item = seen[-1]
+        seen[-1] += 1
+        return item % self.num_readers == self.reader
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from lightning_stateful.mixture.draws import Draws
 from lightning_stateful.mixture.sources import Stop
 from lightning_stateful.mixture.weights import shares_of, whole_draws
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.streams.assignment import ShardSlice, SharedReader, SlotSlice
+from lightning_stateful.streams.assignment import ShardSlice, SlotSlice
 from lightning_stateful.streams.nodes import Shards, StreamNode
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import OnError, ShardReader, check_on_error
@@ -119,9 +119,8 @@ class Source:
             return [SlotSlice(ShardSlice(epoch, tuple(order)), slot, num_slots)]
         return [SlotSlice(ShardSlice(epoch, tuple(order[slot::num_slots])))] if order[slot::num_slots] else []
 
-    def open(self, slot_slice: SlotSlice) -> tuple[StreamNode[Any], ShardReader]:
+    def open(self, piece: ShardSlice) -> tuple[StreamNode[Any], ShardReader]:
         """The node that gives the samples, or batches, of a slice, not reset yet; and the one that reads the shards."""
-        piece = slot_slice.of
         seed = derive_seed("stream", self._own_seed, piece.epoch, piece.first)
         sample_seed = derive_seed("stream", self._own_seed, piece.epoch) if self.seed_samples else None
         reader = ShardReader(
@@ -140,7 +139,7 @@ class Source:
             own = derive_seed("step", seed, number)
             context = {"seed": own if self.seed_samples else None, "order_seed": own, "on_error": self.on_error}
             node = step.node(node, **context, where=reader.where)
-        return SharedReader(node, piece.served, slot_slice.reader, slot_slice.num_readers), reader
+        return node, reader
 
     def describe(self) -> dict[str, Any]:
         """Plain data to be compared."""

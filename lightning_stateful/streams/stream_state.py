@@ -386,10 +386,10 @@ class StreamState:
 
 
 def _fresh_state(source: Source) -> NodeState:
-    """The state of a source's nodes before anything was read."""
-    node, _ = source.open(SlotSlice(ShardSlice(0, ())))
+    """The state of a slice of a source before anything was read."""
+    node, _ = source.open(ShardSlice(0, ()))
     node.reset()
-    return node.state_dict()
+    return {"source": node.state_dict(), "seen": [0]}
 
 
 def _check_state(saved: NodeState | None, fresh: NodeState, shards: Sequence[int]) -> None:

@@ -117,7 +117,7 @@ class SlotTask(NamedTuple):
 
 
 class SourceReader:
-    """What a worker slot reads of one source, one slice after the other.
+    """What a worker slot reads of one source, one slice after the other; of shared ones, every n-th item.
 
     Args:
         source: The source.
@@ -143,7 +143,7 @@ class SourceReader:
         """The next samples, or batches, up to ``number``; fewer at the end only."""
         taken: list[Any] = []
         while len(taken) < number and self._index < len(self._slices):
-            found = (self._node or self._open()).next_many(number - len(taken))
+            found = self._next_of_slice(number - len(taken))
             if len(found) < number - len(taken):
                 self._advance()
             taken = taken + found if taken else found
@@ -166,7 +166,7 @@ class SourceReader:
         """The slice, and where in it."""
         at, opened = self._begin, self._opened
         if self._node is not None and self._reader is not None:
-            at, opened = self._node.state_dict(), self._reader.num_opened
+            at, opened = self._state_in_slice(self._node), self._reader.num_opened
         held: NodeState = {"round": self._round, "slice": self._index, "opened": opened}
         return {**held, "skipped": self._skipped, "state": at}
 
@@ -176,15 +176,37 @@ class SourceReader:
         if node is not None:
             node.close()
 
+    def _next_of_slice(self, number: int) -> list[Any]:
+        """The next items of the present slice; of one that several slots read, those of this slot."""
+        node, slot_slice, items = self._node or self._open(), self._slices[self._index], list[Any]()
+        if slot_slice.is_whole:
+            items = node.next_many(number)
+            self._seen[0] += len(items)
+            return items
+        while len(items) < number:
+            left_out = slot_slice.skips(self._seen)
+            if left_out and node.skip(left_out) < left_out:
+                break
+            found = node.next_many(1)
+            if not found:
+                break
+            items += found
+        return items
+
     def _open(self) -> StreamNode[Any]:
-        slot_slice = self._slices[self._index]
-        node, self._reader = self._source.open(slot_slice)
-        node.reset(slot_slice.of.state if self._begin is None else self._begin)
+        piece = self._slices[self._index].of
+        node, self._reader = self._source.open(piece)
+        begin = piece.state if self._begin is None else self._begin
+        node.reset(None if begin is None else begin["source"])
+        self._seen = [0] * (len(piece.served) + 1) if begin is None else list(begin["seen"])
         self._node = node
         return node
 
+    def _state_in_slice(self, node: StreamNode[Any]) -> NodeState:
+        return {"source": node.state_dict(), "seen": list(self._seen)}
+
     def _advance(self) -> None:
-        state = None if self._node is None else self._node.state_dict()
+        state = None if self._node is None else self._state_in_slice(self._node)
         if not self._slices[self._index].reader:
             self._skipped = [before + now for before, now in zip(self._skipped, skipped_in(state), strict=True)]
         self.close()
