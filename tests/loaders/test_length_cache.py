@@ -60,7 +60,7 @@ def arrow() -> Any:
     features = datasets.Features(
         {
             "length": datasets.Value("int32"),
-            "tokens": datasets.List(datasets.Value("int16")),
+            "tokens": datasets.Sequence(datasets.Value("int16")),
             "picture": datasets.Image(),
         }
     )

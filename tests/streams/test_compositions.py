@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torchdata.nodes
 from support.node_cases import NumberedShards, assert_resumes, is_kept, mixed, scan, started
 from torchdata.nodes import (
     BaseNode,
@@ -18,7 +19,6 @@ from torchdata.nodes import (
     ParallelMapper,
     Prefetcher,
     StopCriteria,
-    Unbatcher,
 )
 
 from lightning_stateful.bucketing.budget import Budget
@@ -46,6 +46,12 @@ def two_samplers(source: BaseNode[Any]) -> BaseNode[Any]:
     )
 
 
+def unbatched(source: BaseNode[Any]) -> BaseNode[Any]:
+    if not hasattr(torchdata.nodes, "Unbatcher"):
+        pytest.skip("torchdata has an Unbatcher since 0.11")
+    return torchdata.nodes.Unbatcher(Batcher(source, 4, drop_last=False))
+
+
 OURS: dict[str, Over] = {
     "shuffle": partial(BlockShuffle, size=6, seed=3),
     "map": partial(MapNode, function=mixed),
@@ -56,7 +62,7 @@ OURS: dict[str, Over] = {
 }
 THEIRS: dict[str, Over] = {
     "Batcher": lambda source: Batcher(source, 4, drop_last=False),
-    "Unbatcher": lambda source: Unbatcher(Batcher(source, 4, drop_last=False)),
+    "Unbatcher": unbatched,
     "Mapper": lambda source: Mapper(source, mixed),
     "sampler": two_samplers,
 }

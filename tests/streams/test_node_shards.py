@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchdata.nodes
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
@@ -22,7 +24,6 @@ from torchdata.nodes import (
     ParallelMapper,
     Prefetcher,
     SamplerWrapper,
-    Unbatcher,
 )
 
 from lightning_stateful import MixedStream
@@ -91,14 +92,22 @@ class KeepsItsPlace:
         self.number = state["number"]
 
 
+def unbatched() -> BaseNode[Any]:
+    if not hasattr(torchdata.nodes, "Unbatcher"):
+        pytest.skip("torchdata has an Unbatcher since 0.11")
+    return torchdata.nodes.Unbatcher(Prefetcher(Batcher(ParallelMapper(drawn(), times_ten, 1), 3, False), 2))
+
+
+# torchdata can do that since 0.11.
+PREBATCH: Any = {"prebatch": 3} if "prebatch" in inspect.signature(ParallelMapper).parameters else {}
 GRAPHS: dict[str, Callable[[], BaseNode[Any]]] = {
     "sampler": told,
     "generator": drawn,
     "batches": lambda: Batcher(SamplerWrapper(BatchSampler(RandomSampler(range(LENGTH)), 2, False)), 2),
     "iterable": lambda: Mapper(IterableWrapper(IsTold()), times_ten),
-    "threads": lambda: ParallelMapper(drawn(), times_ten, num_workers=2, prebatch=3),
+    "threads": lambda: ParallelMapper(drawn(), times_ten, num_workers=2, **PREBATCH),
     "snapshots": lambda: Prefetcher(Batcher(told(), 2), 3, snapshot_frequency=2),
-    "unbatched": lambda: Unbatcher(Prefetcher(Batcher(ParallelMapper(drawn(), times_ten, 1), 3, False), 2)),
+    "unbatched": unbatched,
     "mixed": lambda: Prefetcher(mixed(), 2),
     "mixed generators": lambda: mixed(make=drawn),
     "all once": lambda: mixed("ALL_DATASETS_EXHAUSTED", make=drawn),
