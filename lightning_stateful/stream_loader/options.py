@@ -108,13 +108,14 @@ class StreamSetup:
         self.own_seed = loader_seed(self.seed, options.path)
         self._has_warned = False
         self._empty: set[str] = set()  # Sources that were warned of.
-        self._beginning = beginning_of(loader.dataset)
         size = loader.batch_size
         self._batching: dict[str, Any] = {
             "batch_size": size,
             "is_batched": size is not None,
             "drop_last": loader.drop_last,
         }
+        # Only what divides itself has a state of its own.
+        self._beginning = beginning_of(loader.dataset) if self._shared_config is None else None
 
     @property
     def topology(self) -> Topology:

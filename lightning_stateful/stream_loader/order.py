@@ -25,8 +25,7 @@ from lightning_stateful.samplers.fast_forward import digest
 from lightning_stateful.state import differences
 from lightning_stateful.stream_loader.options import StreamSetup
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
-from lightning_stateful.stream_loader.run import StreamRun
-from lightning_stateful.stream_loader.worker_slots import SlotLoader
+from lightning_stateful.stream_loader.worker_slots import SlotLoader, StreamRun
 from lightning_stateful.streams.stream_state import StreamState
 
 # Steps that a trainer may have fetched beyond those that the model was trained on, and some more.
