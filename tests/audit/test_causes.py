@@ -8,58 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from support.honest import CountsItsOwnItems, Honest
 
 from lightning_stateful.audit import Divergence, check_resume
 
-LENGTH = 12
 
-
-class Exact:
-    """A sampler that resumes exactly; each class below has one fault."""
-
-    def __init__(self, num_replicas: int = 1, rank: int = 0) -> None:
-        self.num_replicas, self.rank = num_replicas, rank
-        self.epoch = self.consumed = 0
-
-    def order(self) -> list[int]:
-        return random.Random(self.epoch).sample(range(LENGTH), LENGTH)
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            served = min(self.num_replicas, LENGTH - self.consumed)
-            index = self.order()[self.consumed + self.rank % served]
-            self.advance()
-            yield self.item(index)
-            if not self.consumed:
-                return
-
-    def advance(self) -> None:
-        self.consumed += self.num_replicas
-        if self.consumed >= LENGTH:
-            self.epoch, self.consumed = self.epoch + 1, 0
-
-    def item(self, index: int) -> Any:
-        return index
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "consumed": self.consumed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.consumed = state["epoch"], state["consumed"]
-
-
-class LoadsNothing(Exact):
-    def load_state_dict(self, state: dict[str, int]) -> None:
+class LoadsNothing(Honest):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch = state["epoch"]
 
 
-class CountsPrefetched(Exact):
-    def state_dict(self) -> dict[str, int]:
-        ahead = 2 if 0 < self.consumed < LENGTH - 2 else 0
-        return {"epoch": self.epoch, "consumed": self.consumed + ahead}
+class CountsPrefetched(Honest):
+    def state_dict(self) -> dict[str, Any]:
+        ahead = 2 if 0 < self.consumed < 12 - 2 else 0
+        return {**super().state_dict(), "consumed": self.consumed + ahead}
 
 
-class CountsAfterTheYield(Exact):
+class CountsAfterTheYield(Honest):
     def __iter__(self) -> Iterator[Any]:
         while True:
             yield self.order()[self.consumed]
@@ -68,20 +33,20 @@ class CountsAfterTheYield(Exact):
                 return
 
 
-class TakesOffTwice(Exact):
+class TakesOffTwice(Honest):
     loaded = 0
 
     def __iter__(self) -> Iterator[Any]:
-        for index in self.order()[self.consumed : LENGTH - self.loaded]:
+        for index in self.order()[self.consumed : 12 - self.loaded]:
             self.advance()
             yield index
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.loaded = self.consumed
 
 
-class StaysAtTheEnd(Exact):
+class StaysAtTheEnd(Honest):
     def advance(self) -> None:
         self.consumed += 1
 
@@ -92,15 +57,15 @@ class StaysAtTheEnd(Exact):
         self.epoch, self.consumed = self.epoch + 1, 0
 
 
-class AlwaysAsLong(Exact):
+class AlwaysAsLong(Honest):
     def __iter__(self) -> Iterator[Any]:
-        for _ in range(LENGTH):
+        for _ in range(12):
             index = self.order()[self.consumed]
             self.advance()
             yield index
 
 
-class DrawsValues(Exact):
+class DrawsValues(Honest):
     def item(self, index: int) -> Any:
         return torch.tensor(float(index)), torch.tensor(self.noise.random())
 
@@ -109,90 +74,82 @@ class DrawsValues(Exact):
         self.noise = random.Random(0)
 
 
-class StartsEveryPassThere(Exact):
+class StartsEveryPassThere(Honest):
     start = 0
 
     def __iter__(self) -> Iterator[Any]:
         self.consumed = max(self.consumed, self.start)
         return super().__iter__()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.start = self.consumed
 
 
-class CountsTheEpochAgain(Exact):
-    def load_state_dict(self, state: dict[str, int]) -> None:
+class CountsTheEpochAgain(Honest):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.epoch += 1
 
 
-class ForgetsTheEpoch(Exact):
-    def load_state_dict(self, state: dict[str, int]) -> None:
+class ForgetsTheEpoch(Honest):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.consumed = state["consumed"]
 
 
-class LoadsTheRank(Exact):
-    def state_dict(self) -> dict[str, int]:
+class LoadsTheRank(Honest):
+    def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "rank": self.rank}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.rank = state["rank"]
 
 
-class DrawsItsOrder(Exact):
+class DrawsItsOrder(Honest):
     salt = ""
 
     def order(self) -> list[int]:
-        return random.Random(f"{self.salt}{self.epoch}").sample(range(LENGTH), LENGTH)
+        return random.Random(f"{self.salt}{self.epoch}").sample(range(12), 12)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.salt = "another stream of random numbers"
 
 
-class ReadsOtherData(Exact):
+class ReadsOtherData(Honest):
     def order(self) -> list[int]:
         return [index + self.moved for index in super().order()]
 
     moved = 0
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.moved = 1000
 
 
-class CountsItsOwnItems(Exact):
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "consumed": self.consumed // self.num_replicas}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.consumed = state["epoch"], state["consumed"] * self.num_replicas
-
-
-class BeginsAnewOnOtherRanks(Exact):
-    def state_dict(self) -> dict[str, int]:
+class BeginsAnewOnOtherRanks(Honest):
+    def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "ranks": self.num_replicas}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if state["ranks"] != self.num_replicas:
             self.consumed = 0
 
 
-class ShufflesByTheNumberOfRanks(Exact):
+class ShufflesByTheNumberOfRanks(Honest):
     def order(self) -> list[int]:
-        return random.Random(self.epoch + self.num_replicas).sample(range(LENGTH), LENGTH)
+        return random.Random(self.epoch + self.num_replicas).sample(range(12), 12)
 
 
-class MovesWhenAsked(Exact):
-    def state_dict(self) -> dict[str, int]:
+class MovesWhenAsked(Honest):
+    def state_dict(self) -> dict[str, Any]:
         self.epoch += 0 if self.consumed else 1
         return super().state_dict()
 
 
-class DrawsWithoutASeed(Exact):
+class DrawsWithoutASeed(Honest):
     generator = random.Random(0)
 
     def item(self, index: int) -> float:
@@ -205,7 +162,7 @@ def first_of(item: Any) -> list[Any]:
 
 TWO = {"num_replicas": 2, "chain": ()}
 OTHERS = {**TWO, "resize": (3,), "stops": [1]}
-CAUSES: list[tuple[Callable[..., Exact], dict[str, Any], str]] = [
+CAUSES: list[tuple[Callable[..., Honest], dict[str, Any], str]] = [
     (LoadsNothing, {}, "The epoch's first items came again: the state was not loaded, or iter() starts over."),
     (CountsPrefetched, {}, "The pass goes on 2 too far ahead: what was prefetched is counted, "),
     (
@@ -233,22 +190,18 @@ CAUSES: list[tuple[Callable[..., Exact], dict[str, Any], str]] = [
 ]
 
 
-def divergence_of(kind: Callable[..., Exact], **options: Any) -> Divergence:
+def divergence_of(kind: Callable[..., Honest], **options: Any) -> Divergence:
     result = check_resume(kind, **{"stops": "every", **options})
     assert result.divergence is not None
     return result.divergence
 
 
 @pytest.mark.parametrize(("kind", "options", "cause"), CAUSES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_fault_is_explained(kind: Callable[..., Exact], options: dict[str, Any], cause: str) -> None:
+def test_a_fault_is_explained(kind: Callable[..., Honest], options: dict[str, Any], cause: str) -> None:
     found = divergence_of(kind, **options)
 
     assert found.cause.startswith(cause)
     assert bool(found.cause) == bool(cause)
-
-
-def test_an_exact_sampler_has_no_cause_to_show() -> None:
-    assert check_resume(Exact, num_replicas=2, resize=(1, 3), stops="every")
 
 
 def test_the_message_names_the_samples_where_a_key_tells_them() -> None:
@@ -257,7 +210,7 @@ def test_the_message_names_the_samples_where_a_key_tells_them() -> None:
             return {"index": index, "x": torch.zeros(2)}
 
     found = divergence_of(Features, key=lambda item: [item["index"]])
-    first, second, *_ = Exact().order()
+    first, second, *_ = Honest().order()
 
     assert (found.law, found.epoch, found.step, found.rank, found.stop) == ("suffix", 0, 1, 0, 1)
     assert (found.expected_samples, found.got_samples) == ([second], [first])
@@ -279,7 +232,7 @@ def test_an_error_after_the_first_difference_does_not_hide_it() -> None:
 
         broken = False
 
-        def load_state_dict(self, state: dict[str, int]) -> None:
+        def load_state_dict(self, state: dict[str, Any]) -> None:
             super().load_state_dict(state)
             self.broken = True
 

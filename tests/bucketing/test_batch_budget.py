@@ -54,18 +54,6 @@ def test_a_quadratic_cost_is_exact_for_the_longest_lengths():
     assert Budget(max_tokens=cost * 7 // 3 - 1, cost=QuadraticCost(3)).num_samples(longest) == 6
 
 
-def test_the_configuration_leaves_out_what_is_not_set():
-    assert Budget(batch_size=3).config() == {"batch_size": 3}
-    full = Budget(max_tokens=np.int64(5), max_samples=2, multiple=4, cost=QuadraticCost(7), too_long="drop")
-    assert full.config() == {
-        "max_tokens": 5,
-        "max_samples": 2,
-        "multiple": 4,
-        "quadratic_length": 7,
-        "too_long": "drop",
-    }
-
-
 def test_a_budget_stands_in_for_its_short_forms_and_not_beside_them():
     budget = Budget(max_tokens=9, multiple=2)
     assert Budget.of(budget) is budget

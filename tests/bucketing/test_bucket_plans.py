@@ -15,7 +15,7 @@ from support.bucket_cases import (
 
 from lightning_stateful.bucketing import BucketOrder, Buckets
 from lightning_stateful.core import Progress
-from lightning_stateful.errors import ConfigurationError, PositionError, StateMismatchError
+from lightning_stateful.errors import ConfigurationError, PositionError
 
 LENGTHS = [7, 3, 9, 3, 8, 2, 9, 1, 7, 5, 4, 4]
 
@@ -84,21 +84,6 @@ def test_an_epoch_without_a_step_is_refused():
         order.plan(0, 4)
     # The rest of one that has begun may be empty.
     assert order.plan(0, 4, order.plan(0, 1).progress_after(1)).num_steps == 0
-
-
-def test_within_an_epoch_other_batches_are_refused_with_every_difference():
-    saved, present = make(max_tokens=80, num_buckets=3), make(range(12), max_tokens=90, num_buckets=4, drop_last=True)
-    with pytest.raises(StateMismatchError) as caught:
-        present.convert(saved.plan(0, 2).progress_after(1), {**saved.config(), "dataset": {"length": 3}})
-    found = {difference.path: (difference.saved, difference.present) for difference in caught.value.differences}
-    lengths = (saved.config()["lengths"], present.config()["lengths"])
-    assert found == {
-        "max_tokens": (80, 90),
-        "num_buckets": (3, 4),
-        "drop_last": (False, True),
-        "lengths": lengths,
-    }
-    assert "beginning of an epoch" in str(caught.value)
 
 
 # Sizes, and golden values

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.bucket_cases import random_cases, random_histories, serve
+from support.bucket_cases import random_cases, serve
 
 from lightning_stateful.bucketing import BucketOrder, Buckets, Budget, QuadraticCost, StepPadding, measure
 
@@ -28,12 +28,6 @@ def test_every_batch_of_some_steps_is_measured():
         assert_measured(measure(plan, first, last), steps[first:last], lengths)
         assert measure(plan, first, last).longest.shape == (last - first, plan.num_replicas)
         assert measure(plan).uses(order.budget).max() <= 1
-
-
-def test_the_rest_of_an_epoch_is_measured_after_a_change_of_ranks():
-    for history in random_histories(10, seed=2):
-        plan = history.order.plan(0, 1, history.order.plan(0, 2).progress_after(1))
-        assert_measured(measure(plan), serve(plan), history.order.lengths.tolist())
 
 
 def test_long_epochs_of_short_types_are_measured_part_by_part():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.honest import CountsItsOwnItems, Honest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_stateful import testing
@@ -14,50 +15,13 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.testing import LAWS, ContractError, Recorder, ResumeContract
 
 
-class Honest:
-    """A sampler in plain Python that obeys every law; each class below breaks one."""
-
-    def __init__(self, length: int, num_replicas: int = 1, rank: int = 0, seed: int = 0) -> None:
-        self.length, self.num_replicas, self.rank, self.seed = length, num_replicas, rank, seed
-        self._epoch = self._consumed = 0
-
-    def __len__(self) -> int:
-        return -(-self.length // self.num_replicas)
-
-    def _order(self) -> list[int]:
-        return random.Random(f"{self.seed} {self._epoch}").sample(range(self.length), self.length)
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            order, start = self._order(), self._consumed
-            served = min(self.num_replicas, self.length - start)
-            self._advance(served)
-            yield order[start + self.rank % served]
-            if not self._consumed:
-                return
-
-    def _advance(self, served: int) -> None:
-        self._consumed += served
-        if self._consumed == self.length:
-            self._epoch, self._consumed = self._epoch + 1, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        config = {"length": self.length, "seed": self.seed}
-        return {"epoch": self._epoch, "consumed": self._consumed, "config": config}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["config"] != {"length": self.length, "seed": self.seed}:
-            raise ValueError(f"The state is of {state['config']}.")
-        self._epoch, self._consumed = state["epoch"], state["consumed"]
-
-
 class ReadsItsPositionInIter(Honest):
     def __iter__(self) -> Iterator[int]:
-        left, self._left = self._order()[self._consumed + self.rank :: self.num_replicas], 0
+        left, self._left = self.order()[self.consumed + self.rank :: self.num_replicas], 0
         return map(self._count, left)
 
     def _count(self, index: int) -> int:
-        self._advance(min(self.num_replicas, self.length - self._consumed))
+        self.advance()
         return index
 
 
@@ -68,8 +32,8 @@ class RefusesItsOwnState(Honest):
 
 class CountsInIter(Honest):
     def __iter__(self) -> Iterator[int]:
-        self._epoch += 1
-        return iter(self._order()[self.rank :: self.num_replicas])
+        self.epoch += 1
+        return iter(self.order()[self.rank :: self.num_replicas])
 
 
 class ForgetsAStateUntilTheFirstItem(Honest):
@@ -79,9 +43,9 @@ class ForgetsAStateUntilTheFirstItem(Honest):
         super().load_state_dict(state)
         self._fresh = True
 
-    def _advance(self, served: int) -> None:
+    def advance(self) -> None:
         self._fresh = False
-        super()._advance(served)
+        super().advance()
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -90,7 +54,7 @@ class ForgetsAStateUntilTheFirstItem(Honest):
 
 class KeepsATupleInItsState(Honest):
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "done": (self._epoch, self._consumed)}
+        return {**super().state_dict(), "done": (self.epoch, self.consumed)}
 
 
 class KeepsAnObjectInItsState(Honest):
@@ -101,13 +65,13 @@ class KeepsAnObjectInItsState(Honest):
 class AddsAKeyOnTheWay(Honest):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        return {**state, "buffer": []} if self._consumed else state
+        return {**state, "buffer": []} if self.consumed else state
 
 
 class GivesAwayItsInternals(Honest):
-    def __init__(self, length: int, num_replicas: int = 1, rank: int = 0, seed: int = 0) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         self._state: dict[str, Any] = {}
-        super().__init__(length, num_replicas, rank, seed)
+        super().__init__(*arguments, **options)
 
     def state_dict(self) -> dict[str, Any]:
         self._state.update(super().state_dict())
@@ -123,15 +87,6 @@ class WritesIntoTheStateItLoads(Honest):
 class SavesItsRank(Honest):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "rank": self.rank}
-
-
-class CountsItsOwnItems(Honest):
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "consumed": self._consumed // self.num_replicas}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._consumed = state["consumed"] * self.num_replicas
 
 
 class TakesOverTheSavedSeed(Honest):
@@ -153,12 +108,12 @@ class ShrinksWhenResumed(Honest):
 
 class AcceptsEverything(Honest):
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._epoch, self._consumed = state["epoch"], state["consumed"]
+        self.epoch, self.consumed = state["epoch"], state["consumed"]
 
 
 class MovesBeforeItRefuses(Honest):
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._epoch = state["epoch"] + 1
+        self.epoch = state["epoch"] + 1
         super().load_state_dict(state)
 
 
@@ -186,10 +141,10 @@ class TestAnHonestSampler(ResumeContract):
     """What pytest collects from a contract: one test a law."""
 
     def make(self, num_replicas: int = 1, rank: int = 0) -> Honest:
-        return Honest(11, num_replicas, rank)
+        return Honest(num_replicas, rank, length=11)
 
     def make_other(self) -> Honest:
-        return Honest(11, seed=1)
+        return Honest(seed=1, length=11)
 
 
 def test_every_law_is_a_function_and_a_test_and_broken_by_someone() -> None:
@@ -204,10 +159,10 @@ def test_every_law_is_a_function_and_a_test_and_broken_by_someone() -> None:
 def test_a_subclass_of_the_contract_fails_in_the_test_of_the_broken_law(broken: type[Honest], law: str) -> None:
     class Contract(ResumeContract):
         def make(self, num_replicas: int = 1, rank: int = 0) -> Honest:
-            return broken(11, num_replicas, rank)
+            return broken(num_replicas, rank)
 
         def make_other(self) -> Honest:
-            return broken(11, seed=1)
+            return broken(seed=1)
 
     with pytest.raises(ContractError, match=f"^{law}: epoch ") as caught:
         getattr(Contract(), f"test_{law.replace(' ', '_').replace('-', '_')}")()
@@ -234,7 +189,7 @@ def test_all_laws_of_a_contract_read_one_recording() -> None:
 
         def make(self, num_replicas: int = 1, rank: int = 0) -> Honest:
             made.append((num_replicas, rank))
-            return Honest(11, num_replicas, rank)
+            return Honest(num_replicas, rank, length=11)
 
     Contract().test_suffix()
     before = len(made)

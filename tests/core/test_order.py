@@ -11,7 +11,7 @@ import pytest
 from support.orders import OrderCase, every_law
 
 from lightning_stateful.core import BlockShuffledOrder, Progress, SampleBatchOrder, SequentialOrder, ShuffledOrder
-from lightning_stateful.core.order import read_in_chunks, say_repeats, seeded_at
+from lightning_stateful.core.order import read_in_chunks, seeded_at
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError
 
@@ -85,11 +85,6 @@ def test_the_first_chunk_is_small_and_the_next_ones_grow() -> None:
     assert chunks == [8]
     assert [next(batches) for _ in range(30)] == [[step] for step in range(1, 31)]
     assert chunks == [8, 16, 32]
-
-
-def test_nothing_is_said_where_nothing_is_repeated() -> None:
-    assert say_repeats(0, 10) == ""
-    assert say_repeats(2, 10, "batches") == "2 of 10 batches are served twice in every epoch"
 
 
 # Progress

@@ -83,24 +83,11 @@ class TestKeyedPermutation:
         assert (taken.dtype, taken.shape) == (np.int64, shape)
         assert taken.ravel().tolist() == KeyedPermutation(length, 9).take(np.arange(6)).tolist()[: taken.size]
 
-    @pytest.mark.parametrize("length", [1000, 100_003])
-    def test_writing_to_an_answer_does_not_change_the_next(self, length: int) -> None:
-        permutation = KeyedPermutation(length, 9)
-        first = permutation.take(np.arange(100))
-        expected = first.tolist()
-        first[:] = 0
-
-        assert permutation.take(np.arange(100)).tolist() == expected
-
     @pytest.mark.parametrize("length", [0, 1, 1000, 100_003, 2**40])
     def test_a_value_past_the_end_or_negative_is_refused_with_the_range(self, length: int) -> None:
         for value in (length, -1):
             with pytest.raises(IndexError, match=rf"values from {value} to {value} lie outside range\({length}\)"):
                 KeyedPermutation(length, 0).take(np.array([value]))
-
-    def test_floats_are_no_positions(self) -> None:
-        with pytest.raises(TypeError, match="integers"):
-            KeyedPermutation(10, 0).take(np.array([0.9]))
 
     @pytest.mark.parametrize("length", [-1, 2**40 + 1])
     def test_a_length_out_of_range_is_refused_with_its_value(self, length: int) -> None:
@@ -153,14 +140,6 @@ class TestClassShuffle:
         assert (first != second).mean() > 0.9
         assert (first[:1300] != first[1300:2600] - 1300).mean() > 0.9
         assert (first[2600:2620] != first[2620:] - 20).any()
-
-    def test_a_class_of_more_than_32_bits_is_mapped_onto_itself(self) -> None:
-        starts = starts_of([2**33 + 5, 300])
-        found = ClassShuffle(starts, 1).take(np.arange(2**33, 2**33 + 305))
-
-        assert len(set(found.tolist())) == 305
-        assert (found[:5] < 2**33 + 5).all()
-        assert sorted(found[5:]) == list(range(2**33 + 5, 2**33 + 305))
 
     @pytest.mark.parametrize("size", [1025, 2048, 4096])
     def test_no_stride_of_a_class_shows_whatever_the_key(self, size: int) -> None:

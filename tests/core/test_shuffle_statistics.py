@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,19 +25,11 @@ def shuffled_at(length: int, seed: int, positions: Array) -> Array:
     return ShuffledOrder(length, seed).take(positions.ravel(), 0, 0).reshape(positions.shape)
 
 
-middle = pytest.mark.parametrize("length", [1000, 2**16 + 1, 2**17])
 large = pytest.mark.parametrize("length", [10**9, 2**33, 2**40])
 
 
 def two_sided(distribution: Any, value: float) -> float:
     return float(min(1.0, 2 * min(distribution.cdf(value), distribution.sf(value))))
-
-
-def squares_of_table(first: Array, second: Array, num_first: int, num_second: int) -> Square:
-    """Chi-square and degrees of freedom of a table of pairs against its own margins."""
-    table = np.bincount(first * num_second + second, minlength=num_first * num_second).reshape(num_first, num_second)
-    expected = np.outer(table.sum(1), table.sum(0)) / table.sum()
-    return ((table - expected) ** 2 / expected).sum(), (num_first - 1) * (num_second - 1)
 
 
 def squares_of_counts(buckets: Array, num_buckets: int) -> Square:
@@ -59,13 +50,6 @@ def test_all_120_orders_of_five_samples_are_equally_likely(successive: str) -> N
 
     assert len(counts) == 120
     assert stats.chisquare(list(counts.values())).pvalue > ALMOST_NEVER
-
-
-@middle
-def test_successive_epochs_are_independent(length: int) -> None:
-    epochs = [shuffled(length, 0, epoch) * 25 // length for epoch in range(12)]
-
-    assert p_of_sum([squares_of_table(*pair, 25, 25) for pair in pairwise(epochs)]) > ALMOST_NEVER
 
 
 def random_positions(length: int, shape: int, seed: int) -> Array:

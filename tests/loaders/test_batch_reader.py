@@ -11,9 +11,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
-from lightning_stateful import patch_dataloader
 from lightning_stateful.core import Progress
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders import SeededDataset, StatefulLoader, keep_randomness
@@ -85,13 +84,6 @@ class TestBatches:
 
         assert len(first) == len(again) == len(REFERENCE)
         assert not numbers(first) & numbers(again)
-
-    def test_a_sample_that_comes_twice_draws_anew(self) -> None:
-        torch.manual_seed(0)
-        sampler = WeightedRandomSampler([1.0, 1.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], 60)
-        batches = drawn(patch_dataloader(DataLoader(Noisy(), batch_size=4, sampler=sampler)))
-
-        assert len(numbers(batches)) == 3 * 60
 
     def test_seeding_can_be_switched_off(self) -> None:
         torch.manual_seed(0)

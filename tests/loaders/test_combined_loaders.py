@@ -142,14 +142,6 @@ class TestLoading:
                 assert rest == [each[path] for each in whole[step:]]
                 assert at(fresh, path, epoch + 1, 0) == following[0][path]
 
-    def test_loading_again_forgets_what_was_loaded_before(self) -> None:
-        loaders = combined({"": (20, 2)})
-        loaders.load(combined({"": (20, 3)}).state_at(2, 3), where=WHERE)
-        loaders.load(combined({"": (20, 2)}).state_at(5, 4), where=WHERE)
-
-        assert consumed(loaders, "", 5, 10)[6] == (0, 12)
-        assert consumed(loaders, "", 2, 10)[1] == (0, 2)
-
 
 def of_batches(sampler: Any, length: int = 22, **options: Any) -> StatefulLoader:
     return StatefulLoader(range(length), batch_sampler=sampler, path="short", **options)
@@ -188,34 +180,6 @@ class TestStartingOver:
                 assert fresh.state_at(1, step) == state
                 rest = [at(fresh, "short", 1, later) for later in range(step, len(whole))]
                 assert [batch for _, batch in rest] == [each["short"][1] for each in whole[step:]]
-
-    @pytest.mark.parametrize(("kind", "ranks"), [("samples", 1), ("mixture", 3), ("buckets", 1)])
-    def test_on_other_ranks_the_rest_of_the_pass_is_served(self, kind: str, ranks: int) -> None:
-        before = [beside_a_long_one(kind, 2, rank) for rank in range(2)]
-        length = len(before[0].loaders["short"])
-        stop = length + 2
-        served = [n for step in range(length, stop) for each in before for n in flat(at(each, "short", 1, step))]
-        states = [each.state_at(1, stop) for each in before]
-        assert states[0] == states[1]
-
-        after = [beside_a_long_one(kind, ranks, rank) for rank in range(ranks)]
-        starts = {each.load(states[0], where=WHERE) for each in after}
-        assert len(starts) == 1
-        _, step = starts.pop()
-        for later in range(step, after[0].num_batches()):
-            found = [at(each, "short", 1, later) for each in after]
-            if found[0] is None or found[0][0].cycle != 1:
-                break
-            served += [n for one in found for n in flat(one)]
-        data = range(9 if kind == "samples" else 22)
-        assert set(served) == set(data)
-        # Where sources or last steps come twice, they do in a whole pass, too.
-        assert kind == "mixture" or len(served) - len(data) < 2 * max(ranks, 2)
-
-
-def flat(found: Served) -> list[int]:
-    assert found is not None
-    return found[1] if isinstance(found[1], list) else [found[1]]
 
 
 def carrying(mode: str, num_steps: int, long: int, *, ranks: int = 1, rank: int = 0) -> CombinedLoaders:

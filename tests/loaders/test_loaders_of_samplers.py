@@ -20,7 +20,6 @@ from support.samplers import (
     BatchesWithoutLen,
     ByTheClock,
     GlobalRandom,
-    OwnState,
 )
 from torch.utils.data import (
     BatchSampler,
@@ -142,34 +141,6 @@ class Pairs(Sampler[tuple[int, str]]):
 
     def __len__(self) -> int:
         return LENGTH
-
-
-class Drawn(Dataset[Any]):
-    """Samples that say which they are, and what was drawn for them from torch, NumPy and ``random``."""
-
-    def __getitem__(self, index: Any) -> tuple[str, tuple[float, float, float]]:
-        return str(index), (torch.rand(1).item(), float(np.random.rand()), random.random())
-
-
-def as_list(batch: Any) -> list[Any]:
-    return batch if isinstance(batch, list) else [batch]
-
-
-@pytest.mark.parametrize(
-    ("sampler", "batch_size"),
-    [
-        (GlobalRandom, 3),
-        (OwnState, 3),
-        (Pairs, None),
-    ],
-    ids=["ints", "own state", "tuples"],
-)
-def test_augmentation_is_alike_for_any_number_of_workers(sampler: Any, batch_size: int | None) -> None:
-    options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": as_list}
-    epochs = [list(patched(Drawn(), sampler=sampler(), num_workers=number, **options)) for number in (0, 2)]
-
-    assert epochs[0] == epochs[1]
-    assert sum(map(len, epochs[0])) == LENGTH
 
 
 class Opaque:

@@ -84,19 +84,6 @@ class Repeats(DataLoader[Any]):
         return 10
 
 
-class OfTheFuture(DataLoader[Any]):
-    """Has an option that only its iterator knows."""
-
-    def __init__(self, *args: Any, later: int = 0, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.later = later
-        self.begun: list[int] = []
-
-    def _get_iterator(self) -> Any:
-        self.begun.append(self.later)
-        return super()._get_iterator()
-
-
 class NamedAlike(DataLoader[Any]):
     """Has values in its class under names that a StatefulLoader uses."""
 
@@ -209,12 +196,6 @@ class TestIterationOfItsOwn:
         for _ in range(2):
             with pytest.raises(ConfigurationError, match=rf"Repeats\.__iter__ gave {said} batches"):
                 list(patched)
-
-    def test_options_that_only_its_iterator_knows_are_kept(self) -> None:
-        patched: Any = patch_dataloader(OfTheFuture(DATA, batch_size=4, later=7))
-
-        assert served([patched]) == DATA
-        assert patched.begun == [7]
 
 
 def test_every_option_is_kept() -> None:

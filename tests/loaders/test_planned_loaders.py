@@ -76,13 +76,6 @@ class TestBatches:
 
 
 class TestStates:
-    def test_with_workers_only_what_was_handed_over_is_reported(self) -> None:
-        loader = a_loader(round_robin(), num_workers=2)
-        batches = iter(loader)
-        next(batches)
-
-        assert [of["samples"] for of in loader.position_report()["sources"].values()] == [2, 0, 0]
-
     def test_another_dataset_of_the_same_lengths_is_refused(self) -> None:
         with pytest.raises(StateMismatchError, match=r"dataset\.version"):
             StatefulLoader(Versioned(DATA), batch_sampler=buckets()).load_state_dict(a_loader(buckets()).state_dict())

@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders import StatefulLoader
 from lightning_stateful.loaders.source_datasets import Sample, SourceCollate, SourceDataset, describe_sources
-from lightning_stateful.samplers import MixtureBatchSampler, RoundRobinBatchSampler
+from lightning_stateful.samplers import RoundRobinBatchSampler
 
 LENGTHS = {"a": 5, "b": 8}
 
@@ -70,6 +70,11 @@ class TestSourceCollate:
         assert collate([Sample(1, {"id": 7})]) == {"source": "b", "x": 1}
         assert held == {"x": 1}
 
+    def test_a_mixed_batch_has_the_source_of_every_sample(self) -> None:
+        batch = SourceCollate(("a", "b"), None, tag="source", mixes=True)(told(1, 0, 1))
+
+        assert (batch["source"], batch["id"].tolist()) == (["b", "a", "b"], [10, 1, 12])
+
     @pytest.mark.parametrize(
         ("functions", "message"),
         [
@@ -91,31 +96,6 @@ class TestSourceCollate:
     def test_a_tag_without_room_for_it_is_refused_with_the_source(self, collate_fn: Any, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             SourceCollate(("a", "b"), collate_fn, tag="id")(told(1))
-
-
-class TestThroughALoader:
-    def test_batches_are_tagged_with_where_they_come_from(self) -> None:
-        parts = datasets()
-        loader = StatefulLoader(
-            SourceDataset(parts.values()),
-            batch_sampler=RoundRobinBatchSampler(parts, 2),
-            collate_fn=SourceCollate(tuple(parts), None, tag="source"),
-            num_workers=2,
-        )
-        batches = [(batch["source"], batch["id"].tolist()) for batch in loader]
-
-        assert [source for source, _ in batches] == ["a", "b", "a", "b", "a", "b", "b"]
-        assert all((source == "b") == (index >= 100) for source, indices in batches for index in indices)
-
-    def test_samples_of_a_mixed_batch_are_tagged_each(self) -> None:
-        parts = datasets()
-        loader = StatefulLoader(
-            SourceDataset(parts.values()),
-            batch_sampler=MixtureBatchSampler(parts, 4, by="sample"),
-            collate_fn=SourceCollate(tuple(parts), None, tag="source", mixes=True),
-        )
-        for batch in loader:
-            assert batch["source"] == ["b" if index >= 100 else "a" for index in batch["id"].tolist()]
 
 
 def described(dataset: Any, lengths: dict[str, int] | None = None) -> dict[str, Any]:
@@ -177,15 +157,3 @@ class TestChangedData:
             a_loader(parts).load_state_dict(state)
 
         assert {difference.path for difference in caught.value.differences} == named
-
-    def test_an_accepted_fingerprint_goes_on_in_the_same_place(self) -> None:
-        first = a_loader(datasets(version="1.0"))
-        batches = iter(first)
-        for _ in range(3):
-            next(batches)
-        second = a_loader(datasets(version="1.1"), accept="sources.a")
-        second.load_state_dict(first.state_dict())
-
-        assert second.position_report() == first.position_report()
-        served = [batch["id"].tolist() for batch in second]
-        assert sorted(map(sorted, served)) == sorted(sorted(batch["id"].tolist()) for batch in batches)

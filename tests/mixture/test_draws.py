@@ -123,18 +123,6 @@ def test_scheduled_draws_stay_near_the_sum_of_their_shares(between: Between, key
     assert furthest(draws, schedule, 300 * per_step, per_step) <= 18
 
 
-def test_points_come_where_they_are() -> None:
-    schedule = DrawSchedule((0, 50, 100, 102), ((1, 0), (0, 1), (1, 0), (0, 1)), "constant")
-    expected = [0] * 100 + [1] * 100 + [0] * 4 + [1] * 16
-    assert Draws.scheduled(schedule, 2, key=3).sources(0, 220).tolist() == expected
-
-
-def test_a_linear_way_of_many_draws_has_the_mean_of_its_ends() -> None:
-    schedule = DrawSchedule((0, 10**9), ((900, 99, 1), (100, 899, 1)), "linear")
-    counts = Draws.scheduled(schedule, 1000, key=3).counts_before(10**12)
-    assert counts.tolist() == pytest.approx([5e11, 4.99e11, 1e9], rel=2e-3)
-
-
 def test_draws_10_to_the_15_away_are_found_at_once() -> None:
     counts = Draws.repeated([2, 1], key=4).counts_before(10**15)
     assert counts.sum() == 10**15

@@ -121,20 +121,6 @@ def state_after(count: int, **options: Any) -> dict[str, Any]:
 
 
 class TestBuckets:
-    def test_numbers_of_numpy_are_as_good_as_pythons(self) -> None:
-        plain = buckets(max_tokens=200, multiple=2, seed=3, max_samples=9, boundaries=[10, 40])
-        numpy = buckets(
-            np.array(LENGTHS, dtype=np.uint8),
-            max_tokens=np.int32(200),
-            multiple=np.uint8(2),
-            seed=np.int64(3),
-            max_samples=np.int64(9),
-            boundaries=np.array([10, 40]),
-        )
-
-        assert json.dumps(numpy.state_dict()) == json.dumps(plain.state_dict())
-        assert list(numpy) == list(plain)
-
     def test_samples_left_out_are_counted(self) -> None:
         longer = {index for index, length in enumerate(LENGTHS) if length > 30}
         sampler = buckets(max_tokens=30, too_long="drop")

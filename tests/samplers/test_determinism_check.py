@@ -97,18 +97,6 @@ class Counted(Sampler[int]):
             yield index
 
 
-class ShufflesRows(Sampler[list[int]]):
-    """Shuffles each of many batches in place as it is yielded."""
-
-    def __init__(self) -> None:
-        self.batches = [list(range(number, number + 5)) for number in range(1100)]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.batches:
-            random.shuffle(batch)
-            yield batch
-
-
 class EndsByChanging(Sampler[int]):
     """Changes something at the end of a pass of more slots than the check follows."""
 
@@ -222,15 +210,6 @@ def test_a_sampler_with_a_wrong_length_is_found_at_once(make: Any, yields: int, 
         WrappedSampler(make()).check()
     with pytest.raises(ConfigurationError, match=r"range yields 6 items in epoch 0, but length=150 was given"):
         WrappedSampler(range(6), length=150).check()
-
-
-def test_a_sampler_that_shuffles_many_batches_in_place_is_repeatable_and_stays_as_it_is() -> None:
-    sampler = ShufflesRows()
-    order = WrappedSampler(sampler, batch_size=None)
-    epochs = [serve(order, epoch, 1).batches for epoch in (0, 1, 0)]
-
-    assert sampler.batches == ShufflesRows().batches
-    assert epochs[0] == epochs[2] != epochs[1]
 
 
 def test_a_sampler_that_counts_epochs_at_the_end_of_a_long_pass_is_warned_of() -> None:

@@ -61,44 +61,11 @@ class ForgetsItsPlace(theirs.KeepsItsPlace):
         self.place = 0
 
 
-class KeepsItsGenerator(Sampler[int]):
-    """Its state is that of its generator at the epoch's start, and how many items it has served since."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
-        self.began, self.served, self.goes_on_at = self.generator.get_state(), 0, 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.began = self.generator.get_state()
-        self.served, self.goes_on_at = self.goes_on_at, 0
-        for index in torch.randperm(50, generator=self.generator).tolist()[self.served :]:
-            self.served += 1
-            yield index
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"began": self.began, "served": self.served}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["began"])
-        self.goes_on_at = state["served"]
-
-
 class DrawsAsItGoes(theirs.KeepsItsPlace):
     """Every item is drawn from the generator that it holds."""
 
     def item(self) -> int:
         return int(self.rng.integers(1000))
-
-
-class DrawsFrom(Sampler[int]):
-    """Draws every item from a generator that others may hold, too."""
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.rng = rng
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(200):
-            yield int(self.rng.integers(1000))
 
 
 class Range(Sampler[int]):
@@ -175,19 +142,12 @@ class TestDigests:
 
 
 class TestStates:
-    @pytest.mark.parametrize("make", [theirs.OwnState, KeepsItsGenerator, DrawsAsItGoes, ForgetsItsPlace, BadState])
+    @pytest.mark.parametrize("make", [theirs.OwnState, DrawsAsItGoes, ForgetsItsPlace, BadState])
     @pytest.mark.parametrize("count", [1, 16, 17])
     def test_a_sampler_with_a_state_goes_on_exactly(self, make: Callable[[], Any], count: int) -> None:
         expected = slots_of(WrappedSampler(make()))
 
         assert resumed(make(), stopped(make(), count)) == expected[count:]
-
-    @pytest.mark.parametrize("num_trained", [0, 15, 16, 17])
-    def test_training_may_lie_behind_what_was_drawn(self, num_trained: int) -> None:
-        plan = WrappedSampler(DrawsAsItGoes()).plan(0, 1)
-        expected = [batch[0] for _, batch in plan.batches(0)]
-
-        assert resumed(DrawsAsItGoes(), plan.progress_after(num_trained)) == expected[num_trained:]
 
     def test_a_state_that_leads_nowhere_is_done_without(self) -> None:
         assert WrappedSampler(ForgetsItsPlace()).resume_mode == "fast_forward"
@@ -202,13 +162,6 @@ class TestDrawnAhead:
         found = slots_of(WrappedSampler(Sliding(kind([0, 0, 0])), batch_size=None))
 
         assert [[*map(int, batch)] for batch in found] == [[n, n + 1, n + 2] for n in range(0, 300, 3)]
-
-    def test_samplers_that_hold_the_same_generator_do_not_disturb_each_other(self) -> None:
-        expected = slots_of(WrappedSampler(DrawsFrom(np.random.default_rng(3))))
-        shared = np.random.default_rng(3)
-        plans = [WrappedSampler(DrawsFrom(shared)).plan(0, 1).batches(0) for _ in range(2)]
-
-        assert [batch[0] for (_, batch), _ in zip(*plans, strict=True)] == expected
 
     @pytest.mark.parametrize(("make", "served"), [(theirs.Fails, 69), (FailsWithLen, 70)], ids=["unsized", "sized"])
     def test_slots_before_an_exception_are_served_except_those_that_are_looked_at_for_the_end(

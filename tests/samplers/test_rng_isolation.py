@@ -249,22 +249,6 @@ class TestProcess:
         assert torch.equal(torch.get_rng_state(), state[0])
         assert (random.getstate(), np.random.get_state()[1].tolist()) == state[1:]  # type: ignore[index]
 
-    def test_nothing_that_is_drawn_outside_is_seen_inside(self) -> None:
-        found = []
-        for outside in (0, 3):
-            made = IsolatedCopy(Bag(), seed=0)
-            with made.entered():
-                made.seed(1)
-                drawn = [draw()]
-            for _ in range(outside):
-                draw()
-            with made.entered():
-                drawn.append(draw())
-            found.append(drawn)
-
-        assert found[0] == found[1]
-        assert found[0][0] != found[0][1]
-
     def test_all_samplers_in_it_are_told_the_epoch_from_the_inside_out(self) -> None:
         told: list[str] = []
 

@@ -205,12 +205,6 @@ class TestDealing:
 
 
 class TestPlans:
-    def test_a_plan_may_be_walked_several_times_at_once(self) -> None:
-        plan = WrappedSampler(theirs.ShufflesInPlace(), batch_size=None).plan(0, 1)
-        pairs = list(zip(plan.batches(0, 3), plan.batches(0, 3), strict=True))
-
-        assert pairs == [(batch, batch) for batch in plan.batches(0, 3)]
-
     def test_steps_are_known_once_the_end_was_met(self) -> None:
         plan = WrappedSampler(Items(list(range(9)), sized=False)).plan(0, 2)
         batches = plan.batches(0)
