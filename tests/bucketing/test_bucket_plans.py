@@ -4,14 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support.bucket_cases import (
-    in_budget,
-    random_cases,
-    random_histories,
-    samples_of,
-    serve,
-    unshuffled_steps,
-)
+from support.bucket_cases import in_budget, random_cases, random_histories, samples_of, serve, unshuffled_steps
 
 from lightning_stateful.bucketing import BucketOrder, Buckets
 from lightning_stateful.core import Progress

@@ -20,14 +20,7 @@ from support.samplers import (
     ShuffledBatches,
     WithoutLen,
 )
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-)
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, DistributedSampler, RandomSampler, Sampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as TorchdataDistributedSampler
 
 from lightning_stateful.bucketing import Budget

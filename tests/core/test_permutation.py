@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.core import KeyedPermutation
-from lightning_stateful.core.permutation import (
-    ClassShuffle,
-    bounds_of,
-)
+from lightning_stateful.core.permutation import ClassShuffle, bounds_of
 from lightning_stateful.core.seeding import derive_words
 from lightning_stateful.errors import ConfigurationError
 

@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stateful.core import (
-    Progress,
-    SampleBatchOrder,
-    SequentialOrder,
-    ShuffledOrder,
-    StepRule,
-)
+from lightning_stateful.core import Progress, SampleBatchOrder, SequentialOrder, ShuffledOrder, StepRule
 from lightning_stateful.core.samples import SampleEpochPlan
 from lightning_stateful.errors import ConfigurationError
 

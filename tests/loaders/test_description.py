@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.samplers import GlobalRandom, KeepsItsPlace, OwnState
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader.sampler import BatchSampler as TorchdataBatchSampler
 from torchdata.stateful_dataloader.sampler import RandomSampler as TorchdataRandomSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as TorchdataDistributedSampler

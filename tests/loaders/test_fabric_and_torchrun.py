@@ -14,16 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from support.plain_loop import (
-    LENGTH,
-    ON_RANKS,
-    PLAIN,
-    STOP,
-    bare_loop,
-    fabric_on_ranks,
-    fabric_run,
-    ids_of,
-)
+from support.plain_loop import LENGTH, ON_RANKS, PLAIN, STOP, bare_loop, fabric_on_ranks, fabric_run, ids_of
 from support.ranks import Ranks, ledger_of
 
 from lightning_stateful.loaders import patch_dataloader

@@ -10,25 +10,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.overrides.distributed import (
-    UnrepeatedDistributedSamplerWrapper,
-    _IndexBatchSamplerWrapper,
-)
-from support.samplers import (
-    LENGTH,
-    LOADERS,
-    BatchesWithoutLen,
-    ByTheClock,
-    GlobalRandom,
-)
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-)
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
+from support.samplers import LENGTH, LOADERS, BatchesWithoutLen, ByTheClock, GlobalRandom
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as TorchdataDistributedSampler
 
 from lightning_stateful.core import ShuffledOrder

@@ -12,16 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    get_worker_info,
-)
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
-from lightning_stateful.errors import (
-    UnsupportedLoaderError,
-)
+from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.loaders import StatefulLoader, build_patched
 from lightning_stateful.state import sealed
 

@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.mixture.weights import (
-    WeightSchedule,
-    by_name,
-    relative_errors,
-    shares_of,
-    whole_draws,
-)
+from lightning_stateful.mixture.weights import WeightSchedule, by_name, relative_errors, shares_of, whole_draws
 
 NAMES = ("a", "b", "c")
 WEIGHTS = st.lists(st.one_of(st.integers(1, 1000), st.floats(1e-6, 1e6)), min_size=1, max_size=8)

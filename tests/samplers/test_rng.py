@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stateful.samplers.rng import (
-    Randomness,
-    keep_if_drawn,
-    keep_randomness,
-    seed_generator,
-    seed_randomness,
-)
+from lightning_stateful.samplers.rng import Randomness, keep_if_drawn, keep_randomness, seed_generator, seed_randomness
 
 
 def draw() -> tuple[float, float, float, float]:

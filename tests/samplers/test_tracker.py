@@ -11,20 +11,8 @@ import pytest
 from support.samplers import ShuffledBatches, WithoutLen
 
 from lightning_stateful.bucketing import BucketOrder, Buckets, Budget
-from lightning_stateful.core import (
-    EpochPlan,
-    Progress,
-    SampleBatchOrder,
-    SequentialOrder,
-    ShuffledOrder,
-    Topology,
-)
-from lightning_stateful.errors import (
-    ConfigurationError,
-    DamagedStateError,
-    PositionError,
-    StateMismatchError,
-)
+from lightning_stateful.core import EpochPlan, Progress, SampleBatchOrder, SequentialOrder, ShuffledOrder, Topology
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, StateMismatchError
 from lightning_stateful.mixture import MixtureOrder, Sources
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
