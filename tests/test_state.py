@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
-import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -71,17 +68,6 @@ def replaced(state: State, value: Any, *path: str) -> State:
     return sealed(state)
 
 
-def through_json(state: State) -> State:
-    return json.loads(json.dumps(state))
-
-
-def through_torch(state: State) -> State:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def told(found: Any) -> list[tuple[str, Any, Any]]:
     return [(difference.path, difference.saved, difference.present) for difference in found]
 
@@ -109,15 +95,6 @@ class TestPacking:
             ("loaders", {"0": one(), "1": one(seed=8)}),
         ]
         assert last == "checksum"
-
-    @pytest.mark.parametrize("through", [through_json, through_torch, copy.deepcopy], ids=["json", "torch", "deepcopy"])
-    @pytest.mark.parametrize("state", [one(), two(), two(first=one(note=None, rate=0.1, parts=[1, [2]]))])
-    def test_an_envelope_survives_being_written_and_read(self, through: Callable[[State], State], state: State) -> None:
-        read = through(state)
-        check(read)
-
-        assert read == state
-        assert differences(read, state) == []
 
     def test_an_envelope_shares_nothing_with_what_it_was_made_of(self) -> None:
         config, progress = copy.deepcopy(CONFIG), {**PROGRESS, "served": [1]}

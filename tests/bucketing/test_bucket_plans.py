@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 from support.bucket_cases import in_budget, random_cases, random_histories, samples_of, serve, unshuffled_steps
+from support.orders import OrderCase, every_law
 
-from lightning_stateful.bucketing import BucketOrder, Buckets
+from lightning_stateful.bucketing import BucketOrder, Buckets, QuadraticCost
 from lightning_stateful.core import Progress
 from lightning_stateful.errors import ConfigurationError, PositionError
 
@@ -15,6 +16,40 @@ LENGTHS = [7, 3, 9, 3, 8, 2, 9, 1, 7, 5, 4, 4]
 
 def make(lengths=LENGTHS, *, seed=0, shuffle=True, drop_last=False, **options):
     return BucketOrder(Buckets.of(lengths, **in_budget(options)), seed=seed, shuffle=shuffle, drop_last=drop_last)
+
+
+LAW_LENGTHS = [1 + (index * index * 7 + index * 3) % 19 for index in range(61)]
+
+
+def case(lengths=LAW_LENGTHS, *, shuffle=True, drop_last=False, **options):
+    def order(of):
+        return BucketOrder(
+            Buckets.of(of, **in_budget({"num_buckets": 4, **options})), seed=3, shuffle=shuffle, drop_last=drop_last
+        )
+
+    short = order(lengths)
+    samples = [sample for sample, length in enumerate(lengths) if short.budget.num_samples(length)]
+    return OrderCase(order=short, samples=samples, drops=drop_last, shuffled=shuffle, longer=order(lengths * 3))
+
+
+CASES = {
+    "tokens": case(max_tokens=40),
+    "samples": case(batch_size=4),
+    "batches of one": case(batch_size=1),
+    "limited and in multiples": case(max_tokens=40, max_samples=7, multiple=3),
+    "quadratic cost": case(max_tokens=60, cost=QuadraticCost(12)),
+    "given boundaries": case(max_tokens=40, boundaries=[3, 8, 20, 50], num_buckets=None),
+    "too long dropped": case(max_tokens=12, too_long="drop"),
+    "full steps": case(max_tokens=20, drop_last=True),
+    "unshuffled": case(max_tokens=40, shuffle=False),
+    "one bucket": case(max_tokens=40, num_buckets=1),
+}
+
+
+@every_law
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_buckets_keep_the_laws(law, case):
+    law(case)
 
 
 # Whole epochs, and epochs in which the number of ranks changes

@@ -88,11 +88,3 @@ def test_what_is_left_is_what_was_not_taken_out(case, limits):
     assert left.take(np.arange(len(left))).tolist() == expected
     below = left.num_below(np.array(limits, dtype=np.int64))
     assert below.tolist() == [sum(element < limit for element in expected) for limit in limits]
-
-
-def test_the_memory_follows_the_ranges_and_not_the_length():
-    starts = np.arange(0, 2**40, 2**30)
-    left = Remainder.whole(2**40).without(StepRanges(starts, starts + 5))
-    assert len(left) == 2**40 - 5 * 1024
-    assert left.take(np.array([0, 2**30 - 5, len(left) - 1])).tolist() == [5, 2**30 + 5, 2**40 - 1]
-    assert left.firsts.nbytes + left.bounds.nbytes < 20_000

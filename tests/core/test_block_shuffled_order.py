@@ -57,12 +57,6 @@ def test_both_ends_of_a_huge_dataset_are_served_by_windows(length: int) -> None:
     assert 0 <= min(first.min(), last.min()) <= max(first.max(), last.max()) < length
 
 
-def test_it_describes_what_shapes_it() -> None:
-    order = BlockShuffledOrder(9, 2, block_size=4, window=3)
-
-    assert order.config() == {"shuffle": "blocks", "seed": 2, "block_size": 4, "window": 3}
-
-
 @pytest.mark.parametrize("name", ["block_size", "window"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_blocks_and_windows_below_one_are_refused_by_name(name: str, value: int) -> None:

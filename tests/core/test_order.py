@@ -91,11 +91,6 @@ def test_the_first_chunk_is_small_and_the_next_ones_grow() -> None:
 
 COUNTS = ["epoch", "cycle", "consumed"]
 WHOLE = {"epoch": 2, "cycle": 0, "consumed": 12288}
-DETAILS = {"segments": [[64, 300], [48, 20]], "served": {"en": 5}}
-
-
-def test_details_are_written_beside_the_counts() -> None:
-    assert Progress(**WHOLE, details=DETAILS).to_dict() == {**WHOLE, **DETAILS}
 
 
 def test_what_is_written_and_read_shares_nothing_with_the_progress() -> None:

@@ -158,20 +158,6 @@ def draw() -> tuple[float, float, float]:
 
 
 class TestTheGeneratorsOfTheProcess:
-    @pytest.mark.parametrize("function", [lambda: torch.rand(()), np.random.rand, random.random])
-    def test_reading_leaves_them_alone(self, function: Any) -> None:
-        class Reads(Noisy):
-            def __len__(self) -> int:
-                return 60
-
-            def __getitem__(self, index: int) -> Any:
-                return index, float(function())
-
-        with keep_randomness():
-            expected = [draw() for _ in range(20)]
-
-        assert [draw() for _ in a_loader(Reads())] == expected
-
     def test_a_dataset_that_draws_for_the_first_time_late_is_seeded_all_the_same(self) -> None:
         class DrawsLate(Noisy):
             def __len__(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.samplers import GlobalRandom, KeepsItsPlace, OwnState
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader.sampler import BatchSampler as TorchdataBatchSampler
 from torchdata.stateful_dataloader.sampler import RandomSampler as TorchdataRandomSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as TorchdataDistributedSampler
@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as 
 from lightning_stateful.core.samples import SequentialOrder, ShuffledOrder
 from lightning_stateful.errors import ConfigurationError, StateMismatchError
 from lightning_stateful.loaders import StatefulLoader, patch_dataloader
-from lightning_stateful.samplers import DDPSamplerWrapper, RoundRobinBatchSampler, StatefulDistributedSampler
+from lightning_stateful.samplers import RoundRobinBatchSampler, StatefulDistributedSampler
 
 DATA = list(range(22))
 WEIGHTS = [0.0, 1.0, 2.0, 3.0]
@@ -133,15 +133,6 @@ class TestContradictions:
         for batches in (sampler, sampler.tracker.order):
             with pytest.raises(ConfigurationError, match="exact=True never repeats a sample"):
                 StatefulLoader(DATA, batch_sampler=batches, exact=True)
-
-    @pytest.mark.parametrize("kind", [Sampler, DDPSamplerWrapper])
-    def test_drop_last_of_the_loader_counts_for_a_sampler_too(self, kind: Any) -> None:
-        sampler = GlobalRandom() if kind is Sampler else DDPSamplerWrapper(GlobalRandom())
-        ranks = [
-            StatefulLoader(DATA, sampler=sampler, batch_size=4, drop_last=True, num_replicas=2, rank=r) for r in (0, 1)
-        ]
-
-        assert [[len(batch) for batch in rank] for rank in ranks] == [[4, 4], [4, 4]]
 
 
 def test_a_state_of_the_samplers_own_that_is_not_used_is_named() -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders import length_cache
-from lightning_stateful.loaders.length_cache import lengths_of, measure_samples, names_lengths
+from lightning_stateful.loaders.length_cache import lengths_of, measure_samples
 
 LENGTHS = [len(text) for text in TEXTS]
 VALUES = [3, 0, 7, 200, 5]
@@ -70,12 +70,6 @@ def arrow() -> Any:
 def test_not_one_a_sample_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigurationError, match="There are 6 lengths for the 5 samples of a Texts"):
         lengths_of(Texts(), [1] * 6)
-
-
-def test_only_names_and_functions_hold_for_any_dataset() -> None:
-    found = [names_lengths(lengths) for lengths in ("tokens", len, "lengths.npy", VALUES)]
-
-    assert found == [True, True, False, False]
 
 
 class TestColumns:

@@ -81,17 +81,3 @@ def test_cuts_fetched_ahead_by_workers_do_not_count() -> None:
     fresh.load_state_dict(loader.state_dict())
 
     assert found + list(fresh) == list(patched("dynamic buckets", 1, 0))
-
-
-@every_sampler
-def test_a_sampler_keeps_the_ranks_it_was_built_for(name: str) -> None:
-    def ranks() -> list[tuple[int, int]]:
-        parts = [sampler, *getattr(sampler, "samplers", []), *getattr(sampler, "bucket_samplers", [])]
-        return [(part.world_size, part.rank) for part in parts if hasattr(part, "world_size")]
-
-    sampler = SAMPLERS[name](world_size=2, rank=1)
-    before = ranks()
-    list(patch_dataloader(DataLoader(Ids(), sampler=sampler, batch_size=None), num_replicas=3, rank=0))
-
-    assert ranks() == before
-    assert (2, 1) in before

@@ -152,14 +152,6 @@ class Reads(Dataset[Any]):
 
 
 class TestWithoutBatchSize:
-    @pytest.mark.parametrize(("options", "num_replicas"), [({"shuffle": True}, 11), ({"sampler": GlobalRandom()}, 1)])
-    def test_single_samples_come_once_each(self, options: Any, num_replicas: int) -> None:
-        ranks = [patched(batch_size=None, num_replicas=num_replicas, rank=r, **options) for r in range(num_replicas)]
-
-        assert sorted(int(sample) for rank in ranks for sample in rank) == DATA
-        assert [len(rank) for rank in ranks] == [LENGTH // num_replicas] * num_replicas
-        assert all(rank.batch_size is None and rank.batch_sampler is None for rank in ranks)
-
     @pytest.mark.parametrize(("kind", "count"), [(OpaqueBatches, 9), (mappings, 9), (Pairs, LENGTH)])
     def test_objects_are_dealt_out_as_they_are_and_go_on_exactly(self, kind: Any, count: int) -> None:
         ranks, others = (

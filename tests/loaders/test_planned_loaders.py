@@ -90,12 +90,6 @@ class TestStates:
 
 
 class TestTakenOver:
-    def test_ranks_given_are_those_of_a_sampler_that_has_none(self) -> None:
-        loaders = [build_patched(plain(round_robin()), num_replicas=2, rank=rank) for rank in range(2)]
-        served = [index for loader in loaders for batch in indices(loader) for index in batch]
-
-        assert len(served) == len(set(served)) == len(LENGTHS)
-
     def test_what_the_sampler_accepts_is_accepted_when_it_is_patched_again_too(self) -> None:
         loader = build_patched(plain(round_robin(accept="seed")), accept="weights", seed=4)
         again = build_patched(loader, seed=9, num_replicas=2, rank=1)

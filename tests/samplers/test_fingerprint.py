@@ -67,13 +67,6 @@ def test_a_dataset_is_its_length_and_what_it_says_in_a_way_that_is_understood(da
     assert describe_dataset(dataset) == described
 
 
-def test_a_fingerprint_is_taken_over() -> None:
-    dataset = Described(None)
-    dataset._fingerprint = "abc"
-
-    assert describe_dataset(dataset) == {"length": 5, "fingerprint": "abc"}
-
-
 def test_the_same_files_in_another_folder_are_the_same_data(tmp_path: Path) -> None:
     here, there = some_files(tmp_path / "a", "xx", "y"), some_files(tmp_path / "b", "xx", "y")
 

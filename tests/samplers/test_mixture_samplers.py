@@ -107,9 +107,6 @@ class TestShares:
         with pytest.warns(StatefulWarning, match="Source '0' has 3 of 8 draws, a share of 0.375 where"):
             MixtureBatchSampler([5, 5], 1, weights=[1, 2], block=8)
 
-    def test_sizes_that_are_no_weights_are_rounded_without_a_word(self) -> None:
-        assert len(MixtureBatchSampler([10**6, 1], 100)) == 10**4 + 1
-
     @pytest.mark.parametrize(("weights", "batch"), [([2, 3], 5), ([1, 511], 512)])
     def test_by_sample_every_batch_has_its_share_of_each(self, weights: Any, batch: int) -> None:
         sampler = MixtureBatchSampler(
@@ -155,11 +152,6 @@ class TestTokens:
         expected = np.array(weights) / sum(weights)
 
         assert [count / sum(counts.values()) for count in counts.values()] == pytest.approx(expected.tolist(), abs=0.01)
-
-    def test_by_default_every_token_is_served_once_in_an_epoch(self) -> None:
-        sampler = MixtureBatchSampler(TOKENS, 4, by="token", token_lengths=TOKENS)
-
-        assert tokens_served(sampler) == {name: int(part.sum()) for name, part in TOKENS.items()}
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,8 @@ def copied(value: Any, **options: Any) -> Any:
 
 CHANGES: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "set": ({1, 2}, lambda held: held.pop()),
+    "deque": (deque(range(5)), lambda held: held.rotate(1)),
+    "dict of lists": ({0: [0]}, lambda held: (held[0].append(1), held.update({1: [1]}))),
     "array of lists": (np.array([[1], [2, 3]], dtype=object), lambda held: held[1].reverse()),
     "expanded tensor": (torch.ones(1).expand(3), lambda held: held.zero_()),
     "named tuple": (Point([1], 2), lambda held: held.x.append(1)),

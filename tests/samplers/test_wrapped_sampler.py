@@ -5,16 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support import samplers as theirs
 from support.orders import OrderCase, every_law, serve
 from torch.utils.data import DistributedSampler, Sampler
@@ -80,40 +76,6 @@ class Scheduled(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         random.shuffle(self.indices)
         return iter(self.indices[: self.count])
-
-
-OPERATIONS: dict[str, Callable[[Any], object]] = {
-    "shuffle batches": lambda held: random.shuffle(held.batches),
-    "shuffle a batch": lambda held: random.shuffle(held.batches[0]),
-    "rotate": lambda held: held.queue.rotate(1),
-    "count": lambda held: vars(held).update(count=held.count + 1),
-    "new key": lambda held: held.seen.update({held.count: [held.count]}),
-    "grow a value": lambda held: held.seen[0].append(held.queue[0]),
-    "weights": lambda held: held.weights.__imul__(2),
-    "tensor": lambda held: held.table.add_(int(held.rng.integers(9))),
-    "inner": lambda held: held.inner.indices.reverse(),
-    "replace": lambda held: vars(held).update(queue=deque(list(held.queue)[::-1])),
-    "marks": lambda held: held.marks.add(held.count),
-}
-
-
-class Mutating(Sampler[list[int]]):
-    """Changes what it holds in whatever way it is told to, whenever it yields a batch."""
-
-    def __init__(self, program: list[str]) -> None:
-        self.program = program
-        self.batches = [[4 * number + offset for offset in range(4)] for number in range(8)]
-        self.queue, self.count, self.seen, self.marks = deque(range(5)), 0, {0: [0]}, {0}
-        self.weights, self.table, self.rng = np.ones(3), torch.zeros(3), np.random.default_rng(1)
-        self.inner = Scheduled()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        random.shuffle(self.batches)
-        for number in range(len(self.batches)):
-            for name in self.program:
-                OPERATIONS[name](self)
-            digits = [self.queue[0], self.count, len(self.seen[0]), len(self.marks), int(self.weights[0])]
-            yield [*self.batches[number], *digits, int(self.table[0]), self.inner.indices[0]]
 
 
 class SharesWithData(Sampler[int]):
@@ -269,20 +231,6 @@ class TestOptions:
 
 
 class TestTheirs:
-    @given(st.lists(st.sampled_from(sorted(OPERATIONS)), unique=True), st.integers(1, 7), st.integers(0, 2))
-    def test_whatever_a_sampler_changes_in_itself_it_resumes_exactly_and_stays_as_it_was(
-        self, program: list[str], count: int, epoch: int
-    ) -> None:
-        sampler = Mutating(program)
-        before = pickle.dumps(sampler)
-        order = WrappedSampler(sampler, batch_size=None)
-        whole = serve(order, epoch, 1)
-        fresh = WrappedSampler(Mutating(program), batch_size=None)
-
-        assert serve(fresh, epoch, 1, whole.progress[count]).batches == whole.batches[count:]
-        assert serve(order, epoch, 1).batches == whole.batches
-        assert pickle.dumps(sampler) == before
-
     def test_what_it_is_told_between_epochs_counts(self) -> None:
         sampler = Scheduled()
         order = WrappedSampler(sampler)
