@@ -131,18 +131,6 @@ def test_without_matplotlib_it_is_said_what_to_install(
     assert "pip install 'lightning-stateful[plots]'" in told.err
 
 
-@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["unpad"], 2), (["--help"], 0), (["padding", "--help"], 0)])
-def test_without_a_command_there_is_the_usage(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    out, err = capsys.readouterr()
-
-    assert caught.value.code == code
-    assert (err if code else out).startswith("usage: lightning-stateful")
-
-
 def test_the_installed_script_prints_the_reason_without_a_traceback(path: str) -> None:
     script = Path(sys.executable).with_name("lightning-stateful")
     command = [script, "padding", "--lengths", path, "--max-tokens", "40"]

@@ -1,9 +1,10 @@
-"""A difference comes with what usually causes it: one broken sampler for each cause."""
+"""A difference comes with what usually causes it: one fault for each cause."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,56 +14,36 @@ from support.honest import CountsItsOwnItems, Honest
 from lightning_stateful.audit import Divergence, check_resume
 
 
-class LoadsNothing(Honest):
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch = state["epoch"]
+class Resumed(Honest):
+    """In every pass that follows a state, it yields what its fault makes of it."""
 
+    def __init__(self, fault: Callable[[Resumed], list[Any]], num_replicas: int = 1, rank: int = 0) -> None:
+        super().__init__(num_replicas, rank)
+        self.fault, self.start, self.is_first = fault, 0, True
 
-class CountsPrefetched(Honest):
-    def state_dict(self) -> dict[str, Any]:
-        ahead = 2 if 0 < self.consumed < 12 - 2 else 0
-        return {**super().state_dict(), "consumed": self.consumed + ahead}
-
-
-class CountsAfterTheYield(Honest):
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self.order()[self.consumed]
-            self.advance()
-            if not self.consumed:
-                return
-
-
-class TakesOffTwice(Honest):
-    loaded = 0
+    def of_epoch(self, epoch: int) -> list[Any]:
+        """The samples of an epoch, from where it stands."""
+        present, self.epoch = self.epoch, epoch
+        samples = self.order()[self.consumed :]
+        self.epoch = present
+        return samples
 
     def __iter__(self) -> Iterator[Any]:
-        for index in self.order()[self.consumed : 12 - self.loaded]:
-            self.advance()
-            yield index
+        if not self.start:
+            yield from super().__iter__()
+            return
+        items = self.fault(self)
+        self.epoch, self.consumed, self.is_first = self.epoch + 1, 0, False
+        yield from items
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.loaded = self.consumed
+        self.start = self.consumed or 12
 
 
-class StaysAtTheEnd(Honest):
-    def advance(self) -> None:
-        self.consumed += 1
-
-    def __iter__(self) -> Iterator[Any]:
-        for index in self.order()[self.consumed :]:
-            self.advance()
-            yield index
-        self.epoch, self.consumed = self.epoch + 1, 0
-
-
-class AlwaysAsLong(Honest):
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(12):
-            index = self.order()[self.consumed]
-            self.advance()
-            yield index
+class LoadsNothing(Honest):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
 
 
 class DrawsValues(Honest):
@@ -74,29 +55,6 @@ class DrawsValues(Honest):
         self.noise = random.Random(0)
 
 
-class StartsEveryPassThere(Honest):
-    start = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.consumed = max(self.consumed, self.start)
-        return super().__iter__()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.start = self.consumed
-
-
-class CountsTheEpochAgain(Honest):
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.epoch += 1
-
-
-class ForgetsTheEpoch(Honest):
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.consumed = state["consumed"]
-
-
 class LoadsTheRank(Honest):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "rank": self.rank}
@@ -104,28 +62,6 @@ class LoadsTheRank(Honest):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.rank = state["rank"]
-
-
-class DrawsItsOrder(Honest):
-    salt = ""
-
-    def order(self) -> list[int]:
-        return random.Random(f"{self.salt}{self.epoch}").sample(range(12), 12)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.salt = "another stream of random numbers"
-
-
-class ReadsOtherData(Honest):
-    def order(self) -> list[int]:
-        return [index + self.moved for index in super().order()]
-
-    moved = 0
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.moved = 1000
 
 
 class BeginsAnewOnOtherRanks(Honest):
@@ -160,28 +96,55 @@ def first_of(item: Any) -> list[Any]:
     return [int(item[0])]
 
 
+# What a pass that goes on in the middle yields, where the state was taken, and the cause.
+FAULTS: list[tuple[Callable[[Resumed], list[Any]], int, str]] = [
+    (
+        lambda made: made.order(),
+        4,
+        "The epoch's first items came again: the state was not loaded, or iter() starts over.",
+    ),
+    (
+        lambda made: made.of_epoch(made.epoch)[2:],
+        4,
+        "The pass goes on 2 too far ahead: what was prefetched is counted, ",
+    ),
+    (lambda made: made.order()[made.consumed - 1 :], 4, "The pass goes on 1 too far back: the state lags behind "),
+    (
+        lambda made: made.of_epoch(made.epoch)[:-4],
+        4,
+        "The pass ended too early: what was consumed is taken off twice, ",
+    ),
+    (
+        lambda made: [],
+        12,
+        "Nothing was left: at the end of an epoch the state must be that of the next one's beginning.",
+    ),
+    (
+        lambda made: [*made.of_epoch(made.epoch), 0],
+        4,
+        "The pass is too long: it must end after the items that are left, ",
+    ),
+    (
+        lambda made: made.of_epoch(made.epoch) if made.is_first else made.order()[made.start :],
+        4,
+        "A later pass begins where the resumed one did: ",
+    ),
+    (lambda made: made.of_epoch(1), 4, "These are items of epoch 1: loading counts the epoch and iter() again, "),
+    (lambda made: made.of_epoch(2), 16, "These are items of epoch 2: loading counts the epoch and iter() again, "),
+    (lambda made: made.of_epoch(0), 16, "These are items of epoch 0: the epoch is not in the state, "),
+    (
+        lambda made: made.of_epoch(made.epoch)[::-1],
+        4,
+        "The same samples in another order: it is drawn from a generator that is not in the state.",
+    ),
+    (lambda made: [index + 1000 for index in made.of_epoch(made.epoch)], 4, ""),
+]
 TWO = {"num_replicas": 2, "chain": ()}
 OTHERS = {**TWO, "resize": (3,), "stops": [1]}
 CAUSES: list[tuple[Callable[..., Honest], dict[str, Any], str]] = [
-    (LoadsNothing, {}, "The epoch's first items came again: the state was not loaded, or iter() starts over."),
-    (CountsPrefetched, {}, "The pass goes on 2 too far ahead: what was prefetched is counted, "),
-    (
-        CountsAfterTheYield,
-        {"stops": [4]},
-        "The pass goes on 1 too far back: the state lags behind ",
-    ),
-    (TakesOffTwice, {}, "The pass ended too early: what was consumed is taken off twice, "),
-    (StaysAtTheEnd, {}, "Nothing was left: at the end of an epoch the state must be that of the next one's beginning."),
-    (AlwaysAsLong, {}, "The pass is too long: it must end after the items that are left, "),
     (DrawsValues, {"key": first_of}, "The same samples with other values: seed augmentation by epoch and sample, "),
-    (StartsEveryPassThere, {}, "A later pass begins where the resumed one did: "),
-    (CountsTheEpochAgain, {"stops": [4]}, "These are items of epoch 1: loading counts the epoch and iter() again, "),
-    (CountsTheEpochAgain, {"stops": [16]}, "These are items of epoch 2: loading counts the epoch and iter() again, "),
-    (ForgetsTheEpoch, {"chain": ()}, "These are items of epoch 0: the epoch is not in the state, "),
     (LoadsTheRank, TWO, "These are items of another rank: the state holds the rank that saved it, "),
     (LoadsTheRank, {"num_replicas": 2, "stops": [], "chain": (2,)}, "These are items of another rank: "),
-    (DrawsItsOrder, {}, "The same samples in another order: it is drawn from a generator that is not in the state."),
-    (ReadsOtherData, {}, ""),
     (CountsItsOwnItems, OTHERS, "The state holds the rank's own count of items: "),
     (BeginsAnewOnOtherRanks, OTHERS, "The epoch begins anew on other ranks: "),
     (ShufflesByTheNumberOfRanks, OTHERS, "What is left must be dealt to the ranks anew, "),
@@ -196,12 +159,17 @@ def divergence_of(kind: Callable[..., Honest], **options: Any) -> Divergence:
     return result.divergence
 
 
-@pytest.mark.parametrize(("kind", "options", "cause"), CAUSES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_fault_is_explained(kind: Callable[..., Honest], options: dict[str, Any], cause: str) -> None:
-    found = divergence_of(kind, **options)
+@pytest.mark.parametrize(("fault", "stop", "cause"), FAULTS, ids=[cause[:30] for _, _, cause in FAULTS])
+def test_a_fault_of_a_resumed_pass_is_explained(fault: Any, stop: int, cause: str) -> None:
+    found = divergence_of(partial(Resumed, fault), stops=[stop], chain=())
 
     assert found.cause.startswith(cause)
     assert bool(found.cause) == bool(cause)
+
+
+@pytest.mark.parametrize(("kind", "options", "cause"), CAUSES, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_fault_is_explained(kind: Callable[..., Honest], options: dict[str, Any], cause: str) -> None:
+    assert divergence_of(kind, **options).cause.startswith(cause)
 
 
 def test_the_message_names_the_samples_where_a_key_tells_them() -> None:

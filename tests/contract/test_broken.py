@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from support.honest import CountsItsOwnItems, Honest
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_stateful import testing
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.testing import LAWS, ContractError, Recorder, ResumeContract
+from lightning_stateful.testing import LAWS, ContractError, ResumeContract
 
 
 class ReadsItsPositionInIter(Honest):
@@ -169,16 +168,6 @@ def test_a_subclass_of_the_contract_fails_in_the_test_of_the_broken_law(broken: 
 
     assert caught.value.divergence.law == law
     assert caught.value.divergence.cause
-
-
-# torchdata's own constructor calls what torch deprecated.
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_torchdata_loader_breaks_the_laws_that_it_does_not_promise() -> None:
-    make = Recorder(lambda num_replicas, rank: StatefulDataLoader(list(range(12)), batch_size=2))
-    other = {"make_other": lambda: StatefulDataLoader(list(range(12)), batch_size=3)}
-    for law in ("fresh", "suffix", "echo", "not configuration"):
-        with pytest.raises(ContractError, match=f"^{law}: "):
-            LAWS[law](make, **(other if law == "not configuration" else {}))
 
 
 def test_all_laws_of_a_contract_read_one_recording() -> None:

@@ -55,12 +55,6 @@ class TestSampleOrders:
         with pytest.raises(ConfigurationError, match=rf"0 to 2\*\*40 samples, got {length}"):
             kind(length)
 
-    def test_a_sequential_order_counts_in_every_epoch(self) -> None:
-        order = SequentialOrder(2**40)
-
-        assert order.take(np.array([3, 1, 2**40 - 1]), 9, 2).tolist() == [3, 1, 2**40 - 1]
-        assert order.config() == {"shuffle": False}
-
     @pytest.mark.parametrize(
         ("length", "epoch", "cycle", "samples"),
         [
@@ -122,10 +116,6 @@ class TestPlans:
             (2**39 + 6, [2**39 + 6, 2**39 + 7]),
         ]
         assert plan.num_samples(1) == 2**38
-
-    def test_a_plan_tells_whether_it_ends_in_batches_of_two(self) -> None:
-        assert an_order(10, exact=True).plan(0, 4).ends_in_pairs
-        assert not an_order(12, exact=True).plan(0, 4).ends_in_pairs
 
     @pytest.mark.parametrize("order", [an_order(0), an_order(7, batch_size=4, drop_last=True)], ids=["empty", "short"])
     def test_an_epoch_without_a_step_has_no_batches(self, order: SampleBatchOrder) -> None:

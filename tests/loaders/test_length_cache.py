@@ -163,12 +163,6 @@ class TestMeasuring:
         assert measure_samples(MANY, len, num_workers=num_workers).tolist() == [n % 37 for n in range(700)]
         assert measure_samples([], len, num_workers=num_workers).tolist() == []
 
-    @pytest.mark.parametrize(("longest", "dtype"), [(0, np.uint8), (256, np.uint16), (2**33, np.uint64)])
-    def test_they_are_kept_in_the_smallest_type_that_holds_them(self, longest: int, dtype: Any) -> None:
-        found = measure_samples([0, longest], lambda sample: sample, num_workers=0)
-
-        assert (found.dtype, found.tolist()) == (dtype, [0, longest])
-
     def test_by_default_few_samples_are_measured_here_and_many_by_a_process_a_core(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

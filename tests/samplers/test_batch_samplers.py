@@ -47,15 +47,6 @@ def resumed(state: dict[str, Any], order: Any, **options: Any) -> StatefulBatchS
 
 
 @every_order
-def test_it_serves_the_batches_of_its_rank_epoch_by_epoch(order: Any) -> None:
-    sampler = a_sampler(order)
-    expected = [[indices for _, indices in order.plan(epoch, 2).batches(1)] for epoch in range(2)]
-
-    assert [list(sampler), list(sampler)] == expected
-    assert (sampler.order, sampler.epoch, len(sampler)) == (order, 2, len(expected[0]))
-
-
-@every_order
 def test_in_a_data_loader_the_number_of_trained_batches_leaves_out_what_was_only_fetched(order: Any) -> None:
     sampler = a_sampler(order)
     loader = DataLoader(DATASET, batch_sampler=sampler, num_workers=2)

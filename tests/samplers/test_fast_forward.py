@@ -207,26 +207,13 @@ class Named:
     text: str = ""
 
 
-class Cuts:
-    """A collection that is no list."""
-
-    def __init__(self, *names: str) -> None:
-        self.cuts = [Named(name) for name in names]
-
-    def __len__(self) -> int:
-        return len(self.cuts)
-
-    def __iter__(self) -> Any:
-        return iter(self.cuts)
-
-
 DIFFERENT: list[Any] = [
     *(0, 1, -1, 2**70, 1.5, "1", b"1", None),
     *([1], [1, 2], [2, 1], [12], [[1], 2], [[1, 2]], [[1], [2]], [], [[]]),
     *(["a", "b"], ["ab"], ["a;strb"], (1, "a"), ("a", 1)),
     *({"a": 1}, {"b": 1}, {"a": 2}),
     *(np.array([1, 3]), np.array([[1, 3]]), torch.tensor([0.5])),
-    *(Named("x"), Named("y"), Cuts("x", "y"), Cuts("y", "x")),
+    *(Named("x"), Named("y"), {Named("x"), Named("y")}),
 ]
 
 
