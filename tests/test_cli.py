@@ -108,17 +108,6 @@ def test_what_makes_no_sense_is_refused_in_a_line(
     assert said in told.err
 
 
-@pytest.mark.parametrize("arguments", [("--max-tokens", "many"), ("--too-long", "alone"), ("--ranks",)], ids=str)
-def test_what_the_parser_refuses_comes_with_the_usage(
-    path: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
-    told = Told(capsys, ("--lengths", path, *arguments))
-
-    assert (told.code, told.out) == (2, "")
-    assert told.err.startswith("usage: lightning-stateful")
-    assert "error: " in told.err.splitlines()[-1]
-
-
 def test_without_matplotlib_it_is_said_what_to_install(
     path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

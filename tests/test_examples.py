@@ -64,7 +64,7 @@ def test_a_stream_of_text_shards_goes_on_after_a_stop_with_the_same_and_with_oth
     assert lines[2] == "resumed in three workers: 360 lines once, 0 more than once"
 
 
-# Patched loaders under torchrun are killed in tests/loaders/test_fabric_and_torchrun.py.
+# Patched loaders in such a loop are killed in tests/loaders/test_fabric_and_torchrun.py.
 @pytest.mark.slow
 def test_a_bare_loop_under_torchrun_goes_on_after_it_was_broken_off(tmp_path: Path) -> None:
     def run(checkpoint: str, *options: str) -> list[str]:

@@ -70,14 +70,13 @@ def test_only_one_file_imports_lightning() -> None:
     assert importing == {"lightning.py"}
 
 
-def test_only_one_file_touches_the_loop_counters() -> None:
-    touching = {
-        path.name for path in FILES if re.search(r"(batch|epoch)_progress|_batches_that_stepped", path.read_text())
-    }
-    # lightning.py names what it makes sure of.
-    assert touching - {"lightning.py"} == {"loop_progress.py"}
-
-
-def test_only_one_function_asks_torch_for_the_rank() -> None:
-    touching = {path.name for path in FILES if re.search(r"distributed\.get_rank\(", path.read_text())}
-    assert touching == {"tracker.py"}
+@pytest.mark.parametrize(
+    ("pattern", "only"),
+    [
+        (r"(batch|epoch)_progress|_batches_that_stepped", "loop_progress.py"),
+        (r"distributed\.get_rank\(", "tracker.py"),
+    ],
+    ids=["the loop counters", "the rank"],
+)
+def test_only_one_file_asks_for(pattern: str, only: str) -> None:
+    assert {path.name for path in FILES if re.search(pattern, path.read_text())} == {only}

@@ -1,11 +1,7 @@
-"""Patched loaders without a Trainer: under Fabric, and in a bare loop under torchrun that is killed."""
+"""Patched loaders without a Trainer: under Fabric, and in a bare loop on ranks that torchrun could start and that die."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,14 +10,23 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from support.plain_loop import LENGTH, ON_RANKS, PLAIN, STOP, bare_loop, fabric_on_ranks, fabric_run, ids_of
-from support.ranks import Ranks, ledger_of
+from support.plain_loop import (
+    HOLD,
+    LENGTH,
+    ON_RANKS,
+    PLAIN,
+    STOP,
+    bare_loop,
+    fabric_on_ranks,
+    fabric_run,
+    held_loop,
+    ids_of,
+)
+from support.ranks import Ranks, kill, ledger_of, start_ranks, wait_for_steps
 
 from lightning_stateful.loaders import patch_dataloader
 
 SAMPLES = list(range(LENGTH))
-# The step in which the run under torchrun is killed, within its second epoch.
-HOLD = 9
 
 
 def one_process() -> Fabric:
@@ -87,54 +92,32 @@ class TestFabricOnTwoRanks:
             assert after["state"] == whole["state"]
 
 
-def torchrun(folder: Path, hold: int = 0) -> subprocess.Popen[bytes]:
-    folder.mkdir(exist_ok=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with (folder / "log").open("ab") as log:
-        return subprocess.Popen(
-            [*launcher, "-m", "support.plain_loop", str(folder), str(hold)],
-            start_new_session=True,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def kill(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End torchrun and the ranks it has started, each of which leads a session of its own, with SIGKILL."""
-    process.kill()
-    process.wait()
-    for path in folder.glob("pid*"):
-        try:
-            os.kill(int(path.read_text()), signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed within a step of the second epoch and run again; "bare_loop" beside it was not killed."""
     folder = tmp_path_factory.mktemp("ranks")
     Ranks(2, folder).of(bare_loop)
     path = folder / "killed"
-    process = torchrun(path, HOLD)
+    path.mkdir()
+    processes = start_ranks(held_loop, path)
     try:
-        deadline = time.monotonic() + 120
-        while min(len(ledger_of(path, rank)) for rank in range(2)) <= HOLD:
-            assert process.poll() is None, (path / "log").read_text()[-3000:]
-            assert time.monotonic() < deadline, "the run did not begin"
+        wait_for_steps(HOLD + 1, processes, path)
+        while len(ledger_of(path, 1)) <= HOLD:
             time.sleep(0.01)
     finally:
-        kill(process, path)
+        kill(processes)
     (folder / "state.pt").write_bytes((path / "last.pt").read_bytes())
-    again = torchrun(path)
+    again = start_ranks(bare_loop, path)
     try:
-        assert again.wait(timeout=200) == 0, (path / "log").read_text()[-3000:]
+        for process in again:
+            process.join(120)
+            assert process.exitcode == 0
     finally:
-        kill(again, path) if again.returncode is None else None
+        kill(again)
     return path
 
 
-class TestTorchrun:
+class TestBareLoop:
     def test_every_rank_trains_on_what_it_would_have_trained_on_to_the_same_weights(self, killed: Path) -> None:
         whole = killed.with_name("bare_loop")
         for rank in range(2):

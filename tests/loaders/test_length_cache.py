@@ -119,11 +119,6 @@ class TestAttributesAndParts:
     def test_an_attribute_of_any_kind_of_integers_is_found(self, make: Any) -> None:
         assert lengths_of(Texts(make(VALUES)), "sizes").tolist() == VALUES
 
-    @pytest.mark.parametrize("name", ["method", "nothing", "no name"])
-    def test_what_is_no_attribute_of_values_is_refused(self, name: str) -> None:
-        with pytest.raises(ConfigurationError, match=r"neither a column nor an attribute of the Texts, nor a \.npy"):
-            lengths_of(Texts(), name)
-
     def test_subsets_and_parts_of_a_concatenation_have_the_lengths_of_their_samples(self, arrow: Any) -> None:
         joined = ConcatDataset([Subset(arrow, [1]), arrow, Subset(ConcatDataset([arrow, arrow]), [7])])
 

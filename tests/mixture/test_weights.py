@@ -86,7 +86,6 @@ def test_a_temperature_that_is_no_positive_number_is_refused(temperature: Any) -
 @pytest.mark.parametrize(
     ("weights", "draws"),
     [
-        ([0.7, 0.2, 0.1], (7, 2, 1)),
         ([1, 1, 254], (1, 1, 254)),
         ([1, 2.5, 0.1], (10, 25, 1)),
         ([2, 999, 5000], (2, 999, 5000)),

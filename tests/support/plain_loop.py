@@ -1,13 +1,11 @@
-"""Training without a Trainer: a bare loop for torchrun, which may be killed, and loops under Fabric."""
+"""Training without a Trainer: a bare loop on ranks as torchrun starts them, and loops under Fabric."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lightning_stateful import patch_dataloader
 
 LENGTH, NUM_EPOCHS, STOP = 46, 3, 4
+# The step in which a bare loop is killed, within its second epoch.
+HOLD = 9
 
 
 class Samples(Dataset[Any]):
@@ -78,15 +78,13 @@ def main(folder: Path, hold: int) -> None:
     """Train from the last checkpoint, if there is one, writing every step down before it is taken.
 
     Args:
-        folder: Where ledgers, checkpoints and the ids of the processes are written.
+        folder: Where ledgers and checkpoints are written.
         hold: Step that is begun and never ended; 0 for none.
     """
     is_alone = not dist.is_initialized()
     if is_alone:
         dist.init_process_group("gloo")
     rank = dist.get_rank()
-    (folder / f"pid{rank}").write_text(str(os.getpid()))
-    dist.barrier()
     torch.manual_seed(1)
     net = torch.nn.Linear(4, 1)
     model = DistributedDataParallel(net)
@@ -124,8 +122,13 @@ def main(folder: Path, hold: int) -> None:
 
 
 def bare_loop(folder: Path) -> None:
-    """Train to the end, on ranks that are joined already."""
+    """Train to the end."""
     main(folder, 0)
+
+
+def held_loop(folder: Path) -> None:
+    """Train up to a step that is never ended."""
+    main(folder, HOLD)
 
 
 # Fabric
@@ -180,8 +183,3 @@ def fabric_on_ranks(folder: Path) -> dict[str, Any]:
             "after": fabric_run(fabric, name, load=checkpoint),
         }
     return found
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]), int(sys.argv[2]))
