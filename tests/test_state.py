@@ -96,17 +96,6 @@ class TestPacking:
         ]
         assert last == "checksum"
 
-    def test_an_envelope_shares_nothing_with_what_it_was_made_of(self) -> None:
-        config, progress = copy.deepcopy(CONFIG), {**PROGRESS, "served": [1]}
-        state = pack("shuffled", 1, config, progress)
-        combined, before = pack_combined("min_size", {"0": state}), copy.deepcopy(state)
-        config["dataset"]["length"] = 5  # type: ignore[index]
-        progress["served"][0] = 9  # type: ignore[index]
-
-        assert state == before
-        state["progress"]["epoch"] = 99
-        assert combined == pack_combined("min_size", {"0": before})
-
     def test_the_checksum_follows_every_value_and_no_order_of_keys(self) -> None:
         states = [one(), one(seed=8), one(progress={**PROGRESS, "epoch": 3}), one(order_version=2), one("other")]
 

@@ -162,13 +162,6 @@ def test_an_endless_iterable_is_compared_up_to_max_items() -> None:
         check_resume(endless, max_items=20, resize=(2,))
 
 
-def test_items_of_none_are_items() -> None:
-    result = check_resume(type("OfNone", (Honest,), {"item": lambda self, index: None}), stops="every")
-
-    assert result
-    assert result.num_comparisons > 24
-
-
 def test_an_error_in_the_users_code_propagates_with_a_note_that_says_where() -> None:
     class Fails(Honest):
         def item(self, index: int) -> int:

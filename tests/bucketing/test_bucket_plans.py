@@ -1,10 +1,8 @@
 """Epochs of batches of like lengths are served in step, once, through any changes of ranks."""
 
-import dataclasses
-
 import numpy as np
 import pytest
-from support.bucket_cases import in_budget, random_cases, random_histories, samples_of, serve, unshuffled_steps
+from support.bucket_cases import in_budget, random_histories, samples_of, serve, unshuffled_steps
 from support.orders import OrderCase, every_law
 
 from lightning_stateful.bucketing import BucketOrder, Buckets, QuadraticCost
@@ -58,14 +56,6 @@ def test_buckets_keep_the_laws(law, case):
 def test_an_unshuffled_epoch_is_that_of_lists_of_samples():
     for history in random_histories(40, seed=0, shuffle=False, drop_last=False):
         assert history.steps == unshuffled_steps(history.order, history.segments)
-
-
-def test_the_number_of_steps_follows_neither_epoch_nor_seed_nor_shuffling():
-    for order, usable, rng in random_cases(20, seed=6):
-        ranks = rng.choice(usable)
-        others = [dataclasses.replace(order, **change) for change in ({"seed": 123}, {"shuffle": False})]
-        counts = {other.plan(epoch, ranks).num_steps for other in (order, *others) for epoch in (0, 3)}
-        assert counts == {len(serve(order.plan(0, ranks)))}
 
 
 # Resumes

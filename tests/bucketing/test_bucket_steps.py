@@ -56,14 +56,6 @@ def test_taking_samples_away_or_adding_ranks_never_needs_more_steps(case, rng, d
     assert make(counts, sizes, num_replicas + 1).num_steps <= make(*case).num_steps
 
 
-def test_2_to_the_40_samples_are_cut_at_once():
-    steps = make([2**39, 7, 2**39], [1, 3, 5], 64)
-    assert steps.num_steps == 2**39 // 64 + -(-(7 + 2**39 - 7 - (192 - 7)) // 320) + 1
-    found = ranges_of(steps, np.array([2**39 // 64 - 1, 2**39 // 64, steps.num_steps - 1]))
-    assert found[:2] == [(2**39 - 64, 2**39), (2**39, 2**39 + 192)]
-    assert found[2][1] == 2**40 + 7
-
-
 # What is left
 
 

@@ -117,13 +117,6 @@ class TestPlans:
         ]
         assert plan.num_samples(1) == 2**38
 
-    @pytest.mark.parametrize("order", [an_order(0), an_order(7, batch_size=4, drop_last=True)], ids=["empty", "short"])
-    def test_an_epoch_without_a_step_has_no_batches(self, order: SampleBatchOrder) -> None:
-        plan = order.plan(0, 2)
-
-        assert (plan.num_steps, plan.num_samples(0), batches_of(plan), plan.repeats()) == (0, 0, [], "")
-        assert plan.progress_after(0) == Progress()
-
 
 class TestBatchOrders:
     def test_the_batch_size_is_not_compared(self) -> None:

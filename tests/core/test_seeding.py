@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stateful.core.seeding import derive_seed, derive_words, loader_seed, mixed_seed
+from lightning_stateful.core.seeding import derive_seed, loader_seed, mixed_seed
 
 LABELS = st.lists(st.one_of(st.integers(), st.text(max_size=5)), max_size=4)
 
@@ -27,12 +26,6 @@ def test_a_seed_is_the_blake2b_hash_of_tagged_and_counted_labels(labels: Any, en
     assert derive_seed(*labels) == blake2b_of(encoded)
 
 
-def test_words_are_read_from_shake_256_of_the_same_labels() -> None:
-    stream = hashlib.shake_256(b"s1:ai1:1").digest(16)
-
-    assert derive_words(2, "a", 1) == [int.from_bytes(stream[:8], "little"), int.from_bytes(stream[8:], "little")]
-
-
 def test_mixed_seeds_never_change_between_versions() -> None:
     seeds = [mixed_seed(7, 0), mixed_seed(7, 1, 2), mixed_seed(7, 2, 1)]
 
@@ -42,11 +35,6 @@ def test_mixed_seeds_never_change_between_versions() -> None:
 @given(LABELS, LABELS)
 def test_two_lists_of_labels_give_one_seed_only_if_they_are_equal(first: list[Any], second: list[Any]) -> None:
     assert (derive_seed(*first) == derive_seed(*second)) == (first == second)
-
-
-@pytest.mark.parametrize("integer", [np.int64(7), np.uint8(7), IntEnum("Color", {"RED": 7}).RED])
-def test_every_kind_of_integer_with_one_value_gives_one_seed(integer: Any) -> None:
-    assert derive_seed("a", integer) == derive_seed("a", 7)
 
 
 @pytest.mark.parametrize("label", [1.0, None, b"a", (1,), np.float64(1.0)])

@@ -118,10 +118,6 @@ def test_samples_are_repeated_only_where_the_docstring_says_so(rule: StepRule, r
     assert (rule.num_repeated(remaining) > 0) == (not rule.drop_last and (fewer_than_ranks or short_remainder))
 
 
-def test_nothing_is_repeated_where_drop_last_leaves_the_padded_step_out() -> None:
-    assert StepRule(batch_size=1, num_replicas=2, pad=True, drop_last=True).num_repeated(5) == 0
-
-
 def test_shares_are_int64_and_counts_are_plain_ints() -> None:
     rule = StepRule(batch_size=4, num_replicas=3)
     counts = [rule.num_steps(13), rule.step_size(13), rule.served(13, 1), rule.num_repeated(13), rule.num_dropped(13)]

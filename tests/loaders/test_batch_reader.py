@@ -135,16 +135,6 @@ class TestDatasetsThatReadBatches:
 
 
 class TestTheWrapper:
-    def test_attributes_are_the_datasets(self) -> None:
-        dataset = Noisy()
-        seeded = SeededDataset(dataset)
-        seeded.scale = 3
-
-        assert dataset.scale == seeded.scale == 3
-        assert len(seeded) == LENGTH
-        with pytest.raises(AttributeError, match="nothing"):
-            _ = seeded.nothing
-
     def test_it_survives_pickling_and_copying_and_may_be_read_by_a_worker_init_function(self) -> None:
         seeded = SeededDataset(Noisy())
 

@@ -99,10 +99,6 @@ class TestWhereLoadersStand:
         assert at(loaders, "short", 1, 4) is None
         assert loaders.state_at(1, 4)["loaders"]["short"]["progress"] == {"epoch": 1, "cycle": 0, "consumed": 5}
 
-    @pytest.mark.parametrize("sizes", [{"": (0, 2)}, {"": (1, 2), "b": (6, 2)}])
-    def test_a_loader_without_a_batch_stands_nowhere(self, sizes: dict[str, tuple[int, int]]) -> None:
-        assert at(combined(sizes, drop_last=True), "", 0, 0) is None
-
     def test_other_modes_are_refused_by_name(self) -> None:
         with pytest.raises(ConfigurationError, match=r"modes \('min_size', 'max_size', 'max_size_cycle'\).*'sequen"):
             two("sequential")

@@ -67,12 +67,6 @@ def test_all_samples_in_turn_or_shuffled_as_a_whole_are_a_plain_order(options: d
     assert patched(**options).order.samples == samples
 
 
-def test_a_batch_sampler_of_torchs_gives_its_batch_size_and_drop_last() -> None:
-    loader = patched(batch_sampler=BatchSampler(GlobalRandom(), 4, drop_last=True))
-
-    assert (loader.batch_size, loader.drop_last, len(loader)) == (4, True, 5)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -91,15 +85,6 @@ def test_any_other_sampler_runs_as_it_is(make: Any) -> None:
     assert state["kind"] == "sampler"
     assert state["config"]["sampler"]["class"] == type(make()).__name__
     assert len(samples_of(loader)) == len(list(make()))
-
-
-def test_a_seed_draws_the_same_whatever_the_process_drew() -> None:
-    def draws(seed: int) -> list[int]:
-        torch.seed()
-        sampler = WeightedRandomSampler([1.0] * 22, 22)
-        return samples_of(patch_dataloader(DataLoader(DATA, sampler=sampler, batch_size=4), seed=seed))
-
-    assert draws(1) == draws(1) != draws(2)
 
 
 def test_a_generator_that_a_sampler_holds_is_not_moved() -> None:

@@ -1,4 +1,4 @@
-"""Patched loaders without a Trainer: under Fabric, and in a bare loop on ranks that torchrun could start and that die."""
+"""Patched loaders without a Trainer: under Fabric, and in a bare loop that is killed, as torchrun starts it."""
 
 from __future__ import annotations
 

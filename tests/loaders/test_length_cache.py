@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import signal
 import time
 import warnings
@@ -138,17 +137,6 @@ def fails_at(index: int, returned: Any) -> Callable[[int], Any]:
     return lambda sample: returned if sample == index else sample
 
 
-class Draws(Dataset[str]):
-    """Every sample draws from all generators."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> str:
-        torch.rand(1), np.random.rand(), random.random()
-        return "a" * index
-
-
 MANY = ["a" * (index % 37) for index in range(700)]
 
 
@@ -166,12 +154,6 @@ class TestMeasuring:
 
         assert set(measure_samples(MANY[:599], process_of_sample).tolist()) == {os.getpid()}
         assert set(measure_samples(MANY[:600], lambda sample: get_worker_info().num_workers).tolist()) == {2}
-
-    def test_global_generators_are_left_alone(self, tmp_path: Path) -> None:
-        for _ in range(2):  # measured, and read from a file
-            before = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
-            lengths_of(Draws(), len, cache_file=tmp_path / "lengths.npy", num_workers=0)
-            assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == before
 
     @pytest.mark.parametrize("returned", [-1, 1.5, torch.tensor([3, 4]), 2**70], ids=str)
     def test_what_is_no_length_is_refused_with_its_sample(self, returned: Any) -> None:

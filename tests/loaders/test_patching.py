@@ -14,14 +14,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.utilities import CombinedLoader
 from support.ledger import Numbers
 from support.samplers import LENGTH, ClassBalanced, GlobalRandom, ShufflesInPlace, loader
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_stateful.core import BlockShuffledOrder, Progress
@@ -322,11 +315,6 @@ class TestRefusals:
         # That any other iterable gives batches is known within a Trainer only.
         with pytest.raises(UnsupportedLoaderError, match="it is a list and not a torch"):
             patch_dataloader([1, 2])  # type: ignore[arg-type]
-
-    def test_a_loader_over_nothing_is_patched_and_is_over_at_once(self) -> None:
-        patched = patch_dataloader(DataLoader([], batch_size=4, sampler=SequentialSampler([])))
-
-        assert (len(patched), list(patched)) == (0, [])
 
 
 def loader_of_numbers(**options: Any) -> DataLoader[Any]:

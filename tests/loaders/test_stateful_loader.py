@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import multiprocessing
 import random
@@ -81,14 +80,6 @@ EPOCHS = [read(batches) for loader in [a_loader()] for batches in (list(loader),
 
 
 class TestPasses:
-    def test_an_exhausted_pass_stays_exhausted(self) -> None:
-        loader = a_loader()
-        iterator = iter(loader)
-        list(iterator)
-
-        assert list(iterator) == []
-        assert loader.epoch == 1
-
     @pytest.mark.parametrize("num_workers", [0, 1])
     def test_a_batch_that_cannot_be_read_is_tried_again(self, num_workers: int) -> None:
         dataset = Numbers(12, fails_at=5)
@@ -204,14 +195,6 @@ class TestRandomness:
 
 
 class TestWithoutLightning:
-    def test_a_copy_has_progress_of_its_own(self) -> None:
-        loader = a_loader()
-        other = copy.deepcopy(loader)
-        list(other)
-
-        assert read(loader) == EPOCHS[0]
-        assert other.epoch == 1
-
     def test_a_subclass_is_served_as_one_that_knows_nothing_of_its_constructor(self) -> None:
         class Mine(StatefulLoader):
             def __init__(self, scale: int) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.mixtures import endless_draws
 
-from lightning_stateful.mixture.draws import Draws, Period
+from lightning_stateful.mixture.draws import Draws
 from lightning_stateful.mixture.weights import Between, DrawSchedule
 
 KEYS = st.one_of(st.none(), st.integers(0, 2**64 - 1))
@@ -74,20 +74,6 @@ def test_exhausted_sources_leave_the_others_in_their_order(
     assert sorted(keyed.sources(0, sum(totals))) == sorted(expected)
     assert np.array_equal(keyed.sources(first, sum(totals)), keyed.sources(0, sum(totals))[first:])
     assert np.array_equal(keyed.counts_before(first), np.bincount(keyed.sources(0, first), minlength=len(counts)))
-
-
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=5), st.integers(0, 10**12), st.data())
-def test_any_draw_of_a_source_is_found(counts: list[int], number: int, data: st.DataObject) -> None:
-    source, period = data.draw(st.integers(0, len(counts) - 1)), Period(counts)
-    draw = period.draw_of(source, number)
-    assert Draws.repeated(counts).sources(draw, draw + 1).tolist() == [source]
-    assert period.before(draw)[source] == number
-
-
-def test_keys_and_windows_have_orders_of_their_own() -> None:
-    orders = {tuple(Draws.repeated([15, 15], key=key).sources(0, 60).tolist()) for key in (None, *range(20))}
-    windows = Draws.repeated([15, 15], key=5).sources(0, 1200).reshape(40, 30)
-    assert (len(orders), len({tuple(window) for window in windows.tolist()})) == (21, 40)
 
 
 def test_golden_draws() -> None:

@@ -29,16 +29,6 @@ def test_a_source_keeps_its_order_when_others_come_and_go() -> None:
     assert [index - 7 for index in take(both, 1, range(80), (3,))] == take(alone, 0, range(80), (3,))
 
 
-def test_every_pass_and_every_source_has_an_order_of_its_own() -> None:
-    sources = make_sources([40, 40], 1)
-    orders = {
-        tuple(index - 40 * source for index in take(sources, source, range(40 * number, 40 * number + 40), (3,)))
-        for source in (0, 1)
-        for number in range(10)
-    }
-    assert len(orders) == 20
-
-
 @pytest.mark.parametrize(
     ("lengths", "sizes", "message"),
     [

@@ -104,12 +104,3 @@ def test_with_num_steps_the_draws_of_a_mixture_go_on_where_they_were() -> None:
     progress = order.plan(0, 2).progress_after(7)
     sources = [[step[0][0][0] for step in by_source(order, serve(order, 0, ranks, progress))] for ranks in (2, 3, 5)]
     assert sources[0] == sources[1] == sources[2]
-
-
-def test_a_plan_is_made_once_more_from_where_it_was_made() -> None:
-    order = mixture([300, 200], 2, [1, 2])
-    first = order.plan(0, 8).progress_after(5)
-    second = order.plan(0, 6, first).progress_after(3)
-    assert second.consumed == 8
-    assert second.details["planned"] == {"ranks": 6, "steps": 5, "served": first.details["served"]}
-    assert serve(order, 0, 6, second) == serve(order, 0, 6, first)[3:]

@@ -121,11 +121,6 @@ def test_a_period_without_a_draw_for_each_source_is_refused() -> None:
         whole_draws(shares([1, 1, 1]), 2)
 
 
-def test_a_longer_period_may_be_exact_where_a_batch_is_as_long() -> None:
-    assert sum(whole_draws(shares([601, 622]))) == 512
-    assert sum(whole_draws(shares([601, 622]), exact=2000)) == 1223
-
-
 @pytest.mark.parametrize("points", [{}, {1: [1, 1]}, {0: [1, 1], 5: [1, 1], 3: [1, 1]}, {-1: [1, 1], 0: [1, 1]}])
 def test_points_that_do_not_rise_from_0_are_refused(points: Any) -> None:
     with pytest.raises(ConfigurationError, match="A schedule begins at 0 and its points rise"):

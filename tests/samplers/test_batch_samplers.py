@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
-import pickle
 from typing import Any
 
 import numpy as np
@@ -69,16 +67,6 @@ def test_a_state_is_small_and_loads_with_weights_only(order: Any) -> None:
 
     assert torch.load(file, weights_only=True) == sampler.state_dict()
     assert len(json.dumps(sampler.state_dict())) < 1024
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])
-def test_a_sampler_is_copied_and_pickled_with_its_progress(copied: Any) -> None:
-    sampler = a_sampler(ORDERS["sources"])
-    take(sampler, 3)
-    other = copied(sampler)
-
-    assert other.state_dict() == sampler.state_dict()
-    assert list(resumed(other.state_dict(), sampler.order)) == list(a_sampler(sampler.order))[3:]
 
 
 @every_order

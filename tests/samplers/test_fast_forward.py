@@ -121,11 +121,6 @@ class TestDigests:
             with pytest.raises(StateMismatchError, match=r"sequence at item \d+: .*Listed no longer yields"):
                 resumed(Listed(changed(slot)), progress)
 
-    def test_a_sequence_that_changes_only_behind_the_progress_goes_on(self) -> None:
-        progress = stopped(Listed(changed()), 70)
-
-        assert resumed(Listed(changed(70)), progress) == changed(70)[70:]
-
     def test_a_sampler_that_ends_before_the_progress_is_refused(self) -> None:
         progress = stopped(Listed(changed()), 80)
         with pytest.raises(PositionError, match="80 items of Listed were used in epoch 0, but now it ends before"):

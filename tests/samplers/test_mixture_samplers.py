@@ -32,21 +32,6 @@ def served(samplers: list[Any]) -> Counter[int]:
     return Counter(index for sampler in samplers for batch in sampler for index in batch)
 
 
-class TestWhatEarlierRoundRobinSamplersGotWrong:
-    """Defects of the samplers that this one replaces."""
-
-    def test_a_rank_sees_samples_of_all_regions_over_the_epochs(self) -> None:
-        sampler = round_robin([64, 64], ranks=4)[1]
-        seen = {index for _ in range(30) for batch in sampler for index in batch}
-
-        assert len(seen) > 0.98 * 128
-
-    def test_ranks_have_no_common_pattern_at_a_fixed_offset(self) -> None:
-        first, second = ([index for batch in sampler for index in batch] for sampler in round_robin([40, 40], ranks=2))
-
-        assert len({a - b for a, b in zip(first, second, strict=True)}) > 10
-
-
 class TestArguments:
     @pytest.mark.parametrize(
         "lengths",

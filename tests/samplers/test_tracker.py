@@ -180,23 +180,8 @@ class TestSetEpoch:
         assert fresh.state_dict() == a_tracker(order).state_dict()
         assert list(passing(fresh)) == epochs(order, 1)[0]
 
-    @pytest.mark.parametrize(
-        ("epoch", "error"), [(1.5, ConfigurationError), ("1", ConfigurationError), (-1, PositionError)]
-    )
-    def test_an_epoch_that_is_none_is_refused(self, epoch: Any, error: type[Exception]) -> None:
-        with pytest.raises(error, match="epoch"):
-            a_tracker().set_epoch(epoch)
-
 
 class TestProgress:
-    def test_a_number_of_steps_is_counted_from_where_the_pass_began_and_leaves_out_what_was_only_fetched(self) -> None:
-        tracker = a_tracker()
-        tracker.seek(Progress(consumed=4))
-        take(tracker, 3)
-
-        assert tracker.progress == Progress(consumed=16)
-        assert tracker.progress_after(1) == Progress(consumed=8)
-
     @every_order
     def test_the_last_step_is_the_beginning_of_the_next_epoch(self, order: Any) -> None:
         tracker = a_tracker(order)
@@ -209,13 +194,6 @@ class TestProgress:
     def test_more_steps_than_the_pass_has_are_refused(self, steps: int) -> None:
         with pytest.raises(ConfigurationError, match=f"must be from 0 to 8, the length of this pass, got {steps}"):
             a_tracker().progress_after(steps)
-
-    def test_a_report_tells_the_epoch_and_what_was_served_of_it(self) -> None:
-        tracker = a_tracker()
-        reports = [tracker.report(), *(tracker.report() for _ in passing(tracker))]
-
-        assert reports[:2] == [{"epoch": 0, "samples": 0}, {"epoch": 0, "samples": 4}]
-        assert reports[-2:] == [{"epoch": 0, "samples": 28}, {"epoch": 1, "samples": 0}]
 
 
 class TestStates:
@@ -280,11 +258,6 @@ class TestStates:
 class TestTopology:
     def test_without_a_process_group_there_is_one_rank(self) -> None:
         assert detect_topology() == Tracker(SAMPLES).topology == Topology(num_replicas=1, rank=0)
-
-    @pytest.mark.parametrize(("num_replicas", "rank"), [(0, 0), (2, 2), (None, 1)])
-    def test_what_is_out_of_range_is_refused_at_once(self, num_replicas: int | None, rank: int) -> None:
-        with pytest.raises(ConfigurationError):
-            Tracker(SAMPLES, num_replicas=num_replicas, rank=rank)
 
     @pytest.mark.usefixtures("rank_2_of_4")
     def test_the_process_group_is_asked_for_what_is_not_given(self) -> None:

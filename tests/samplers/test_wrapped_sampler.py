@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -65,17 +63,6 @@ class WithState(theirs.KeepsItsPlace):
     def item(self) -> list[int]:
         drawn: list[int] = self.rng.integers(1000, size=3).tolist()
         return drawn
-
-
-class Scheduled(Sampler[int]):
-    """Shuffles a list in place, and serves as much of it as it is told from outside."""
-
-    def __init__(self) -> None:
-        self.indices, self.count = list(range(20)), 5
-
-    def __iter__(self) -> Iterator[int]:
-        random.shuffle(self.indices)
-        return iter(self.indices[: self.count])
 
 
 class SharesWithData(Sampler[int]):
@@ -175,23 +162,10 @@ class TestPlans:
         assert len(list(batches)) == 4
         assert plan.num_steps == 5
 
-    def test_samples_of_a_rank_are_counted_where_they_are_known(self) -> None:
-        assert WrappedSampler(Items(list(range(23))), batch_size=3).plan(0, 4).num_samples(3) == 5
-        for options in ({"batch_size": None}, {"length": "unknown"}):
-            with pytest.raises(TypeError, match="Items does not say how many samples"):
-                WrappedSampler(Items([[1]]), **options).plan(0, 1).num_samples(0)  # type: ignore[arg-type]
-
     def test_an_exact_plan_of_single_samples_tells_that_it_ends_in_pairs(self) -> None:
         order = WrappedSampler(Items(list(range(9))), exact=True)
 
         assert (order.plan(0, 4).ends_in_pairs, order.plan(0, 3).ends_in_pairs) == (True, False)
-
-    def test_a_copied_plan_goes_on_by_itself(self) -> None:
-        plan = WrappedSampler(theirs.GlobalRandom()).plan(0, 1)
-        expected = list(plan.batches(0))
-
-        assert list(pickle.loads(pickle.dumps(plan)).batches(0)) == expected
-        assert list(copy.deepcopy(plan).batches(0)) == expected
 
 
 class TestOptions:
@@ -231,14 +205,6 @@ class TestOptions:
 
 
 class TestTheirs:
-    def test_what_it_is_told_between_epochs_counts(self) -> None:
-        sampler = Scheduled()
-        order = WrappedSampler(sampler)
-        assert len(list(order.plan(0, 1).batches(0))) == 5
-        sampler.count = 9
-
-        assert len(list(order.plan(1, 1).batches(0))) == 9
-
     @pytest.mark.parametrize("as_argument", [True, False], ids=["told", "a torch Dataset"])
     def test_the_dataset_is_shared_with_the_sampler(self, as_argument: bool) -> None:
         dataset = theirs.Numbers(9) if not as_argument else theirs.CountsEpochs()
