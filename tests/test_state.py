@@ -22,16 +22,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
     StateVersionError,
 )
-from lightning_stateful.state import (
-    check,
-    copy_plain,
-    differences,
-    pack,
-    pack_combined,
-    refuse_differences,
-    sealed,
-    walk,
-)
+from lightning_stateful.state import check, copy_plain, differences, pack, pack_combined, refuse_differences, sealed
 
 State = dict[str, Any]
 CONFIG = {"shuffle": True, "seed": 7, "drop_last": False, "dataset": {"length": 100, "fingerprint": "abc"}}
@@ -279,11 +270,6 @@ class TestRefusing:
             refuse_differences(saved, one())
         refuse_differences(saved, one(), accept="dataset.fingerprint")
         assert differences(saved, one(), fingerprints=False) == []
-
-
-@both
-def test_walking_yields_each_loaders_envelope_with_its_path(state: State) -> None:
-    assert list(walk(state)) == ([("", state)] if "loaders" not in state else [("0", one()), ("1", one(seed=8))])
 
 
 class TestPlainCopies:

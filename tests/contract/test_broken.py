@@ -170,26 +170,6 @@ def test_a_subclass_of_the_contract_fails_in_the_test_of_the_broken_law(broken: 
     assert caught.value.divergence.cause
 
 
-def test_all_laws_of_a_contract_read_one_recording() -> None:
-    made: list[tuple[int, int]] = []
-
-    class Contract(ResumeContract):
-        stops = (3,)
-
-        def make(self, num_replicas: int = 1, rank: int = 0) -> Honest:
-            made.append((num_replicas, rank))
-            return Honest(num_replicas, rank, length=11)
-
-    Contract().test_suffix()
-    before = len(made)
-    Contract().test_plain()
-    Contract().test_snapshot()
-
-    # The run without stops, the run with them, the resume, and the five objects of the chain of kills.
-    assert made == [(1, 0)] * 8
-    assert len(made) == before
-
-
 def test_a_contract_without_make_says_what_to_define() -> None:
     with pytest.raises(ConfigurationError, match=r"Unfinished must define make\(self, num_replicas=1, rank=0\)"):
         type("Unfinished", (ResumeContract,), {})().test_fresh()

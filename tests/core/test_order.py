@@ -53,14 +53,6 @@ COUNTS = ["epoch", "cycle", "consumed"]
 WHOLE = {"epoch": 2, "cycle": 0, "consumed": 12288}
 
 
-def test_what_is_written_and_read_shares_nothing_with_the_progress() -> None:
-    data: dict[str, Any] = {**WHOLE, "served": {"en": 5}}
-    progress = Progress.from_dict(data)
-    data["served"]["en"] = progress.to_dict()["served"]["en"] = 9
-
-    assert progress.to_dict() == {**WHOLE, "served": {"en": 5}}
-
-
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_negative_count_is_refused_with_all_values(name: str) -> None:
     values = {**WHOLE, name: -1}

@@ -88,14 +88,6 @@ class TestPlans:
             for first_step in {0, 1, len(expected) // 2, len(expected)}:
                 assert batches_of(plan, rank, first_step) == expected[first_step:]
 
-    @given(ORDERS, RANKS)
-    def test_samples_are_those_of_the_batches(self, order: SampleBatchOrder, num_replicas: int) -> None:
-        plan = order.plan(1, num_replicas)
-        batches = batches_of(plan, num_replicas - 1)
-        for first_step in {0, len(batches) // 2}:
-            expected = [sample for batch in batches[first_step:] for sample in batch]
-            assert list(plan.samples(num_replicas - 1, first_step)) == expected
-
     @pytest.mark.parametrize("rank", [0, 2])
     @pytest.mark.parametrize(("length", "batch_size"), [(50_001, 2), (50_001, 9_000), (24_576, 1)])
     def test_epochs_that_are_read_in_many_chunks_are_cut_like_short_ones(
@@ -123,14 +115,6 @@ class TestBatchOrders:
         configs = [an_order(9, seed=2, batch_size=size, drop_last=True).config() for size in (1, 4)]
 
         assert configs == [{"shuffle": True, "seed": 2, "drop_last": True}] * 2
-
-    @pytest.mark.parametrize("length", [12, 25])
-    def test_progress_is_kept_by_a_dataset_of_another_length(self, length: int) -> None:
-        progress = an_order(20).plan(0, 3).progress_after(4)
-        order = an_order(length)
-
-        assert order.convert(progress, an_order(20).config()) == progress
-        assert order.plan(0, 1, progress).num_steps == length - 12
 
     def test_an_exact_order_serves_no_sample_twice(self) -> None:
         order = an_order(10, seed=2)

@@ -126,15 +126,6 @@ def test_shares_are_int64_and_counts_are_plain_ints() -> None:
     assert {rule.share(remaining, 1).dtype for remaining in (0, 1, 5, 100)} == {np.dtype(np.int64)}
 
 
-def test_the_arithmetic_holds_for_2_to_the_40_samples() -> None:
-    rule = StepRule(batch_size=3, num_replicas=7)
-    num_steps = rule.num_steps(2**40)
-    before_last = rule.served(2**40, num_steps - 1)
-
-    assert num_steps == -(-(2**40) // 21)
-    assert before_last + rule.step_size(2**40 - before_last) == 2**40
-
-
 @pytest.mark.parametrize("name", ["batch_size", "num_replicas"])
 @pytest.mark.parametrize("value", [0, 1.5, True])
 def test_what_is_no_positive_int_is_refused_by_name(name: str, value: Any) -> None:

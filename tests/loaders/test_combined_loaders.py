@@ -321,20 +321,6 @@ def refused(loaders: CombinedLoaders, state: Any, **options: Any) -> list[tuple[
 
 
 class TestDifferences:
-    @pytest.mark.parametrize(
-        ("present", "saved", "difference"),
-        [
-            (two("min_size"), two("max_size"), ("mode", "max_size", "min_size")),
-            (two(), combined({"a": (4, 2), "c": (10, 2)}), ("loaders", ["a", "c"], ["a", "b"])),
-            (combined({"": (10, 2)}), two(), ("loaders", ["a", "b"], "one loader")),
-            (two(), combined({"a": (4, 2), "b": (12, 2)}), ("b.dataset.length", 12, 10)),
-        ],
-    )
-    def test_a_difference_is_refused_by_its_path(
-        self, present: CombinedLoaders, saved: CombinedLoaders, difference: Any
-    ) -> None:
-        assert refused(present, saved.state_at(0, 1)) == [difference]
-
     def test_a_loader_that_is_accepted_as_new_begins_with_the_epoch_but_one_is_not_several(self) -> None:
         loaders = combined({"a": (4, 2), "b": (10, 2), "c": (6, 2)})
         loaders.load(two().state_at(3, 2), accept=("loaders",), where=WHERE)
@@ -355,11 +341,6 @@ def edited(state: dict[str, Any], path: str, **progress: Any) -> dict[str, Any]:
 SAVED = two().state_at(0, 1)
 DAMAGED: dict[str, tuple[Any, type[StateError], str]] = {
     "another content": ({**SAVED, "config": {"mode": "min_size"}}, DamagedStateError, "the checksum of its contents"),
-    "loaders in a loader": (
-        sealed({**SAVED, "loaders": {**SAVED["loaders"], "a": SAVED}}),
-        DamagedStateError,
-        "holds several loaders under 'a'",
-    ),
     "behind its end": (edited(SAVED, "b", consumed=11), PositionError, "11 samples of epoch 0 were consumed"),
 }
 

@@ -107,9 +107,3 @@ def test_scheduled_draws_stay_near_the_sum_of_their_shares(between: Between, key
     draws = Draws.scheduled(schedule, per_step, key=key)
     # Half a window, and what a linear way has in a stage of 64 draws less or more than its mean.
     assert furthest(draws, schedule, 300 * per_step, per_step) <= 18
-
-
-def test_draws_10_to_the_15_away_are_found_at_once() -> None:
-    counts = Draws.repeated([2, 1], key=4).counts_before(10**15)
-    assert counts.sum() == 10**15
-    assert abs(counts[1] - 10**15 / 3) < 3
