@@ -23,6 +23,7 @@ from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader, build_patched, is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
+from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
@@ -308,12 +309,13 @@ class TrainLoaders:
     # No local functions: where workers are spawned, proxies may have to be pickled.
 
     def _proxy(self, path: str, original: Any) -> LoaderProxy:
-        loader, rank = self.combined.loaders[path], topology_of(self._trainer).rank
+        # One seed for all: which of several loaders is asked last depends on which of them have ended.
+        seed, rank = seed_or_default(self._settings.seed), topology_of(self._trainer).rank
         return LoaderProxy(
-            loader,
+            self.combined.loaders[path],
             partial(self._locate, path),
-            partial(self._before_batch, path, loader.seed, rank),
-            partial(self._seed_batch, loader.seed, rank),
+            partial(self._before_batch, path, seed, rank),
+            partial(self._seed_batch, seed, rank),
             isolated=not self._settings.seed_model,
             original=original,
             overfits=overfit_batches(self._trainer) > 0,

@@ -29,6 +29,9 @@ STRUCTURES: dict[str, Any] = {
     "nested": lambda: {"a": plain(10), "b": [plain(14, 100), plain(6, 200)]},
     "min_size": lambda: CombinedLoader({"a": plain(10), "b": plain(14, 100)}, "min_size"),
     "max_size": lambda: CombinedLoader({"a": plain(10), "b": plain(14, 100)}, "max_size"),
+    "a seed of its own": lambda: CombinedLoader(
+        [plain(14), StatefulLoader(Numbers(10), batch_size=2, seed=9)], "max_size"
+    ),
     "max_size_cycle": lambda: CombinedLoader({"a": plain(5), "b": plain(14, 100)}, "max_size_cycle"),
     "cycle with a tail dropped": lambda: CombinedLoader([plain(7, drop_last=True), plain(20, 100)], "max_size_cycle"),
     "a CombinedLoader of one": lambda: CombinedLoader(plain(14), "max_size"),
