@@ -153,9 +153,9 @@ def refuse_restored_loops(before: tuple[int, int], now: tuple[int, int]) -> None
         raise StateError(
             "Lightning has restored its loops from a checkpoint without 'callbacks', and so has not shown it to the "
             f"StatefulDataCallback: training would begin at batch {now[1]} of epoch {now[0]}, and leave out the rest "
-            "of the epoch before. To drop the states of other callbacks, keep that of this one: checkpoint['callbacks'] "
-            "= {'StatefulDataCallback': checkpoint['callbacks']['StatefulDataCallback']}. If it is lost, set "
-            "checkpoint['callbacks'] = {}."
+            "of the epoch before. To drop the states of other callbacks, keep that of this one: "
+            "checkpoint['callbacks'] = {'StatefulDataCallback': checkpoint['callbacks']['StatefulDataCallback']}. If "
+            "it is lost, set checkpoint['callbacks'] = {}."
         )
 
 
