@@ -1,16 +1,9 @@
-"""Padding, budget use and straggling are what one counts by hand."""
+"""Every batch of a plan is measured: its longest sample, its samples and its tokens."""
 
 import numpy as np
-import pytest
 from support.bucket_cases import random_cases, serve
 
-from lightning_stateful.bucketing import BucketOrder, Buckets, Budget, QuadraticCost, StepPadding, measure
-
-
-def make_measured(*steps):
-    """Steps of (longest, count, tokens) for every rank."""
-    longest, counts, tokens = np.moveaxis(np.array(steps, dtype=np.int64), 2, 0)
-    return StepPadding(longest=longest, counts=counts, tokens=tokens)
+from lightning_stateful.bucketing import BucketOrder, Buckets, Budget, measure
 
 
 def assert_measured(measured, steps, lengths):
@@ -35,26 +28,3 @@ def test_long_epochs_of_short_types_are_measured_part_by_part():
     measured = measure(BucketOrder(Buckets.of(lengths, Budget(batch_size=3), num_buckets=3)).plan(0, 1))
     assert measured.counts.sum() == 1_500_000
     assert measured.tokens.sum() == 500_000 * 756
-
-
-def test_padding_is_the_share_of_tokens_that_are_none():
-    measured = make_measured([(5, 3, 12), (5, 2, 8)])
-    assert measured.padded.tolist() == [[15, 10]]
-    assert measured.padding() == pytest.approx(5 / 25)
-    assert make_measured([(0, 3, 0)]).padding() == 0
-
-
-def test_straggling_is_the_share_of_time_in_which_ranks_wait():
-    # Ranks take 10 and 6, and then 20 and 20 tokens: of 60 tokens' time, 4 are waited.
-    measured = make_measured([(5, 2, 9), (3, 2, 6)], [(10, 2, 20), (5, 4, 18)])
-    assert measured.straggling() == pytest.approx(4 / 60)
-    assert make_measured([(5, 2, 9), (5, 2, 6)]).straggling() == 0
-    assert make_measured([(5, 2, 9)], [(3, 2, 6)]).straggling() == 0
-
-
-def test_the_budget_used_is_that_of_the_average_batch():
-    measured = make_measured([(5, 2, 9), (10, 2, 20)], [(4, 5, 12), (5, 1, 5)])
-    assert measured.uses(Budget(max_tokens=20)).tolist() == [[0.5, 1.0], [1.0, 0.25]]
-    assert measured.budget_use(Budget(max_tokens=20)) == pytest.approx(2.75 / 4)
-    assert measured.uses(Budget(batch_size=5)).tolist() == [[0.4, 0.4], [1.0, 0.2]]
-    assert measured.uses(Budget(max_tokens=100, cost=QuadraticCost(5))).tolist() == [[0.2, 0.6], [0.36, 0.1]]

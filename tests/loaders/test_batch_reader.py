@@ -147,15 +147,23 @@ def draw() -> tuple[float, float, float]:
     return torch.rand(1).item(), np.random.rand(), random.random()
 
 
+class DrawsLate(Noisy):
+    """Draws from its sample 48 on."""
+
+    fails = False
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = random.random() + np.random.rand() if index >= 48 else 0.0
+        if self.fails and drawn:
+            raise OSError("x")
+        return index, drawn
+
+
 class TestTheGeneratorsOfTheProcess:
     def test_a_dataset_that_draws_for_the_first_time_late_is_seeded_all_the_same(self) -> None:
-        class DrawsLate(Noisy):
-            def __len__(self) -> int:
-                return 60
-
-            def __getitem__(self, index: int) -> Any:
-                return index, random.random() + np.random.rand() if index >= 48 else 0.0
-
         with keep_randomness():
             expected = [draw() for _ in range(20)]
         late = [(drawn([batch]), draw()) for batch in a_loader(DrawsLate(), shuffle=False)]
@@ -166,17 +174,9 @@ class TestTheGeneratorsOfTheProcess:
         assert [found for _, found in late] == expected
 
     def test_an_error_of_the_dataset_leaves_them_alone(self) -> None:
-        class FailsLate(Noisy):
-            def __len__(self) -> int:
-                return 60
-
-            def __getitem__(self, index: int) -> Any:
-                if index >= 48:
-                    draw()
-                    raise OSError("x")
-                return index
-
-        iterator = iter(a_loader(FailsLate(), shuffle=False))
+        dataset = DrawsLate()
+        dataset.fails = True
+        iterator = iter(a_loader(dataset, shuffle=False))
         for _ in range(16):
             next(iterator)
         with keep_randomness():

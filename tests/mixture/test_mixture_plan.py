@@ -23,28 +23,7 @@ from support.mixtures import (
 
 from lightning_stateful.core.permutation import Indices
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.mixture import MixtureOrder, Sources
-
-
-def passes_of(order: MixtureOrder, samples: list[tuple[int, int]]) -> list[list[list[int]]]:
-    """Of every source, what its passes served."""
-    found = []
-    for source, length in enumerate(order.sources.lengths):
-        own = [index for of, index in samples if of == source]
-        found.append([own[first : first + length] for first in range(0, len(own), length)])
-    return found
-
-
-def assert_whole_passes(order: MixtureOrder, samples: list[tuple[int, int]]) -> None:
-    """Each source serves every sample of a pass once before the next pass begins."""
-    for passes, length in zip(passes_of(order, samples), order.sources.lengths, strict=True):
-        assert all(sorted(each) == list(range(length)) for each in passes[:-1])
-        assert not passes or len(set(passes[-1])) == len(passes[-1])
-
-
-def counts_of(order: MixtureOrder, samples: list[tuple[int, int]]) -> list[int]:
-    counts = Counter(source for source, _ in samples)
-    return [counts[source] for source in range(len(order.sources))]
+from lightning_stateful.mixture import Sources
 
 
 def test_plans_are_those_of_a_slow_simulation() -> None:
@@ -74,22 +53,6 @@ def test_drop_last_serves_full_batches_in_as_many_full_steps_as_there_are() -> N
         if order.by_sample:
             batches = sum(sources.lengths) // sources.batch_sizes[0]
         assert len(steps) == batches // ranks
-
-
-def test_num_steps_serves_full_batches_pass_after_pass_over_epochs() -> None:
-    for order, ranks, rng in random_cases(25, seed=7, ranks=[1, 2, 3, 5], num_steps=6):
-        samples, progress = [], None
-        for epoch in range(rng.randint(1, 4)):
-            steps = by_source(order, serve(order, epoch, ranks, progress))
-            assert len(steps) == 6
-            assert all(len(b) == order.sources.batch_sizes[b[0][0]] for step in steps for b in step)
-            samples += samples_of(steps)
-            progress = order.plan(epoch, ranks, progress).progress_after(6)
-        assert progress is not None
-        assert list(progress.details["served"].values()) == counts_of(order, samples)
-        assert_whole_passes(order, samples)
-        following = progress.epoch + 1
-        assert serve(order, following, ranks, progress) == serve(order, following, ranks)
 
 
 def test_samples_are_looked_up_a_bounded_number_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
