@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -29,14 +28,6 @@ def test_an_exact_sampler_passes_on_every_rank_and_on_other_numbers_of_ranks() -
     assert result.ok
     assert result.divergence is None
     assert str(result).startswith("Resumes exactly: ")
-
-
-def test_the_result_counts_resumes_comparisons_and_the_bytes_of_a_state() -> None:
-    result = check_resume(partial(Honest, length=4), num_epochs=1, stops=[0, 2], chain=())
-
-    assert result.num_resumes == 2
-    assert result.num_comparisons == 4 + 4 + 2
-    assert result.state_bytes == len(json.dumps(Honest(length=4).state_dict()))
 
 
 def test_a_second_resume_that_forgets_the_first_is_found_by_the_chain() -> None:

@@ -47,13 +47,6 @@ def test_a_full_batch_has_as_many_samples_as_fit(budget, longest):
         assert budget.use(longest, count + 1) > 1
 
 
-def test_a_quadratic_cost_is_exact_for_the_longest_lengths():
-    longest = 2**41 - 1
-    cost = longest * 3 + longest**2
-    assert Budget(max_tokens=-(-cost * 7 // 3), cost=QuadraticCost(3)).num_samples(longest) == 7
-    assert Budget(max_tokens=cost * 7 // 3 - 1, cost=QuadraticCost(3)).num_samples(longest) == 6
-
-
 def test_a_budget_stands_in_for_its_short_forms_and_not_beside_them():
     budget = Budget(max_tokens=9, multiple=2)
     assert Budget.of(budget) is budget

@@ -71,12 +71,6 @@ def test_temperature_raises_shares_to_a_power(temperature: float) -> None:
     assert [float(share) for share in found] == pytest.approx([power / sum(powers) for power in powers])
 
 
-def test_the_lowest_temperatures_leave_only_what_has_the_same_weight() -> None:
-    assert shares_of(("a", "b"), [2, 2], temperature=1e-9) == [Fraction(1, 2), Fraction(1, 2)]
-    with pytest.raises(ConfigurationError, match="Source 'b' would be served less than once"):
-        shares_of(("a", "b"), [2, 1.9], temperature=1e-9)
-
-
 @pytest.mark.parametrize("temperature", [0, math.inf, True, "2"])
 def test_a_temperature_that_is_no_positive_number_is_refused(temperature: Any) -> None:
     with pytest.raises(ConfigurationError, match="temperature must be a positive number"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stateful.samplers.rng import Randomness, keep_if_drawn, keep_randomness, seed_generator, seed_randomness
+from lightning_stateful.samplers.rng import Randomness, keep_if_drawn, keep_randomness, seed_randomness
 
 
 def draw() -> tuple[float, float, float, float]:
@@ -51,12 +51,3 @@ def test_generators_are_put_back_after_an_exception() -> None:
         random.seed(random.random() // 0)
 
     assert draw() == expected
-
-
-def test_a_bit_generator_that_two_share_is_seeded_for_both() -> None:
-    bits = np.random.PCG64(1)
-    seed_generator(np.random.Generator(bits), 3)
-    first = np.random.Generator(bits).random()
-    seed_generator(np.random.Generator(bits), 3)
-
-    assert np.random.Generator(bits).random() == first

@@ -134,12 +134,6 @@ class TestContainers:
         assert copied(mapped[3:]).base is mapped[3:].base
         assert copied({"data": dataset}, dataset=dataset)["data"] is dataset
 
-    def test_a_tensor_made_in_inference_mode_is_put_up_with(self) -> None:
-        with torch.inference_mode():
-            weights = torch.ones(3)
-
-        assert copied(weights).tolist() == [1, 1, 1]
-
     def test_objects_in_long_lists_are_data_but_generators_are_not(self) -> None:
         held = [*map(Helper, range(2000)), random.Random(1)]
         made = copied(held)

@@ -197,21 +197,6 @@ class TestProgress:
 
 
 class TestStates:
-    def test_a_state_is_an_envelope_of_the_orders_kind(self) -> None:
-        tracker = a_tracker(config={**SAMPLES.config(), "dataset": {"length": 31}})
-        take(tracker, 1)
-        state = tracker.state_dict()
-
-        assert state == sealed(
-            {
-                "version": 1,
-                "kind": "shuffled",
-                "order_version": 1,
-                "config": {"shuffle": True, "seed": 3, "drop_last": False, "dataset": {"length": 31}},
-                "progress": {"epoch": 0, "cycle": 0, "consumed": 4},
-            }
-        )
-
     def test_a_state_changed_by_hand_is_refused_and_moves_nothing(self) -> None:
         tracker = a_tracker()
         take(tracker, 3)

@@ -13,7 +13,7 @@ from support import samplers as theirs
 from support.orders import OrderCase, every_law, serve
 from torch.utils.data import DistributedSampler, Sampler
 
-from lightning_stateful.core import UNKNOWN, BatchOrder, Progress
+from lightning_stateful.core import UNKNOWN, Progress
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, PositionError
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
@@ -169,21 +169,6 @@ class TestPlans:
 
 
 class TestOptions:
-    def test_it_says_what_it_is(self) -> None:
-        order = WrappedSampler(theirs.OwnState(), seed=4)
-
-        assert isinstance(order, BatchOrder)
-        assert order.config() == {
-            "seed": 4,
-            "sampler": {"class": "OwnState", "resume_mode": "own_state", "length": 22},
-            "sequence": order.check().begins,
-            "drop_last": False,
-        }
-        assert order.plan(0, 1).report_after(3) == {
-            "samples": 3,
-            "sampler": {"class": "OwnState", "resume_mode": "own_state"},
-        }
-
     @pytest.mark.parametrize(("name", "value"), [("tail", "wrap"), ("length", 0), ("length", "all")])
     def test_options_out_of_range_are_refused_by_name(self, name: str, value: Any) -> None:
         with pytest.raises(ConfigurationError, match=f"{name} must be .* got {value!r}"):
