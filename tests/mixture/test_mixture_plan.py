@@ -37,6 +37,8 @@ def test_plans_are_those_of_a_slow_simulation() -> None:
         found = by_source(order, serve(order, 0, ranks))
         for (source, shares), step in zip(expected, found, strict=False):
             assert step == [[(source, offset % lengths[source]) for offset in share] for share in shares]
+        served = order.plan(0, ranks).progress_after(len(found)).details["served"]
+        assert sum(served.values()) == len(samples_of(found)) - num_repeated(order, ranks)
         rest = [sample for step in found[len(expected) :] for sample in samples_of([step])]
         if not order.drop_last:
             assert len(set(rest)) == len(rest) - num_repeated(order, ranks) or order.stop == "cycle"
