@@ -101,8 +101,18 @@ def walk(stage: Any) -> Iterator[Any]:
 
 
 def num_shards_of(dataset: Any) -> int:
-    """Number of shards, by whatever name the version has for it."""
-    return int(dataset.num_shards if hasattr(type(dataset), "num_shards") else dataset.n_shards)
+    """Number of shards, by whatever name the version has for it.
+
+    Raises:
+        ConfigurationError: The version cannot divide such a pipeline, as one with ``repeat`` before 4.0.
+    """
+    try:
+        return int(dataset.num_shards if hasattr(type(dataset), "num_shards") else dataset.n_shards)
+    except NotImplementedError as error:
+        raise ConfigurationError(
+            f"datasets {sys.modules['datasets'].__version__} cannot divide this dataset into shards ({error}). Leave "
+            "that stage out, or install a newer version of datasets."
+        ) from error
 
 
 def gives_tables(formatting: Any) -> bool:
@@ -153,6 +163,11 @@ def refuse(stage: Any, num_shards: int) -> None:
         raise ConfigurationError(
             f"{word} has no seed, so that every process would read other samples, and a resume too. Pass seed=..., or "
             "leave it out and let this package shuffle or mix."
+        )
+    if version() == (5, 0) and getattr(stage, "block_sources_order_when_shuffling", False):
+        raise ConfigurationError(
+            f"datasets {sys.modules['datasets'].__version__} reads {word}({stage.n}) in the first epoch only, and "
+            "fails in the second. Leave it out, or install datasets 5.1 or later."
         )
     if num_shards > 1 and not getattr(stage, "split_when_sharding", True):
         raise ConfigurationError(
