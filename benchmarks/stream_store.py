@@ -17,7 +17,7 @@ import psutil
 import torch.distributed as dist
 
 from benchmarks.measure import Row, report, target
-from lightning_stateful.core.topology import Topology
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.stream_loader.rank_store import RankStore, StateEncoder
 from lightning_stateful.stream_loader.rank_sync import RankSync
 

@@ -80,4 +80,6 @@ def test_only_one_file_imports_lightning() -> None:
     ids=["the loop counters", "the rank"],
 )
 def test_only_one_file_asks_for(pattern: str, only: str) -> None:
-    assert {path.name for path in FILES if re.search(pattern, path.read_text())} == {only}
+    asking = {path.name for path in FILES if re.search(pattern, path.read_text())}
+    # lightning.py names what it makes sure of.
+    assert asking - {"lightning.py"} == {only}

@@ -10,8 +10,7 @@ from lightning_stateful.core.samples import (
     ShuffledOrder,
 )
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.core.steps import StepRule
-from lightning_stateful.core.topology import Topology, split_evenly
+from lightning_stateful.core.steps import StepRule, Topology, split_evenly
 
 __all__ = [
     "UNKNOWN",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class BucketDataModule(StatefulDataModule):
 
     def batch_sampler(self) -> BucketBatchSampler:
         """The batches of the training dataset: a fresh batch sampler, for a look at them without a trainer."""
-        return self._batches(self.train)
+        return self._batches(self.train, None)
 
     @property
     def budget(self) -> Budget:
@@ -93,9 +93,9 @@ class BucketDataModule(StatefulDataModule):
         """
         return Budget.of(self._budget, max_tokens=self._max_tokens, batch_size=self.batch_size)
 
-    def _batches(self, dataset: Any, name: str | None = None) -> BucketBatchSampler:
+    def _batches(self, dataset: Any, name: str | None) -> BucketBatchSampler:
         batches = BucketBatchSampler(
-            self._lengths_of(dataset, name),
+            self._lengths_of(dataset, name, "train"),
             budget=self.budget,
             shuffle=self.shuffle,
             drop_last=self.drop_last,
@@ -108,43 +108,40 @@ class BucketDataModule(StatefulDataModule):
             )
         return batches
 
-    def _lengths_of(self, dataset: Any, name: str | None) -> Any:
+    def _lengths_of(self, dataset: Any, name: str | None, stage: str) -> Any:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigurationError(
                 f"{type(self).__name__} needs a dataset with __getitem__ and __len__, which a {type(dataset).__name__} "
                 "has not: it has no random access by index."
             )
-        return lengths_of(
-            dataset,
-            self.lengths,
-            cache_file=self._cache_file_of(dataset, name),
-            num_workers=self.measure_workers,
-        )
+        path = None if self.cache_file is None else Path(self.cache_file)
+        if path is not None:
+            # Each of several datasets has a file of its own.
+            parts = [path.stem, "" if stage == "train" else stage, name or ""]
+            path = path.with_stem("-".join(filter(None, parts)))
+        return lengths_of(dataset, self.lengths, cache_file=path, num_workers=self.measure_workers)
 
-    def _cache_file_of(self, dataset: Any, name: str | None) -> Path | None:
-        """The file for the lengths of one of several datasets."""
-        if self.cache_file is None:
-            return None
-        stages = ("train", "val", "test")
-        stage = next((stage for stage in stages if _holds(getattr(self, stage), dataset)), "train")
-        path = Path(self.cache_file)
-        return path.with_stem("-".join([path.stem, *([] if stage == "train" else [stage]), *([name] if name else [])]))
+    def _loaders(self, data: Any, stage: str) -> Any:
+        if stage == "predict" and self._size_for_evaluation is None:
+            # Predictions are wanted in the order of their dataset.
+            raise ConfigurationError("Prediction keeps the dataset's order, in batches of eval_batch_size; pass it.")
+        return super()._loaders(data, stage)
 
-    def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
-        if "exact" not in how:
+    def _loader(self, dataset: Any, name: str | None, stage: str, **how: Any) -> DataLoader[Any]:
+        if stage == "train":
             return self._stateful_loader(dataset, name, batch_sampler=self._batches(dataset, name))
         size = self._size_for_evaluation
         if size is None and hasattr(dataset, "__len__") and not len(dataset):
             size = 1
         if size is not None:
-            return super()._loader(dataset, name, **{"batch_size": size, **how})
+            return super()._loader(dataset, name, stage, batch_size=size)
         if not names_lengths(self.lengths) or not hasattr(dataset, "__len__"):
             raise ConfigurationError(
                 "Evaluation data need eval_batch_size=: lengths as an array or a file are those of the training data. "
                 "With max_tokens, and with lengths as the name of a column or attribute or as a function of a sample, "
                 "map-style datasets can do without."
             )
-        batches = BucketBatchSampler(self._lengths_of(dataset, name), budget=self.budget, shuffle=False)
+        batches = BucketBatchSampler(self._lengths_of(dataset, name, stage), budget=self.budget, shuffle=False)
         if batches.num_dropped:
             rank_zero_warn(
                 f"{batches.num_dropped} of {len(dataset)} samples for evaluation are too long, and left out of its "
@@ -153,20 +150,8 @@ class BucketDataModule(StatefulDataModule):
             )
         return self._stateful_loader(dataset, name, batch_sampler=batches)
 
-    def _predict_dataloader(self) -> Any:
-        # Predictions are wanted in the order of their dataset.
-        if self._size_for_evaluation is None:
-            raise ConfigurationError("Prediction keeps the dataset's order, in batches of eval_batch_size; pass it.")
-        return super()._predict_dataloader()
-
     @property
     def _size_for_evaluation(self) -> int | None:
         if self.eval_batch_size is not None:
             return self.eval_batch_size
         return self.budget.batch_size
-
-
-def _holds(data: Any, dataset: Any) -> bool:
-    """Whether a stage's dataset, or list or dict of them, is or has this one."""
-    several = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
-    return data is dataset or any(part is dataset for part in several)

@@ -18,32 +18,48 @@ from lightning_stateful.samplers.mixture_samplers import MixtureBatchSampler, Ro
 
 
 class SourcesDataModule(StatefulDataModule):
-    """What round robin and mixtures have in common: named datasets, each with a batch size and collate function.
+    """Trains on named datasets, each with a batch size and collate function; base of round robin and mixtures.
 
-    Datasets for evaluation come one after the other, each sample once. Given by name, each has its source's batch size,
-    collate function and tag.
+    Args:
+        train: Map-style datasets by name, or a list of them (their names are then ``"0"``, ``"1"`` ...).
+        val: A dataset, or a dict or list of them that are evaluated one after the other, each sample once over all
+            ranks. Under a source's name, one has that source's batch size, collate function and tag.
+        test: The same for testing.
+        predict: The same for prediction.
+        batch_size: Samples in a batch of one rank: one for all, or one for each dataset by name or in order.
+        collate_fn: Makes a batch of samples: one function for all, or one for each dataset by name.
+        tag: Key under which a batch that is a dict gets the name of its dataset, or, if its samples are of several,
+            a list of names, one a sample.
+        **options: Any other argument of :class:`StatefulDataModule`; ``log_data`` among them, which logs samples,
+            passes and share of every dataset as ``sources/<name>/samples`` and so on.
     """
+
+    # Set by subclasses, before they call the constructor.
+    _sampler: Callable[..., StatefulBatchSampler]
+    _mixes = False
 
     def __init__(
         self,
-        sampler: Callable[..., StatefulBatchSampler],
+        train: Any = None,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
         *,
-        train: Any,
-        batch_size: Any,
-        collate_fn: Any,
-        tag: str | None,
-        mixes: bool = False,
+        batch_size: int | Mapping[str, int] | Sequence[int] = 1,
+        collate_fn: Collate | Mapping[str, Collate] | Sequence[Collate] | None = None,
+        tag: str | None = None,
         **options: Any,
     ) -> None:
-        self._sampler, self._tag, self._mixes, self._collate_fn = sampler, tag, mixes, collate_fn
-        super().__init__(train, batch_size=batch_size, **options)
+        self._tag, self._collate_fn = tag, collate_fn
+        # Spelled out, because LightningCLI looks here for the options of the class above.
+        super().__init__(train, val, test, predict, batch_size=batch_size, **options)  # type: ignore[arg-type]  # several
 
-    def _training_loaders(self) -> Any:
-        """One loader over all training datasets."""
-        if self.train is None:
-            return super()._training_loaders()
+    def _loaders(self, data: Any, stage: str) -> Any:
+        """One loader over all training datasets; one for each dataset for evaluation."""
+        if data is None or stage != "train":
+            return super()._loaders(data, stage)
         batches = self.batch_sampler()
-        dataset, collate_fn = self._told_apart(self._named(self.train), self._collate_fn)
+        dataset, collate_fn = self._told_apart(self._named(data), self._collate_fn)
         return self._stateful_loader(dataset, batch_sampler=batches, collate_fn=collate_fn)
 
     def batch_sampler(self) -> StatefulBatchSampler:
@@ -80,13 +96,13 @@ class SourcesDataModule(StatefulDataModule):
         collate = SourceCollate(tuple(datasets), collate_fn, tag=self._tag, mixes=self._mixes)
         return SourceDataset(datasets.values()), collate
 
-    def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
+    def _loader(self, dataset: Any, name: str | None, stage: str, **how: Any) -> DataLoader[Any]:
         how["batch_size"] = self._of_source(self.batch_size, name, "batch_size")
         collate_fn = self._of_source(self._collate_fn, name, "collate_fn")
         if self._tag is not None and name is not None:
             collate_fn = SourceCollate((name,), collate_fn, tag=self._tag, mixes=self._mixes)
             dataset = dataset if isinstance(dataset, IterableDataset) else SourceDataset([dataset])
-        return super()._loader(dataset, name, collate_fn=collate_fn, **how)
+        return super()._loader(dataset, name, stage, collate_fn=collate_fn, **how)
 
     def _of_source(self, setting: Any, name: str | None, what: str) -> Any:
         """The setting of one source, where each has its own."""
@@ -113,19 +129,14 @@ class RoundRobinDataModule(SourcesDataModule):
     take the same number of steps.
 
     Args:
-        train: Map-style datasets by name, or a list of them (their names are then ``"0"``, ``"1"`` ...).
-        val: A dataset, or a dict or list of them that are evaluated one after the other, each sample once over all
-            ranks. Under a source's name, one has that source's batch size, collate function and tag.
-        test: The same for testing.
-        predict: The same for prediction.
-        batch_size: Samples in a batch of one rank: one for all, or one for each dataset by name or in order.
+        train: As in :class:`SourcesDataModule`, like the following.
+        val: Data for validation.
+        test: Data for testing.
+        predict: Data for prediction.
         stop: When an epoch ends: ``"all_exhausted"``, ``"first_exhausted"`` or ``"cycle"``; see
             :class:`RoundRobinBatchSampler`.
         num_steps: In place of ``stop``: steps of an epoch. Every dataset goes on in the next where it was.
-        collate_fn: Makes a batch of samples: one function for all, or one for each dataset by name.
-        tag: Key under which a batch that is a dict gets the name of its dataset.
-        **options: Any other argument of :class:`StatefulDataModule`; ``log_data`` among them, which logs samples,
-            passes and share of every dataset as ``sources/<name>/samples`` and so on.
+        **options: ``batch_size``, ``collate_fn``, ``tag`` and any other argument of :class:`SourcesDataModule`.
 
     State:
         As :class:`StatefulDataModule`, with the samples served of every dataset.
@@ -142,24 +153,12 @@ class RoundRobinDataModule(SourcesDataModule):
         test: Any = None,
         predict: Any = None,
         *,
-        batch_size: int | Mapping[str, int] | Sequence[int] = 1,
         stop: Stop | None = None,
         num_steps: int | None = None,
-        collate_fn: Collate | Mapping[str, Collate] | Sequence[Collate] | None = None,
-        tag: str | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            partial(RoundRobinBatchSampler, stop=stop, num_steps=num_steps),
-            train=train,
-            val=val,
-            test=test,
-            predict=predict,
-            batch_size=batch_size,
-            collate_fn=collate_fn,
-            tag=tag,
-            **options,
-        )
+        self._sampler = partial(RoundRobinBatchSampler, stop=stop, num_steps=num_steps)
+        super().__init__(train, val, test, predict, **options)
 
 
 class MixtureDataModule(SourcesDataModule):
@@ -168,23 +167,20 @@ class MixtureDataModule(SourcesDataModule):
     Weights are rounded once, to whole draws of a period, and every period has exactly these.
 
     Args:
-        train: As in :class:`RoundRobinDataModule`.
-        val: As in :class:`RoundRobinDataModule`.
-        test: The same for testing.
-        predict: The same for prediction.
-        batch_size: As in :class:`RoundRobinDataModule`; with ``by="sample"`` one for all.
+        train: As in :class:`SourcesDataModule`, like the following.
+        val: Data for validation.
+        test: Data for testing.
+        predict: Data for prediction.
         weights: A positive number for every dataset, by name or in order; by default its size.
         by: What the weights are shares of: ``"batch"``, ``"sample"`` or ``"token"``; see :class:`MixtureBatchSampler`.
+            With ``"sample"``, ``batch_size`` and ``collate_fn`` are one for all datasets.
         temperature: Raise the weights to the power ``1 / temperature``: above 1, small datasets are served more often.
         schedule: Weights by step of training, in place of ``weights``; needs ``num_steps``.
-        lengths: Tokens of every sample, an array for each dataset by name or in order.
+        lengths: Tokens of every sample, an array for each dataset by name or in order; ``log_data`` then logs tokens.
         block: Draws in a period; see :class:`MixtureBatchSampler`.
         stop: As in :class:`RoundRobinDataModule`.
         num_steps: As in :class:`RoundRobinDataModule`.
-        collate_fn: As in :class:`RoundRobinDataModule`; with ``by="sample"`` one for all.
-        tag: Key under which a batch that is a dict gets the name of its dataset (with ``by="sample"`` a list of names,
-            one a sample).
-        **options: As in :class:`RoundRobinDataModule`; with ``lengths``, ``log_data`` also logs tokens.
+        **options: ``batch_size``, ``collate_fn``, ``tag`` and any other argument of :class:`SourcesDataModule`.
 
     State:
         As :class:`StatefulDataModule`, with the samples served of every dataset.
@@ -201,7 +197,6 @@ class MixtureDataModule(SourcesDataModule):
         test: Any = None,
         predict: Any = None,
         *,
-        batch_size: int | Mapping[str, int] | Sequence[int] = 1,
         weights: Mapping[str, float] | Sequence[float] | None = None,
         by: By = "batch",
         temperature: float | None = None,
@@ -210,11 +205,10 @@ class MixtureDataModule(SourcesDataModule):
         block: int | None = None,
         stop: Stop | None = None,
         num_steps: int | None = None,
-        collate_fn: Collate | Mapping[str, Collate] | Sequence[Collate] | None = None,
-        tag: str | None = None,
         **options: Any,
     ) -> None:
-        sampler = partial(
+        self._mixes = by == "sample"
+        self._sampler = partial(
             MixtureBatchSampler,
             weights=weights,
             by=by,
@@ -225,15 +219,4 @@ class MixtureDataModule(SourcesDataModule):
             stop=stop,
             num_steps=num_steps,
         )
-        super().__init__(
-            sampler,
-            train=train,
-            val=val,
-            test=test,
-            predict=predict,
-            batch_size=batch_size,
-            collate_fn=collate_fn,
-            tag=tag,
-            mixes=by == "sample",
-            **options,
-        )
+        super().__init__(train, val, test, predict, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,7 +26,7 @@ from lightning_stateful.trainer.lightning import (
     check_package,
     pl,
 )
-from lightning_stateful.trainer.loader_hooks import Structure
+from lightning_stateful.trainer.loader_proxy import Structure
 from lightning_stateful.trainer.train_loaders import Settings
 
 # Types of single samples: a list of these is one dataset, and not several.
@@ -42,7 +43,7 @@ class _EvaluationSet:
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._slot, self._hook = f"_{name}_set", f"{name}_dataloader"
+        self._stage, self._slot, self._hook = name, f"_{name}_set", f"{name}_dataloader"
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         return self if module is None else vars(module).get(self._slot)
@@ -53,7 +54,7 @@ class _EvaluationSet:
             return  # The subclass says itself where its loaders come from.
         vars(module).pop(self._hook, None)
         if dataset is not None:
-            vars(module)[self._hook] = getattr(module, f"_{self._hook}")
+            vars(module)[self._hook] = partial(module._evaluation_loaders, self._stage)
 
 
 class StatefulDataModule(pl.LightningDataModule):
@@ -160,7 +161,8 @@ class StatefulDataModule(pl.LightningDataModule):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         present = [callback for callback in callbacks if isinstance(callback, StatefulDataCallback)]
         if not present:
-            present = [StatefulDataCallback(brought_along=True)]
+            present = [StatefulDataCallback()]
+            present[0].brought_along = True
             # Lightning keeps callbacks that save checkpoints at the end.
             last = sum(not isinstance(callback, Checkpoint) for callback in callbacks)
             trainer.callbacks = [*callbacks[:last], *present, *callbacks[last:]]  # type: ignore[attr-defined]
@@ -190,7 +192,7 @@ class StatefulDataModule(pl.LightningDataModule):
         Raises:
             StateError: That state does not fit the data.
         """
-        loaders = self._training_loaders()
+        loaders = self._loaders(self.train, "train")
         self._built = Structure.of(loaders).loaders
         if self._loaded is not None and self._running is None:
             self._load_into_built(self._loaded)
@@ -198,44 +200,37 @@ class StatefulDataModule(pl.LightningDataModule):
             self._loaded = self._callback = None
         return loaders
 
-    def _training_loaders(self) -> Any:
-        return self._loaders(self.train, shuffle=self.shuffle, drop_last=self.drop_last)
+    def _evaluation_loaders(self, stage: str) -> Any:
+        return self._loaders(getattr(self, stage), stage)
 
-    def _val_dataloader(self) -> Any:
-        return self._loaders(self.val, exact=True)
-
-    def _test_dataloader(self) -> Any:
-        return self._loaders(self.test, exact=True)
-
-    def _predict_dataloader(self) -> Any:
-        return self._loaders(self.predict, exact=True)
-
-    def _loaders(self, data: Any, **how: Any) -> Any:
+    def _loaders(self, data: Any, stage: str) -> Any:
+        """The loaders of ``"train"``, ``"val"``, ``"test"`` or ``"predict"``, in the structure of its datasets."""
         if data is None:
             raise ConfigurationError(
                 f"{type(self).__name__} has no dataset for this stage. Pass it to the constructor, set it in setup() "
                 "(self.train, self.val, self.test, self.predict), or override the dataloader hook."
             )
-        for part in (data, *(data.values() if isinstance(data, Mapping) else ())):
-            refuse_splits(part, trains="exact" not in how)
         if isinstance(data, DataLoader):
             raise ConfigurationError(
                 f"{type(self).__name__} takes datasets, got a {type(data).__name__}. Pass its dataset and its options, "
                 "or return the loader from train_dataloader() of a subclass (val_dataloader(), and so on)."
             )
         if isinstance(data, Mapping):
-            return {name: self._loader(dataset, str(name), **how) for name, dataset in data.items()}
+            for part in (data, *data.values()):
+                refuse_splits(part, trains=stage == "train")
+            return {name: self._loader(dataset, str(name), stage) for name, dataset in data.items()}
         if _is_several(data):
-            return [self._loader(dataset, str(number), **how) for number, dataset in enumerate(data)]
-        return self._loader(data, None, **how)
+            return [self._loader(dataset, str(number), stage) for number, dataset in enumerate(data)]
+        return self._loader(data, None, stage)
 
-    def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
-        """A loader over a dataset that stands under ``name`` among others, or alone."""
+    def _loader(self, dataset: Any, name: str | None, stage: str, **how: Any) -> DataLoader[Any]:
+        """A loader over a dataset of a stage that stands under ``name`` among others, or alone."""
         how = {"batch_size": self.batch_size, **how}
-        if how.get("exact") and isinstance(dataset, IterableDataset):
-            del how["exact"]
+        if stage == "train":
+            return self._stateful_loader(dataset, name, shuffle=self.shuffle, drop_last=self.drop_last, **how)
+        if isinstance(dataset, IterableDataset):
             return DataLoader(dataset, **{**self._options, **how})
-        return self._stateful_loader(dataset, name, **how)
+        return self._stateful_loader(dataset, name, exact=True, **how)
 
     def _stateful_loader(self, dataset: Any, name: str | None = None, **how: Any) -> StatefulLoader:
         settings = {

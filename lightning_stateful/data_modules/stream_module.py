@@ -121,14 +121,14 @@ class StreamDataModule(StatefulDataModule):
         # Spelled out, because LightningCLI looks here for the options of the class above.
         super().__init__(train, val, test, predict, batch_size=batch_size, shuffle=shuffle, **options)  # type: ignore[arg-type]
 
-    def _loader(self, dataset: Any, name: str | None, **how: Any) -> DataLoader[Any]:
-        exact = how.get("exact", False)
+    def _loader(self, dataset: Any, name: str | None, stage: str, **how: Any) -> DataLoader[Any]:
+        exact = stage != "train"
         size = self.batch_size if not exact or self.eval_batch_size is None else self.eval_batch_size
         stream = as_stream(dataset)
         if stream is None and not isinstance(dataset, IterableDataset):
-            return self._of_index(dataset, name, size, **how)
+            return self._of_index(dataset, name, stage, size)
         budgeted = self._length_batching is not None and not (exact and self.eval_batch_size is not None)
-        drop_last = bool(how.get("drop_last", False))
+        drop_last = self.drop_last and not exact
         # torch and Lightning take what is no IterableDataset, as a graph of nodes, for data with an index.
         held = dataset if stream is None or isinstance(dataset, IterableDataset) else stream
         loader: DataLoader[Any] = DataLoader(
@@ -151,9 +151,9 @@ class StreamDataModule(StatefulDataModule):
         )
         return StreamLoader(loader, replace(options, exact=True, steps_per_epoch=None) if exact else options)
 
-    def _of_index(self, dataset: Any, name: str | None, size: int | None, **how: Any) -> DataLoader[Any]:
+    def _of_index(self, dataset: Any, name: str | None, stage: str, size: int | None) -> DataLoader[Any]:
         """Evaluation on a dataset with an index, beside training on a stream."""
-        if not how.get("exact"):
+        if stage == "train":
             raise ConfigurationError(
                 f"{type(self).__name__} trains on iterable datasets; a {type(dataset).__name__} has an index, and "
                 "StatefulDataModule serves it faster."
@@ -162,7 +162,7 @@ class StreamDataModule(StatefulDataModule):
             raise ConfigurationError(
                 f"A {type(dataset).__name__} has an index, and is evaluated in batches of a size: pass eval_batch_size."
             )
-        return super()._loader(dataset, name, **how, batch_size=size)
+        return super()._loader(dataset, name, stage, batch_size=size)
 
     def _config(
         self, stream: Stream, dataset: Any, size: int | None, exact: bool, budgeted: bool, drop_last: bool

@@ -51,7 +51,7 @@ def build_patched(
     rank: int | None = None,
     own_rank: int | None = None,
     seed_samples: bool = True,
-    shuffle: bool | None = None,
+    shuffle: bool = True,
     exact: bool = False,
     accept: Collection[str] = (),
     where: str = "the loader",
@@ -101,7 +101,7 @@ def build_patched(
         stream: type[StreamLoader] = class_of_patched(StreamLoader, type(loader))
         return stream(loader, StreamOptions(exact=exact, seed=seed, seed_samples=seed_samples, accept=accept, **how))
     accept = accepted_names(accept)
-    use: dict[str, bool] = {"exact": exact, "shuffle": shuffle is not False, "as_one_rank": own_rank is None}
+    use: dict[str, bool] = {"exact": exact, "shuffle": shuffle, "as_one_rank": own_rank is None}
     try:
         if reason:
             raise UnsupportedLoaderError(reason)

@@ -11,7 +11,7 @@ import numpy as np
 from lightning_stateful.bucketing.order import BucketOrder
 from lightning_stateful.bucketing.padding import StepPadding, measure
 from lightning_stateful.core.order import BatchOrder
-from lightning_stateful.core.topology import Topology
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 

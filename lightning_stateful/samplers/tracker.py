@@ -12,7 +12,7 @@ import torch.distributed
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
-from lightning_stateful.core.topology import Topology
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import (
     ConfigurationError,
     DamagedStateError,

@@ -25,8 +25,7 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import UNKNOWN, Progress, say_repeats
 from lightning_stateful.core.permutation import keyed_permutation
 from lightning_stateful.core.seeding import derive_seed, loader_seed
-from lightning_stateful.core.steps import StepRule
-from lightning_stateful.core.topology import split_evenly
+from lightning_stateful.core.steps import StepRule, split_evenly
 from lightning_stateful.errors import ConfigurationError, PositionError
 from lightning_stateful.samplers.determinism_check import (
     CheckResult,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import loader_seed
-from lightning_stateful.core.topology import Topology
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import ConfigurationError, Difference, ShardError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.tracker import detect_topology

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.topology import Topology
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import ConfigurationError, PositionError, RankMismatchError, StreamError
 from lightning_stateful.stream_loader.rank_store import (
     RankStore,

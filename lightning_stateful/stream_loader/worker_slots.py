@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, defau
 from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
-from lightning_stateful.core.topology import Topology
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import PositionError, StatefulError, StreamError
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.stream_loader.rank_store import Changes, StateEncoder, StateText, complete, decode

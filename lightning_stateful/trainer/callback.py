@@ -24,13 +24,12 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_stateful.errors import ConfigurationError, StateError, StatefulWarning, StateMismatchError
+from lightning_stateful.errors import StateError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import loop_progress, other_callbacks
 from lightning_stateful.trainer.checkpoint import (
     data_state_in,
-    drop_loader_states,
     find_data_state,
     read_callback_state,
     refuse_other_seed,
@@ -42,7 +41,7 @@ from lightning_stateful.trainer.checkpoint import (
 )
 from lightning_stateful.trainer.eval_loaders import exact_evaluation
 from lightning_stateful.trainer.lightning import TrainerFn, check_trainer, pl
-from lightning_stateful.trainer.loader_hooks import Request, discard_training_loaders, intercept, release
+from lightning_stateful.trainer.loader_proxy import Request, discard_training_loaders, intercept, release
 from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.loop_progress import BatchBegun, LoopProgress
 from lightning_stateful.trainer.other_callbacks import monitored_metrics, restore_metrics
@@ -125,8 +124,6 @@ class StatefulDataCallback(pl.Callback):
             ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
         log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and
             ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths.
-        brought_along: For data modules only: this one was made by a data module, which sets its settings and whose
-            trainer drops it when other data are fitted.
 
     State:
         The loop progress that the checkpoint belongs to, and, where no :class:`StatefulDataModule` holds it, the
@@ -138,6 +135,9 @@ class StatefulDataCallback(pl.Callback):
         StateError: On resume, if the checkpoint does not fit the data; nothing has been trained then.
     """
 
+    # Made by a data module, which sets its settings and whose trainer drops it when other data are fitted.
+    brought_along = False
+
     def __init__(
         self,
         *,
@@ -146,9 +146,7 @@ class StatefulDataCallback(pl.Callback):
         seed_model: bool = True,
         accept: Collection[str] = (),
         log_data: bool = False,
-        brought_along: bool = False,
     ) -> None:
-        self.brought_along = brought_along
         self.settings = Settings(
             seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept, log_data=log_data
         )
@@ -188,7 +186,7 @@ class StatefulDataCallback(pl.Callback):
             self._seed = seed_or_default(self.settings.seed)
             # Lightning may have built the user's own loaders before this hook.
             discard_training_loaders(trainer)
-        intercept(trainer, self._training_loaders, partial(self._evaluation_loaders, trainer))
+        intercept(trainer, partial(self._training_loaders, trainer), partial(self._evaluation_loaders, trainer))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the trainer as it was."""
@@ -197,13 +195,12 @@ class StatefulDataCallback(pl.Callback):
         if isinstance(self._phase, Resumed) and stage == "fit":
             other_callbacks.finish_averaging(trainer)
 
-    def _training_loaders(self, request: Request) -> Any:
+    def _training_loaders(self, trainer: pl.Trainer, request: Request) -> Any:
         """Answer the fit loop's request for training loaders; see :func:`intercept`."""
         phase, before = self._phase, self._loaders
         if isinstance(phase, Resumed) and not phase.training_began and before is not None:
             # They are built already, and Lightning may ask several times before it trains.
             return before.structure
-        trainer = self._fitted_trainer()
         if before is None and isinstance(phase, SetUp):
             before = phase.earlier
         self._loaders = TrainLoaders.build(trainer, request, self.settings)
@@ -265,7 +262,10 @@ class StatefulDataCallback(pl.Callback):
 
         Of several loaders a dict by path; empty before there are loaders.
         """
-        return {} if self._loaders is None else self._loaders.report_at(*self._progress().epoch_and_step)
+        if self._loaders is None:
+            return {}
+        reports = self._loaders.combined.report_at(*self._progress().epoch_and_step)
+        return reports[""] if list(reports) == [""] else reports
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -280,7 +280,8 @@ class StatefulDataCallback(pl.Callback):
                 "This StatefulDataCallback has been fitted in another trainer since, and knows only its position. "
                 "Give every trainer a callback of its own, and save a checkpoint before the next trainer is fitted."
             )
-        drop_loader_states(checkpoint)
+        # Lightning has saved empty states of the proxies, which a Trainer of plain loaders would refuse.
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         module = stateful_module(trainer)
         if module is not None:
             module.set_state_to_save(None)
@@ -430,7 +431,8 @@ class StatefulDataCallback(pl.Callback):
         loop_progress.skip_repeated_validation(trainer)
         if self._loaders is not None:
             self._loaders.check_one_batch_a_step()
-            log_data(trainer, pl_module, self._loaders, self.settings)
+            if self.settings.log_data:
+                log_data(trainer, pl_module, self._loaders.combined)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed what the model draws during a validation within training."""
@@ -451,10 +453,3 @@ class StatefulDataCallback(pl.Callback):
     def _seed_model(self, trainer: pl.Trainer, stage: str) -> None:
         if self.settings.seed_model:
             seed_model(self._seed, topology_of(trainer).rank, stage, *loop_progress.next_step(trainer))
-
-    def _fitted_trainer(self) -> pl.Trainer:
-        if self._trainer is None:
-            raise ConfigurationError(
-                "StatefulDataCallback works inside a Trainer; pass it to Trainer(callbacks=[...])."
-            )
-        return self._trainer

@@ -169,11 +169,6 @@ def data_state_in(module_state: Any) -> Mapping[str, Any] | None:
     return module_state.get(STATE_KEY) if isinstance(module_state, Mapping) else None
 
 
-def drop_loader_states(checkpoint: Mapping[str, Any]) -> None:
-    """Take out the empty states that Lightning saved of the proxies: a Trainer of plain loaders would refuse them."""
-    checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-
-
 def warn_of_missing_loops(checkpoint: Mapping[str, Any]) -> None:
     """Say that Lightning begins at epoch 0 with a checkpoint that does not say how far training was."""
     rank_zero_warn(

@@ -16,11 +16,10 @@ from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.rng import keep_randomness
-from lightning_stateful.trainer.lightning import TrainerFn, pl
-from lightning_stateful.trainer.loader_hooks import Structure
-from lightning_stateful.trainer.loader_proxy import LoaderProxy
+from lightning_stateful.trainer.lightning import pl
+from lightning_stateful.trainer.loader_proxy import LoaderProxy, Structure
 from lightning_stateful.trainer.ranks import build_alike, deals_out, own_rank, topology_of
-from lightning_stateful.trainer.train_loaders import Settings, length_of, overfit_batches
+from lightning_stateful.trainer.train_loaders import Settings, length_of, name_of, overfits
 
 
 def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: Settings, stage: str) -> Any:
@@ -50,8 +49,8 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
         if isinstance(proxy, LoaderProxy) and _serves_pairs(proxy.loader):
             fails = not _can_serve_pairs(proxy.loader)
             if trainer.strategy.reduce_boolean_decision(fails, all=False):
-                _repeat_instead(proxy.loader, f"the {stage} loader {path!r}")
-    return structure.rebuilt(lambda path, loader: loader)
+                _repeat_instead(proxy.loader, name_of(stage, path))
+    return structure.rebuilt(structure.loaders)
 
 
 def _serves_pairs(loader: AnyLoader) -> TypeGuard[StatefulLoader]:
@@ -102,23 +101,20 @@ def _repeat_instead(loader: Any, where: str) -> None:
 def _lengths(structure: Structure) -> dict[str, dict[str, Any]]:
     described: dict[str, dict[str, Any]] = {}
     for path, proxy in structure.loaders.items():
-        # As Lightning has it, ranks may take unequal steps through data of their own.
-        if isinstance(proxy, LoaderProxy) and not _is_of_one_rank(proxy.loader):
-            described[path] = {"length": length_of(proxy.loader)}
-            if begins := proxy.loader.tracker.config.get("sequence"):
-                described[path]["begins"] = begins
+        if not isinstance(proxy, LoaderProxy) or (
+            isinstance(proxy.loader, StatefulLoader) and proxy.loader.own_rank is not None
+        ):
+            # As Lightning has it, ranks may take unequal steps through data of their own.
+            continue
+        described[path] = {"length": length_of(proxy.loader)}
+        if begins := proxy.loader.tracker.config.get("sequence"):
+            described[path]["begins"] = begins
     return described
 
 
-def _is_of_one_rank(loader: Any) -> bool:
-    return isinstance(loader, StatefulLoader) and loader.own_rank is not None
-
-
 def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Settings) -> Any:
-    where = f"the {stage} loader {path!r}" if path else f"the {stage} loader"
-    overfits = trainer.state.fn == TrainerFn.FITTING and overfit_batches(trainer) > 0
     try:
-        patched = settings.build_patched(trainer, loader, path, where, shuffle=False if overfits else None, exact=True)
+        patched = settings.build_patched(trainer, loader, path, stage)
     except UnsupportedLoaderError as error:
         if topology_of(trainer).num_replicas > 1 and own_rank(trainer, loader) is None:
             rank_zero_warn(
@@ -133,15 +129,14 @@ def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Se
         and not patched.description.is_plain
         and (repeats := patched.plan(0).repeats())
     ):
-        rank_zero_warn(f"{where}: {repeats}, because ranks take equal steps.", category=StatefulWarning)
+        rank_zero_warn(f"{name_of(stage, path)}: {repeats}, because ranks take equal steps.", category=StatefulWarning)
 
-    locate = partial(_locate, trainer, patched)
     return LoaderProxy(
         patched,
-        locate,
+        partial(_locate, trainer, patched),
         keeps_indices=trainer.predicting,
         original=loader,
-        overfits=overfits,
+        overfits=overfits(trainer),
         is_dealt_out=deals_out(trainer),
     )
 

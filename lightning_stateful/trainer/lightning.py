@@ -28,7 +28,6 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     from lightning.pytorch.loops.evaluation_loop import RestartStage
     from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
     from lightning.pytorch.trainer.connectors.data_connector import (
-        _check_dataloader_iterable,
         _DataLoaderSource,
         _worker_check,
     )
@@ -48,7 +47,6 @@ else:
     from pytorch_lightning.loops.evaluation_loop import RestartStage
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
     from pytorch_lightning.trainer.connectors.data_connector import (
-        _check_dataloader_iterable,
         _DataLoaderSource,
         _worker_check,
     )
@@ -71,7 +69,6 @@ __all__ = [
     "WeightAveraging",
     "_DataLoaderSource",
     "_IndexBatchSamplerWrapper",
-    "_check_dataloader_iterable",
     "_is_leaf_or_primitive_container",
     "_worker_check",
     "check_package",

@@ -1,12 +1,21 @@
-"""The loader proxy: what Lightning's loops iterate in place of a DataLoader, from whatever batch comes next."""
+"""What stands between Lightning's loops and the user's loaders: hooks that return loaders, and loaders themselves.
+
+A loop asks its ``_data_source`` for loaders. :func:`intercept` replaces that by an :class:`InterceptedSource`, which
+hands the request to the callback; a :class:`Structure` takes apart the lists and dicts that hooks return. What the loop
+gets and iterates in place of each DataLoader is a :class:`LoaderProxy`.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+from lightning_utilities.core.inheritance import get_all_subclasses
+from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -19,7 +28,16 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.loaders.patching import AnyLoader
-from lightning_stateful.trainer.lightning import _IndexBatchSamplerWrapper, pl
+from lightning_stateful.trainer.lightning import (
+    CombinedLoader,
+    _DataLoaderSource,
+    _IndexBatchSamplerWrapper,
+    _is_leaf_or_primitive_container,
+    _worker_check,
+    pl,
+)
+
+Request = Callable[[], Any]
 
 # Lightning keeps the arguments of a user's DataLoader(...) in attributes that begin so, and reads there whether it
 # shuffles.
@@ -27,6 +45,161 @@ _RECORDS = "__pl_saved_"
 
 # How a warning of Lightning's begins that is wrong of our loaders.
 _DOUBT = "Your `IterableDataset` has `__len__` defined"
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Loaders by their path, and the way back to the structure that they came in.
+
+    Attributes:
+        loaders: The loaders by path, with dots; a single loader has the path ``""``.
+        spec: What torch needs to build the structure again.
+        mode: Mode of the CombinedLoader that they came in; None if there was none.
+    """
+
+    loaders: dict[str, Any]
+    spec: Any
+    mode: str | None
+
+    @classmethod
+    def of(cls, raw: Any) -> Structure:
+        """Take apart what a hook returned."""
+        combined = raw if isinstance(raw, CombinedLoader) else None
+        # As Lightning has it, a list of numbers is a loader of them, and so is an empty list.
+        leaves, spec = pytree.tree_flatten_with_path(
+            raw if combined is None else combined.iterables, is_leaf=_is_leaf_or_primitive_container
+        )
+        mode = None if combined is None else combined._mode
+        paths = [_path(keys) for keys, _ in leaves]
+        # Different keys may give the same path: 0 and "0", or "a.b" and a "b" within "a". These are written by repr.
+        loaders = {_path(keys, str if paths.count(_path(keys)) == 1 else repr): leaf for keys, leaf in leaves}
+        return cls(loaders, spec, mode)
+
+    def rebuilt(self, loaders: Mapping[str, Any]) -> Any:
+        """The same structure of other loaders, by path."""
+        tree = pytree.tree_unflatten([loaders[path] for path in self.loaders], self.spec)
+        return tree if self.mode is None else CombinedLoader(tree, self.mode)  # type: ignore[arg-type]  # its own mode
+
+
+def _path(keys: Any, text: Callable[[Any], str] = str) -> str:
+    return ".".join(text(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
+
+
+class InterceptedSource(_DataLoaderSource):
+    """A source of loaders whose answer passes through a function.
+
+    The loops ask their source whenever they (re)build loaders: from a data module, from hooks of a LightningModule, or
+    for loaders that were passed to ``fit``. What passes here is what the loops use.
+
+    Args:
+        original: The loop's source.
+        intercept: Gets the request and answers it.
+        loop: The loop; the workers of loaders that it has are ended when it gets others.
+    """
+
+    def __init__(self, original: _DataLoaderSource, intercept: Callable[[Request], Any], loop: Any = None) -> None:
+        super().__init__(original.instance, original.name)
+        self.intercept = intercept
+        self._loop = loop
+
+    def dataloader(self) -> Any:
+        """What the loop gets."""
+        try:
+            loaders = self.intercept(self.request)
+        except BaseException:
+            _undo_patches()
+            raise
+        if self._loop is not None:
+            _end_workers(self._loop._combined_loader)
+            _advise(self._loop.trainer, loaders, self.name)
+        return loaders
+
+    def request(self) -> Any:
+        """What the user's hook returns, or what was passed to the trainer."""
+        return super().dataloader()
+
+
+def intercept(
+    trainer: pl.Trainer, training: Callable[[Request], Any], evaluation: Callable[[str, Request], Any]
+) -> None:
+    """Let all loader requests of a trainer's loops pass through two functions, once however often it is called.
+
+    Args:
+        trainer: The trainer, with its sources attached.
+        training: Gets the request for training loaders.
+        evaluation: Gets the stage (``"val"``, ``"test"`` or ``"predict"``) and its request.
+    """
+    for stage, loop in _loops(trainer):
+        function = training if stage == "train" else partial(evaluation, stage)
+        if isinstance(loop._data_source, InterceptedSource):
+            loop._data_source.intercept = function
+        else:
+            loop._data_source = InterceptedSource(loop._data_source, function, loop)
+
+
+def release(trainer: pl.Trainer) -> None:
+    """Undo :func:`intercept`."""
+    for _, loop in _loops(trainer):
+        source = loop._data_source
+        if isinstance(source, InterceptedSource):
+            loop._data_source = _DataLoaderSource(source.instance, source.name)
+
+
+def _loops(trainer: pl.Trainer) -> list[tuple[str, Any]]:
+    """The loops that ask for loaders, with the stage of each."""
+    return [
+        ("train", trainer.fit_loop),
+        ("val", trainer.fit_loop.epoch_loop.val_loop),
+        ("val", trainer.validate_loop),
+        ("test", trainer.test_loop),
+        ("predict", trainer.predict_loop),
+    ]
+
+
+def request_training_loaders(trainer: pl.Trainer) -> Any:
+    """Ask the user's side for the training loaders, as the fit loop would."""
+    source = trainer.fit_loop._data_source
+    return source.request() if isinstance(source, InterceptedSource) else source.dataloader()
+
+
+def discard_training_loaders(trainer: pl.Trainer) -> None:
+    """Throw away the loaders that the fit loop has built, and end their workers, so that it asks for them anew."""
+    fit_loop: Any = trainer.fit_loop
+    if fit_loop._combined_loader is None:
+        return
+    if fit_loop._data_fetcher is not None:
+        fit_loop._data_fetcher.teardown()
+    # Lightning's own teardown fails on a fetcher that has been torn down.
+    fit_loop._combined_loader = fit_loop._data_fetcher = None
+
+
+def _undo_patches() -> None:
+    """Undo Lightning's patches of torch's classes, which it leaves in place where a hook raises an error."""
+    for base in (DataLoader, BatchSampler):
+        for kind in (base, *get_all_subclasses(base)):
+            for name in ("__init__", "__setattr__", "__delattr__"):
+                if f"__old{name}" in vars(kind):
+                    setattr(kind, name, getattr(kind, f"__old{name}"))
+                    delattr(kind, f"__old{name}")
+
+
+def _advise(trainer: pl.Trainer, loaders: Any, name: str) -> None:
+    """Give Lightning's advice on workers, which it has for a DataLoader only."""
+    for proxy in Structure.of(loaders).loaders.values():
+        if isinstance(proxy, LoaderProxy):
+            _worker_check(trainer, proxy.original, name)
+
+
+def _end_workers(combined: CombinedLoader | None) -> None:
+    """End the workers of our loaders that are replaced; references in a circle would keep them alive for long."""
+    if combined is None:
+        return
+    proxies = [leaf for leaf in combined.flattened if isinstance(leaf, LoaderProxy)]
+    if combined._iterator is not None and len(proxies) == len(combined.flattened):
+        # A pass that was broken off has workers too. iter() drops it; the new pass starts none before its first batch.
+        iter(combined)
+    for proxy in proxies:
+        proxy.end_workers()
 
 
 def _shown(loader: AnyLoader, original: Any, overfits: bool, is_dealt_out: bool) -> Any:
@@ -65,23 +238,28 @@ class LoaderProxy:
         loader: The loader.
         locate: Called at the first ``next()`` of a pass. Returns the plan and the step of it to begin at, or None if
             the loader is exhausted.
-        before_batch: Called after a batch is read and before it is handed over.
-        at_end: Called when there is no further batch, which Lightning asks for ahead where it cannot know.
+        after_read: Called after a batch is read and before it is handed over, and when there is no further one, which
+            Lightning asks for ahead where it cannot know.
         isolated: Whether the process's generators are put back after a batch that is read in this process.
         keeps_indices: Also offer the indices of each batch, as Lightning's prediction writers want them.
         original: The user's loader, of which ``loader`` was made.
         overfits: Show a sampler that goes through the dataset in order, as Lightning does with ``overfit_batches``.
         is_dealt_out: Show a DistributedSampler on a single rank too, as Lightning does under DDP.
+
+    Attributes:
+        loader: The loader.
+        original: The user's loader.
+        num_handed: Batches that the latest pass has handed over.
     """
 
     is_proxy = True
+    num_handed = 0
 
     def __init__(
         self,
         loader: AnyLoader,
         locate: Callable[[], tuple[EpochPlan, int] | None],
-        before_batch: Callable[[], None] | None = None,
-        at_end: Callable[[], None] | None = None,
+        after_read: Callable[[], None] | None = None,
         *,
         isolated: bool = True,
         keeps_indices: bool = False,
@@ -93,8 +271,7 @@ class LoaderProxy:
         self.original = loader if original is None else getattr(original, "original", original)
         self._shown = _shown(loader, self.original, overfits, is_dealt_out)
         self._locate = locate
-        self._before_batch = before_batch
-        self._at_end = at_end
+        self._after_read = after_read
         self._isolated = isolated
         # The pattern of the warnings filter that this proxy has set, if any. A regular expression's comment, (?#id),
         # tells it from those of other proxies.
@@ -121,12 +298,14 @@ class LoaderProxy:
         if "batch_sampler" in vars(self):
             batches = plan.batches(self.loader.topology.rank, step)
             self.batch_sampler.seen_batch_indices = [indices for _, indices in batches]
+        self.num_handed = 0
         for batch in self.loader.batches(plan, step, isolated=self._isolated):
-            if self._before_batch is not None:
-                self._before_batch()
+            self.num_handed += 1
+            if self._after_read is not None:
+                self._after_read()
             yield batch
-        if self._at_end is not None:
-            self._at_end()
+        if self._after_read is not None:
+            self._after_read()
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -157,8 +157,7 @@ def monitored_metrics(trainer: pl.Trainer, *, epoch_ended: bool = False) -> dict
 
 
 def _monitors(trainer: pl.Trainer) -> set[str]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    names = {getattr(callback, "monitor", None) for callback in callbacks}
+    names = {getattr(callback, "monitor", None) for callback in _callbacks(trainer)}
     names |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
     return {name for name in names if isinstance(name, str)}
 

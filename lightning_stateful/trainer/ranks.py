@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_stateful.core.topology import Topology
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import RankMismatchError, StatefulWarning
 from lightning_stateful.loaders.patching import deals_itself
 from lightning_stateful.state import fingerprint_warning, is_accepted, is_fingerprint

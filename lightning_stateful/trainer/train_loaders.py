@@ -6,16 +6,13 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import SequentialSampler
 
-from lightning_stateful.bucketing.budget import Budget
-from lightning_stateful.bucketing.order import BucketEpochPlan, BucketOrder
-from lightning_stateful.bucketing.padding import StepPadding, measure
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
@@ -28,13 +25,13 @@ from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.checkpoint import warn_of_missing_state
-from lightning_stateful.trainer.lightning import is_param_in_hook_signature, pl
-from lightning_stateful.trainer.loader_hooks import (
+from lightning_stateful.trainer.lightning import TrainerFn, is_param_in_hook_signature, pl
+from lightning_stateful.trainer.loader_proxy import (
+    LoaderProxy,
     Structure,
     discard_training_loaders,
     request_training_loaders,
 )
-from lightning_stateful.trainer.loader_proxy import LoaderProxy
 from lightning_stateful.trainer.loop_progress import LoopProgress
 from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
@@ -61,15 +58,14 @@ class Settings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept", accepted_names(self.accept))
 
-    def build_patched(self, trainer: pl.Trainer, loader: Any, path: str, where: str, **how: Any) -> AnyLoader:
+    def build_patched(self, trainer: pl.Trainer, loader: Any, path: str, stage: str) -> AnyLoader:
         """Patch a loader for the ranks of a trainer; see ``build_patched`` in ``loaders/patching.py``.
 
         Args:
             trainer: The trainer.
             loader: The loader.
             path: Where it stands among others.
-            where: What errors call it.
-            **how: Further arguments.
+            stage: ``"training"``, ``"val"``, ``"test"`` or ``"predict"``.
         """
         topology = topology_of(trainer)
         return build_patched(
@@ -80,9 +76,10 @@ class Settings:
             rank=topology.rank,
             own_rank=own_rank(trainer, loader),
             seed_samples=self.seed_samples,
+            shuffle=not overfits(trainer),
+            exact=stage != "training",
             accept=self.accept,
-            where=where,
-            **how,
+            where=name_of(stage, path),
         )
 
 
@@ -105,18 +102,17 @@ class TrainLoaders:
         step = trainer.lightning_module.training_step
         self._step_fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
         structure = Structure.of(raw)
-        structure.refuse_others(trainer)
         self.combined = CombinedLoaders(
             {path: self._build_patched(loader, path) for path, loader in structure.loaders.items()},
             structure.mode or "max_size_cycle",
         )
-        self._first_path = next(iter(self.combined.loaders), "")
-        # For check_one_batch_a_step: an epoch, the step at which its pass began, and batches handed over since.
-        self._counted_epoch, self._first_step, self._num_handed = -1, 0, 0
+        # By path: the step at which the latest pass over the loader began.
+        self._first_steps: dict[str, int] = {}
         # Where a resume goes on. Until training begins, Lightning may ask for a batch before it restores its counters.
         self._resumed_at: LoopProgress | None = None
         self._training_began = False
-        self.structure: Any = structure.rebuilt(self._proxy)
+        self._proxies = {path: self._proxy(path, original) for path, original in structure.loaders.items()}
+        self.structure: Any = structure.rebuilt(self._proxies)
         self.combined.refuse_short_sources(self.num_batches())
         self._prepare_streams()
         self._report()
@@ -193,22 +189,6 @@ class TrainLoaders:
             described.setdefault(path, {}).update(own if may_differ else {**own, **config})
         return described
 
-    def report_at(self, epoch: int, batch: int) -> dict[str, Any]:
-        """What has been served before step ``batch`` of ``epoch``; of several loaders by path."""
-        reports = self.combined.report_at(epoch, batch)
-        return reports[""] if list(reports) == [""] else reports
-
-    def padding_at(self, epoch: int, batch: int) -> dict[str, tuple[StepPadding, Budget]]:
-        """What all ranks' batches hold at step ``batch`` of ``epoch``, and what they may, of loaders with a budget."""
-        found = {}
-        for path, loader in self.combined.loaders.items():
-            if isinstance(loader.order, BucketOrder):
-                # Of an exhausted loader nothing: zeros, lest its last figures be logged again.
-                plan, step = self.combined.plan_at(path, epoch, batch)
-                last = min(step + 1, plan.num_steps)
-                found[path] = measure(cast(BucketEpochPlan, plan), step, last), loader.order.budget
-        return found
-
     def num_batches(self) -> int:
         """Steps of an epoch under the trainer's limit."""
         limit, length = self._trainer.limit_train_batches, self.combined.num_batches()
@@ -252,7 +232,8 @@ class TrainLoaders:
         """
         if not self._step_fetches:
             return
-        handed, counted = self._num_handed, loop_progress.next_step(self._trainer)[1] - self._first_step
+        path, proxy = next(iter(self._proxies.items()))
+        handed, counted = proxy.num_handed, loop_progress.next_step(self._trainer)[1] - self._first_steps[path]
         if handed != counted:
             steps = "1 step" if counted == 1 else f"{counted} steps"
             raise ConfigurationError(
@@ -262,12 +243,11 @@ class TrainLoaders:
             )
 
     def _build_patched(self, loader: Any, path: str) -> AnyLoader:
-        where = f"the training loader {path!r}" if path else "the training loader"
-        overfits = overfit_batches(self._trainer) > 0
-        patched = self._settings.build_patched(self._trainer, loader, path, where, shuffle=False if overfits else None)
-        if overfits and not isinstance(patched, StreamLoader) and _is_shuffled(loader):
+        patched = self._settings.build_patched(self._trainer, loader, path, "training")
+        if overfits(self._trainer) and not isinstance(patched, StreamLoader) and _is_shuffled(loader):
             rank_zero_warn(
-                f"overfit_batches trains on the same batches in every epoch, so {where} is not shuffled.",
+                "overfit_batches trains on the same batches in every epoch, so "
+                f"{name_of('training', path)} is not shuffled.",
                 category=StatefulWarning,
             )
         return patched
@@ -281,7 +261,7 @@ class TrainLoaders:
                 limit=steps if steps < UNKNOWN else None,
                 # A window of accumulated gradients that is open is served again from its first batch.
                 lag=longest_accumulation(self._trainer) - 1,
-                repeats=overfit_batches(self._trainer) > 0,
+                repeats=overfits(self._trainer),
             )
 
     def _report(self) -> None:
@@ -314,19 +294,17 @@ class TrainLoaders:
         return LoaderProxy(
             self.combined.loaders[path],
             partial(self._locate, path),
-            partial(self._before_batch, path, seed, rank),
             partial(self._seed_batch, seed, rank),
             isolated=not self._settings.seed_model,
             original=original,
-            overfits=overfit_batches(self._trainer) > 0,
+            overfits=overfits(self._trainer),
             is_dealt_out=deals_out(self._trainer),
         )
 
     def _locate(self, path: str) -> tuple[EpochPlan, int] | None:
         """The plan of a loader and the step of it that come next; None where its epoch has no further step."""
         epoch, step = self._next_step()
-        if path == self._first_path and epoch != self._counted_epoch:
-            self._counted_epoch, self._first_step, self._num_handed = epoch, step, 0
+        self._first_steps[path] = step
         # An epoch that had ended before it was resumed has no further batch, even if its length is not known.
         resumed = self._resumed_at
         has_ended = resumed is not None and resumed.ended and resumed.epoch == epoch
@@ -341,11 +319,6 @@ class TrainLoaders:
         if self._resumed_at is None or self._training_began:
             return loop_progress.next_step(self._trainer)
         return self._resumed_at.epoch, self._resumed_at.batch
-
-    def _before_batch(self, path: str, seed: int, rank: int) -> None:
-        if path == self._first_path:
-            self._num_handed += 1
-        self._seed_batch(seed, rank)
 
     def _seed_batch(self, seed: int, rank: int) -> None:
         if self._settings.seed_model:
@@ -385,10 +358,15 @@ def _is_shuffled(loader: Any) -> bool:
     return not isinstance(getattr(batches, "sampler", batches), SequentialSampler)
 
 
-def overfit_batches(trainer: Any) -> float:
-    """How much of an epoch is trained and validated on, over and over; 0 for all of it."""
+def name_of(stage: str, path: str) -> str:
+    """What errors and warnings call a loader."""
+    return f"the {stage} loader {path!r}" if path else f"the {stage} loader"
+
+
+def overfits(trainer: Any) -> bool:
+    """Whether the same part of an epoch is trained and validated on, over and over."""
     # Set by Lightning's data connector, unknown to its types.
-    return float(trainer.overfit_batches)
+    return bool(trainer.state.fn == TrainerFn.FITTING and trainer.overfit_batches > 0)
 
 
 def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:

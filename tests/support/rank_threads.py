@@ -12,7 +12,7 @@ from unittest import mock
 
 from torch.distributed import HashStore
 
-from lightning_stateful.core.topology import Topology
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.stream_loader.rank_sync import RankSync
 
 OPERATIONS = ("set", "add", "check", "compare_set", "delete_key", "multi_get")

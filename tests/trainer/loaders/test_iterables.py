@@ -18,7 +18,7 @@ from support.sources import assert_goes_on_from_every_moment
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback
-from lightning_stateful.errors import ConfigurationError, PositionError, StatefulWarning
+from lightning_stateful.errors import ConfigurationError, PositionError, StatefulWarning, UnsupportedLoaderError
 
 MOMENTS = [
     ("on_train_batch_start", 1, 3),
@@ -222,8 +222,8 @@ def test_one_that_is_too_short_to_go_round_with_others_is_refused_with_the_remed
         run(lambda: sides)
 
 
-def test_what_cannot_be_iterated_is_refused_by_lightning() -> None:
-    with pytest.raises(TypeError, match=r"An invalid dataloader was passed to `Trainer\.fit"):
+def test_what_cannot_be_iterated_is_refused() -> None:
+    with pytest.raises(UnsupportedLoaderError, match=r"Cannot patch the training loader: it is a int and not a torch"):
         run(lambda: 3)
 
 
