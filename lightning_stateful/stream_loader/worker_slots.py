@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -84,7 +85,7 @@ class SlotDataset(IterableDataset[Delivery]):
         own: dict[str, Any] = {"tasks": [], "queues": [], "_process": None}
         vars(self).update(own, _config=config, _collate=collate, _dataset=dataset, _seed=seed)
 
-    def __iter__(self) -> Iterator[Delivery]:
+    def __iter__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> Iterator[Delivery]:
         info = get_worker_info()
         encode: Callable[[NodeState], OpaqueState | Changes] = OpaqueState
         if info is None:
@@ -105,7 +106,9 @@ class SlotDataset(IterableDataset[Delivery]):
                 yield Delivery(task.worker, encode(state), self._collated(samples, task, state["batches"]), False)
             yield Delivery(task.worker, encode(slot.state()), None, True)
         finally:
-            slot.close()
+            # As Python exits modules are gone already, and what is open is closed with the process.
+            if not is_exiting():
+                slot.close()
 
     def _collated(self, samples: list[Any], task: SlotTask, number: int) -> Any:
         if self._seed is not None:
