@@ -21,9 +21,9 @@ class Resumed(Honest):
         super().__init__(num_replicas, rank)
         self.fault, self.start, self.is_first = fault, 0, True
 
-    def of_epoch(self, epoch: int) -> list[Any]:
-        """The samples of an epoch, from where it stands."""
-        present, self.epoch = self.epoch, epoch
+    def left(self, epoch: int | None = None) -> list[Any]:
+        """What is left of the present epoch, or as much of another one."""
+        present, self.epoch = self.epoch, self.epoch if epoch is None else epoch
         samples = self.order()[self.consumed :]
         self.epoch = present
         return samples
@@ -96,48 +96,20 @@ def first_of(item: Any) -> list[Any]:
     return [int(item[0])]
 
 
-# What a pass that goes on in the middle yields, where the state was taken, and the cause.
+# What a pass that goes on in the middle yields, where the state was taken, and the beginning of the cause.
 FAULTS: list[tuple[Callable[[Resumed], list[Any]], int, str]] = [
-    (
-        lambda made: made.order(),
-        4,
-        "The epoch's first items came again: the state was not loaded, or iter() starts over.",
-    ),
-    (
-        lambda made: made.of_epoch(made.epoch)[2:],
-        4,
-        "The pass goes on 2 too far ahead: what was prefetched is counted, ",
-    ),
-    (lambda made: made.order()[made.consumed - 1 :], 4, "The pass goes on 1 too far back: the state lags behind "),
-    (
-        lambda made: made.of_epoch(made.epoch)[:-4],
-        4,
-        "The pass ended too early: what was consumed is taken off twice, ",
-    ),
-    (
-        lambda made: [],
-        12,
-        "Nothing was left: at the end of an epoch the state must be that of the next one's beginning.",
-    ),
-    (
-        lambda made: [*made.of_epoch(made.epoch), 0],
-        4,
-        "The pass is too long: it must end after the items that are left, ",
-    ),
-    (
-        lambda made: made.of_epoch(made.epoch) if made.is_first else made.order()[made.start :],
-        4,
-        "A later pass begins where the resumed one did: ",
-    ),
-    (lambda made: made.of_epoch(1), 4, "These are items of epoch 1: loading counts the epoch and iter() again, "),
-    (lambda made: made.of_epoch(2), 16, "These are items of epoch 2: loading counts the epoch and iter() again, "),
-    (lambda made: made.of_epoch(0), 16, "These are items of epoch 0: the epoch is not in the state, "),
-    (
-        lambda made: made.of_epoch(made.epoch)[::-1],
-        4,
-        "The same samples in another order: it is drawn from a generator that is not in the state.",
-    ),
-    (lambda made: [index + 1000 for index in made.of_epoch(made.epoch)], 4, ""),
+    (lambda made: made.order(), 4, "The epoch's first items came again: the state was not loaded"),
+    (lambda made: made.left()[2:], 4, "The pass goes on 2 too far ahead: what was prefetched is counted"),
+    (lambda made: made.order()[made.consumed - 1 :], 4, "The pass goes on 1 too far back: the state lags behind"),
+    (lambda made: made.left()[:-4], 4, "The pass ended too early: what was consumed is taken off twice"),
+    (lambda made: [], 12, "Nothing was left: at the end of an epoch the state must be that of the next one's"),
+    (lambda made: [*made.left(), 0], 4, "The pass is too long: it must end after the items that are left"),
+    (lambda made: made.left() if made.is_first else made.order()[made.start :], 4, "A later pass begins where"),
+    (lambda made: made.left(1), 4, "These are items of epoch 1: loading counts the epoch and iter() again"),
+    (lambda made: made.left(2), 16, "These are items of epoch 2: loading counts the epoch and iter() again"),
+    (lambda made: made.left(0), 16, "These are items of epoch 0: the epoch is not in the state"),
+    (lambda made: made.left()[::-1], 4, "The same samples in another order: it is drawn from a generator"),
+    (lambda made: [index + 1000 for index in made.left()], 4, ""),
 ]
 TWO = {"num_replicas": 2, "chain": ()}
 OTHERS = {**TWO, "resize": (3,), "stops": [1]}
