@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledger import LedgerModel
-from support.runs import StopAt, assert_same_end, assert_stitches, train
-from support.sources import Event, SaveAt, trained
-from support.texts import NUM_SAMPLES, Texts, batches, bucketed
+from support.ledger import LedgerModel, batches, trained
+from support.runs import SaveAt, assert_resumes, assert_same_end, stopped, train
+from support.texts import NUM_SAMPLES, Texts, bucketed
 from torch.utils.data import Subset
 
-from lightning_stateful import QuadraticCost
 from lightning_stateful.errors import StateMismatchError
 
 
@@ -31,30 +29,10 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "a budget": ({}, {"max_tokens": 50}, {"max_tokens"}),
     "a length": ({}, {"train": OneLonger()}, {"lengths.digest"}),
     "a sample more": ({}, {"train": Texts(48)}, {"lengths.digest", "lengths.samples", "dataset.length"}),
-    "a number of buckets": ({}, {"num_buckets": 5}, {"num_buckets"}),
-    "how boundaries are chosen": ({}, {"num_buckets": 4, "boundaries": "equal_counts"}, {"boundaries"}),
     "given boundaries": ({"boundaries": [5, 20]}, {"boundaries": [6, 20]}, {"boundaries"}),
-    "a batch size": ({"batch_size": 3}, {"batch_size": 4}, {"batch_size"}),
     "samples for tokens": ({}, {"batch_size": 4}, {"batch_size", "max_tokens"}),
-    "limits of a batch": (
-        {},
-        {"cost": QuadraticCost(30), "max_samples": 5, "multiple": 2},
-        {"quadratic_length", "max_samples", "multiple"},
-    ),
-    "what happens to samples too long": ({}, {"too_long": "drop"}, {"too_long"}),
-    "full steps": ({}, {"drop_last": True}, {"drop_last"}),
-    "an order": ({}, {"shuffle": False}, {"shuffle"}),
     "several": ({}, {"max_tokens": 50, "seed": 8, "train": OneLonger()}, {"max_tokens", "seed", "lengths.digest"}),
 }
-
-
-def stopped(
-    folder: Path, options: dict[str, Any], *, hook: str = "on_train_batch_end", batch: int = 3
-) -> tuple[Path, list[Event]]:
-    stop = StopAt(hook, folder / "stop.ckpt", batch=batch)
-    train(lambda: bucketed(**options), callbacks=[stop])
-    assert stop.ledger is not None
-    return folder / "stop.ckpt", stop.ledger
 
 
 def refused(path: Path, options: dict[str, Any]) -> StateMismatchError:
@@ -66,26 +44,17 @@ def refused(path: Path, options: dict[str, Any]) -> StateMismatchError:
     return caught.value
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The paths of checkpoints within an epoch and after it, of a module with some options."""
-
-    savers: dict[str, SaveAt] = {}
-
-    def run(options: dict[str, Any]) -> list[Path]:
-        if (key := repr(options)) not in savers:
-            moments = [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0)]
-            savers[key] = SaveAt(tmp_path_factory.mktemp("changes"), moments)
-            train(lambda: bucketed(**options), callbacks=[savers[key]], max_epochs=1)
-        return [savers[key].path(number) for number in range(2)]
-
-    return run
+def saved(folder: Path, options: dict[str, Any]) -> list[Path]:
+    """Checkpoints within an epoch and after it."""
+    saver = SaveAt(folder, [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0)])
+    train(lambda: bucketed(**options), callbacks=[saver], max_epochs=1)
+    return [saver.path(number) for number in range(2)]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_refused_within_an_epoch_and_between_epochs(saved: Any, change: str) -> None:
+def test_a_change_is_refused_within_an_epoch_and_between_epochs(tmp_path: Path, change: str) -> None:
     before, after, paths = CHANGES[change]
-    within, between = saved(before)
+    within, between = saved(tmp_path, before)
     for path in (within, between):
         error = refused(path, after)
         assert {difference.path for difference in error.differences} == paths
@@ -96,9 +65,9 @@ def test_a_change_is_refused_within_an_epoch_and_between_epochs(saved: Any, chan
 
 
 @pytest.mark.parametrize("change", ["a sample more", "given boundaries", "samples for tokens", "several"])
-def test_an_accepted_change_is_taken_up_at_the_beginning_of_an_epoch(saved: Any, change: str) -> None:
+def test_an_accepted_change_is_taken_up_at_the_beginning_of_an_epoch(tmp_path: Path, change: str) -> None:
     before, after, paths = CHANGES[change]
-    _, between = saved(before)
+    _, between = saved(tmp_path, before)
     resumed = train(lambda: bucketed(**after, accept=tuple(paths)), ckpt_path=between, seed=99, max_epochs=2)
     fresh = train(lambda: bucketed(**after), max_epochs=2)
     assert batches(resumed.ledger) == batches(fresh.ledger, 1)
@@ -106,7 +75,8 @@ def test_an_accepted_change_is_taken_up_at_the_beginning_of_an_epoch(saved: Any,
 
 def test_a_change_is_accepted_after_the_last_batch_of_an_epoch_before_its_validation(tmp_path: Path) -> None:
     last = len(bucketed().train_dataloader()) - 1
-    path, _ = stopped(tmp_path, {}, batch=last)
+    path = tmp_path / "stop.ckpt"
+    stopped(path, bucketed, batch=last)
     resumed = train(lambda: bucketed(max_tokens=70, accept="max_tokens"), ckpt_path=path, seed=99)
     fresh = train(lambda: bucketed(max_tokens=70))
     assert batches(resumed.ledger) == batches(fresh.ledger, 1) + batches(fresh.ledger, 2)
@@ -117,20 +87,18 @@ def test_a_change_is_accepted_after_the_last_batch_of_an_epoch_before_its_valida
 def test_another_dataset_of_the_same_lengths_is_refused_and_may_be_accepted_within_an_epoch(
     tmp_path: Path, other: Any
 ) -> None:
-    path, first = stopped(tmp_path, {})
+    path = tmp_path / "stop.ckpt"
+    first = stopped(path, bucketed, batch=3)
     differing = refused(path, {"train": other}).differences
     assert {difference.path.split(".")[0] for difference in differing} == {"dataset"}
-    resumed = train(lambda: bucketed(train=other, accept="dataset"), ckpt_path=path, seed=99)
-    whole = train(bucketed)
-    assert_stitches([first, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
+    assert_resumes(path, first, 0, make=lambda: bucketed(train=other, accept="dataset"), whole=train(bucketed))
 
 
 def test_what_does_not_decide_about_batches_may_change_at_any_time(tmp_path: Path) -> None:
-    path, first = stopped(tmp_path, {})
+    first = stopped(tmp_path / "stop.ckpt", bucketed, batch=3)
     # The same lengths in another form, workers, and the size of evaluation batches.
     other = {"lengths": Texts().num_tokens, "num_workers": 1, "eval_batch_size": 4, "log_data": True}
-    resumed = train(lambda: bucketed(**other), ckpt_path=path, seed=99)
+    resumed = train(lambda: bucketed(**other), ckpt_path=tmp_path / "stop.ckpt", seed=99)
     whole = train(bucketed)
     assert trained(first) + trained(resumed.ledger) == trained(whole.ledger)
     assert_same_end(resumed, whole)

@@ -10,29 +10,13 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support import texts
-from support.ledger import LedgerModel, Numbers
-from support.runs import Outcome, StopAt, seeded, train
-from support.sources import (
-    LENGTHS,
-    TOKENS,
-    Beside,
-    Event,
-    SaveAt,
-    SourcesModel,
-    ids_of,
-    mixture,
-    plain_loader,
-    round_robin,
-    source_of,
-    train_on,
-    trained,
-)
-from support.texts import PaddingLog, Texts, bucketed, padding_of
+from support.ledger import Event, LedgerModel, Numbers, batches, ids_of, trained
+from support.runs import Outcome, SaveAt, seeded, stopped, train, train_alone
+from support.sources import LENGTHS, Beside, mixture, plain_loader, round_robin, source_of
+from support.texts import Texts, bucketed, padding_of
 from torch.utils.data import DataLoader
 
 from lightning_stateful import BucketBatchSampler, StatefulDataCallback, StatefulDataModule
-
-SIZES = {"news": 2, "code": 3, "web": 1}
 
 
 def served(events: list[Event]) -> dict[str, float]:
@@ -61,6 +45,10 @@ def logged(run: Outcome) -> list[tuple[int, dict[str, float]]]:
     return run.trainer.logger.sources
 
 
+def padding(run: Outcome) -> list[tuple[int, dict[str, float]]]:
+    return run.trainer.logger.padding
+
+
 LOGGED: dict[str, Any] = {
     "round robin": lambda: round_robin(log_data=True),
     "mixture": lambda: mixture(weights=[1, 2, 1], log_data=True),
@@ -71,44 +59,33 @@ LOGGED: dict[str, Any] = {
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("name", LOGGED)
 def test_what_is_logged_is_what_was_served(name: str, every: int) -> None:
-    run = train_on(LOGGED[name], log_every_n_steps=every)
+    run = train(LOGGED[name], log_every_n_steps=every)
     assert logged(run) == expected(run.ledger, every=every, carries_over="steps" in name)
 
 
 def test_under_accumulation_every_optimizer_step_logs_what_was_served_until_then() -> None:
-    run = train_on(LOGGED["round robin"], accumulate_grad_batches=3, max_epochs=1)
+    run = train(LOGGED["round robin"], accumulate_grad_batches=3, max_epochs=1)
     steps = trained(run.ledger)
     ends = [3, 6, 9, 12, 14]
     assert logged(run) == [(number, pytest.approx(served(steps[:end]))) for number, end in enumerate(ends)]
 
 
-def test_with_lengths_tokens_are_logged_too() -> None:
-    run = train_on(lambda: mixture(by="token", lengths=TOKENS, log_data=True, stop="cycle"), max_epochs=1)
-    steps = trained(run.ledger)
-    for number, values in logged(run):
-        for name, length in LENGTHS.items():
-            mean = TOKENS[name].sum() / length
-            count = sum(source_of(index) == name for event in steps[: number + 1] for index in ids_of(event))
-            assert values[f"{name}/tokens"] == pytest.approx(count * mean, abs=0.51)
-
-
 def test_nothing_is_logged_unless_asked_for() -> None:
-    run = train_on(round_robin, max_epochs=1)
+    run = train(round_robin, max_epochs=1)
     assert logged(run) == []
     assert not any("sources" in name for name in run.trainer.callback_metrics)
-    found, run = padding_logged(bucketed, max_epochs=1)
-    assert found == []
+    run = train(bucketed, max_epochs=1)
+    assert padding(run) == []
     assert not any("padding" in name for name in run.trainer.callback_metrics)
 
 
 def test_the_callback_alone_logs_the_same() -> None:
-    callback = StatefulDataCallback(log_data=True)
-    run = train_on(plain_loader, callbacks=[callback], max_epochs=2)
+    run = train_alone(plain_loader, settings={"log_data": True, "seed": 0}, max_epochs=2)
     assert logged(run) == expected(run.ledger)
-    assert logged(run) == logged(train_on(lambda: round_robin(log_data=True), max_epochs=2))
+    assert logged(run) == logged(train(lambda: round_robin(log_data=True), max_epochs=2))
 
 
-class OnlyTurns(SourcesModel):
+class OnlyTurns(LedgerModel):
     def _ids(self, batch: Any) -> Any:
         return super()._ids(batch["turns"])
 
@@ -118,7 +95,7 @@ class OnlyTurns(SourcesModel):
 
 @pytest.mark.parametrize("length", [14, 5])
 def test_sources_beside_another_loader_are_logged_under_its_path(length: int) -> None:
-    run = train_on(lambda: Beside(length, log_data=True), model=seeded(OnlyTurns), max_epochs=2)
+    run = train(lambda: Beside(length, log_data=True), model=seeded(OnlyTurns), max_epochs=2)
     found = [
         (step, {key.removeprefix("turns/"): value for key, value in values.items()}) for step, values in logged(run)
     ]
@@ -126,27 +103,17 @@ def test_sources_beside_another_loader_are_logged_under_its_path(length: int) ->
 
 
 def test_a_modules_switch_works_beside_a_callback_of_the_users_own() -> None:
-    run = train_on(LOGGED["round robin"], callbacks=[StatefulDataCallback()], max_epochs=1)
+    run = train(LOGGED["round robin"], callbacks=[StatefulDataCallback()], max_epochs=1)
     assert logged(run) == expected(run.ledger)
 
 
 # Padding
 
 
-PaddingLogs = list[tuple[int, dict[str, float]]]
-
-
-def padding_logged(make: Any, **options: Any) -> tuple[PaddingLogs, Outcome]:
-    """What a run logs about padding, and the run."""
-    log = PaddingLog()
-    run = train(make, callbacks=[*options.pop("callbacks", []), log], **{"max_epochs": 2, **options})
-    return log.found, run
-
-
 def padding_expected(name: str, ledger: list[Event], *, every: int = 1) -> list[tuple[int, Any]]:
     steps = trained(ledger)
     return [
-        (number, pytest.approx(padding_of(name, texts.ids_of(steps[number]))))
+        (number, pytest.approx(padding_of(name, ids_of(steps[number]))))
         for number in range(every - 1, len(steps), every)
     ]
 
@@ -154,29 +121,27 @@ def padding_expected(name: str, ledger: list[Event], *, every: int = 1) -> list[
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("name", ["tokens", "batch size", "quadratic cost", "too long dropped"])
 def test_the_padding_that_is_logged_is_that_of_the_batches_trained_on(name: str, every: int) -> None:
-    found, run = padding_logged(lambda: texts.MODULES[name](log_data=True), log_every_n_steps=every)
-    assert found == padding_expected(name, run.ledger, every=every)
+    run = train(lambda: texts.MODULES[name](log_data=True), log_every_n_steps=every, max_epochs=2)
+    assert padding(run) == padding_expected(name, run.ledger, every=every)
 
 
 def test_under_accumulation_every_optimizer_step_logs_the_padding_of_its_last_batch() -> None:
-    found, run = padding_logged(lambda: bucketed(log_data=True), accumulate_grad_batches=5, max_epochs=1)
-    steps = trained(run.ledger)
-    assert len(steps) == 12
-    assert found == [
-        (number, pytest.approx(padding_of("tokens", texts.ids_of(steps[end - 1]))))
-        for number, end in enumerate((5, 10, 12))
+    run = train(lambda: bucketed(log_data=True), accumulate_grad_batches=5, max_epochs=1)
+    served = batches(run.ledger)
+    assert len(served) == 12
+    assert padding(run) == [
+        (number, pytest.approx(padding_of("tokens", served[end - 1]))) for number, end in enumerate((5, 10, 12))
     ]
 
 
 def test_a_limited_epoch_logs_the_padding_of_the_batches_it_trained_on() -> None:
-    found, run = padding_logged(lambda: bucketed(log_data=True), limit_train_batches=5)
-    assert len(found) == 10
-    assert found == padding_expected("tokens", run.ledger)
+    run = train(lambda: bucketed(log_data=True), limit_train_batches=5, max_epochs=2)
+    assert len(padding(run)) == 10
+    assert padding(run) == padding_expected("tokens", run.ledger)
 
 
 def test_loaders_without_a_budget_have_no_padding_to_log() -> None:
-    found, _ = padding_logged(lambda: StatefulDataModule(Numbers(6), batch_size=2, log_data=True))
-    assert found == []
+    assert padding(train(lambda: StatefulDataModule(Numbers(6), batch_size=2, log_data=True))) == []
 
 
 class OnlyTexts(LedgerModel):
@@ -203,37 +168,33 @@ class TextsBeside(StatefulDataModule):
 
 @pytest.mark.parametrize("length", [5, 14])
 def test_texts_beside_another_loader_are_logged_under_its_path_and_as_zeros_once_there_are_none(length: int) -> None:
-    found, run = padding_logged(lambda: TextsBeside(length), model=seeded(OnlyTexts))
-    batches = [texts.ids_of(event) for event in trained(run.ledger)]
-    assert sum(bool(batch) for batch in batches) == 24
-    assert len(found) == len(batches)
-    for (_, values), batch in zip(found, batches, strict=True):
-        expected = padding_of("tokens", batch) if batch else dict.fromkeys(padding_of("tokens", batches[0]), 0.0)
+    run = train(lambda: TextsBeside(length), model=seeded(OnlyTexts), max_epochs=2)
+    served = batches(run.ledger)
+    assert sum(bool(batch) for batch in served) == 24
+    for (_, values), batch in zip(padding(run), served, strict=True):
+        expected = padding_of("tokens", batch) if batch else dict.fromkeys(padding_of("tokens", served[0]), 0.0)
         assert {name.replace("/texts", ""): value for name, value in values.items()} == pytest.approx(expected)
 
 
 # Resumes
 
 
-def of_sources(name: str, **options: Any) -> Any:
-    return logged(train_on(LOGGED[name], **options))
-
-
-def of_padding(name: str, **options: Any) -> Any:
-    return padding_logged(lambda: texts.MODULES[name](log_data=True), **options)[0]
-
-
 @pytest.mark.parametrize(
-    ("find", "name"), [(of_sources, "mixture"), (of_sources, "by sample, steps"), (of_padding, "tokens")]
+    ("find", "make"),
+    [
+        (logged, LOGGED["mixture"]),
+        (logged, LOGGED["by sample, steps"]),
+        (padding, lambda: texts.MODULES["tokens"](log_data=True)),
+    ],
 )
-def test_logging_goes_on_exactly(tmp_path: Path, find: Any, name: str) -> None:
+def test_logging_goes_on_exactly(tmp_path: Path, find: Any, make: Any) -> None:
     moments = [("on_train_batch_start", 1, 3), ("on_train_batch_end", 0, 4), ("on_validation_end", 0, 0)]
     saver = SaveAt(tmp_path, moments)
     # Every other step: a step that a crash follows has not been logged yet.
     options: dict[str, Any] = {"log_every_n_steps": 2, "max_epochs": 2}
-    whole = find(name, callbacks=[saver], **options)
+    whole = find(train(make, callbacks=[saver], **options))
     for number, ledger in saver.ledgers.items():
-        resumed = find(name, ckpt_path=saver.path(number), seed=99, **options)
+        resumed = find(train(make, ckpt_path=saver.path(number), seed=99, **options))
         assert resumed
         assert resumed == [(step, values) for step, values in whole if step >= len(trained(ledger))]
 
@@ -256,7 +217,7 @@ class Reports(pl.Callback):
 
     def _noter(self, hook: str) -> Any:
         def note(trainer: pl.Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
-            callback = next(one for one in trainer.callbacks if isinstance(one, StatefulDataCallback))
+            callback: Any = next(one for one in trainer.callbacks if isinstance(one, StatefulDataCallback))
             steps = len(trained(module.ledger)) - (hook == "on_before_backward")
             assert callback.position_report() == trainer.datamodule.position_report()
             self.found.append((hook, steps, trainer.current_epoch, trainer.datamodule.position_report()))
@@ -269,12 +230,11 @@ def test_a_report_is_what_the_model_was_trained_on_at_every_moment(tmp_path: Pat
     def make() -> Any:
         return round_robin(num_steps=14) if carries_over else round_robin()
 
-    whole = train_on(make, max_epochs=2)
+    whole = train(make, max_epochs=2)
     steps = trained(whole.ledger)
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)
     begun, resumed = Reports(), Reports()
-    train_on(make, callbacks=[begun, stop], max_epochs=2)
-    train_on(make, callbacks=[resumed], ckpt_path=tmp_path / "stop.ckpt", seed=99, max_epochs=2)
+    stopped(tmp_path / "stop.ckpt", make, epoch=1, batch=3, callbacks=[begun], max_epochs=2)
+    train(make, callbacks=[resumed], ckpt_path=tmp_path / "stop.ckpt", seed=99, max_epochs=2)
     assert {hook for hook, *_ in begun.found + resumed.found} == set(Reports.HOOKS)
     for already, reports in ((0, begun), (14 + 4, resumed)):
         for hook, done, _, report in reports.found:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from support import sources, texts
 from support.ledger import Numbers
-from support.runs import StopAt, numbers_module, train
+from support.runs import StopAt, assert_resumes, numbers_module, stopped, train
 from support.stream_runs import chunks
 
 from lightning_stateful import StatefulDataModule, StreamDataModule
-from lightning_stateful.errors import ConfigurationError, DamagedStateError, StateMismatchError
+from lightning_stateful.errors import ConfigurationError, StateMismatchError
 
 
 def two(**options: Any) -> StatefulDataModule:
@@ -33,28 +33,20 @@ MODULES: dict[str, Callable[[], StatefulDataModule]] = {
 }
 
 
-def read(module: StatefulDataModule, loaders: Any = None, stop: int | None = None) -> list[Any]:
-    """Ids of the batches of a pass; of several loaders, of each at a time."""
-    loaders = module.train_dataloader() if loaders is None else loaders
+def read(data: Any, stop: int | None = None) -> list[Any]:
+    """Ids of the batches of a pass, of a module or its loaders; of several loaders, of each at a time."""
+    loaders = data.train_dataloader() if isinstance(data, StatefulDataModule) else data
     steps = zip(*loaders.values(), strict=True) if isinstance(loaders, dict) else ((batch,) for batch in loaders)
     return [[batch["id"].tolist() for batch in step] for step in itertools.islice(steps, stop)]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_without_a_trainer_a_module_goes_on_at_the_next_batch(name: str) -> None:
-    module = MODULES[name]()
-    loaders = module.train_dataloader()
-    first = read(module, loaders, 2)
-    state = module.state_dict()
-
-    resumed = MODULES[name]()
-    resumed.load_state_dict(state)
-    loaders = resumed.train_dataloader()
-    rest = [read(resumed, loaders), read(resumed, loaders)]
-
-    whole = MODULES[name]()
-    loaders = whole.train_dataloader()
-    assert [first + rest[0], rest[1]] == [read(whole, loaders), read(whole, loaders)]
+    module, resumed = MODULES[name](), MODULES[name]()
+    first = read(module, stop=2)
+    resumed.load_state_dict(module.state_dict())
+    rest, whole = resumed.train_dataloader(), MODULES[name]().train_dataloader()
+    assert [first + read(rest), read(rest)] == [read(whole), read(whole)]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -67,7 +59,7 @@ def test_a_state_that_was_loaded_is_given_back_until_training_goes_on(name: str)
 
     loaders = resumed.train_dataloader()
     assert resumed.state_dict() == state
-    read(resumed, loaders, 1)
+    read(loaders, 1)
     assert resumed.state_dict() != state
 
 
@@ -88,21 +80,11 @@ def test_a_state_of_other_data_is_refused_when_loaders_are_built(make: Any, reme
         other.train_dataloader()
 
 
-def test_a_damaged_state_is_refused_when_loaders_are_built() -> None:
-    module = two()
-    read(module, stop=2)
-    state = module.state_dict()
-    state["lightning_stateful"]["checksum"] = "0"
-    module.load_state_dict(state)
-    with pytest.raises(DamagedStateError, match="checksum"):
-        module.train_dataloader()
-
-
 def test_a_loader_that_is_accepted_as_new_begins_with_the_epoch_of_the_others() -> None:
     module = two()
     loaders = module.train_dataloader()
-    read(module, loaders)
-    read(module, loaders, 2)
+    read(loaders)
+    read(loaders, 2)
     more = StatefulDataModule({**module.train, "c": Numbers(9, first=200)}, batch_size=2, seed=7, accept=("loaders",))
     more.load_state_dict(module.state_dict())
     assert [loader.epoch for loader in more.train_dataloader().values()] == [1, 1, 1]
@@ -110,7 +92,7 @@ def test_a_loader_that_is_accepted_as_new_begins_with_the_epoch_of_the_others() 
 
 @pytest.mark.parametrize("make", [numbers_module, two])
 def test_a_checkpoint_of_a_trainer_is_read_on_without_one(tmp_path: Path, make: Any) -> None:
-    train(make, callbacks=[StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=2)])
+    stopped(tmp_path / "stop.ckpt", make, epoch=1, batch=2)
     whole = [event[4] for event in train(make).ledger if event[:2] == ("train", 1)]
     module = make()
     module.load_state_dict(torch.load(tmp_path / "stop.ckpt", weights_only=True)["StatefulDataModule"])
@@ -127,7 +109,7 @@ def test_a_module_that_has_been_trained_on_goes_on_without_its_trainer() -> None
     module.load_state_dict(state)
     loaders = module.train_dataloader()
     assert module.state_dict() == state
-    read(module, loaders, 1)
+    read(loaders, 1)
     assert module.state_dict()["lightning_stateful"]["progress"]["consumed"] == 6
 
 
@@ -142,9 +124,9 @@ def test_a_run_is_not_begun_anew_with_a_state_that_was_loaded_by_hand() -> None:
 @pytest.mark.parametrize("evaluate", ["validate", "test", "predict"])
 def test_evaluation_with_a_checkpoint_leaves_training_data_where_they_are(tmp_path: Path, evaluate: str) -> None:
     module = numbers_module(test=Numbers(4), predict=Numbers(4))
-    run = train(lambda: module, callbacks=[StopAt("on_train_batch_end", tmp_path / "stop.ckpt", batch=2)])
+    run = train(lambda: module, callbacks=[StopAt("on_train_batch_end", None, batch=2)])
     state = module.state_dict()
-    train(callbacks=[StopAt("on_train_batch_end", tmp_path / "other.ckpt", epoch=1, batch=4)])
+    stopped(tmp_path / "other.ckpt", epoch=1, batch=4)
     getattr(run.trainer, evaluate)(run.trainer.lightning_module, datamodule=module, ckpt_path=tmp_path / "other.ckpt")
     assert module.state_dict() == state
 
@@ -187,10 +169,8 @@ def test_a_module_may_restore_more_than_its_data(
 ) -> None:
     monkeypatch.setattr(Edits, "calls_super", calls_super)
     modules = [Edits(Numbers(22), batch_size=2, seed=7) for _ in range(3)]
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
-    train(lambda: modules[0], callbacks=[stop])
-    resumed, whole = train(lambda: modules[1], ckpt_path=tmp_path / "stop.ckpt"), train(lambda: modules[2])
-    assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
+    before = stopped(tmp_path / "stop.ckpt", lambda: modules[0], epoch=1, batch=4)
+    assert_resumes(tmp_path / "stop.ckpt", before, 0, make=lambda: modules[1], whole=train(lambda: modules[2]))
     assert modules[1].restored == 3
 
 

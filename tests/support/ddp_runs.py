@@ -12,13 +12,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed
 
-from lightning_stateful import StatefulDataCallback
-from support.ledger import LedgerModel
-from support.runs import Outcome, assert_stitches, seeded, train
-from support.sources import SaveAt, SourcesModel, trained
-from support.texts import PaddingLog
+from support.ledger import batches, samples, trained
+from support.runs import Moment, Outcome, SaveAt, assert_stitches, callback_of, ended, train
 
-Moment = tuple[str, int, int]
 # What a run did, and what it had done when it was saved; None of the last of a chain.
 Link = tuple[dict[str, Any], Any]
 
@@ -28,22 +24,15 @@ def on_ranks(**options: Any) -> dict[str, Any]:
     return {"strategy": "ddp", "devices": int(os.environ["WORLD_SIZE"]), "max_epochs": 2, **options}
 
 
-def quiet_trainer(**options: Any) -> pl.Trainer:
-    """A trainer on all ranks that logs and saves nothing."""
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return pl.Trainer(accelerator="cpu", **{**quiet, **on_ranks(**options)})
-
-
-def run(make: Callable[[], Any], *, makes: type[LedgerModel] = SourcesModel, seed: int = 1, **options: Any) -> Outcome:
-    """Train a model of a class on what a function makes."""
-    return train(make, model=options.pop("model", None) or seeded(makes, seed), **on_ranks(**options))
+def run(make: Callable[[], Any], **options: Any) -> Outcome:
+    """:func:`train` on all ranks that there are."""
+    return train(make, **on_ranks(**options))
 
 
 def plain(found: Outcome) -> dict[str, Any]:
     """What a test compares, as plain data."""
     trainer: Any = found.trainer
-    own = next(callback for callback in trainer.callbacks if isinstance(callback, StatefulDataCallback))
-    padding = [callback.found for callback in trainer.callbacks if isinstance(callback, PaddingLog)]
+    own = callback_of(found)
     return {
         "ledger": found.ledger,
         "weights": {name: value.tolist() for name, value in found.weights.items()},
@@ -52,7 +41,7 @@ def plain(found: Outcome) -> dict[str, Any]:
         "report": own.position_report(),
         "length": trainer.num_training_batches,
         "sources": trainer.logger.sources,
-        "padding": list(itertools.chain(*padding)),
+        "padding": trainer.logger.padding,
     }
 
 
@@ -63,6 +52,7 @@ def chain_of(
     *,
     callbacks: Callable[[], list[Any]] = list,
     run: Callable[..., Outcome] = run,
+    ckpt_path: Path | None = None,
     **options: Any,
 ) -> list[Link]:
     """An uninterrupted run, and runs that go on from one another.
@@ -74,9 +64,10 @@ def chain_of(
             of that run before.
         callbacks: Makes callbacks for each run.
         run: Trains.
+        ckpt_path: The checkpoint that the uninterrupted run, too, goes on from.
         options: The trainer's.
     """
-    parts, path = [], None
+    parts, path = [], ckpt_path
     for number in range(len(stops) + 1):
         saver = SaveAt(folder / str(number), stops[number : number + 1])
         found = run(make, callbacks=[saver, *callbacks()], ckpt_path=path, seed=number + 1, **options)
@@ -98,6 +89,15 @@ def assert_chain(parts: list[Link], served_again: int | None = None) -> None:
             assert after[name] == whole[name][len(whole[name]) - len(after[name]) :], name
 
 
+def assert_chains(chains: list[list[Link]], served_again: int | None = None) -> list[dict[str, Any]]:
+    """The same on every rank, which take the same steps; what each did in the uninterrupted run."""
+    for parts in chains:
+        assert_chain(parts, served_again)
+    runs = [parts[0][0] for parts in chains]
+    assert_in_step(runs)
+    return runs
+
+
 def assert_in_step(runs: list[dict[str, Any]]) -> None:
     """All ranks take the same steps, to the same weights, states and logs."""
     first = runs[0]
@@ -105,6 +105,35 @@ def assert_in_step(runs: list[dict[str, Any]]) -> None:
         assert [event[:4] for event in trained(other["ledger"])] == [event[:4] for event in trained(first["ledger"])]
         for name in set(first) - {"ledger"}:
             assert other[name] == first[name], name
+
+
+def over_all(runs: list[dict[str, Any]], epoch: int | None = None, stage: str = "train") -> list[int]:
+    """What all ranks were served, sorted."""
+    return sorted(index for run in runs for index in samples(run["ledger"], epoch, stage))
+
+
+def steps_of(runs: list[dict[str, Any]], epoch: int) -> list[tuple[tuple[int, ...], ...]]:
+    """The batches of all ranks, step by step."""
+    return list(zip(*(batches(run["ledger"], epoch) for run in runs), strict=True))
+
+
+def hand_over(
+    folder: Path, name: str, make: Callable[[], Any], legs: dict[int, dict[str, Any]], number: int, **options: Any
+) -> dict[str, Any]:
+    """Part of an epoch, from the checkpoint that other ranks have left, if any; one is left to the next.
+
+    Args:
+        folder: Where checkpoints are left.
+        name: What they are named by.
+        make: Makes what is trained on.
+        legs: Of each number of ranks, in turn, the trainer's options.
+        number: The number of ranks that there are.
+        options: Further options of the trainer.
+    """
+    order = list(legs)
+    turn = order.index(number)
+    path = folder / f"{name}, {order[turn - 1]}.ckpt" if turn else None
+    return plain(ended(folder / f"{name}, {number}.ckpt", make, ckpt_path=path, **options, **legs[number]))
 
 
 class Settle(pl.Callback):

@@ -1,12 +1,14 @@
-"""Runs that are stopped at a chosen moment and resumed in fresh objects."""
+"""Runs that are stopped at a chosen moment and resumed in fresh objects, and compared with one that is not."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_stateful import StatefulDataModule
-from support.ledger import LedgerModel, Numbers, StepLogger
+from lightning_stateful import StatefulDataCallback, StatefulDataModule
+from support.ledger import Event, LedgerModel, Numbers, StepLogger
 
 MakeData = Callable[[], Any]
+# A hook, an epoch, and the number of the hook's calls in that epoch before.
+Moment = tuple[str, int, int]
 
 
 class StoppedError(Exception):
@@ -28,7 +32,7 @@ class StoppedError(Exception):
 class Outcome:
     """What one run did."""
 
-    ledger: list[tuple[Any, ...]]
+    ledger: list[Event]
     logged: list[tuple[str, int]]
     weights: dict[str, torch.Tensor]
     global_step: int
@@ -47,13 +51,10 @@ class StopAt(Checkpoint):
         batch: After how many calls of the hook in that epoch, from 0.
     """
 
-    def __init__(
-        self, hook: str, path: Path | None, *, epoch: int = 0, batch: int = 0, saves_weights_only: bool = False
-    ):
+    def __init__(self, hook: str, path: Path | None, *, epoch: int = 0, batch: int = 0) -> None:
         self._epoch, self._batch, self._path = epoch, batch, path
-        self._weights_only = saves_weights_only
         self._count = 0
-        self.ledger: list[tuple[Any, ...]] | None = None
+        self.ledger: list[Event] | None = None
         self.logged: list[tuple[str, int]] = []
         setattr(self, hook, self._stop)
 
@@ -64,10 +65,55 @@ class StopAt(Checkpoint):
         if self._count - 1 != self._batch:
             return
         if self._path is not None:
-            trainer.save_checkpoint(self._path, weights_only=self._weights_only)
+            trainer.save_checkpoint(self._path)
         self.ledger = copy.deepcopy(module.ledger)
         self.logged = list(trainer.logger.steps)
         raise StoppedError
+
+
+class SaveAt(Checkpoint):
+    """Saves a checkpoint at every one of many moments of one run, and what the run had done until then.
+
+    Args:
+        folder: Where to save; the checkpoints are named by their number.
+        moments: When.
+    """
+
+    def __init__(self, folder: Path, moments: Sequence[Moment]) -> None:
+        self._folder, self._moments = folder, list(moments)
+        self._calls: Counter[tuple[str, int]] = Counter()
+        self.ledgers: dict[int, list[Event]] = {}
+        self.logged: dict[int, list[tuple[str, int]]] = {}
+        for hook in {hook for hook, _, _ in moments}:
+            setattr(self, hook, self._saver(hook))
+
+    def _saver(self, hook: str) -> Callable[..., None]:
+        def save(trainer: pl.Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
+            if trainer.sanity_checking:
+                return
+            moment = (hook, trainer.current_epoch, self._calls[hook, trainer.current_epoch])
+            self._calls[hook, trainer.current_epoch] += 1
+            if moment in self._moments:
+                number = self._moments.index(moment)
+                trainer.save_checkpoint(self.path(number))
+                self.ledgers[number] = copy.deepcopy(module.ledger)
+                self.logged[number] = list(trainer.logger.steps)
+
+        return save
+
+    def path(self, number: int) -> Path:
+        """Where the checkpoint of a moment is."""
+        return self._folder / f"{number}.ckpt"
+
+
+class SaveOnException(pl.Callback):
+    """Saves where a run breaks off."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint(self.path)
 
 
 def numbers_module(**options: Any) -> StatefulDataModule:
@@ -76,16 +122,23 @@ def numbers_module(**options: Any) -> StatefulDataModule:
     return StatefulDataModule(**{**defaults, **options})
 
 
-def seeded(make_model: Callable[[], LedgerModel], seed: int = 1) -> LedgerModel:
+def seeded(make_model: Callable[[], LedgerModel] = LedgerModel, seed: int = 1) -> LedgerModel:
     """A model with the weights that :func:`train` begins with."""
     torch.manual_seed(seed)
     return make_model()
 
 
+def quiet_trainer(*callbacks: Any, **options: Any) -> pl.Trainer:
+    """A trainer for one epoch that logs and saves nothing."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    defaults = {**quiet, "accelerator": "cpu", "devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0}
+    return pl.Trainer(**{**defaults, **options}, callbacks=list(callbacks))
+
+
 def train(
     make_data: MakeData = numbers_module,
     *,
-    callbacks: list[Any] | tuple[Any, ...] = (),
+    callbacks: Sequence[Any] = (),
     ckpt_path: Path | None = None,
     model: LedgerModel | None = None,
     seed: int = 1,
@@ -96,20 +149,39 @@ def train(
     logger = StepLogger()
     options: dict[str, Any] = {
         "max_epochs": 3,
-        "accelerator": "cpu",
-        "devices": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
         "log_every_n_steps": 1,
-        "num_sanity_val_steps": 0,
+        "logger": logger,
     }
-    trainer = pl.Trainer(**{**options, **trainer_options}, callbacks=list(callbacks), logger=logger)
+    trainer = quiet_trainer(*callbacks, **{**options, **trainer_options})
     data = make_data()
     keyword = "datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders"
     with contextlib.suppress(StoppedError):
         trainer.fit(model, **{keyword: data}, ckpt_path=ckpt_path)
     return outcome_of(trainer, model, logger)
+
+
+def train_alone(make_data: MakeData, *, callbacks: Sequence[Any] = (), settings: Any = None, **options: Any) -> Outcome:
+    """:func:`train` with the callback, of such settings, on loaders that know nothing of the toolkit."""
+    callback = StatefulDataCallback(**{"seed": 7, **(settings or {})})
+    return train(make_data, callbacks=[callback, *callbacks], **options)
+
+
+def training(make_model: Callable[[], LedgerModel] = LedgerModel, make_callbacks: Callable[[], Any] = tuple) -> Any:
+    """A function that trains as :func:`train` does, a model and with callbacks that are made anew for each run."""
+
+    def run(
+        make: MakeData = numbers_module, *, seed: int = 1, callbacks: Sequence[Any] = (), **options: Any
+    ) -> Outcome:
+        return train(make, model=seeded(make_model, seed), callbacks=[*make_callbacks(), *callbacks], **options)
+
+    return run
+
+
+@cache
+def uninterrupted(**options: Any) -> Outcome:
+    """A run on numbers without a stop; what it did is not to be changed."""
+    return train(**options)
 
 
 def outcome_of(trainer: pl.Trainer, model: LedgerModel, logger: StepLogger) -> Outcome:
@@ -123,6 +195,37 @@ def outcome_of(trainer: pl.Trainer, model: LedgerModel, logger: StepLogger) -> O
         total_batches=trainer.fit_loop.epoch_loop.batch_progress.total.processed,
         trainer=trainer,
     )
+
+
+def callback_of(run: Outcome) -> Any:
+    """The toolkit's callback of a run."""
+    trainer: Any = run.trainer
+    return next(callback for callback in trainer.callbacks if isinstance(callback, StatefulDataCallback))
+
+
+def stopped(
+    path: Path,
+    make: MakeData = numbers_module,
+    hook: str = "on_train_batch_end",
+    *,
+    epoch: int = 0,
+    batch: int = 0,
+    run: Any = train,
+    callbacks: Sequence[Any] = (),
+    **options: Any,
+) -> list[Event]:
+    """What a run did up to a moment at which it saved a checkpoint and crashed."""
+    stop = StopAt(hook, path, epoch=epoch, batch=batch)
+    run(make, callbacks=[stop, *callbacks], **options)
+    assert stop.ledger is not None, "the moment was never reached"
+    return stop.ledger
+
+
+def ended(path: Path, make: MakeData = numbers_module, *, run: Any = train, **options: Any) -> Outcome:
+    """A run that came to its end, by ``max_steps`` perhaps, and was saved then."""
+    found = run(make, **options)
+    found.trainer.save_checkpoint(path)
+    return found
 
 
 def assert_same_end(run: Outcome, reference: Outcome) -> None:
@@ -166,6 +269,14 @@ def assert_stitches(parts: list[list[Any]], whole: list[Any], served_again: int 
     assert parts[-1] == whole[len(whole) - len(parts[-1]) :]
 
 
+def whole_from(whole: list[Any], before: list[Any], after: list[Any]) -> bool:
+    """Whether ``before`` ends in ``whole`` exactly where ``after`` begins."""
+    if not after:
+        return True
+    starts = [i for i in range(len(whole)) if whole[i : i + len(after)] == after]
+    return any(whole[max(i - len(before), 0) : i] == before and i - len(before) >= 0 for i in starts)
+
+
 def assert_log_goes_on(before: list[Any], after: list[Any], whole: list[Any]) -> None:
     """Two runs log what one does, at the same steps, save perhaps a training step that the first had yet to log."""
     assert after == whole[len(whole) - len(after) :]
@@ -175,9 +286,88 @@ def assert_log_goes_on(before: list[Any], after: list[Any], whole: list[Any]) ->
     assert all(name == "train" for name, _ in missing), missing
 
 
-def whole_from(whole: list[Any], before: list[Any], after: list[Any]) -> bool:
-    """Whether ``before`` ends in ``whole`` exactly where ``after`` begins."""
-    if not after:
-        return True
-    starts = [i for i in range(len(whole)) if whole[i : i + len(after)] == after]
-    return any(whole[max(i - len(before), 0) : i] == before and i - len(before) >= 0 for i in starts)
+def assert_resumes(
+    path: Path,
+    before: list[Event],
+    served_again: int | None = None,
+    *,
+    make: MakeData = numbers_module,
+    run: Any = train,
+    whole: Outcome | None = None,
+    **options: Any,
+) -> Outcome:
+    """A run resumed from a checkpoint goes on where another was saved, and ends as one does without a stop.
+
+    Args:
+        path: The checkpoint.
+        before: What the run that wrote it had done; nothing where only the end of the run is to be compared.
+        served_again: As for :func:`assert_stitches`.
+        make: Makes the data.
+        run: What trains, as :func:`train` does.
+        whole: The run without a stop, where it is known.
+        **options: Of ``run``.
+
+    Returns:
+        What the resumed run did.
+    """
+    resumed = run(make, ckpt_path=path, seed=99, **options)
+    if whole is None:
+        is_common = make is numbers_module and run is train
+        whole = uninterrupted(**options) if is_common else run(make, **options)
+    assert_stitches([before, resumed.ledger], whole.ledger, served_again)
+    assert_same_end(resumed, whole)
+    return resumed
+
+
+def assert_goes_on_from_every_moment(
+    folder: Path,
+    make: MakeData,
+    moments: Sequence[Moment],
+    run: Any = train,
+    *,
+    served_again: int | None = None,
+    **options: Any,
+) -> Outcome:
+    """A run resumed from checkpoints of many moments does, each time, what it would have done without the stop.
+
+    Args:
+        folder: Where to save.
+        make: Makes the data.
+        moments: When a run is saved.
+        run: What trains, as :func:`train` does.
+        served_again: As for :func:`assert_stitches`.
+        **options: Of ``run``; two epochs by default.
+
+    Returns:
+        What the uninterrupted run did.
+    """
+    options = {"max_epochs": 2, **options}
+    saver = SaveAt(folder, moments)
+    saving = run(make, callbacks=[saver], **options)
+    whole = run(make, **options)
+    # Saving changes nothing.
+    assert saving.ledger == whole.ledger
+    assert_same_end(saving, whole)
+    assert len(saver.ledgers) == len(moments), "a moment was never reached"
+    for number, moment in enumerate(moments):
+        try:
+            ledger = saver.ledgers[number]
+            assert_resumes(saver.path(number), ledger, served_again, make=make, run=run, whole=whole, **options)
+        except AssertionError as error:
+            raise AssertionError(f"stopped at {moment}") from error
+    return whole
+
+
+def assert_goes_on_from_stop_to_stop(
+    folder: Path, make: MakeData, moments: Sequence[Moment], run: Any = train, **options: Any
+) -> None:
+    """Runs that go on from one another, each stopped at a moment of its own, do what one does without a stop."""
+    ledgers: list[list[Event]] = []
+    path = None
+    for number, (hook, epoch, batch) in enumerate(moments):
+        how = {"epoch": epoch, "batch": batch, "run": run, "ckpt_path": path, "seed": number + 1, **options}
+        path = folder / f"{number}.ckpt"
+        ledgers.append(stopped(path, make, hook, **how))
+    whole, last = run(make, **options), run(make, ckpt_path=path, seed=99, **options)
+    assert_stitches([*ledgers, last.ledger], whole.ledger)
+    assert_same_end(last, whole)

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as 
 from lightning_stateful import StatefulDataCallback
 from support import samplers
 from support.ledger import LedgerModel, Numbers
-from support.runs import Outcome, train
+from support.runs import Outcome, quiet_trainer, train_alone
 from support.samplers import LENGTH
 
 MakeLoaders = Callable[[], Any]
@@ -66,17 +66,9 @@ def val_loader() -> DataLoader[Any]:
     return DataLoader(Numbers(5, first=VAL_FIRST), batch_size=2)
 
 
-def train_with(make: MakeLoaders | None, *, settings: dict[str, Any] | None = None, **options: Any) -> Outcome:
-    """:func:`train` with the callback alone, on loaders that a plain data module makes; None for a model with hooks."""
-    callback = StatefulDataCallback(**{"seed": 5, **(settings or {})})
-    options = {**options, "callbacks": [callback, *options.pop("callbacks", [])]}
-    return train((lambda: None) if make is None else (lambda: PlainData(make)), **options)
-
-
-def callback_of(run: Outcome) -> Any:
-    """The toolkit's callback of a run."""
-    trainer: Any = run.trainer
-    return next(callback for callback in trainer.callbacks if isinstance(callback, StatefulDataCallback))
+def train_with(make: MakeLoaders, *, settings: dict[str, Any] | None = None, **options: Any) -> Outcome:
+    """:func:`train_alone` on loaders that a plain data module makes."""
+    return train_alone(lambda: PlainData(make), settings={"seed": 5, **(settings or {})}, **options)
 
 
 # Evaluation
@@ -99,6 +91,7 @@ class Writes(pl.callbacks.BasePredictionWriter):
 
 # Batches that ranks cannot share evenly, by what is left of them.
 TO_EVALUATE: dict[str, Callable[[], DataLoader[Any]]] = {
+    "in order": lambda: samplers.loader(batch_size=3),
     "an odd batch": lambda: samplers.loader(batch_sampler=[[0, 1], [2, 3, 4], [5, 6, 7]]),
     "one sample": lambda: samplers.loader(batch_sampler=[[0, 1], [2, 3, 4], [5]]),
     "one sample after many": lambda: samplers.loader(batch_sampler=[[0, 1], [2, 3, 4], [5, 6], [7], [8]]),
@@ -114,11 +107,9 @@ TO_EVALUATE: dict[str, Callable[[], DataLoader[Any]]] = {
 def evaluate(make: Callable[[], Any], **options: Any) -> dict[str, Any]:
     """What each of the trainer's ways to evaluate gives the model."""
     found: dict[str, Any] = {}
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     for stage in ("validate", "test", "predict"):
         writer, model = Writes(), Evaluates()
-        callbacks = [StatefulDataCallback(seed=5), writer]
-        trainer = pl.Trainer(accelerator="cpu", callbacks=callbacks, **{"devices": 1, **quiet, **options})
+        trainer = quiet_trainer(StatefulDataCallback(seed=5), writer, **options)
         result = getattr(trainer, stage)(model, dataloaders=make())
         found[stage] = model.batches
         if stage == "predict":

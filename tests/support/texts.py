@@ -6,14 +6,11 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_stateful import BucketDataModule, QuadraticCost
 from support.bucket_cases import in_budget
 from support.ledger import Numbers
-from support.sources import Event, trained
 
 NUM_SAMPLES = 47
 MAX_TOKENS = 40
@@ -83,21 +80,6 @@ def fits(name: str, batch: tuple[int, ...]) -> bool:
     return longest * count <= MAX_TOKENS
 
 
-def ids_of(event: Event) -> tuple[int, ...]:
-    """The samples of an event."""
-    return tuple(event[-1])
-
-
-def batches(ledger: list[Event], epoch: int | None = None) -> list[tuple[int, ...]]:
-    """The batches trained on, in one epoch or in all."""
-    return [ids_of(event) for event in trained(ledger) if epoch in (None, event[1])]
-
-
-def samples(ledger: list[Event], epoch: int | None = None) -> list[int]:
-    """What was trained on, in one epoch or in all."""
-    return [index for batch in batches(ledger, epoch) for index in batch]
-
-
 def cost_of(name: str, longest: int) -> Fraction:
     """The share of its batch's budget that a sample takes, where the longest has so many tokens."""
     if name == "quadratic cost":
@@ -118,26 +100,3 @@ def padding_of(name: str, *of_ranks: tuple[int, ...]) -> dict[str, float]:
         "padding/tokens": tokens,
         "padding/budget_use": float(used / len(of_ranks)),
     }
-
-
-class PaddingLog(pl.Callback):
-    """Keeps everything that is logged about padding, with its step, on every rank."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[int, dict[str, float]]] = []
-
-    def setup(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Stand beside the trainer's other loggers."""
-        trainer.loggers = [*trainer.loggers, _PaddingLogger(self.found)]
-
-
-class _PaddingLogger(DummyLogger):
-    def __init__(self, found: list[tuple[int, dict[str, float]]]) -> None:
-        super().__init__()
-        self._found = found
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        values = {name: value for name, value in metrics.items() if name.startswith("padding")}
-        if values:
-            assert step is not None
-            self._found.append((step, values))

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed
-from support.ddp_runs import Link, Settle, assert_chain, assert_in_step, chain_of, on_ranks, plain, run
-from support.ranks import Ranks
-from support.runs import train
-from support.sources import trained
-from support.texts import (
-    MODULES,
-    VAL_FIRST,
-    PaddingLog,
-    Texts,
-    batches,
-    bucketed,
-    fits,
-    ids_of,
-    length_of,
-    measure,
-    padding_of,
-    samples,
+from support.ddp_runs import (
+    Link,
+    Settle,
+    assert_chain,
+    assert_chains,
+    assert_in_step,
+    chain_of,
+    hand_over,
+    on_ranks,
+    over_all,
+    plain,
+    run,
+    steps_of,
 )
+from support.ledger import batches, trained
+from support.ranks import Ranks
+from support.texts import MODULES, VAL_FIRST, Texts, fits, length_of, padding_of
 
 # Samples that two and three ranks cannot share without remainders.
 NUM_SAMPLES, NUM_VAL = 91, 23
@@ -38,12 +32,12 @@ EVERY_SAMPLE = list(range(NUM_SAMPLES))
 NAMES = ("tokens", "given boundaries", "batch size")
 STOPS = [("on_before_backward", 0, 3), ("on_validation_batch_end", 0, 0), ("on_train_batch_end", 1, 5)]
 # Steps of the first epoch after which each number of ranks leaves the rest to the next.
-HANDED_OVER = {2: 3, 3: 5, 1: 8}
+HANDED_OVER = {2: {"max_steps": 3}, 3: {"max_steps": 5}, 1: {"max_steps": 8, "max_epochs": 2}}
 Runs = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ranks]:  # two or three of them
     folder = tmp_path_factory.mktemp("buckets")
     return {number: Ranks(number, folder / str(number)) for number in (2, 3)}
 
@@ -54,25 +48,16 @@ def make(name: str, **options: Any) -> Any:
 
 
 def chain(folder: Path, name: str, stops: list[Any] = STOPS, **options: Any) -> list[Link]:
-    return chain_of(partial(make, name, **options), folder, stops, callbacks=lambda: [Settle(), PaddingLog()])
+    return chain_of(partial(make, name, **options), folder, stops, callbacks=lambda: [Settle()])
 
 
 def whole(folder: Path, name: str) -> dict[str, Any]:
-    return plain(run(partial(make, name), callbacks=[PaddingLog()]))
+    return plain(run(partial(make, name)))
 
 
 def uninterrupted(ranks: dict[int, Ranks], number: int, name: str) -> Runs:
     """The runs of all ranks."""
     return ranks[3].of(whole, name) if number == 3 else [parts[0][0] for parts in ranks[2].of(chain, name)]
-
-
-def steps_of(runs: Runs, epoch: int) -> list[tuple[tuple[int, ...], ...]]:
-    """The batches of all ranks, step by step."""
-    return list(zip(*(batches(run["ledger"], epoch) for run in runs), strict=True))
-
-
-def over_all(runs: Runs, epoch: int) -> list[int]:
-    return sorted(index for run in runs for index in samples(run["ledger"], epoch))
 
 
 # In step
@@ -114,14 +99,10 @@ def test_all_ranks_of_a_step_serve_the_same_bucket_save_where_one_ends(ranks: di
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_evaluation_gives_every_sample_once_over_the_ranks(ranks: dict[int, Ranks], name: str, number: int) -> None:
+    runs = uninterrupted(ranks, number, name)
     for epoch in range(2):
-        events = [
-            [event for event in run["ledger"] if event[0] == "val" and event[1] == epoch]
-            for run in uninterrupted(ranks, number, name)
-        ]
-        assert len({len(of_rank) for of_rank in events}) == 1
-        served = sorted(index for of_rank in events for event in of_rank for index in ids_of(event))
-        assert served == list(range(VAL_FIRST, VAL_FIRST + NUM_VAL))
+        assert len({len(batches(run["ledger"], epoch, "val")) for run in runs}) == 1
+        assert over_all(runs, epoch, "val") == list(range(VAL_FIRST, VAL_FIRST + NUM_VAL))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -154,8 +135,7 @@ def test_hardly_any_samples_still_give_all_ranks_the_same_steps(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_chain_of_stops_gives_the_uninterrupted_run_on_every_rank(ranks: dict[int, Ranks], name: str) -> None:
-    for parts in ranks[2].of(chain, name):
-        assert_chain(parts)
+    assert_chains(ranks[2].of(chain, name))
 
 
 def workers(folder: Path) -> list[Link]:
@@ -172,42 +152,23 @@ def test_workers_change_nothing_on_any_rank(ranks: dict[int, Ranks]) -> None:
 # Another number of ranks
 
 
-def hand_over(folder: Path, name: str, number: int, **options: Any) -> dict[str, Any]:
-    """A few steps on ``number`` ranks, from the checkpoint that the ranks before them left."""
-    order = list(HANDED_OVER)
-    before = order[order.index(number) - 1] if order.index(number) else None
-    path = None if before is None else folder / f"{name}, {before}.ckpt"
-    options = {"callbacks": [PaddingLog()], "ckpt_path": path, "max_steps": HANDED_OVER[number], **options}
-    found = train(partial(make, name), **options)
-    found.trainer.save_checkpoint(folder / f"{name}, {number}.ckpt")
-    return plain(found)
-
-
 def handed_over(folder: Path, name: str) -> dict[str, Any]:
     options = on_ranks()
-    return hand_over(folder.parents[1], name, options["devices"], **options)
+    return hand_over(folder.parents[1], name, partial(make, name), HANDED_OVER, options["devices"], **options)
 
 
 def to_the_end(folder: Path, name: str) -> list[Link]:
     """The last of an epoch that was handed over, and once more from within it."""
-    path = folder.parents[1] / f"{name}, {list(HANDED_OVER)[-1]}.ckpt"
-
-    def go_on(make: Any, *, ckpt_path: Any, **options: Any) -> Any:
-        return run(make, ckpt_path=ckpt_path or path, **options)
-
-    stops = [("on_train_batch_end", 0, 0)]
-    return chain_of(partial(make, name), folder, stops, callbacks=lambda: [PaddingLog()], run=go_on)
+    left = folder.parents[1] / f"{name}, {list(HANDED_OVER)[-1]}.ckpt"
+    return chain_of(partial(make, name), folder, [("on_train_batch_end", 0, 0)], ckpt_path=left)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_epoch_is_handed_over_from_two_ranks_to_three_to_one_to_two(ranks: dict[int, Ranks], name: str) -> None:
     begun = ranks[2].of(handed_over, name)
     more = ranks[3].of(handed_over, name)
-    one = [hand_over(ranks[2].folder.parent, name, 1, max_epochs=2)]
-    chains = ranks[2].of(to_the_end, name)
-    for parts in chains:
-        assert_chain(parts)
-    last = [parts[0][0] for parts in chains]
+    one = [hand_over(ranks[2].folder.parent, name, partial(make, name), HANDED_OVER, 1)]
+    last = assert_chains(ranks[2].of(to_the_end, name))
     steps = [len(steps_of(runs, 0)) for runs in (begun, more, one, last)]
     assert steps[:3] == [3, 2, 3], HANDED_OVER
     assert steps[3] > 1
@@ -223,59 +184,3 @@ def test_an_epoch_is_handed_over_from_two_ranks_to_three_to_one_to_two(ranks: di
     # The epoch ends where one on two ranks does, and the next is a whole one.
     assert [event[2] for event in trained(last[0]["ledger"]) if event[1] == 0][-1] == last[0]["length"] - 1
     assert steps_of(last, 1) == steps_of(uninterrupted(ranks, 2, name), 1)
-
-
-# Lengths
-
-
-def note_and_measure(path: Path, sample: dict[str, torch.Tensor]) -> int:
-    """Measures a sample and notes who did."""
-    with path.open("a") as file:
-        file.write(f"{os.getpid()} {int(sample['id'])}\n")
-    # Long enough for all ranks to have come by the time the first is done.
-    time.sleep(0.003)
-    return measure(sample)
-
-
-def measured(folder: Path) -> tuple[int, list[Any]]:
-    lengths, cache = partial(note_and_measure, folder / "calls"), folder / "cache" / "lengths.npy"
-    options = {"lengths": lengths, "cache_file": cache, "measure_workers": 0, "eval_batch_size": 4}
-    return os.getpid(), run(partial(make, "tokens", **options), max_epochs=1).ledger
-
-
-def test_one_rank_measures_and_the_others_read(ranks: dict[int, Ranks]) -> None:
-    found = dict(ranks[2].of(measured))
-    calls = (ranks[2].folder_of(measured) / "calls").read_text().splitlines()
-    counts: dict[int, Counter[int]] = {pid: Counter() for pid in found}
-    for line in calls:
-        pid, index = map(int, line.split())
-        counts[pid][index] += 1
-    measuring = [pid for pid in found if set(counts[pid]) == set(EVERY_SAMPLE)]
-    assert len(measuring) == 1
-    # The other looks at some, to see whether it can believe the file.
-    (reading,) = set(found) - set(measuring)
-    assert counts[reading].total() < counts[measuring[0]].total()
-    for ledger, expected in zip(found.values(), uninterrupted(ranks, 2, "tokens"), strict=True):
-        assert batches(ledger) == batches(expected["ledger"], 0)
-
-
-def other_lengths(folder: Path) -> None:
-    """One rank takes a sample for longer than the others do."""
-    lengths = Texts().num_tokens
-    lengths[0] += torch.distributed.get_rank()
-    run(lambda: bucketed(lengths=lengths, val=None))
-
-
-def other_budgets(folder: Path) -> None:
-    run(lambda: bucketed(max_tokens=40 + torch.distributed.get_rank()))
-
-
-@pytest.mark.parametrize(
-    ("case", "words"), [(other_lengths, "digest"), (other_budgets, "max_tokens: rank 0: 40, rank 1: 41")]
-)
-def test_ranks_with_other_lengths_or_budgets_are_refused_on_every_rank(
-    ranks: dict[int, Ranks], case: Any, words: str
-) -> None:
-    for error in ranks[2].errors_of(case):
-        assert error.startswith("RankMismatchError: The ranks disagree about the training data"), error
-        assert words in error

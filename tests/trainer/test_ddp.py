@@ -9,20 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from support.ddp_runs import Link, assert_chain, assert_in_step, chain_of, plain, quiet_trainer, run
-from support.ledger import LedgerModel, Numbers
+from support.ddp_runs import Link, assert_chain, assert_chains, chain_of, on_ranks, over_all, plain, run
+from support.ledger import Asks, LedgerModel, Numbers, batches, samples, trained
 from support.ranks import Ranks
-from support.runs import Outcome, assert_stitches, numbers_module, seeded, train
+from support.runs import Outcome, assert_stitches, ended, numbers_module, quiet_trainer, seeded, train, training
 from support.signalled import SignalledInStep, enter_slurm_job
-from support.sources import samples, trained
 from support.stream_runs import chunks
 from support.stream_runs import module as stream_module
 from torch.distributed.fsdp import fully_shard
@@ -30,12 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return Ranks(2, tmp_path_factory.mktemp("ddp"))
-
 
 # Stops
 
@@ -62,10 +54,6 @@ def windows(folder: Path) -> list[Link]:
     return chain_of(numbers_module, folder, stops, accumulate_grad_batches=4)
 
 
-def workers(folder: Path) -> list[Link]:
-    return chain_of(partial(numbers_module, num_workers=2), folder, [("on_train_batch_end", 1, 2)])
-
-
 def callback_alone(folder: Path) -> list[Link]:
     def make() -> Any:
         return DataLoader(Numbers(22), batch_size=2, shuffle=True)
@@ -73,29 +61,18 @@ def callback_alone(folder: Path) -> list[Link]:
     return chain_of(make, folder, [("on_train_batch_end", 1, 2)], callbacks=lambda: [StatefulDataCallback(seed=7)])
 
 
-def test_an_epoch_gives_every_sample_once_over_the_ranks(ranks: Ranks) -> None:
-    runs = [parts[0][0] for parts in ranks.of(numbers)]
-    assert_in_step(runs)
+def test_a_run_stopped_in_any_hook_goes_on_exactly_on_every_rank(ranks: Ranks) -> None:
+    runs = assert_chains(ranks.of(numbers))
     for epoch in range(2):
-        assert sorted(index for run in runs for index in samples(run["ledger"], epoch)) == list(range(22))
+        assert over_all(runs, epoch) == list(range(22))
     assert len(trained(runs[0]["ledger"])) == 12
-
-
-@pytest.mark.parametrize("case", [numbers, windows])
-def test_a_run_stopped_in_any_hook_goes_on_exactly_on_every_rank(ranks: Ranks, case: Any) -> None:
-    for parts in ranks.of(case):
-        assert_chain(parts)
-
-
-@pytest.mark.parametrize("case", [workers, callback_alone])
-def test_nothing_is_served_again_after_a_batch_on_any_rank(ranks: Ranks, case: Any) -> None:
-    for parts in ranks.of(case):
-        assert_chain(parts, served_again=0)
+    assert_chains(ranks.of(windows))
 
 
 def test_the_callback_alone_serves_the_same_under_the_default_distributed_sampler(ranks: Ranks) -> None:
-    for (own, *_), (alone, *_) in zip(ranks.of(numbers), ranks.of(callback_alone), strict=True):
-        assert [event[4] for event in trained(own[0]["ledger"])] == [event[4] for event in trained(alone[0]["ledger"])]
+    alone = assert_chains(ranks.of(callback_alone), served_again=0)
+    for (own, *_), found in zip(ranks.of(numbers), alone, strict=True):
+        assert batches(own[0]["ledger"]) == batches(found["ledger"])
 
 
 def signals_inside_a_step(folder: Path) -> list[tuple[list[Any], dict[str, Any]]]:
@@ -125,28 +102,24 @@ def test_22_ranks_that_get_signals_inside_different_steps_save_together_and_go_o
 def state_of_one_rank(folder: Path) -> Any:
     """Rank 0 alone asks for the data's state, which needs no collective."""
 
-    class Ask(pl.Callback):
-        state = None
+    states = []
 
-        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            if trainer.global_step == 8 and trainer.is_global_zero:
-                self.state = trainer.datamodule.state_dict()["lightning_stateful"]
+    def ask(trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 8 and trainer.is_global_zero:
+            states.append(trainer.datamodule.state_dict()["lightning_stateful"]["progress"])
 
-    ask = Ask()
-    run(numbers_module, callbacks=[ask])
-    return ask.state
+    run(numbers_module, callbacks=[LambdaCallback(on_train_batch_end=ask)])
+    return states
 
 
 def test_8_the_state_needs_no_other_rank(ranks: Ranks) -> None:
-    state, none = ranks.of(state_of_one_rank)
-    assert state["progress"] == {"epoch": 1, "cycle": 0, "consumed": 8}
-    assert none is None
+    assert ranks.of(state_of_one_rank) == [[{"epoch": 1, "cycle": 0, "consumed": 8}], []]
 
 
 # FSDP2, which restores a checkpoint after ``configure_optimizers``
 
 
-class Sharded(LedgerModel):
+class Sharded(Asks):
     """Parameters over two ranks; asks for loaders before there is a checkpoint."""
 
     def configure_model(self) -> None:
@@ -154,14 +127,10 @@ class Sharded(LedgerModel):
         if mesh is not None and not isinstance(next(self.parameters()), DTensor):
             fully_shard(self.net, mesh=mesh["data_parallel"])
 
-    def configure_optimizers(self) -> Any:
-        self.asked = self.trainer.estimated_stepping_batches
-        return super().configure_optimizers()
-
 
 def run_sharded(make: Any, **options: Any) -> Outcome:
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    found = run(make, makes=Sharded, strategy=strategy, **options)
+    found = training(Sharded)(make, **on_ranks(strategy=strategy, **options))
     found.weights = {name: value.full_tensor() for name, value in found.weights.items()}
     return found
 
@@ -177,8 +146,7 @@ def sharded_validation_due(folder: Path) -> list[Link]:
 
 
 def sharded_other_batch_size(folder: Path) -> list[int]:
-    first = run_sharded(numbers_module, max_steps=2)
-    first.trainer.save_checkpoint(folder / "two.ckpt")
+    first = ended(folder / "two.ckpt", run=run_sharded, max_steps=2)
     rest = run_sharded(partial(numbers_module, batch_size=3), ckpt_path=folder / "two.ckpt", max_epochs=1)
     return samples(first.ledger + rest.ledger, 0)
 
@@ -198,9 +166,7 @@ def test_fsdp2_with_another_batch_size_serves_every_sample_once(ranks: Ranks) ->
 
 
 def saved_on_two_ranks(folder: Path) -> list[Any]:
-    found = run(numbers_module, max_steps=8)
-    found.trainer.save_checkpoint(folder / "two.ckpt")
-    return found.ledger
+    return ended(folder / "two.ckpt", run=run, max_steps=8).ledger
 
 
 def resumed_on_two_ranks(folder: Path) -> list[Any]:
@@ -220,8 +186,7 @@ def test_two_ranks_hand_over_to_one_without_losing_a_sample(ranks: Ranks, batch_
 
 
 def test_one_rank_hands_over_to_two_without_losing_a_sample(ranks: Ranks) -> None:
-    before = train(max_steps=5)
-    before.trainer.save_checkpoint(ranks.folder / "one.ckpt")
+    before = ended(ranks.folder / "one.ckpt", max_steps=5)
     first, second = ranks.of(resumed_on_two_ranks)
     assert sorted(samples(before.ledger, 0) + samples(first, 0) + samples(second, 0)) == list(range(22))
     assert len(trained(first)) == len(trained(second))
@@ -235,35 +200,17 @@ def evaluation(folder: Path) -> dict[tuple[int, int], list[tuple[int, ...]]]:
     for length in (1, 2, 5, 8):
         for batch_size in (1, 2, 3):
             model, data = LedgerModel(), StatefulDataModule(val=Numbers(length), batch_size=batch_size)
-            quiet_trainer().validate(model, datamodule=data, verbose=False)
+            quiet_trainer(**on_ranks()).validate(model, datamodule=data, verbose=False)
             found[length, batch_size] = [event[4] for event in model.ledger]
     return found
 
 
 def test_evaluation_gives_each_sample_once_with_equal_steps(ranks: Ranks) -> None:
     first, second = ranks.of(evaluation)
-    for case, batches in first.items():
-        steps = [index for mine, other in zip(batches, second[case], strict=True) for index in mine + other]
+    for case, mine in first.items():
+        steps = [index for pair in zip(mine, second[case], strict=True) for ids in pair for index in ids]
         # Only where there are fewer samples than ranks can a rank not be given one of its own.
         assert steps == (list(range(case[0])) if case[0] > 1 else [0, 0]), case
-
-
-def plain_evaluation_loaders(folder: Path) -> dict[str, list[tuple[int, ...]]]:
-    model, found = LedgerModel(), {}
-    trainer = quiet_trainer(callbacks=[StatefulDataCallback()])
-    for how in ("validate", "test", "predict"):
-        model.ledger.clear()
-        options = {} if how == "predict" else {"verbose": False}
-        getattr(trainer, how)(model, dataloaders=DataLoader(Numbers(7), batch_size=2), **options)
-        found[how] = [event[-1] for event in model.ledger]
-    return found
-
-
-@pytest.mark.parametrize("how", ["validate", "test", "predict"])
-def test_plain_evaluation_loaders_are_exact_too(ranks: Ranks, how: str) -> None:
-    first, second = (found[how] for found in ranks.of(plain_evaluation_loaders))
-    assert sorted(index for batch in first + second for index in batch) == list(range(7))
-    assert len(first) == len(second)
 
 
 def alone_on_rank_0(folder: Path) -> dict[str, Any]:
@@ -273,15 +220,12 @@ def alone_on_rank_0(folder: Path) -> dict[str, Any]:
     def test_alone(name: str, data: Any) -> None:
         if torch.distributed.get_rank() == 0:
             model = LedgerModel()
-            quiet_trainer(strategy="auto", devices=1).test(model, datamodule=data, verbose=False)
+            quiet_trainer().test(model, datamodule=data, verbose=False)
             seen[name] = [index for event in model.ledger for index in event[2]]
 
-    class Tests(pl.Callback):
-        def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            test_alone("within", numbers_module(test=Numbers(5)))
-
+    tests = LambdaCallback(on_train_end=lambda *args: test_alone("within", numbers_module(test=Numbers(5))))
     data, stream = numbers_module(test=Numbers(5)), stream_module(chunks(), test=chunks((3, 2)), val=None)
-    fitted = run(lambda: data, callbacks=[Tests()], max_epochs=1)
+    fitted = run(lambda: data, callbacks=[tests], max_epochs=1)
     test_alone("after", data)
     run(lambda: stream, max_epochs=1)
     test_alone("stream", stream)

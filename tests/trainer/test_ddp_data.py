@@ -15,22 +15,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed
-from support.ddp_runs import Link, assert_chain, chain_of, quiet_trainer, run
-from support.ledger import LedgerModel, Numbers
+from support import samplers, sources, texts
+from support.ddp_runs import Link, assert_chain, chain_of, on_ranks, over_all, run
+from support.ledger import LedgerModel, Numbers, samples, trained
 from support.ranks import Ranks
-from support.runs import StopAt, numbers_module, train
-from support.sources import samples, trained
-from support.stream_runs import chunks
+from support.runs import numbers_module, quiet_trainer, stopped, train
+from support.stream_runs import SIZES, chunks
 from support.stream_runs import module as stream_module
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from lightning_stateful import DDPSamplerWrapper, StatefulDataCallback, StatefulDataModule
 from lightning_stateful.errors import StatefulWarning, StateMismatchError
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return Ranks(2, tmp_path_factory.mktemp("ddp"))
 
 
 def rank() -> int:
@@ -56,44 +51,114 @@ class Described(Numbers):
         return in_an_order_of_its_rank({"mean": np.float32(0.5), "std": float("nan"), 3: np.int64(1)})
 
 
-DATA: dict[str, Callable[[], Any]] = {
-    "lengths": lambda: numbers_module(train=Numbers(22 + 4 * rank())),
-    "lengths accepted": lambda: numbers_module(train=Numbers(22 + 4 * rank()), accept=("dataset", "length")),
-    "seeds": lambda: numbers_module(seed=rank()),
-    "rows": lambda: StatefulDataModule(rows().shuffle(seed=rank())),
+class Permutes(Sampler[int]):
+    """Yields what a function of no arguments permutes."""
+
+    def __init__(self, permute: Callable[[], Any]) -> None:
+        self.permute = permute
+
+    def __len__(self) -> int:
+        return samplers.LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.permute())
+
+
+class OfTheProcess(str):
+    """A string as ranks have it that are launched one by one: its hash differs from process to process."""
+
+    def __hash__(self) -> int:
+        return hash((os.getpid(), str(self)))
+
+
+def by_rank() -> Any:
+    return np.random.default_rng(rank()).permutation(samplers.LENGTH).tolist()
+
+
+def by_hash() -> Any:
+    return [int(name) for name in {OfTheProcess(number) for number in range(samplers.LENGTH)}]
+
+
+def by_the_clock_on_one_rank() -> Any:
+    return samplers.ByTheClock() if rank() else samplers.GlobalRandom()
+
+
+def longer(lengths: dict[str, int]) -> dict[str, int]:
+    return {**lengths, "web": lengths["web"] + rank()}
+
+
+def other_lengths() -> list[int]:
+    lengths = texts.Texts().num_tokens
+    return [lengths[0] + rank(), *lengths[1:]]
+
+
+def sampled(sampler: Any) -> DataLoader[Any]:
+    return samplers.loader(sampler=sampler, batch_size=2)
+
+
+SEQUENCES = r"- sequence: rank 0: '(?P<one>\w+)', rank 1: '(?!(?P=one)')\w+'"
+# Data that differ from rank to rank, and what is said of them.
+DISAGREE: dict[str, tuple[Callable[[], Any], str]] = {
+    "lengths": (lambda: numbers_module(train=Numbers(22 + 4 * rank())), "length: rank 0: 22, rank 1: 26"),
+    # That samples are as many as there are steps for cannot be waived.
+    "lengths accepted": (
+        lambda: numbers_module(train=Numbers(22 + 4 * rank()), accept=("dataset", "length")),
+        "length: rank 0: 22, rank 1: 26",
+    ),
+    "seeds": (lambda: numbers_module(seed=rank()), "seed: rank 0: 0, rank 1: 1"),
+    "rows": (
+        lambda: StatefulDataModule(rows().shuffle(seed=rank())),
+        r"dataset.rows: rank 0: .*, rank 1: .*accept=\('dataset.rows',\)",
+    ),
+    "order of loaders": (
+        lambda: StatefulDataModule(in_an_order_of_its_rank({"a": Numbers(8), "b": Numbers(8)})),
+        r"order of loaders: rank 0: \['a', 'b'\], rank 1: \['b', 'a'\]",
+    ),
+    "lengths of samples": (lambda: texts.bucketed(lengths=other_lengths(), val=None), "digest"),
+    "budgets": (lambda: texts.bucketed(max_tokens=40 + rank()), "max_tokens: rank 0: 40, rank 1: 41"),
+    "weights": (lambda: sources.mixture(weights=[[1, 2, 1], [2, 1, 1]][rank()]), "weights"),
+    "sources": (lambda: sources.round_robin(train=sources.datasets(**longer(sources.LENGTHS))), "sources"),
+    "a sampler by rank": (lambda: sampled(Permutes(by_rank)), SEQUENCES),
+    "a sampler by hash": (lambda: sampled(Permutes(by_hash)), SEQUENCES),
+    "lengths of samplers": (
+        lambda: sampled(DDPSamplerWrapper(samplers.Endless(), length=5 + rank())),
+        "length: rank 0: 5, rank 1: 6",
+    ),
+    "seeds of streams": (lambda: stream_module(chunks(seed=rank())), "seed: rank 0: 0, rank 1: 1"),
+    "chunks": (lambda: stream_module(chunks(SIZES[: 8 + rank()])), "stream.chunks: rank 0: 8"),
+    "steps": (lambda: stream_module(chunks(), steps_per_epoch=3 + rank()), "length: rank 0: 3, rank 1: 4"),
+}
+AGREE: dict[str, Callable[[], Any]] = {
     "rows accepted": lambda: StatefulDataModule(
         rows().shuffle(seed=rank()), batch_size=2, accept=("dataset.rows", "dataset.fingerprint")
     ),
-    "order of loaders": lambda: StatefulDataModule(in_an_order_of_its_rank({"a": Numbers(8), "b": Numbers(8)})),
     "order of descriptions": lambda: numbers_module(train=Described(22)),
 }
 
 
+def callbacks_for(data: Any) -> list[Any]:
+    return [StatefulDataCallback(seed=7)] if isinstance(data, DataLoader) else []
+
+
 def trained_on(folder: Path, name: str) -> int:
-    makes = LedgerModel if name == "order of loaders" else None
-    return run(DATA[name], max_epochs=1, **({"makes": makes} if makes else {})).global_step
+    data = AGREE[name]() if name in AGREE else DISAGREE[name][0]()
+    return run(lambda: data, callbacks=callbacks_for(data), max_epochs=1).global_step
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("lengths", "length: rank 0: 22, rank 1: 26"),
-        # That samples are as many as there are steps for cannot be waived.
-        ("lengths accepted", "length: rank 0: 22, rank 1: 26"),
-        ("seeds", "seed: rank 0: 0, rank 1: 1"),
-        ("rows", r"dataset.rows: rank 0: .*, rank 1: .*accept=\('dataset.rows',\)"),
-        ("order of loaders", r"order of loaders: rank 0: \['a', 'b'\], rank 1: \['b', 'a'\]"),
-    ],
-)
-def test_16_ranks_that_disagree_are_refused_on_every_rank(ranks: Ranks, name: str, words: str) -> None:
+@pytest.mark.parametrize("name", DISAGREE)
+def test_16_ranks_that_disagree_are_refused_on_every_rank(ranks: Ranks, name: str) -> None:
     for error in ranks.errors_of(trained_on, name):
-        assert error.startswith("RankMismatchError: The ranks disagree about the training data")
-        assert re.search(words, error, re.DOTALL)
+        assert error.startswith("RankMismatchError: The ranks disagree about the training data"), error
+        assert re.search(DISAGREE[name][1], error, re.DOTALL), error
 
 
-@pytest.mark.parametrize("name", ["rows accepted", "order of descriptions"])
+@pytest.mark.parametrize("name", AGREE)
 def test_what_is_accepted_or_no_difference_is_trained_on(ranks: Ranks, name: str) -> None:
     assert ranks.of(trained_on, name) == [6, 6]
+
+
+def refused_by_one_rank(folder: Path) -> None:
+    run(lambda: sampled(Permutes(by_the_clock_on_one_rank)), callbacks=[StatefulDataCallback()])
 
 
 def fails_on_one_rank(folder: Path) -> None:
@@ -106,11 +171,18 @@ def fails_on_one_rank(folder: Path) -> None:
     run(lambda: Breaks(Numbers(22)))
 
 
-def test_16_a_rank_that_cannot_build_its_data_stops_all_ranks(ranks: Ranks) -> None:
-    first, second = ranks.errors_of(fails_on_one_rank)
-    assert first.startswith("RankMismatchError: the training data could not be built")
-    assert "rank 1: OSError: disk not mounted" in first
-    assert second == "OSError: disk not mounted"
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (fails_on_one_rank, "OSError: disk not mounted"),
+        (refused_by_one_rank, "UnsupportedLoaderError: Cannot patch the training loader: Permutes"),
+    ],
+)
+def test_16_a_rank_that_cannot_build_its_data_stops_all_ranks(ranks: Ranks, case: Any, words: str) -> None:
+    first, second = ranks.errors_of(case)
+    assert first.startswith("RankMismatchError: the training data could not be built on every rank")
+    assert f"rank 1: {words}" in first
+    assert second.startswith(words)
 
 
 class Mapped(StatefulDataModule):
@@ -129,14 +201,14 @@ class Mapped(StatefulDataModule):
 
 def fingerprints_of_its_own(folder: Path) -> dict[str, Any]:
     """A run that is stopped and resumed, with what was warned of."""
-    stop = StopAt("on_train_batch_end", folder / "stop.ckpt", batch=2)
+    path = folder / "stop.ckpt"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", StatefulWarning)
-        first = run(Mapped, callbacks=[stop], max_epochs=1)
-        fingerprint = first.trainer.datamodule.train._fingerprint
-        resumed = run(Mapped, ckpt_path=folder / "stop.ckpt", max_epochs=1)
+        ledger = stopped(path, Mapped, run=run, batch=2, max_epochs=1)
+        resumed = run(Mapped, ckpt_path=path, max_epochs=1)
+    fingerprint = resumed.trainer.datamodule.train._fingerprint
     said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
-    return {"fingerprint": fingerprint, "parts": [stop.ledger, resumed.ledger], "said": "\n".join(said)}
+    return {"fingerprint": fingerprint, "parts": [ledger, resumed.ledger], "said": "\n".join(said)}
 
 
 def test_data_of_another_fingerprint_are_trained_on_with_a_warning(ranks: Ranks) -> None:
@@ -192,10 +264,7 @@ OWN: dict[str, Callable[[], Any]] = {
 
 
 def own(folder: Path, name: str) -> list[Link]:
-    def callbacks() -> list[Any]:
-        return [StatefulDataCallback(seed=7)] if isinstance(OWN[name](), DataLoader) else []
-
-    stops = [("on_train_batch_end", 1, 2)]
+    stops, callbacks = [("on_train_batch_end", 1, 2)], lambda: callbacks_for(OWN[name]())
     return chain_of(OWN[name], folder, stops, callbacks=callbacks, use_distributed_sampler=False)
 
 
@@ -206,8 +275,7 @@ def test_without_use_distributed_sampler_ranks_train_on_all_of_their_own_data(ra
         ledger = parts[0][0]["ledger"]
         for epoch in range(2):
             assert sorted(samples(ledger, epoch)) == expected
-            validated = [index for event in ledger if event[:2] == ("val", epoch) for index in event[4]]
-            assert validated == expected[: 2 + number]
+            assert samples(ledger, epoch, "val") == expected[: 2 + number]
     with pytest.raises(StateMismatchError, match=r"ranks: saved 2.*resume on the saved ranks"):
         train(partial(numbers_module, train=Numbers(11)), ckpt_path=ranks.folder_of(own, "data") / "0" / "0.ckpt")
 
@@ -218,8 +286,7 @@ def test_without_use_distributed_sampler_samplers_deal_out_by_themselves(ranks: 
     for parts in found:
         assert_chain(parts, served_again=0)
     for epoch in range(2):
-        served = [index for parts in found for index in samples(parts[0][0]["ledger"], epoch)]
-        assert sorted(served) == list(range(22))
+        assert over_all([parts[0][0] for parts in found], epoch) == list(range(22))
 
 
 @pytest.mark.parametrize(
@@ -279,11 +346,11 @@ def shapes(folder: Path) -> dict[str, Any]:
     found = {}
     for name, make in SHAPES.items():
         model, data = LedgerModel(), make()
-        is_module = isinstance(data, StatefulDataModule)
-        trainer = quiet_trainer(callbacks=None if is_module else [StatefulDataCallback()])
+        trainer = quiet_trainer(*callbacks_for(data), **on_ranks())
+        keyword = "datamodule" if isinstance(data, StatefulDataModule) else "dataloaders"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", StatefulWarning)
-            trainer.validate(model, **{"datamodule" if is_module else "dataloaders": data}, verbose=False)
+            trainer.validate(model, **{keyword: data}, verbose=False)
         said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
         found[name] = ([event[4] for event in model.ledger], said)
     return found

@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ledger import LedgerModel
-from support.runs import numbers_module
+from support.runs import numbers_module, quiet_trainer
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import lightning_stateful
@@ -68,7 +68,7 @@ def test_what_is_no_part_of_a_trainer_has_its_private_names(kind: Any) -> None:
 
 def set_up_trainer() -> pl.Trainer:
     """A trainer before its setup hooks."""
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = quiet_trainer()
     trainer.strategy.connect(LedgerModel())
     module = numbers_module()
     trainer.datamodule = module

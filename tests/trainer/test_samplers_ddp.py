@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed
-from support import samplers
-from support.ddp_runs import Link, assert_chain, assert_in_step, chain_of, on_ranks
-from support.ledger import LedgerModel
+from support.ddp_runs import Link, assert_chains, chain_of, on_ranks
+from support.ledger import samples, trained
 from support.ranks import Ranks
-from support.runs import Outcome
+from support.runs import Outcome, ended
 from support.sampler_cases import TO_EVALUATE, PlainData, cuts_loader, evaluate, torchdatas_distributed, train_with
 from support.samplers import LENGTH, LOADERS
-from support.sources import samples as samples_of
-from support.sources import trained
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
-from lightning_stateful import DDPSamplerWrapper, StatefulDataCallback
+from lightning_stateful import StatefulDataCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
@@ -40,11 +35,7 @@ REPEATED = {"unbatched": 1, "unbatched, by itself": 1, "lhotse's": 1}
 STOPS = [("on_before_backward", 0, 2), ("on_validation_batch_end", 0, 0), ("on_train_batch_end", 1, 1)]
 # After so many steps of an epoch a run on one rank or on two leaves the rest to the other number.
 HANDED_OVER = 2
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return Ranks(2, tmp_path_factory.mktemp("samplers"))
+HANDED = ("random", "weighted", "class balanced", "batches without len", "own state", "unbatched", "lhotse's")
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +57,18 @@ def made(name: str) -> Any:
 
 
 def chain(folder: Path, name: str) -> list[Link]:
-    def callbacks() -> list[Any]:
-        return [StatefulDataCallback(seed=5)]
-
-    return chain_of(lambda: made(name), folder, STOPS, callbacks=callbacks, makes=LedgerModel)
+    return chain_of(lambda: made(name), folder, STOPS, callbacks=lambda: [StatefulDataCallback(seed=5)])
 
 
 def counts(runs: list[list[Any]], epoch: int) -> Counter[int]:
-    return Counter(index for ledger in runs for index in samples_of(ledger, epoch))
+    return Counter(index for ledger in runs for index in samples(ledger, epoch))
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
-def test_ranks_serve_in_step_what_one_serves_though_their_generators_differ(
+def test_a_chain_of_stops_on_ranks_serves_what_one_does_though_their_generators_differ(
     ranks: Ranks, alone: dict[str, list[Any]], name: str
 ) -> None:
-    runs = [parts[0][0] for parts in ranks.of(chain, name)]
-    assert_in_step(runs)
+    runs = assert_chains(ranks.of(chain, name))
     for epoch in range(2):
         served, expected = counts([run["ledger"] for run in runs], epoch), counts([alone[name]], epoch)
         assert not expected - served
@@ -89,40 +76,33 @@ def test_ranks_serve_in_step_what_one_serves_though_their_generators_differ(
         assert name in DRAWN or set(served) == set(range(LENGTH))
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
-def test_a_chain_of_stops_gives_the_uninterrupted_run_on_every_rank(ranks: Ranks, name: str) -> None:
-    for parts in ranks.of(chain, name):
-        assert_chain(parts)
-
-
 # Another number of ranks
 
 
 def saved_on_two_ranks(folder: Path) -> dict[str, list[Any]]:
-    return {name: hand_over(folder, name, **on_ranks()).ledger for name in ON_RANKS}
+    return {name: hand_over(folder, name, **on_ranks()).ledger for name in HANDED}
 
 
 def resumed_on_two_ranks(folder: Path) -> dict[str, list[Any]]:
     return {
         name: train_with(make, ckpt_path=folder.parent / f"{name}.ckpt", seed=9, **on_ranks()).ledger
         for name, make in ON_RANKS.items()
+        if name in HANDED
     }
 
 
 def hand_over(folder: Path, name: str, **options: Any) -> Outcome:
     """Train a few steps and leave a checkpoint for another number of ranks."""
-    found = train_with(ON_RANKS[name], max_steps=HANDED_OVER, **options)
-    found.trainer.save_checkpoint(folder / f"{name}.ckpt")
-    return found
+    return ended(folder / f"{name}.ckpt", ON_RANKS[name], run=train_with, max_steps=HANDED_OVER, **options)
 
 
 @pytest.fixture(scope="module")
 def of_one_rank(ranks: Ranks) -> dict[str, list[Any]]:
     """What one process leaves behind for two."""
-    return {name: hand_over(ranks.folder, name).ledger for name in ON_RANKS}
+    return {name: hand_over(ranks.folder, name).ledger for name in HANDED}
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.parametrize("name", HANDED)
 def test_one_rank_hands_over_to_two(
     ranks: Ranks, of_one_rank: dict[str, list[Any]], alone: dict[str, list[Any]], name: str
 ) -> None:
@@ -134,7 +114,7 @@ def test_one_rank_hands_over_to_two(
         assert (served - expected).total() <= REPEATED.get(name, 0)
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.parametrize("name", HANDED)
 def test_two_ranks_hand_over_to_one(ranks: Ranks, alone: dict[str, list[Any]], name: str) -> None:
     before = [found[name] for found in ranks.of(saved_on_two_ranks)]
     path = ranks.folder_of(saved_on_two_ranks) / f"{name}.ckpt"
@@ -152,94 +132,18 @@ def evaluated(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices:UserWarning")
 @pytest.mark.parametrize("name", TO_EVALUATE)
-def test_evaluation_gives_every_sample_once_over_the_ranks(ranks: Ranks, name: str) -> None:
-    found = [rank[name] for rank in ranks.of(evaluated)]
-    alone = evaluate(TO_EVALUATE[name])
+def test_evaluation_gives_every_sample_once_over_the_ranks_and_predictions_their_indices(
+    ranks: Ranks, name: str
+) -> None:
+    found, alone = [rank[name] for rank in ranks.of(evaluated)], evaluate(TO_EVALUATE[name])
     for stage in ("validate", "test", "predict"):
         served = sorted(index for rank in found for batch in rank[stage] for index in batch)
         assert served == sorted(index for batch in alone[stage] for index in batch), stage
         assert len({len(rank[stage]) for rank in found}) == 1
         assert all(batch for rank in found for batch in rank[stage])
-
-
-@pytest.mark.parametrize("name", TO_EVALUATE)
-def test_every_rank_writes_its_predictions_with_their_indices(ranks: Ranks, name: str) -> None:
-    for rank in ranks.of(evaluated):
-        found = rank[name]
-        assert found["predictions"] == found["predict"]
-        assert [predicted for _, predicted in found["written"]] == found["predict"]
+    for rank in found:
+        assert rank["predictions"] == [predicted for _, predicted in rank["written"]] == rank["predict"]
         # Lightning infers no indices for loaders without len.
-        expected = [[] for _ in found["predict"]] if "without len" in name else found["predict"]
-        assert [indices for indices, _ in found["written"]] == expected
-        assert found["written at the end"] == ([[]] if "without len" in name else [expected])
-
-
-# Refusals
-
-
-class ByRank(Sampler[int]):
-    """Yields another order on every rank, by what it reads in the environment."""
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.random.default_rng(int(os.environ["RANK"])).permutation(LENGTH).tolist())
-
-
-class OfTheProcess(str):
-    """A string as ranks have it that are launched one by one: its hash differs from process to process."""
-
-    def __hash__(self) -> int:
-        return hash((os.getpid(), str(self)))
-
-
-class ByHash(Sampler[int]):
-    """Yields the order of a set of strings."""
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(int(name) for name in {OfTheProcess(number) for number in range(LENGTH)})
-
-
-class Unshared(Sampler[int]):
-    """Cannot be made deterministic on one of the ranks only."""
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(samplers.ByTheClock() if os.environ["RANK"] == "1" else samplers.GlobalRandom())
-
-
-def refused(folder: Path, kind: str) -> None:
-    made: dict[str, Callable[[], Any]] = {
-        "rank": ByRank,
-        "hash": ByHash,
-        "unshared": Unshared,
-        "length": lambda: DDPSamplerWrapper(samplers.Endless(), length=5 + torch.distributed.get_rank()),
-    }
-    train_with(lambda: samplers.loader(sampler=made[kind](), batch_size=2), **on_ranks())
-
-
-@pytest.mark.parametrize("kind", ["rank", "hash"])
-def test_a_sampler_that_differs_from_rank_to_rank_is_refused_on_every_rank(ranks: Ranks, kind: str) -> None:
-    for error in ranks.errors_of(refused, kind):
-        assert error.startswith("RankMismatchError: The ranks disagree about the training data"), error
-        ((first, second),) = re.findall(r"- sequence: rank 0: '(\w+)', rank 1: '(\w+)'", error)
-        assert first != second
-
-
-def test_a_sampler_that_one_rank_refuses_is_refused_on_every_rank(ranks: Ranks) -> None:
-    first, second = ranks.errors_of(refused, "unshared")
-    assert first.startswith("RankMismatchError: the training data could not be built on every rank"), first
-    assert "rank 1: UnsupportedLoaderError" in first
-    assert second.startswith("UnsupportedLoaderError: Cannot patch the training loader: Unshared"), second
-
-
-def test_ranks_with_other_lengths_are_refused_on_every_rank(ranks: Ranks) -> None:
-    for error in ranks.errors_of(refused, "length"):
-        assert error.startswith("RankMismatchError"), error
-        assert "length: rank 0: 5, rank 1: 6" in error
+        expected = [[] for _ in rank["predict"]] if "without len" in name else rank["predict"]
+        assert [indices for indices, _ in rank["written"]] == expected
+        assert rank["written at the end"] == ([[]] if "without len" in name else [expected])

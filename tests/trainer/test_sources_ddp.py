@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed
-from support.ddp_runs import Link, Settle, assert_chain, assert_in_step, chain_of, plain, run
-from support.ledger import Numbers
+from support.ddp_runs import Link, assert_chains, chain_of, over_all, plain, run
+from support.ledger import Numbers, ids_of, samples, trained
 from support.ranks import Ranks
-from support.sources import (
-    FIRSTS,
-    datasets,
-    ids_of,
-    mixture,
-    round_robin,
-    samples,
-    samples_of,
-    source_of,
-    train_on,
-    trained,
-)
+from support.runs import ended, train
+from support.sources import FIRSTS, datasets, mixture, round_robin, samples_of, source_of
 
 # Lengths that two ranks cannot share without remainders.
 UNEVEN = {"news": 9, "code": 15, "web": 5}
@@ -51,15 +39,6 @@ CONFIGS: dict[str, Any] = {
 WHOLE_EPOCHS = ("round robin", "mixture", "by sample")
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return Ranks(2, tmp_path_factory.mktemp("sources"))
-
-
-def over_both(runs: list[dict[str, Any]], epoch: int | None = None) -> list[int]:
-    return [index for run in runs for index in samples(run["ledger"], epoch)]
-
-
 def chain(folder: Path, name: str) -> list[Link]:
     return chain_of(CONFIGS[name], folder, STOPS)
 
@@ -81,12 +60,13 @@ def assert_logs_what_was_served(name: str, runs: list[dict[str, Any]], before: l
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_all_ranks_take_the_same_steps_and_log_what_both_were_served(ranks: Ranks, name: str) -> None:
-    runs = [parts[0][0] for parts in ranks.of(chain, name)]
-    assert_in_step(runs)
+def test_a_chain_of_stops_gives_the_uninterrupted_run_on_every_rank_which_log_what_both_were_served(
+    ranks: Ranks, name: str
+) -> None:
+    runs = assert_chains(ranks.of(chain, name))
     assert_logs_what_was_served(name, runs)
     if name in WHOLE_EPOCHS:
-        assert [sorted(over_both(runs, epoch)) for epoch in range(2)] == [EVERY_SAMPLE] * 2
+        assert [over_all(runs, epoch) for epoch in range(2)] == [EVERY_SAMPLE] * 2
 
 
 @pytest.mark.parametrize("name", ["round robin", "mixture", "mixture, steps"])
@@ -121,98 +101,46 @@ def fewer_samples_than_ranks(folder: Path) -> dict[str, Any]:
 def test_sources_smaller_than_the_ranks_are_served_side_by_side(ranks: Ranks) -> None:
     runs = ranks.of(fewer_samples_than_ranks)
     for epoch in range(2):
-        assert sorted(over_both(runs, epoch)) == [0, 100, 200, 201, 202, 203]
+        assert over_all(runs, epoch) == [0, 100, 200, 201, 202, 203]
     assert [len(trained(run["ledger"])) for run in runs] == [4, 4]
-
-
-# Stops
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_chain_of_stops_gives_the_uninterrupted_run_on_every_rank(ranks: Ranks, name: str) -> None:
-    for parts in ranks.of(chain, name):
-        assert_chain(parts)
-
-
-def workers_and_windows(folder: Path) -> list[Link]:
-    make = partial(mixture, **uneven(by="sample", num_workers=2, persistent_workers=True, val=None))
-    stops = [("on_train_batch_end", 1, 2)]
-    return chain_of(make, folder, stops, callbacks=lambda: [Settle()], accumulate_grad_batches=2)
-
-
-def test_workers_and_accumulation_change_nothing_on_any_rank(ranks: Ranks) -> None:
-    for parts in ranks.of(workers_and_windows):
-        assert_chain(parts)
 
 
 # Another number of ranks
 
 
 def saved_on_two_ranks(folder: Path, name: str) -> dict[str, Any]:
-    found = run(CONFIGS[name], max_steps=HANDED_OVER)
-    found.trainer.save_checkpoint(folder / "two.ckpt")
-    return plain(found)
+    return plain(ended(folder / "two.ckpt", CONFIGS[name], run=run, max_steps=HANDED_OVER))
 
 
 def resumed_on_two_ranks(folder: Path, name: str) -> list[Link]:
     """What one process left behind, and once more from within the epoch that is planned anew."""
     left = folder.parent / f"{name}, 1.ckpt"
-
-    def go_on(make: Any, *, ckpt_path: Any, **options: Any) -> Any:
-        return run(make, ckpt_path=ckpt_path or left, **options)
-
-    return chain_of(CONFIGS[name], folder, [("on_train_batch_end", 0, 0)], run=go_on)
+    return chain_of(CONFIGS[name], folder, [("on_train_batch_end", 0, 0)], ckpt_path=left)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_one_rank_hands_over_to_two(ranks: Ranks, name: str) -> None:
-    left = train_on(CONFIGS[name], max_steps=HANDED_OVER, max_epochs=2)
-    left.trainer.save_checkpoint(ranks.folder / f"{name}, 1.ckpt")
-    chains = ranks.of(resumed_on_two_ranks, name)
-    for parts in chains:
-        assert_chain(parts)
-    runs = [parts[0][0] for parts in chains]
-    assert_in_step(runs)
+    left = ended(ranks.folder / f"{name}, 1.ckpt", CONFIGS[name], max_steps=HANDED_OVER, max_epochs=2)
+    runs = assert_chains(ranks.of(resumed_on_two_ranks, name))
     assert_logs_what_was_served(name, runs, left.ledger)
     # The epoch goes on in the steps of two ranks, and ends where they end.
     assert [event[2] for event in trained(runs[0]["ledger"]) if event[1] == 0][-1] == runs[0]["length"] - 1
     if name in WHOLE_EPOCHS:
-        assert sorted(samples(left.ledger, 0) + over_both(runs, 0)) == EVERY_SAMPLE
-        assert sorted(over_both(runs, 1)) == EVERY_SAMPLE
+        assert sorted(samples(left.ledger, 0) + over_all(runs, 0)) == over_all(runs, 1) == EVERY_SAMPLE
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_ranks_hand_over_to_one(ranks: Ranks, name: str) -> None:
     before = ranks.of(saved_on_two_ranks, name)
     path = ranks.folder_of(saved_on_two_ranks, name) / "two.ckpt"
-    resumed = plain(train_on(CONFIGS[name], ckpt_path=path, max_epochs=2))
+    resumed = plain(train(CONFIGS[name], ckpt_path=path, max_epochs=2))
     epoch = trained(resumed["ledger"])[0][1]
     last = [event for event in trained(resumed["ledger"]) if event[1] == epoch][-1]
     assert last[2] == resumed["length"] - 1
     if name in WHOLE_EPOCHS:
-        assert sorted(over_both(before, epoch) + samples(resumed["ledger"], epoch)) == EVERY_SAMPLE
+        assert over_all([*before, resumed], epoch) == EVERY_SAMPLE
         return
     for source, length in UNEVEN.items():
         served = samples_of(source, [event for run in (*before, resumed) for event in run["ledger"]])
         assert resumed["report"]["sources"][source]["samples"] == len(served)
         assert len(set(served)) == min(length, len(served))
-
-
-# Refusals
-
-
-def other_weights(folder: Path) -> None:
-    weights = [[1, 2, 1], [2, 1, 1]][torch.distributed.get_rank()]
-    run(lambda: mixture(**uneven(weights=weights)))
-
-
-def other_lengths(folder: Path) -> None:
-    lengths = {**UNEVEN, "web": 5 + torch.distributed.get_rank()}
-    run(lambda: round_robin(train=datasets(**lengths)))
-
-
-@pytest.mark.parametrize(("case", "words"), [(other_weights, "weights"), (other_lengths, "sources")])
-def test_ranks_with_other_weights_or_lengths_are_refused_on_every_rank(ranks: Ranks, case: Any, words: str) -> None:
-    for error in ranks.errors_of(case):
-        assert error.startswith("RankMismatchError: The ranks disagree about the training data"), error
-        assert words in error

@@ -1,4 +1,4 @@
-"""What `StreamDataModule`, and the callback alone, do with streams of any kind: one process."""
+"""What `StreamDataModule`, and the callback alone, do with streams of any kind, and their epochs: one process."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.ledger import LedgerModel, Numbers
-from support.runs import seeded, train
-from support.sources import SourcesModel, assert_goes_on_from_every_moment, samples, train_on, trained
+from support.ledger import LedgerModel, Numbers, batches, parts, samples, trained
+from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, seeded, train, train_alone, training
+from support.sampler_cases import PlainData
 from support.stream_runs import (
     EVERY_SAMPLE,
     MODULES,
+    OF_OTHERS,
     OTHER_FIRST,
     OTHER_SIZES,
+    SIZES,
     VAL_FIRST,
     VAL_SAMPLES,
     VAL_SIZES,
@@ -28,12 +29,11 @@ from support.stream_runs import (
     length_of,
     mapped,
     module,
-    write_files,
 )
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torchdata.nodes import Batcher, Loader, Mapper, SamplerWrapper
 
-from lightning_stateful import MixedStream, StatefulDataCallback, StreamDataModule
+from lightning_stateful import MixedStream, StatefulDataCallback, StreamDataModule, patch_dataloader
 from lightning_stateful.bucketing import Budget
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
 from lightning_stateful.stream_loader.loader import IterableLoader, of_batches
@@ -50,30 +50,23 @@ MANY = "ignore:This DataLoader will create:UserWarning"
 pytestmark = pytest.mark.filterwarnings(MANY)
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("files")
-    write_files(folder)
-    return folder
-
-
 # Several streams beside one another
 
 
 def side_by_side(files: Path, **options: Any) -> StreamDataModule:
-    streams = {"a": chunks(), "b": chunks(OTHER_SIZES, OTHER_FIRST), "c": [mapped(files_of("json", files, "other"))]}
-    return module({**streams, "c": streams["c"][0]}, **{"steps_per_epoch": 4, **options})
+    streams = {"a": chunks(), "b": chunks(OTHER_SIZES, OTHER_FIRST), "c": mapped(files_of("json", files, "other"))}
+    return module(streams, **{"steps_per_epoch": 4, **options})
 
 
 def test_streams_side_by_side_go_on_exactly(tmp_path: Path, files: Path) -> None:
-    assert_goes_on_from_every_moment(tmp_path, partial(side_by_side, files), MOMENTS, train, max_epochs=4)
+    assert_goes_on_from_every_moment(tmp_path, partial(side_by_side, files), MOMENTS, max_epochs=4)
 
 
 def test_streams_side_by_side_go_each_through_whole_passes(files: Path) -> None:
     run = train(partial(side_by_side, files, val=None), max_epochs=6)
     assert len(trained(run.ledger)) == 24
-    for name, every in (("a", EVERY_SAMPLE), ("b", list(range(OTHER_FIRST, OTHER_FIRST + 11)))):
-        found = [index for event in trained(run.ledger) for index in dict(event[4])[name]]
+    for name, every in (("a", EVERY_SAMPLE), ("b", OF_OTHERS)):
+        found = [index for batch in parts(run.ledger, name) for index in batch]
         for start in range(0, len(found) - len(every) + 1, len(every)):
             assert sorted(found[start : start + len(every)]) == every
 
@@ -87,45 +80,36 @@ def test_streams_side_by_side_of_unknown_length_are_refused_with_the_remedy(file
 # Wherever loaders come from
 
 
-class Plain(pl.LightningDataModule):
+def plain_loaders(files: Path) -> Any:
     """A module that knows nothing of this package."""
-
-    def __init__(self, files: Path) -> None:
-        super().__init__()
-        self.files = files
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(mapped(files_of("json", self.files)), batch_size=2)
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(mapped(files_of("parquet", self.files, "val")), batch_size=2)
-
-
-def callback_alone(make: Any, callbacks: Any = (), **options: Any) -> Any:
-    return train_on(make, callbacks=[*callbacks, StatefulDataCallback(seed=7)], **options)
+    return PlainData(
+        lambda: DataLoader(mapped(files_of("json", files)), batch_size=2),
+        lambda: DataLoader(mapped(files_of("parquet", files, "val")), batch_size=2),
+    )
 
 
 def test_plain_loaders_of_a_plain_data_module_go_on_exactly(tmp_path: Path, files: Path) -> None:
-    assert_goes_on_from_every_moment(tmp_path, partial(Plain, files), MOMENTS, callback_alone)
+    assert_goes_on_from_every_moment(tmp_path, partial(plain_loaders, files), MOMENTS, train_alone)
 
 
 def test_a_plain_loader_that_is_passed_to_fit_goes_on_exactly(tmp_path: Path) -> None:
     moments = [moment for moment in MOMENTS if "validation" not in moment[0]]
-    assert_goes_on_from_every_moment(tmp_path, partial(DataLoader, chunks(), batch_size=2), moments, callback_alone)
+    assert_goes_on_from_every_moment(tmp_path, partial(DataLoader, chunks(), batch_size=2), moments, train_alone)
 
 
 # Fitting again
 
 
 def test_validation_between_fits_changes_nothing() -> None:
-    whole, data, model = train_on(lambda: module(chunks())), module(chunks()), seeded(SourcesModel)
-    trainer = train_on(lambda: data, model=model, max_steps=15).trainer
+    data = module(chunks())
+    trainer = train(lambda: data, max_steps=15).trainer
+    model: Any = trainer.lightning_module
     before = len(model.ledger)
     trainer.validate(model, datamodule=data, verbose=False)
-    assert [index for event in model.ledger[before:] for index in event[4]] == VAL_SAMPLES
+    assert samples(model.ledger[before:], stage="val") == VAL_SAMPLES
     trainer.fit_loop.epoch_loop.max_steps = -1
     trainer.fit(model, datamodule=data)
-    assert trained(model.ledger) == trained(whole.ledger)
+    assert trained(model.ledger) == trained(train(lambda: module(chunks())).ledger)
 
 
 # Evaluation
@@ -140,10 +124,7 @@ def test_every_stage_of_evaluation_gives_every_sample_once(files: Path, kind: st
         "mixed": (MixedStream(more), [*VAL_SAMPLES, 600, 601, 602]),
     }[kind]
     data = StreamDataModule(None, stream, stream, stream, batch_size=4, eval_batch_size=2, num_workers=workers)
-    model = seeded(LedgerModel)
-    trainer = pl.Trainer(
-        logger=False, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu", barebones=False
-    )
+    model, trainer = seeded(), quiet_trainer()
     trainer.test(model, datamodule=data, verbose=False)
     predictions = trainer.predict(model, datamodule=data)
     for stage in ("test", "predict"):
@@ -162,13 +143,13 @@ def values_of(make: Any, **options: Any) -> dict[tuple[int, int], Any]:
     """What was drawn at every sample, by epoch."""
     found = {}
 
-    class Keeps(SourcesModel):
+    class Keeps(LedgerModel):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             rows = zip(batch["id"].tolist(), batch["x"].tolist(), strict=True)
             found.update({(self.current_epoch, index): drawn for index, drawn in rows})
             return super().training_step(batch, batch_idx)
 
-    train(make, model=seeded(Keeps), max_epochs=2, **options)
+    training(Keeps)(make, max_epochs=2, **options)
     return found
 
 
@@ -185,21 +166,21 @@ def test_what_a_transform_draws_is_the_same_in_every_run_and_no_two_samples_draw
 def test_steps_per_epoch_is_the_length_of_an_epoch() -> None:
     data = module(chunks(), steps_per_epoch=7)
     assert len(data.train_dataloader()) == 7
-    run = train_on(lambda: data, max_epochs=2)
+    run = train(lambda: data, max_epochs=2)
     assert run.trainer.num_training_batches == 7
     assert [event[2] for event in trained(run.ledger)] == [*range(7)] * 2
 
 
 def test_a_stream_without_steps_has_no_length() -> None:
-    run = train_on(lambda: module(chunks()), max_epochs=1)
+    run = train(lambda: module(chunks()), max_epochs=1)
     assert run.trainer.num_training_batches == float("inf")
     with pytest.raises(TypeError, match="is a stream"):
         len(module(chunks()).train_dataloader())
 
 
 def test_overfitting_trains_on_the_same_batches_in_every_epoch() -> None:
-    run = train_on(lambda: module(chunks()), overfit_batches=2, max_epochs=3)
-    first, second, third = ([event[4] for event in trained(run.ledger) if event[1] == epoch] for epoch in range(3))
+    run = train(lambda: module(chunks()), overfit_batches=2, max_epochs=3)
+    first, second, third = (batches(run.ledger, epoch) for epoch in range(3))
     assert len(first) == 2
     assert first == second == third
 
@@ -229,27 +210,21 @@ def test_overfitting_trains_on_the_same_batches_in_every_epoch() -> None:
 )
 def test_what_cannot_be_is_refused_with_the_remedy(make: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        train_on(make)
+        train(make)
 
 
 # Other configurations, ranks and workers
 
 
-def stopped(folder: Path, make: Any, steps: int = 4, **options: Any) -> tuple[Path, Any]:
-    """A checkpoint after so many steps."""
-    run = train_on(make, max_steps=steps, **options)
-    run.trainer.save_checkpoint(folder / "stop.ckpt")
-    return folder / "stop.ckpt", run.ledger
-
-
 def test_a_changed_configuration_is_refused_with_all_that_differs(tmp_path: Path) -> None:
-    path, _ = stopped(tmp_path, lambda: module(chunks()))
+    path = tmp_path / "stop.ckpt"
+    ended(path, lambda: module(chunks()), max_steps=4)
     with pytest.raises(StateMismatchError) as error:
-        train_on(lambda: module(chunks(seed=9, buffer_size=9, shuffle=False), batch_size=9), ckpt_path=path)
+        train(lambda: module(chunks(seed=9, buffer_size=9, shuffle=False), batch_size=9), ckpt_path=path)
     for word in ("batch_size: saved 2, now 9", "seed: saved 3, now 9", "shuffle: saved True, now False", "buffer_size"):
         assert word in str(error.value)
     with pytest.raises(StateMismatchError, match="dataset"):
-        train_on(lambda: module(Own()), ckpt_path=path)
+        train(lambda: module(Own()), ckpt_path=path)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +235,10 @@ def test_a_changed_configuration_is_refused_with_all_that_differs(tmp_path: Path
     ],
 )
 def test_an_accepted_change_loses_nothing_of_the_epoch(tmp_path: Path, accept: Any, options: Any) -> None:
-    path, before = stopped(tmp_path, lambda: module(chunks(), val=None))
-    run = train_on(lambda: module(chunks(), val=None, accept=accept, **options), ckpt_path=path, max_epochs=3)
-    found = Counter([*samples(before), *samples(run.ledger)])
+    path = tmp_path / "stop.ckpt"
+    before = ended(path, lambda: module(chunks(), val=None), max_steps=4)
+    run = train(lambda: module(chunks(), val=None, accept=accept, **options), ckpt_path=path, max_epochs=3)
+    found = Counter(samples(before.ledger + run.ledger))
     # Of three passes, drop_last may leave one to a fourth.
     assert set(found) == set(EVERY_SAMPLE)
     assert max(found.values()) == 3
@@ -277,26 +253,12 @@ def test_an_accepted_change_loses_nothing_of_the_epoch(tmp_path: Path, accept: A
 def test_a_stream_that_has_to_be_read_again_says_so_or_refuses(
     tmp_path: Path, files: Path, kind: str, what: str
 ) -> None:
-    path, _ = stopped(tmp_path, partial(MODULES[kind], files))
+    path = tmp_path / "stop.ckpt"
+    ended(path, partial(MODULES[kind], files), max_steps=4)
     with pytest.warns(StatefulWarning, match=rf"samples of .*{what}.* were read again.*took .* s, because"):
-        train_on(partial(MODULES[kind], files), ckpt_path=path, max_epochs=1)
+        train(partial(MODULES[kind], files), ckpt_path=path, max_epochs=1)
     with pytest.raises(StateMismatchError, match="replay"):
-        train_on(partial(MODULES[kind], files, replay="refuse"), ckpt_path=path)
-
-
-# Faults that are left out
-
-
-def test_streams_of_hugging_face_in_a_mixture_are_shuffled_apart() -> None:
-    def rows() -> Any:
-        return datasets.Dataset.from_dict({"id": list(range(40))}).to_iterable_dataset(num_shards=4)
-
-    data = StreamDataModule(MixedStream({"a": rows(), "b": rows()}), batch_size=1, seed=0, buffer_size=20)
-    served = [int(batch["id"]) for batch in data.train_dataloader()]
-    a, b = served[0::2], served[1::2]
-    assert sorted(a) == sorted(b) == list(range(40))
-    assert a != b
-    assert sorted(a) not in (a, b)
+        train(partial(MODULES[kind], files, replay="refuse"), ckpt_path=path)
 
 
 # Graphs of torchdata's nodes
@@ -314,3 +276,102 @@ def test_a_loader_of_nodes_whose_state_does_not_say_its_order_warns() -> None:
     loader = Loader(Batcher(SamplerWrapper(RandomSampler(range(12))), 4))
     with pytest.warns(StatefulWarning, match="draws its order from a generator"):
         IterableLoader(of_batches(loader), StreamOptions())
+
+
+# Where epochs begin and end when limits, loaders or trainers change
+
+
+def plain_module(**options: Any) -> StreamDataModule:
+    return module(chunks(), val=None, **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"limit_train_batches": 9}, {"limit_train_batches": 5}),
+        ({"limit_train_batches": 5}, {}),
+    ],
+    ids=str,
+)
+def test_another_limit_on_a_resume_loses_nothing(tmp_path: Path, before: Any, after: Any) -> None:
+    first = ended(tmp_path / "stop.ckpt", plain_module, max_steps=8, max_epochs=-1, **before)
+    resumed = train(plain_module, ckpt_path=tmp_path / "stop.ckpt", max_steps=22, max_epochs=-1, **after)
+    # Two passes of eleven batches.
+    assert Counter(samples(first.ledger + resumed.ledger)) == Counter(EVERY_SAMPLE * 2)
+
+
+class Grows(StreamDataModule):
+    """Has other chunks in its second epoch."""
+
+    sizes = (SIZES[:4], SIZES)
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        self.train = chunks(self.sizes[min(self.trainer.current_epoch, 1)])
+        return super().train_dataloader()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_other_chunks_in_a_loader_made_anew_are_all_read(turned: bool) -> None:
+    class Shrinks(Grows):
+        sizes = Grows.sizes[::-1]
+
+    kind = Shrinks if turned else Grows
+    with pytest.warns(StatefulWarning, match="is another than before, so it begins anew with epoch 1: dataset.chunks"):
+        run = train(
+            lambda: kind(batch_size=2, seed=7, train=chunks()), reload_dataloaders_every_n_epochs=1, max_epochs=2
+        )
+    for epoch, sizes in enumerate(kind.sizes):
+        assert sorted(samples(run.ledger, epoch)) == list(range(sum(sizes)))
+
+
+def test_a_trainer_leaves_no_limit_behind() -> None:
+    loader = patch_dataloader(DataLoader(chunks(), batch_size=2), seed=7)
+    quiet_trainer(fast_dev_run=True).fit(seeded(), loader)
+    model = seeded()
+    quiet_trainer(limit_val_batches=0).fit(model, loader)
+    assert sorted(samples(model.ledger)) == EVERY_SAMPLE
+    assert len(list(loader)) == 11
+
+
+def test_a_stream_too_short_for_the_epoch_of_others_is_refused_with_the_remedy() -> None:
+    class Both(StreamDataModule):
+        def train_dataloader(self) -> Any:
+            return {"stream": super().train_dataloader(), "index": DataLoader(Numbers(16), batch_size=2)}
+
+    with pytest.raises(ConfigurationError, match=r"5 steps an epoch, and the epoch has 8.*steps_per_epoch=8"):
+        train(lambda: Both(chunks(), batch_size=2, steps_per_epoch=5))
+
+
+def test_of_streams_that_end_with_the_shortest_the_others_go_on_in_the_next_epoch(tmp_path: Path) -> None:
+    class Shortest(StreamDataModule):
+        def train_dataloader(self) -> Any:
+            return pl.utilities.CombinedLoader(super().train_dataloader(), "min_size")
+
+    def make() -> Any:
+        return Shortest({"long": chunks(), "short": chunks(OTHER_SIZES, OTHER_FIRST)}, batch_size=2, seed=7)
+
+    whole = train(make, max_epochs=6)
+    for name, every in (("long", EVERY_SAMPLE), ("short", OF_OTHERS)):
+        found = Counter(index for batch in parts(whole.ledger, name) for index in batch)
+        assert set(found) == set(every)
+        assert max(found.values()) - min(found.values()) <= 1, name
+    first = ended(tmp_path / "stop.ckpt", make, max_epochs=2)
+    resumed = train(make, max_epochs=6, seed=9, ckpt_path=tmp_path / "stop.ckpt")
+    assert [*trained(first.ledger), *trained(resumed.ledger)] == trained(whole.ledger)
+
+
+@pytest.mark.parametrize(("stop", "alone"), [("first_exhausted", True), ("cycle", False)])
+def test_evaluation_of_a_mixture_gives_each_sample_once_whatever_stops_its_passes(stop: Any, alone: bool) -> None:
+    mixed = MixedStream({"one": chunks(VAL_SIZES, VAL_FIRST), "two": chunks((9, 9), 600)}, stop=stop)
+    model = seeded()
+    if alone:
+        quiet_trainer(StatefulDataCallback()).validate(model, DataLoader(mixed, batch_size=2), verbose=False)
+    else:
+        quiet_trainer().validate(model, datamodule=module(chunks(), val=mixed), verbose=False)
+    assert sorted(samples(model.ledger, stage="val")) == [*VAL_SAMPLES, *range(600, 618)]
+
+
+def test_a_map_style_dataset_is_evaluated_beside_a_stream() -> None:
+    run = train(lambda: module(chunks(), val=Numbers(5, first=VAL_FIRST)), max_epochs=1)
+    assert sorted(samples(run.ledger, stage="val")) == list(range(500, 505))

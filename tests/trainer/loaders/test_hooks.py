@@ -13,8 +13,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, _replace_dunder_methods
+from lightning.pytorch.callbacks import LambdaCallback
 from support.ledger import LedgerModel, Numbers
-from support.runs import train
+from support.runs import quiet_trainer, train
+from support.sampler_cases import PlainData
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,16 +29,6 @@ from torch.utils.data import (
 
 from lightning_stateful import StatefulDataCallback, StatefulLoader, StreamDataModule, patch_dataloader
 from lightning_stateful.trainer.loader_proxy import LoaderProxy
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "max_epochs": 2,
-}
 
 
 class Rows(IterableDataset[Any]):
@@ -74,7 +66,7 @@ class Looks(pl.Callback):
 
 
 def fit(*callbacks: Any, train: Any, val: Any = None, **options: Any) -> pl.Trainer:
-    trainer = pl.Trainer(**{**QUIET, **options}, callbacks=[StatefulDataCallback(), *callbacks])
+    trainer = quiet_trainer(StatefulDataCallback(), *callbacks, **options)
     trainer.fit(LedgerModel(), train, val)
     return trainer
 
@@ -94,7 +86,7 @@ def attributes(shown: Any) -> list[Any]:
 def test_hooks_find_what_they_find_in_a_plain_loader(make: Callable[[], DataLoader[Any]]) -> None:
     train, val = make(), batches(sampler=Told())
     looks = Looks(attributes)
-    shown: Any = fit(looks, train=train, val=val, max_epochs=1).train_dataloader
+    shown: Any = fit(looks, train=train, val=val).train_dataloader
 
     assert looks.seen == [attributes(train), attributes(val)]
     assert not isinstance(shown, DataLoader)
@@ -105,7 +97,7 @@ def test_hooks_find_what_they_find_in_a_plain_loader(make: Callable[[], DataLoad
 def test_seeding_everything_for_workers_reaches_the_loaders() -> None:
     pl.seed_everything(3, workers=True, verbose=False)
     looks = Looks(lambda shown: shown.worker_init_fn)
-    fit(looks, train=batches(), val=batches(worker_init_fn=print), max_epochs=1)
+    fit(looks, train=batches(), val=batches(worker_init_fn=print))
 
     assert callable(looks.seen[0])
     assert looks.seen[1] is print
@@ -120,7 +112,7 @@ def test_under_ddp_on_one_device_hooks_find_lightnings_sampler() -> None:
 
     looks = Looks(tell)
     with mock.patch.dict(os.environ):
-        fit(looks, train=batches(shuffle=True), val=batches(), max_epochs=1, strategy="ddp", devices=1)
+        fit(looks, train=batches(shuffle=True), val=batches(), strategy="ddp", devices=1)
         torch.distributed.destroy_process_group()
 
     assert looks.seen == [(DistributedSampler, True, 3, 3)] * 2
@@ -143,15 +135,12 @@ def test_a_sampler_that_a_hook_changes_is_the_one_that_is_trained_on() -> None:
         def __len__(self) -> int:
             return 2
 
-    def choose(shown: Any) -> None:
-        shown.sampler.chosen += 1
+    def choose(trainer: Any, *args: Any) -> None:
+        trainer.train_dataloader.sampler.chosen += 1
 
-    class Chooses(pl.Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            choose(trainer.train_dataloader)
-
+    chooses = LambdaCallback(on_train_epoch_end=choose)
     plain, ours = (
-        train(lambda: batches(sampler=Chosen()), callbacks=[Chooses(), *others], max_epochs=3).ledger
+        train(lambda: batches(sampler=Chosen()), callbacks=[chooses, *others], max_epochs=3).ledger
         for others in ([], [StatefulDataCallback(accept=("nondeterministic",))])
     )
     assert [event[-1] for event in ours] == [event[-1] for event in plain]
@@ -174,7 +163,7 @@ def test_a_sampler_is_told_the_epoch_in_evaluation_too(inner: bool) -> None:
             DataLoader(Numbers(6), batch_sampler=BatchSampler(Told(), 2, False)) if inner else batches(sampler=Told())
             for _ in range(4)
         ]
-        trainer, models = pl.Trainer(**QUIET, callbacks=list(callbacks)), [LedgerModel() for _ in range(3)]
+        trainer, models = quiet_trainer(*callbacks, max_epochs=2), [LedgerModel() for _ in range(3)]
         trainer.fit(models[0], loaders[0], loaders[1])
         trainer.test(models[1], loaders[2], verbose=False)
         trainer.predict(models[2], loaders[3])
@@ -192,22 +181,18 @@ def test_a_sampler_is_told_the_epoch_in_evaluation_too(inner: bool) -> None:
 def test_lightning_gives_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
 
-    class Data(pl.LightningDataModule):
-        def train_dataloader(self) -> Any:
-            return batches(shuffle=True)
-
-        def val_dataloader(self) -> Any:
-            return batches(shuffle=True)
+    def shuffled() -> Any:
+        return batches(shuffle=True)
 
     def advice(data: dict[str, Any], *callbacks: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            pl.Trainer(**QUIET, callbacks=list(callbacks)).fit(LedgerModel(), **data)
+            quiet_trainer(*callbacks).fit(LedgerModel(), **data)
         texts = [str(warning.message).split(",")[0] for warning in caught]
         return sorted(text for text in texts if "num_workers" in text or "many workers" in text or "shuffling" in text)
 
     sources: list[dict[str, Any]] = [
-        {"datamodule": Data()},
+        {"datamodule": PlainData(shuffled, shuffled)},
         {"train_dataloaders": batches(), "val_dataloaders": batches(sampler=RandomSampler(Numbers(6)))},
     ]
     for source in sources:
@@ -217,33 +202,28 @@ def test_lightning_gives_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_in_a_loader_hook_leaves_torchs_classes_as_they_were() -> None:
-    class Broken(pl.LightningDataModule):
-        def train_dataloader(self) -> Any:
-            return batches()
-
-        def val_dataloader(self) -> Any:
-            raise OSError("disk not mounted")
+    def broken() -> Any:
+        raise OSError("disk not mounted")
 
     def methods() -> list[Any]:
         return [getattr(kind, name) for kind in (DataLoader, BatchSampler) for name in ("__init__", "__setattr__")]
 
     before = methods()
     with pytest.raises(OSError, match="disk not mounted"):
-        pl.Trainer(**QUIET, callbacks=[StatefulDataCallback()]).fit(LedgerModel(), Broken())
+        fit(train=PlainData(batches, broken))
     assert methods() == before
     assert not hasattr(DataLoader, "__old__init__")
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_stream_with_a_length_leaves_no_filter_for_warnings(fails: bool) -> None:
-    class Fails(pl.Callback):
-        def on_train_start(self, *args: Any) -> None:
-            raise OSError("disk not mounted")
+    def fail(*args: Any) -> None:
+        raise OSError("disk not mounted")
 
     before = list(warnings.filters)
     data = StreamDataModule(Rows(), val=Numbers(4), batch_size=2, steps_per_epoch=2)
     with pytest.raises(OSError, match="disk not mounted") if fails else contextlib.nullcontext():
-        fit(*([Fails()] if fails else []), train=data)
+        fit(*([LambdaCallback(on_train_start=fail)] if fails else []), train=data)
     assert list(warnings.filters) == before
 
 
@@ -259,7 +239,7 @@ def test_a_loader_whose_stream_was_read_can_still_be_built_again_by_lightning() 
 
 
 def test_a_method_of_a_loop_that_somebody_replaced_stays_in_place() -> None:
-    trainer = pl.Trainer(**QUIET, callbacks=[StatefulDataCallback()])
+    trainer = quiet_trainer(StatefulDataCallback(), max_epochs=2)
     validation: Any = trainer.fit_loop.epoch_loop.val_loop
     own = validation.run = mock.Mock()
     trainer.fit(LedgerModel(), batches(), batches())

@@ -7,18 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torchdata.nodes as nodes
 from lightning.pytorch.demos.boring_classes import BoringModel
-from support.ledger import Numbers
-from support.runs import train
-from support.sources import assert_goes_on_from_every_moment
+from support.ledger import Numbers, batches
+from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, train, train_alone
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback
-from lightning_stateful.errors import ConfigurationError, PositionError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
 
 MOMENTS = [
     ("on_train_batch_start", 1, 3),
@@ -83,35 +81,10 @@ class Remembers(Batches):
         self.epoch, self.first = state["epoch"], int(state["at"])
 
 
-class OnItsIterator:
-    """Its iterator has a state."""
-
-    def __iter__(self) -> Any:
-        return _Iterator()
-
-
-class _Iterator:
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> _Iterator:
-        return self
-
-    def __next__(self) -> Any:
-        if self.at == 11:
-            raise StopIteration
-        self.at += 1
-        return batch_of([2 * self.at - 2, 2 * self.at - 1])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
 class BySetEpoch(Batches):
     """Is told its epoch by way of a sampler, as Lightning does."""
+
+    epoch = 0
 
     @property
     def sampler(self) -> BySetEpoch:
@@ -122,6 +95,13 @@ class BySetEpoch(Batches):
 
     def __iter__(self) -> Iterator[Any]:
         return map(batch_of, self.order())
+
+
+class Fixed(BySetEpoch):
+    """In the same order in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Does nothing."""
 
 
 class Shuffled:
@@ -142,89 +122,54 @@ def of_nodes() -> Any:
     return nodes.Loader(nodes.Prefetcher(nodes.Mapper(nodes.Batcher(node, 2), batch_of), prefetch_factor=3))
 
 
-KINDS = {kind.__name__: kind for kind in (Batches, Sized, Remembers, OnItsIterator, BySetEpoch)} | {
-    "torchdata.nodes": of_nodes
-}
-
-
-def run(make: Any, callbacks: Any = (), accept: Any = (), **options: Any) -> Any:
-    return train(make, callbacks=[*callbacks, StatefulDataCallback(seed=7, accept=accept)], **options)
+KINDS = {kind.__name__: kind for kind in (Batches, Sized, Remembers, BySetEpoch)} | {"torchdata.nodes": of_nodes}
 
 
 @READ_AGAIN
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_on_any_iterable_goes_on_exactly(tmp_path: Path, kind: str) -> None:
-    assert_goes_on_from_every_moment(tmp_path, KINDS[kind], MOMENTS, run)
+    assert_goes_on_from_every_moment(tmp_path, KINDS[kind], MOMENTS, train_alone)
 
 
 @READ_AGAIN
 @pytest.mark.parametrize("kind", ["Batches", "Remembers"])
 @pytest.mark.parametrize("options", [{"limit_train_batches": 5}, {"accumulate_grad_batches": 3}], ids=str)
 def test_the_trainers_options_change_nothing_about_it(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
-    assert_goes_on_from_every_moment(tmp_path, KINDS[kind], MOMENTS[1:4], run, **options)
-
-
-def trained(outcome: Any) -> list[Any]:
-    return [event[4] for event in outcome.ledger if event[0] == "train"]
+    assert_goes_on_from_every_moment(tmp_path, KINDS[kind], MOMENTS[1:4], train_alone, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"limit_train_batches": 4}], ids=str)
 def test_epochs_are_those_of_lightning_alone(options: dict[str, Any]) -> None:
-    assert trained(run(OnItsIterator, **options)) == trained(train(OnItsIterator, **options))
+    assert batches(train_alone(Fixed, **options).ledger) == batches(train(Fixed, **options).ledger)
 
 
 def test_a_state_is_that_of_the_batch_trained_on_and_nothing_is_fetched_again(tmp_path: Path) -> None:
-    stopped = run(Remembers, max_steps=4)
-    stopped.trainer.save_checkpoint(tmp_path / "middle.ckpt")
+    before = ended(tmp_path / "middle.ckpt", Remembers, run=train_alone, max_steps=4)
     Remembers.fetched = 0
-
-    resumed = run(Remembers, ckpt_path=tmp_path / "middle.ckpt", max_epochs=1)
-
+    resumed = train_alone(Remembers, ckpt_path=tmp_path / "middle.ckpt", max_epochs=1)
     assert Remembers.fetched == 7
-    assert trained(stopped) + trained(resumed) == trained(run(Remembers, max_epochs=1))
+    assert batches(before.ledger + resumed.ledger) == batches(train_alone(Remembers, max_epochs=1).ledger)
 
 
 def test_what_is_not_read_again_begins_anew_as_in_lightning(tmp_path: Path) -> None:
-    stopped = run(BySetEpoch, max_steps=4)
-    stopped.trainer.save_checkpoint(tmp_path / "middle.ckpt")
-
-    with pytest.warns(
-        StatefulWarning, match="4 batches of BySetEpoch .* were read again, and left out, .* no state_dict"
-    ):
-        run(BySetEpoch, ckpt_path=tmp_path / "middle.ckpt", max_steps=5)
-    anew = run(BySetEpoch, ckpt_path=tmp_path / "middle.ckpt", accept=("replay",), max_epochs=1)
-
-    assert trained(anew) == trained(run(BySetEpoch, max_epochs=1))
-
-
-class Unsteady(Batches):
-    """In another order whenever it is made."""
-
-    made = 0
-
-    def __init__(self) -> None:
-        Unsteady.made += 1
-        self.epoch = 1000 * Unsteady.made
-
-
-def test_an_iterable_that_begins_otherwise_each_time_is_refused(tmp_path: Path) -> None:
-    stopped = run(Unsteady, max_steps=4)
-    stopped.trainer.save_checkpoint(tmp_path / "middle.ckpt")
-
-    with pytest.raises(PositionError, match=r"Unsteady .* begins pass 0 with other samples than before the resume"):
-        run(Unsteady, ckpt_path=tmp_path / "middle.ckpt", max_steps=6)
+    path, said = tmp_path / "middle.ckpt", "4 batches of BySetEpoch .* were read again, and left out, .* no state_dict"
+    ended(path, BySetEpoch, run=train_alone, max_steps=4)
+    with pytest.warns(StatefulWarning, match=said):
+        train_alone(BySetEpoch, ckpt_path=path, max_steps=5)
+    anew = train_alone(BySetEpoch, ckpt_path=path, settings={"accept": ("replay",)}, max_epochs=1)
+    assert batches(anew.ledger) == batches(train_alone(BySetEpoch, max_epochs=1).ledger)
 
 
 def test_one_that_is_too_short_to_go_round_with_others_is_refused_with_the_remedy() -> None:
     sides = {"a": Sized(), "b": DataLoader(Numbers(30), batch_size=2)}
 
     with pytest.raises(ConfigurationError, match=r"'a' has 11 steps an epoch, and the epoch has 15.*'min_size'"):
-        run(lambda: sides)
+        train_alone(lambda: sides)
 
 
 def test_what_cannot_be_iterated_is_refused() -> None:
     with pytest.raises(UnsupportedLoaderError, match=r"Cannot patch the training loader: it is a int and not a torch"):
-        run(lambda: 3)
+        train_alone(lambda: 3)
 
 
 class Seen(BoringModel):
@@ -234,11 +179,10 @@ class Seen(BoringModel):
         super().__init__()
         self.seen: list[Any] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.seen.append(batch)
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.seen.append(batch)
+    validation_step = training_step
 
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
@@ -247,8 +191,7 @@ def test_a_list_of_numbers_is_a_loader_as_in_lightning(data: Any) -> None:
     seen = []
     for callbacks in ([], [StatefulDataCallback()]):
         module = Seen()
-        quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-        pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=callbacks, **quiet).fit(module, data, data)
+        quiet_trainer(*callbacks).fit(module, data, data)
         seen.append(module.seen)
 
     assert seen[1] == seen[0]
@@ -256,7 +199,7 @@ def test_a_list_of_numbers_is_a_loader_as_in_lightning(data: Any) -> None:
 
 def test_the_log_says_once_what_is_not_seen_to(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="lightning.pytorch"):
-        run(Remembers, max_epochs=3)
+        train_alone(Remembers, max_epochs=3)
 
     said = [record.message for record in caplog.records if "Remembers" in record.message]
     assert said == [

@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+from support.runs import quiet_trainer
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
 from lightning_stateful import (
@@ -82,39 +82,26 @@ CASES: dict[str, Make] = {
 }
 
 
+def served(data: Any, **settings: Any) -> list[list[Any]]:
+    """What each of two loaders gave to every step: indices, and what was drawn."""
+    model = Records()
+    quiet_trainer(StatefulDataCallback(**settings)).fit(model, data)
+    return [model.steps["a"], model.steps["b"]]
+
+
+def drawn(steps: list[Any]) -> set[float]:
+    return {noise for _, of_step in steps for noise in of_step}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_no_two_loaders_serve_alike(name: str) -> None:
-    model, data = Records(), CASES[name]()
-    trainer = pl.Trainer(
-        max_epochs=1, callbacks=[StatefulDataCallback()], accelerator="cpu",
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(model, data)
-
-    steps = list(zip(model.steps["a"], model.steps["b"], strict=True))
-    assert len(steps) >= LENGTH // 4
+    a, b = served(CASES[name]())
+    assert len(a) >= LENGTH // 4
     # By chance, one pair in sixteen thousand.
-    assert sum(one[0] == other[0] for one, other in steps) < 3
-    assert not {noise for one, _ in steps for noise in one[1]} & {noise for _, other in steps for noise in other[1]}
+    assert sum(one[0] == other[0] for one, other in zip(a, b, strict=True)) < 3
+    assert not drawn(a) & drawn(b)
 
 
 def test_workers_whose_samples_are_not_seeded_draw_apart_too() -> None:
-    model = Records()
-    trainer = pl.Trainer(
-        max_epochs=1, callbacks=[StatefulDataCallback(seed_samples=False)], accelerator="cpu",
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(model, {name: a_loader(num_workers=1) for name in "ab"})
-
-    a, b = ({noise for step in model.steps[name] for noise in step[1]} for name in "ab")
-    assert not a & b
-
-
-def test_children_of_a_mixed_stream_have_orders_and_draws_of_their_own() -> None:
-    a, b = (list(zip(*MixedStream({"a": chunks(), "b": chunks()}), strict=True)) for _ in range(2))
-    mixed = list(MixedStream({"a": chunks(), "b": chunks()}))
-    turns = mixed[0::2], mixed[1::2]
-
-    assert a == b
-    assert [sample[0] for sample in turns[0]] != [sample[0] for sample in turns[1]]
-    assert not {sample[1] for sample in turns[0]} & {sample[1] for sample in turns[1]}
+    a, b = served({name: a_loader(num_workers=1) for name in "ab"}, seed_samples=False)
+    assert not drawn(a) & drawn(b)

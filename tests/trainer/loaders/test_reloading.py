@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from support.ledger import LedgerModel, Numbers
-from support.runs import StopAt, seeded, train
+from support.ledger import Asks, LedgerModel, Numbers
+from support.runs import stopped, train_alone, training
+from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful import StatefulDataCallback
@@ -27,28 +28,9 @@ def workers(dataset: Any, **options: Any) -> DataLoader[Any]:
     return DataLoader(dataset, batch_size=2, num_workers=1, **options)
 
 
-class Data(pl.LightningDataModule):
+def module(make: Any, **options: Any) -> PlainData:
     """Gives the training loaders that a function makes, and a validation loader, with workers."""
-
-    def __init__(self, make: Any, **options: Any) -> None:
-        super().__init__()
-        self.make, self.options = make, options
-
-    def train_dataloader(self) -> Any:
-        return self.make()
-
-    def val_dataloader(self) -> Any:
-        return workers(Numbers(4), **self.options)
-
-
-class Counts(pl.Callback):
-    """Counts worker processes at the end of every epoch."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def on_train_epoch_end(self, *args: Any) -> None:
-        self.counts.append(len(multiprocessing.active_children()))
+    return PlainData(make, lambda: workers(Numbers(4), **options))
 
 
 @pytest.fixture
@@ -71,25 +53,13 @@ def no_collector() -> Iterator[None]:
     ids=["samples", "stream", "combined, without persistent workers"],
 )
 def test_replaced_loaders_end_their_workers(make: Any, options: Any, most: int) -> None:
-    counts = Counts()
-    train(
-        lambda: Data(make, **options),
-        callbacks=[StatefulDataCallback(), counts],
-        reload_dataloaders_every_n_epochs=1,
-        limit_train_batches=2,
-        max_epochs=3,
-    )
-    assert len(counts.counts) == 3
-    assert max(counts.counts) == most
+    counts: list[int] = []
+    count = LambdaCallback(on_train_epoch_end=lambda *args: counts.append(len(multiprocessing.active_children())))
+    reloading = {"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 2}
+    train_alone(lambda: module(make, **options), callbacks=[count], **reloading)
+    assert len(counts) == 3
+    assert max(counts) == most
     assert multiprocessing.active_children() == []
-
-
-class Asks(LedgerModel):
-    """Asks for the number of steps before there are optimizers, as schedulers are built with it."""
-
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches == 9
-        return super().configure_optimizers()
 
 
 @pytest.mark.parametrize("model", [LedgerModel, Asks])
@@ -101,10 +71,8 @@ def test_a_run_builds_its_training_loaders_once_on_a_resume_too(tmp_path: Path, 
         built.append(len(built))
         return DataLoader(Numbers(6), batch_size=2, shuffle=True)
 
-    def run(**how: Any) -> Any:
-        return train(lambda: Data(make), callbacks=[StatefulDataCallback(), *how.pop("stop", [])], **how, **options)
-
-    run(model=seeded(model), stop=[StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=1)])
+    run = training(model, lambda: [StatefulDataCallback()])
+    stopped(tmp_path / "stop.ckpt", lambda: module(make), run=run, epoch=1, batch=1, **options)
     assert len(built) == 1
-    run(model=seeded(model), ckpt_path=tmp_path / "stop.ckpt")
+    run(lambda: module(make), ckpt_path=tmp_path / "stop.ckpt", **options)
     assert len(built) == 2

@@ -8,11 +8,18 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from support.ledger import LedgerModel, Numbers
-from support.runs import StopAt, assert_stitches, numbers_module, seeded, train
+from support.ledger import LedgerModel, Numbers, batches, parts
+from support.runs import (
+    assert_goes_on_from_every_moment,
+    assert_resumes,
+    numbers_module,
+    stopped,
+    train,
+    train_alone,
+    training,
+)
 from support.samplers import WithoutLen
-from support.sources import assert_goes_on_from_every_moment
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
 from lightning_stateful.core import BlockShuffledOrder
@@ -55,8 +62,8 @@ def test_any_structure_of_loaders_resumes_exactly(tmp_path: Path, structure: str
 
 def test_a_loader_that_starts_over_within_an_epoch_is_shuffled_anew() -> None:
     whole = train(lambda: Returning(STRUCTURES["max_size_cycle"]), max_epochs=1)
-    parts = [dict(event[4])["a"] for event in whole.ledger if event[0] == "train"]
-    first, second = parts[:3], parts[3:6]
+    served = parts(whole.ledger, "a")
+    first, second = served[:3], served[3:6]
     assert sorted(index for part in first for index in part) == list(range(5))
     assert sorted(index for part in second for index in part) == list(range(5))
     assert first != second
@@ -75,9 +82,7 @@ def test_lists_and_dicts_of_datasets_give_loaders_in_the_same_structure(datasets
     module = StatefulDataModule(datasets, batch_size=2)
     loaders = module.train_dataloader()
     assert type(loaders) is type(datasets)
-    assert all(
-        isinstance(loader, StatefulLoader) for loader in (loaders.values() if isinstance(loaders, dict) else loaders)
-    )
+    assert {type(loader) for loader in (loaders.values() if isinstance(loaders, dict) else loaders)} == {StatefulLoader}
 
 
 def test_a_list_of_plain_samples_is_one_dataset() -> None:
@@ -85,7 +90,9 @@ def test_a_list_of_plain_samples_is_one_dataset() -> None:
     assert [batch.tolist() for batch in loader] == [[3, 4, 5]]
 
 
-class HookedModel(LedgerModel):
+class Hooks:
+    """Loaders of a model, or of a plain data module."""
+
     def train_dataloader(self) -> Any:
         return plain(22)
 
@@ -93,45 +100,40 @@ class HookedModel(LedgerModel):
         return plain(5, 100, shuffle=False)
 
 
-class PlainModule(pl.LightningDataModule):
-    def train_dataloader(self) -> Any:
-        return plain(22)
+class HookedModel(Hooks, LedgerModel):
+    pass
 
-    def val_dataloader(self) -> Any:
-        return plain(5, 100, shuffle=False)
+
+class PlainModule(Hooks, pl.LightningDataModule):
+    pass
 
 
 SOURCES: dict[str, Any] = {
-    "hooks of the model": (lambda: None, HookedModel),
-    "a plain data module": (PlainModule, LedgerModel),
-    "a loader passed to fit": (lambda: plain(22), LedgerModel),
-    "a loader with a sampler without len": (lambda: plain(22, shuffle=False, sampler=WithoutLen()), LedgerModel),
-    "loaders passed to fit": (lambda: [plain(22), plain(30)], LedgerModel),
-    "a stateful loader passed to fit": (
-        lambda: StatefulLoader(Numbers(22), batch_size=2, sampler=BlockShuffledOrder(22, 4, 3, 2), seed=4),
-        LedgerModel,
+    "hooks of the model": lambda: None,
+    "a plain data module": PlainModule,
+    "a loader passed to fit": lambda: plain(22),
+    "a loader with a sampler without len": lambda: plain(22, shuffle=False, sampler=WithoutLen()),
+    "9 a loader with torch's distributed sampler": lambda: plain(
+        22, shuffle=False, sampler=DistributedSampler(Numbers(22), num_replicas=1, rank=0)
+    ),
+    "loaders passed to fit": lambda: [plain(22), plain(30)],
+    "a stateful loader passed to fit": lambda: StatefulLoader(
+        Numbers(22), batch_size=2, sampler=BlockShuffledOrder(22, 4, 3, 2), seed=4
     ),
 }
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_callback_alone_resumes_loaders_from_anywhere_exactly(tmp_path: Path, source: str) -> None:
-    make, make_model = SOURCES[source]
-
-    def run(make: Any, *, callbacks: Any = (), seed: int = 1, **options: Any) -> Any:
-        callbacks = [StatefulDataCallback(seed=6), *callbacks]
-        return train(make, callbacks=callbacks, model=seeded(make_model, seed), **options)
-
-    assert_goes_on_from_every_moment(tmp_path, make, [("on_train_batch_end", 1, 4)], run, served_again=0)
+    model = HookedModel if source == "hooks of the model" else LedgerModel
+    run = training(model, lambda: [StatefulDataCallback(seed=6)])
+    moments = [("on_train_batch_end", 1, 4)]
+    assert_goes_on_from_every_moment(tmp_path, SOURCES[source], moments, run, served_again=0)
 
 
 def test_a_checkpoint_moves_from_the_callback_alone_to_a_data_module(tmp_path: Path) -> None:
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=4)
-    train(lambda: plain(22), callbacks=[StatefulDataCallback(seed=7), stop])
-    resumed = train(lambda: numbers_module(val=None), ckpt_path=tmp_path / "stop.ckpt", seed=99)
-    whole = train(lambda: numbers_module(val=None))
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger, 0)
+    before = stopped(tmp_path / "stop.ckpt", lambda: plain(22), run=train_alone, epoch=1, batch=4)
+    assert_resumes(tmp_path / "stop.ckpt", before, 0, make=lambda: numbers_module(val=None))
 
 
 def test_datasets_set_in_setup_are_served() -> None:
@@ -143,19 +145,17 @@ def test_datasets_set_in_setup_are_served() -> None:
     assert [event[0] for event in run.ledger].count("val") == 2
 
 
-def test_a_module_without_training_data_says_what_is_missing() -> None:
-    with pytest.raises(ConfigurationError, match="StatefulDataModule has no dataset for this stage"):
-        train(StatefulDataModule)
-
-
-def test_a_module_that_is_given_a_loader_says_what_to_give_it() -> None:
-    with pytest.raises(ConfigurationError, match="takes datasets, got a DataLoader"):
-        train(lambda: StatefulDataModule(plain(10)))
-
-
-def test_training_loaders_that_cannot_be_patched_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedLoaderError, match="in_order=False"):
-        train(lambda: Returning(lambda: plain(10, in_order=False)))
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (StatefulDataModule, "StatefulDataModule has no dataset for this stage"),
+        (lambda: StatefulDataModule(plain(10)), "takes datasets, got a DataLoader"),
+        (lambda: Returning(lambda: plain(10, in_order=False)), "in_order=False"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_by_name(make: Any, words: str) -> None:
+    with pytest.raises((ConfigurationError, UnsupportedLoaderError), match=words):
+        train(make)
 
 
 def test_evaluation_loaders_that_cannot_be_patched_are_left_to_lightning() -> None:
@@ -164,7 +164,7 @@ def test_evaluation_loaders_that_cannot_be_patched_are_left_to_lightning() -> No
             return plain(10, shuffle=False, in_order=False)
 
     run = train(lambda: OutOfOrder(Numbers(8), batch_size=2), max_epochs=1)
-    assert next(event[4] for event in run.ledger if event[0] == "val") == (0, 1)
+    assert batches(run.ledger, stage="val")[0] == (0, 1)
 
 
 def test_a_shuffled_list_of_loaders_under_overfitting_warns_by_the_loaders_path() -> None:

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledger import Numbers
-from support.runs import StopAt, train
+from support.ledger import Numbers, trained
+from support.runs import SaveAt, stopped, train, train_alone
 from support.sampler_cases import PlainData
-from support.sources import SaveAt, trained
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
 
 # A process that has no toolkit; each checkpoint's name says what data it was made with.
@@ -60,16 +58,10 @@ def numbers(length: int = 8) -> DataLoader[Any]:
 MAKE: dict[str, Any] = {"one": numbers, "stream": rows, "two": lambda: {"a": numbers(), "b": numbers(6)}}
 
 
-def stop_after(path: Path, make: Any, *callbacks: Any, epoch: int = 0) -> None:
-    """Train on two batches of an epoch, save and crash."""
-    train(make, callbacks=[StopAt("on_train_batch_end", path, epoch=epoch, batch=1), *callbacks])
-
-
 def test_a_plain_trainer_resumes_checkpoints_of_this_package_where_it_is_not_installed(tmp_path: Path) -> None:
     for name, make in MAKE.items():
-        stop_after(tmp_path / f"{name}-middle.ckpt", make, StatefulDataCallback())
-    ending = [StopAt("on_train_epoch_end", tmp_path / "one-end.ckpt"), StatefulDataCallback()]
-    train(numbers, callbacks=ending)
+        stopped(tmp_path / f"{name}-middle.ckpt", make, run=train_alone, batch=1)
+    stopped(tmp_path / "one-end.ckpt", numbers, "on_train_epoch_end", run=train_alone)
 
     told = subprocess.run(
         [sys.executable, "-c", PLAIN, str(tmp_path)],
@@ -106,7 +98,7 @@ def test_a_checkpoint_of_a_plain_trainer_is_taken_up_where_its_counters_say_what
     saver = SaveAt(tmp_path, list(MOMENTS))
     whole = train(in_order, callbacks=[saver])
     for number, (moment, done) in enumerate(MOMENTS.items()):
-        resumed = train(in_order, callbacks=[StatefulDataCallback()], ckpt_path=saver.path(number))
+        resumed = train_alone(in_order, ckpt_path=saver.path(number))
         assert trained(resumed.ledger) == trained(whole.ledger)[done:], moment
         assert resumed.total_batches == whole.total_batches, moment
 
@@ -114,10 +106,10 @@ def test_a_checkpoint_of_a_plain_trainer_is_taken_up_where_its_counters_say_what
 @pytest.mark.filterwarnings("ignore:.*were read again.*")
 def test_taking_it_up_on_a_stream_begins_the_pass_anew_and_says_so(tmp_path: Path) -> None:
     path, again = tmp_path / "plain.ckpt", tmp_path / "again.ckpt"
-    stop_after(path, rows, epoch=1)
+    stopped(path, rows, epoch=1, batch=1)
 
     with pytest.warns(StatefulWarning, match=r"batch 2 of epoch 1.*Rows begins anew"):
-        run = train(rows, callbacks=[StatefulDataCallback()], ckpt_path=path)
+        run = train_alone(rows, ckpt_path=path)
     served = [(epoch, step, ids) for _, epoch, step, _, ids in trained(run.ledger)]
     passed = [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert served == [(1, 2 + step, ids) for step, ids in enumerate(passed)] + [
@@ -125,28 +117,22 @@ def test_taking_it_up_on_a_stream_begins_the_pass_anew_and_says_so(tmp_path: Pat
     ]
 
     # From then on it resumes exactly.
-    stop = StopAt("on_train_batch_end", again, epoch=1, batch=0)
     with pytest.warns(StatefulWarning, match="begins anew"):
-        train(rows, callbacks=[stop, StatefulDataCallback()], ckpt_path=path)
-    resumed = train(rows, callbacks=[StatefulDataCallback()], ckpt_path=again)
-    assert resumed.ledger == run.ledger[1:]
+        stopped(again, rows, run=train_alone, epoch=1, ckpt_path=path)
+    assert train_alone(rows, ckpt_path=again).ledger == run.ledger[1:]
 
 
 def test_taking_it_up_within_a_window_of_accumulation_can_be_saved_at_once(tmp_path: Path) -> None:
     path, again = tmp_path / "plain.ckpt", tmp_path / "again.ckpt"
-    stop_after(path, rows)
-    stop = StopAt("on_train_batch_end", again, batch=0)
-
+    stopped(path, rows, batch=1)
     with pytest.warns(StatefulWarning, match="begins anew"):
-        train(rows, callbacks=[stop, StatefulDataCallback()], ckpt_path=path, accumulate_grad_batches=4)
-    assert stop.ledger is not None
+        stopped(again, rows, run=train_alone, ckpt_path=path, accumulate_grad_batches=4)
     assert again.exists()
 
 
 def test_taking_it_up_after_the_last_batch_of_an_epoch_goes_on_with_the_next(tmp_path: Path) -> None:
     path = tmp_path / "plain.ckpt"
-    train(rows, callbacks=[StopAt("on_train_batch_end", path, batch=3)])
-
+    stopped(path, rows, batch=3)
     with pytest.warns(StatefulWarning, match="batch 4 of epoch 0"):
-        run = train(rows, callbacks=[StatefulDataCallback()], ckpt_path=path)
+        run = train_alone(rows, ckpt_path=path)
     assert [event[1:3] for event in trained(run.ledger)][:2] == [(1, 0), (1, 1)]

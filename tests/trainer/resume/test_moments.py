@@ -7,22 +7,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Timer
-from support.ledger import LedgerModel, Numbers
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, Timer
+from support.ledger import Numbers, parts, samples, trained
 from support.runs import (
     Outcome,
-    StopAt,
+    SaveAt,
+    assert_goes_on_from_every_moment,
+    assert_goes_on_from_stop_to_stop,
     assert_log_goes_on,
+    assert_resumes,
     assert_same_end,
-    assert_stitches,
+    ended,
     numbers_module,
-    seeded,
+    stopped,
     train,
+    uninterrupted,
 )
-from support.sources import SaveAt, assert_goes_on_from_every_moment, trained
 
 # Hook, epoch, how many calls of it in that epoch before, and how many trained batches are served again.
 MOMENTS = [
@@ -91,11 +92,6 @@ def cases() -> list[Any]:
     return found
 
 
-@cache
-def uninterrupted(**options: Any) -> Outcome:
-    return train(**options)
-
-
 Saved = Callable[[str], tuple[SaveAt, Outcome]]
 
 
@@ -115,11 +111,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def test_a_run_saved_in_any_hook_goes_on_exactly(saved: Saved, schedule: str, moment: Any) -> None:
     saver, _ = saved(schedule)
     number, options = moments_of(schedule).index(moment), SCHEDULES[schedule]
-    resumed = train(ckpt_path=saver.path(number), seed=99, **options)
-    whole = uninterrupted(**options)
-    assert_stitches([saver.ledgers[number], resumed.ledger], whole.ledger, moment[3])
-    assert_log_goes_on(saver.logged[number], resumed.logged, whole.logged)
-    assert_same_end(resumed, whole)
+    resumed = assert_resumes(saver.path(number), saver.ledgers[number], moment[3], **options)
+    assert_log_goes_on(saver.logged[number], resumed.logged, uninterrupted(**options).logged)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -153,76 +146,12 @@ def test_a_stop_in_a_window_that_a_change_of_batch_size_fell_into_loses_nothing(
         return numbers_module(train=datasets if others else Numbers(22), batch_size=batch_size, val=None)
 
     how: dict[str, Any] = {"accumulate_grad_batches": 4, "max_epochs": 1}
-    first = train(lambda: make(2), max_steps=5)
-    first.trainer.save_checkpoint(tmp_path / "changed.ckpt")
+    first = ended(tmp_path / "changed.ckpt", lambda: make(2), max_steps=5)
     whole = train(lambda: make(1), ckpt_path=tmp_path / "changed.ckpt", **how)
-    stop = StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=0, batch=batch)
-    train(lambda: make(1), ckpt_path=tmp_path / "changed.ckpt", callbacks=[stop], **how)
-    resumed = train(lambda: make(1), ckpt_path=tmp_path / "stop.ckpt", seed=99, **how)
-    assert stop.ledger is not None
-    assert_stitches([stop.ledger, resumed.ledger], whole.ledger)
-    assert_same_end(resumed, whole)
-    served = [event[4] for event in trained(first.ledger + whole.ledger)]
-    samples = [index for batch in served for index in (dict(batch)["a"] if others else batch)]
-    assert sorted(samples) == list(range(22))
-
-
-def test_workers_that_have_fetched_ahead_change_nothing(tmp_path: Path) -> None:
-    def make() -> Any:
-        return numbers_module(num_workers=2)
-
-    whole = assert_goes_on_from_every_moment(tmp_path, make, [("on_train_batch_end", 1, 4)], served_again=0)
-    assert whole.ledger == uninterrupted(max_epochs=2).ledger
-
-
-def test_a_sample_that_cannot_be_read_stops_the_run_before_its_batch(tmp_path: Path) -> None:
-    class SaveOnException(pl.Callback):
-        def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
-            trainer.save_checkpoint(tmp_path / "stop.ckpt")
-
-    model = seeded(LedgerModel)
-    with pytest.raises(RuntimeError, match="sample 13 cannot be read"):
-        train(lambda: numbers_module(train=Numbers(22, fail_at=13)), callbacks=[SaveOnException()], model=model)
-    resumed = train(ckpt_path=tmp_path / "stop.ckpt", seed=99)
-    whole = uninterrupted()
-    assert_stitches([model.ledger, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
-
-
-@pytest.mark.filterwarnings("ignore:.*ckpt_path=.*:UserWarning")
-def test_an_on_exception_checkpoint_resumes_exactly(tmp_path: Path) -> None:
-    class Crash(LedgerModel):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if self.global_step == 15:
-                raise RuntimeError("out of memory")
-            return super().training_step(batch, batch_idx)
-
-    model = seeded(Crash)
-    saver = OnExceptionCheckpoint(tmp_path, filename="crash")
-    with pytest.raises(RuntimeError, match="out of memory"):
-        train(callbacks=[saver], model=model)
-    resumed = train(ckpt_path=tmp_path / "crash.ckpt", seed=99)
-    whole = uninterrupted()
-    assert_stitches([model.ledger, resumed.ledger], whole.ledger, 0)
-    assert_same_end(resumed, whole)
-
-
-def test_ctrl_c_saves_and_resumes_exactly(tmp_path: Path) -> None:
-    class Interrupt(pl.Callback):
-        def on_before_backward(self, trainer: pl.Trainer, module: Any, loss: Any) -> None:
-            if trainer.global_step == 14:
-                raise KeyboardInterrupt
-
-        def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
-            trainer.save_checkpoint(tmp_path / "stop.ckpt")
-
-    model = seeded(LedgerModel)
-    with pytest.raises(SystemExit):
-        train(callbacks=[Interrupt()], model=model)
-    resumed = train(ckpt_path=tmp_path / "stop.ckpt", seed=99)
-    whole = uninterrupted()
-    assert_stitches([model.ledger, resumed.ledger], whole.ledger, 1)
-    assert_same_end(resumed, whole)
+    before = stopped(tmp_path / "stop.ckpt", lambda: make(1), batch=batch, ckpt_path=tmp_path / "changed.ckpt", **how)
+    assert_resumes(tmp_path / "stop.ckpt", before, make=lambda: make(1), whole=whole, **how)
+    served = parts(first.ledger + whole.ledger, "a") if others else [samples(first.ledger + whole.ledger)]
+    assert sorted(index for batch in served for index in batch) == list(range(22))
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4, 11])
@@ -232,17 +161,13 @@ def test_each_step_checkpoint_of_a_run_resumes_exactly(tmp_path: Path, every: in
     saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
     assert len(saved) == 22 // every
     for path in saved:
-        resumed = train(ckpt_path=path, seed=99, max_epochs=2)
-        step = int(path.stem.split("=")[1])
-        assert [event[3] for event in trained(resumed.ledger)] == list(range(step, 22))
-        assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
-        assert_same_end(resumed, whole)
+        resumed = assert_resumes(path, [], whole=whole, max_epochs=2)
+        assert len(trained(resumed.ledger)) == 22 - int(path.stem.split("=")[1])
 
 
-class StopEarly(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 17:
-            trainer.should_stop = True
+def stop_early(trainer: Any, *args: Any) -> None:
+    if trainer.global_step == 17:
+        trainer.should_stop = True
 
 
 class Clock(Timer):
@@ -253,7 +178,7 @@ class Clock(Timer):
     def time_elapsed(self, stage: Any = "train") -> float:
         return 100.0 if self._steps >= 13 else 0.0
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self._steps = trainer.global_step
         super().on_train_batch_end(trainer, *args)
 
@@ -262,21 +187,17 @@ ENDED: dict[str, Callable[[], dict[str, Any]]] = {
     "max_steps within an epoch": lambda: {"max_steps": 15},
     "max_steps at the end of an epoch": lambda: {"max_steps": 11},
     "max_steps at the end of another epoch": lambda: {"max_steps": 22},
-    "should_stop": lambda: {"callbacks": [StopEarly()]},
+    "should_stop": lambda: {"callbacks": [LambdaCallback(on_train_batch_end=stop_early)]},
     "a timer": lambda: {"callbacks": [Clock(duration={"seconds": 50})]},
 }
 
 
-@pytest.mark.parametrize("ended", ENDED)
-def test_a_run_that_was_ended_goes_on_within_its_epoch(tmp_path: Path, ended: str) -> None:
-    class Save(pl.Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
-            trainer.save_checkpoint(tmp_path / "end hook.ckpt")
-
-    options = ENDED[ended]()
-    first = train(**{**options, "callbacks": [*options.get("callbacks", []), Save()]})
-    first.trainer.save_checkpoint(tmp_path / "after fit.ckpt")
-    whole = uninterrupted()
+@pytest.mark.parametrize("way", ENDED)
+def test_a_run_that_was_ended_goes_on_within_its_epoch(tmp_path: Path, way: str) -> None:
+    saves = LambdaCallback(on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "end hook.ckpt"))
+    options = ENDED[way]()
+    options["callbacks"] = [*options.get("callbacks", []), saves]
+    first, whole = ended(tmp_path / "after fit.ckpt", **options), uninterrupted()
     for path in tmp_path.glob("*.ckpt"):
         resumed = train(ckpt_path=path, seed=99)
         assert trained(first.ledger) + trained(resumed.ledger) == trained(whole.ledger)
@@ -317,21 +238,4 @@ CHAINS = [
 def test_a_chain_of_stops_and_resumes_gives_the_uninterrupted_run(
     tmp_path: Path, chain: list[tuple[str, int, int]], options: dict[str, Any]
 ) -> None:
-    ledgers, path = [], None
-    for number, (hook, epoch, batch) in enumerate(chain):
-        stop = StopAt(hook, tmp_path / f"{number}.ckpt", epoch=epoch, batch=batch)
-        train(callbacks=[stop], ckpt_path=path, seed=1 if path is None else 50 + number, **options)
-        assert stop.ledger is not None
-        ledgers.append(stop.ledger)
-        path = tmp_path / f"{number}.ckpt"
-    last = train(ckpt_path=path, seed=99, **options)
-    whole = uninterrupted(**options)
-    assert_stitches([*ledgers, last.ledger], whole.ledger)
-    assert_same_end(last, whole)
-
-
-def test_the_state_says_how_far_training_is_when_a_batch_is_in_flight(tmp_path: Path) -> None:
-    stop = StopAt("on_before_backward", tmp_path / "stop.ckpt", epoch=0, batch=3)
-    train(callbacks=[stop])
-    checkpoint = torch.load(tmp_path / "stop.ckpt", weights_only=True)
-    assert checkpoint["StatefulDataModule"]["lightning_stateful"]["progress"] == {"epoch": 0, "cycle": 0, "consumed": 6}
+    assert_goes_on_from_stop_to_stop(tmp_path, numbers_module, chain, **options)

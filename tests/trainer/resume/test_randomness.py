@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.ledger import LedgerModel
-from support.runs import numbers_module, seeded, train
+from support.runs import assert_resumes, numbers_module, seeded, stopped, train, training
 from torch.utils.data import Dataset
 
 from lightning_stateful.errors import StateMismatchError
@@ -113,19 +113,15 @@ def test_reading_samples_in_the_main_process_leaves_the_models_randomness_alone(
     assert record(seed_model=False, num_workers=1)[0].drawn == in_main_process
 
 
+class DrawsInValidation(LedgerModel):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.ledger.append(("val", float(torch.rand(())), float(np.random.rand())))
+
+
 def test_what_a_validation_draws_does_not_depend_on_where_the_run_was_stopped(tmp_path: Path) -> None:
-    class DrawsInValidation(LedgerModel):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.ledger.append(("val", float(torch.rand(())), float(np.random.rand())))
-
-    class Save(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            if trainer.global_step == 11:
-                trainer.save_checkpoint(tmp_path / "stop.ckpt")
-
-    whole = train(callbacks=[Save()], model=seeded(DrawsInValidation))
-    resumed = train(ckpt_path=tmp_path / "stop.ckpt", model=seeded(DrawsInValidation, 9))
-    assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
+    run = training(DrawsInValidation)
+    before = stopped(tmp_path / "stop.ckpt", run=run, batch=10)
+    resumed = assert_resumes(tmp_path / "stop.ckpt", before, 0, run=run)
     assert sum(event[0] == "val" for event in resumed.ledger) == 9
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.ledger import LedgerModel, Numbers
-from support.runs import StopAt, numbers_module, train
+from support import runs
+from support.ledger import LedgerModel, Numbers, samples
+from support.runs import assert_resumes, ended, numbers_module, train, train_alone, uninterrupted
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule
@@ -27,7 +28,7 @@ from lightning_stateful.state import sealed
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint after 4 batches of epoch 1."""
     path = tmp_path_factory.mktemp("refusals") / "stop.ckpt"
-    train(max_steps=15).trainer.save_checkpoint(path)
+    ended(path, max_steps=15)
     return path
 
 
@@ -57,18 +58,20 @@ def test_a_difference_is_refused_with_both_values_and_the_remedy(
     assert "nothing was loaded" in str(caught.value)
 
 
-def test_all_differences_are_reported_at_once_and_nothing_is_trained(stopped: Path) -> None:
+def test_all_differences_but_the_accepted_are_reported_at_once_and_nothing_is_trained(stopped: Path) -> None:
     model = LedgerModel()
     with pytest.raises(StateMismatchError) as caught:
         train(lambda: numbers_module(train=Numbers(30), seed=1, drop_last=True), ckpt_path=stopped, model=model)
     assert {difference.path for difference in caught.value.differences} == {"seed", "drop_last", "dataset.length"}
     assert model.ledger == []
+    with pytest.raises(StateMismatchError) as caught:
+        train(lambda: numbers_module(train=Numbers(26), seed=1, accept=("dataset.length",)), ckpt_path=stopped)
+    assert [difference.path for difference in caught.value.differences] == ["seed"]
 
 
 def test_a_named_difference_is_accepted_and_the_position_kept(stopped: Path) -> None:
     resumed = train(lambda: numbers_module(train=Numbers(26), accept=("dataset.length",)), ckpt_path=stopped)
-    trained = [event for event in resumed.ledger if event[0] == "train" and event[1] == 1]
-    assert len([index for event in trained for index in event[4]]) == 26 - 8
+    assert len(samples(resumed.ledger, 1)) == 26 - 8
 
 
 def test_what_a_module_accepts_holds_for_a_callback_of_the_users_own_too(stopped: Path) -> None:
@@ -81,15 +84,9 @@ def test_what_a_module_accepts_holds_for_a_callback_of_the_users_own_too(stopped
     assert resume(accept=("seed",)) == 3
 
 
-def test_accepting_one_difference_does_not_accept_another(stopped: Path) -> None:
-    with pytest.raises(StateMismatchError) as caught:
-        train(lambda: numbers_module(train=Numbers(26), seed=1, accept=("dataset.length",)), ckpt_path=stopped)
-    assert [difference.path for difference in caught.value.differences] == ["seed"]
-
-
 def test_batch_size_and_workers_are_no_difference(stopped: Path) -> None:
     resumed = train(lambda: numbers_module(batch_size=5, num_workers=1), ckpt_path=stopped, max_epochs=2)
-    assert len([index for event in resumed.ledger if event[0] == "train" for index in event[4]]) == 22 - 8
+    assert len(samples(resumed.ledger)) == 22 - 8
 
 
 def test_a_dataset_described_otherwise_is_another_dataset(tmp_path: Path) -> None:
@@ -101,24 +98,33 @@ def test_a_dataset_described_otherwise_is_another_dataset(tmp_path: Path) -> Non
         def describe(self) -> dict[str, Any]:
             return {"source": self.source}
 
-    train(lambda: numbers_module(train=Described("v1")), max_steps=15).trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    ended(tmp_path / "stop.ckpt", lambda: numbers_module(train=Described("v1")), max_steps=15)
     with pytest.raises(StateMismatchError, match=r"dataset.source: saved 'v1', now 'v2'"):
         train(lambda: numbers_module(train=Described("v2")), ckpt_path=tmp_path / "stop.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("edit", "error", "words"),
-    [
-        (lambda state: state.pop("progress"), DamagedStateError, "must hold a dict under 'progress', got nothing"),
-        (lambda state: state["progress"].update(consumed="8"), DamagedStateError, "consumed must be an int, got '8'"),
-        (lambda state: state["progress"].update(consumed=-1), PositionError, "consumed=-1"),
-        (lambda state: state["progress"].update(consumed=23), PositionError, "23 samples of epoch 1 were consumed"),
-        (lambda state: state["progress"].update(epoch=4), DamagedStateError, "lies in epoch 4"),
-        (lambda state: state.update(version=2), StateVersionError, "version 2"),
-        (lambda state: state.update(order_version=2), StateMismatchError, "order_version: saved 2, now 1"),
-        (lambda state: state.update(kind="bucketed"), StateMismatchError, "kind: saved 'bucketed'"),
-    ],
-)
+DAMAGES_OF_THE_DATA: list[tuple[Any, type[Exception], str]] = [
+    (lambda state: state.pop("progress"), DamagedStateError, "must hold a dict under 'progress', got nothing"),
+    (lambda state: state["progress"].update(consumed="8"), DamagedStateError, "consumed must be an int, got '8'"),
+    (lambda state: state["progress"].update(consumed=-1), PositionError, "consumed=-1"),
+    (lambda state: state["progress"].update(consumed=23), PositionError, "23 samples of epoch 1 were consumed"),
+    (lambda state: state["progress"].update(epoch=4), DamagedStateError, "lies in epoch 4"),
+    (lambda state: state.update(version=2), StateVersionError, "version 2"),
+    (lambda state: state.update(order_version=2), StateMismatchError, "order_version: saved 2, now 1"),
+    (lambda state: state.update(kind="bucketed"), StateMismatchError, "kind: saved 'bucketed'"),
+]
+DAMAGES_OF_THE_CALLBACK: list[tuple[Any, type[Exception], str]] = [
+    (lambda own: own.update(version=9), StateVersionError, "version 9"),
+    (lambda own: own.pop("version"), DamagedStateError, "no version"),
+    (lambda own: own.pop("progress"), DamagedStateError, "no progress"),
+    (lambda own: own["progress"].pop("batch"), DamagedStateError, "'batch'"),
+    (lambda own: own["progress"].update(epoch=True), DamagedStateError, "'epoch'"),
+    (lambda own: own["progress"].update(running=1), DamagedStateError, "'running'"),
+    (lambda own: own.update(monitored={"loss": "low"}), DamagedStateError, "no metrics"),
+]
+
+
+@pytest.mark.parametrize(("edit", "error", "words"), [*DAMAGES_OF_THE_DATA, *DAMAGES_OF_THE_CALLBACK])
 def test_a_damaged_or_foreign_state_is_refused(
     stopped: Path, tmp_path: Path, edit: Any, error: type[Exception], words: str
 ) -> None:
@@ -127,8 +133,12 @@ def test_a_damaged_or_foreign_state_is_refused(
         edit(state)
         state.update(sealed(state))
 
+    def edit_callback(checkpoint: Any) -> None:
+        edit(checkpoint["callbacks"]["StatefulDataCallback"])
+
+    is_of_data = (edit, error, words) in DAMAGES_OF_THE_DATA
     with pytest.raises(error, match=words):
-        train(ckpt_path=edited(stopped, tmp_path, edit_sealed))
+        train(ckpt_path=edited(stopped, tmp_path, edit_sealed if is_of_data else edit_callback))
 
 
 def test_a_state_that_was_changed_after_it_was_written_is_refused(stopped: Path, tmp_path: Path) -> None:
@@ -140,37 +150,16 @@ def test_a_state_that_was_changed_after_it_was_written_is_refused(stopped: Path,
 
 
 @pytest.mark.parametrize(
-    ("edit", "error", "words"),
-    [
-        (lambda own: own.update(version=9), StateVersionError, "version 9"),
-        (lambda own: own.pop("version"), DamagedStateError, "no version"),
-        (lambda own: own.pop("progress"), DamagedStateError, "no progress"),
-        (lambda own: own["progress"].pop("batch"), DamagedStateError, "'batch'"),
-        (lambda own: own["progress"].update(epoch=True), DamagedStateError, "'epoch'"),
-        (lambda own: own["progress"].update(running=1), DamagedStateError, "'running'"),
-        (lambda own: own.update(monitored={"loss": "low"}), DamagedStateError, "no metrics"),
-    ],
+    ("make", "run"),
+    [(numbers_module, train), (lambda: DataLoader(Numbers(22), batch_size=2), train_alone)],
+    ids=["of the module", "of the user"],
 )
-def test_a_damaged_state_of_the_callback_is_refused(
-    stopped: Path, tmp_path: Path, edit: Any, error: type[Exception], words: str
-) -> None:
-    path = edited(stopped, tmp_path, lambda checkpoint: edit(checkpoint["callbacks"]["StatefulDataCallback"]))
-    with pytest.raises(error, match=words):
-        train(ckpt_path=path)
-
-
-@pytest.mark.parametrize("callbacks", [None, []], ids=["of the module", "of the user"])
-def test_a_checkpoint_whose_callbacks_were_taken_out_is_refused(tmp_path: Path, callbacks: Any) -> None:
-    make: Any = numbers_module if callbacks is None else lambda: DataLoader(Numbers(22), batch_size=2)
-
-    def options() -> dict[str, Any]:
-        return {} if callbacks is None else {"callbacks": [StatefulDataCallback()]}
-
-    train(make, max_steps=15, **options()).trainer.save_checkpoint(tmp_path / "stop.ckpt")
+def test_a_checkpoint_whose_callbacks_were_taken_out_is_refused(tmp_path: Path, make: Any, run: Any) -> None:
+    ended(tmp_path / "stop.ckpt", make, run=run, max_steps=15)
     path = edited(tmp_path / "stop.ckpt", tmp_path, lambda checkpoint: checkpoint.pop("callbacks"))
     model = LedgerModel()
     with pytest.raises(StateError, match=r"would begin at batch 0 of epoch 2.*'callbacks'.*StatefulDataCallback"):
-        train(make, model=model, ckpt_path=path, **options())
+        run(make, model=model, ckpt_path=path)
     assert not model.ledger
 
 
@@ -184,15 +173,11 @@ def test_28_a_renamed_data_module_is_refused_and_goes_on_exactly_when_that_is_ac
 
     with pytest.raises(StateMismatchError, match="module: saved 'StatefulDataModule', now 'Renamed'"):
         train(make, ckpt_path=stopped)
-    resumed, whole = train(lambda: make(accept=("module",)), ckpt_path=stopped), train()
-    assert resumed.ledger == whole.ledger[len(whole.ledger) - len(resumed.ledger) :]
+    assert_resumes(stopped, [], make=lambda: make(accept=("module",)), whole=uninterrupted())
 
 
 def test_a_checkpoint_made_without_the_toolkit_warns_once_and_goes_on_where_the_loops_say(tmp_path: Path) -> None:
-    def make() -> Any:
-        return DataLoader(Numbers(22), batch_size=2)
-
-    train(make, max_steps=15).trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    ended(tmp_path / "plain.ckpt", lambda: DataLoader(Numbers(22), batch_size=2), max_steps=15)
     with pytest.warns(StatefulWarning, match="has no data state.*batch 4 of epoch 1") as caught:
         resumed = train(lambda: numbers_module(val=None), ckpt_path=tmp_path / "plain.ckpt")
     assert len([warning for warning in caught if issubclass(warning.category, StatefulWarning)]) == 1
@@ -204,13 +189,11 @@ def test_a_checkpoint_of_the_callback_alone_is_refused_for_other_data(tmp_path: 
     def make(length: int) -> Any:
         return DataLoader(Numbers(length), batch_size=2, shuffle=True)
 
-    run = train(lambda: make(22), callbacks=[StatefulDataCallback()], max_steps=15)
-    run.trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    ended(tmp_path / "stop.ckpt", lambda: make(22), run=train_alone, max_steps=15)
     with pytest.raises(StateMismatchError, match=r"dataset.length: saved 22, now 20"):
-        train(lambda: make(20), callbacks=[StatefulDataCallback()], ckpt_path=tmp_path / "stop.ckpt")
+        train_alone(lambda: make(20), ckpt_path=tmp_path / "stop.ckpt")
 
 
 def test_a_checkpoint_taken_before_the_first_batch_resumes_without_a_word(tmp_path: Path) -> None:
-    stop = StopAt("on_fit_start", tmp_path / "start.ckpt")
-    train(callbacks=[stop])
-    assert train(ckpt_path=tmp_path / "start.ckpt").ledger == train().ledger
+    before = runs.stopped(tmp_path / "start.ckpt", hook="on_fit_start")
+    assert_resumes(tmp_path / "start.ckpt", before, 0)

@@ -9,10 +9,18 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, StochasticWeightAveraging
 from support.ledger import LedgerModel
-from support.runs import Outcome, StopAt, numbers_module, seeded, train
-from support.sources import assert_goes_on_from_every_moment
+from support.runs import (
+    Outcome,
+    assert_goes_on_from_every_moment,
+    ended,
+    numbers_module,
+    seeded,
+    stopped,
+    train,
+    training,
+)
 
 from lightning_stateful.errors import StateError
 
@@ -40,11 +48,9 @@ MOMENTS = {
 @pytest.mark.parametrize("windows", [{}, {"accumulate_grad_batches": 2, "val_check_interval": 3}], ids=str)
 @pytest.mark.parametrize("normed", MOMENTS)
 def test_34_stochastic_weight_averaging_goes_on_exactly(tmp_path: Path, normed: bool, windows: dict[str, Any]) -> None:
-    def run(make: Any, *, callbacks: Any = (), seed: int = 1, **options: Any) -> Outcome:
-        averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)
-        model = seeded(partial(Averaged, normed=normed), seed)
-        return train(make, callbacks=[averaging, *callbacks], model=model, **options)
-
+    run = training(
+        partial(Averaged, normed=normed), lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)]
+    )
     assert_goes_on_from_every_moment(tmp_path, numbers_module, MOMENTS[normed], run, max_epochs=4, **windows)
 
 
@@ -56,14 +62,14 @@ def test_weights_that_averages_have_replaced_are_not_resumed(tmp_path: Path, kin
         pytest.skip("since Lightning 2.6")
     options = {"swa_lrs": 0.01, "swa_epoch_start": 1} if kind == "StochasticWeightAveraging" else {}
     plain = {"max_steps": 15, "max_epochs": 2}
-    first = train(callbacks=[averaging(**options)], model=seeded(partial(Averaged, normed=False)), **plain)
-    first.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    run = training(partial(Averaged, normed=False), lambda: [averaging(**options)])
+    ended(tmp_path / "after.ckpt", run=run, **plain)
     with pytest.raises(StateError, match="averages in place of the weights"):
-        train(callbacks=[averaging(**options)], model=Averaged(normed=False), ckpt_path=tmp_path / "after.ckpt")
+        run(ckpt_path=tmp_path / "after.ckpt")
     if kind == "WeightAveraging":
-        train(callbacks=[averaging(), StopAt("on_validation_batch_end", tmp_path / "within.ckpt")])
+        stopped(tmp_path / "within.ckpt", hook="on_validation_batch_end", run=run)
         with pytest.raises(StateError, match="during a validation"):
-            train(callbacks=[averaging()], ckpt_path=tmp_path / "within.ckpt")
+            run(ckpt_path=tmp_path / "within.ckpt")
 
 
 class Worsens(LedgerModel):
@@ -87,12 +93,10 @@ def test_35_early_stopping_counts_a_validation_in_an_open_window_once(tmp_path: 
     assert whole.weights["stopping"][1] > 1
 
 
-class StopsEarly(pl.Callback):
+def stop_early(trainer: Any, *args: Any) -> None:
     """Tells a run to stop once, after so many batches."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 5:
-            trainer.should_stop = True
+    if trainer.global_step == 5:
+        trainer.should_stop = True
 
 
 LIMITS: list[dict[str, int]] = [{"min_epochs": 3}, {"min_steps": 27}, {"min_steps": 27, "limit_val_batches": 0}]
@@ -106,9 +110,7 @@ STOPS = [
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
 def test_36_a_stop_that_waits_for_min_epochs_or_min_steps_is_remembered(tmp_path: Path, limit: dict[str, int]) -> None:
-    def run(make: Any, *, callbacks: Any = (), **options: Any) -> Outcome:
-        return train(make, callbacks=[StopsEarly(), *callbacks], **options)
-
+    run = training(make_callbacks=lambda: [LambdaCallback(on_train_batch_end=stop_early)])
     moments = STOPS if "limit_val_batches" in limit else [*STOPS, ("on_validation_start", 1, 0)]
     whole = assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=5, **limit)
     assert whole.current_epoch < 5
