@@ -59,7 +59,7 @@ _REMEDIES = {
     "num_buckets": "Pass the saved num_buckets",
     "boundaries": "Pass the saved boundaries",
     "boundary_key": "Pass the saved boundary_key",
-    "window": "Pass the saved window",
+    "window": "Pass the saved read_ahead",
     "too_long": "Pass a Budget with the saved too_long",
     "mode": "Combine the loaders in the saved mode",
     "loaders": "Return the same loaders, under the same names",

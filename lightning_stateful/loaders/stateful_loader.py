@@ -82,8 +82,6 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
 
     # This rank, if each rank has a loader of its own which is not dealt out.
     own_rank: int | None = None
-    # A data module has made it for the Trainer that asks: it reads this very loader, on its own ranks.
-    is_for_trainer = False
     state_name = "The loader's state"
 
     def __init__(
@@ -146,6 +144,8 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         """
         # Not torch's constructor: the loader has been constructed. Nor is anything the original's yet.
         vars(self).update(options_of(loader), dataset=loader.dataset, generator=loader.generator)
+        # Whether a data module has made it for the Trainer that asks, which reads this very loader, on its own ranks.
+        self.is_for_trainer = False
         self._reader: BatchReader | None = None
         self.seed, self.path, self.seed_samples = settings.seed, settings.path, settings.seed_samples
         self._own_seed = loader_seed(settings.seed, settings.path)
