@@ -7,7 +7,6 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -97,7 +96,9 @@ class SlotDataset(IterableDataset[Delivery]):
             # Datasets that divide themselves see the number of the slot; in what all slots read they must not.
             hides = any(source.shards.hides_workers for source in self._config.sources.values())
             seen = {"id": 0, "num_workers": 1} if hides else {"id": task.worker}
-            torch_worker._worker_info = replace(info, **seen, dataset=self._dataset)
+            # A dataclass in newer versions of torch only.
+            given = {name: getattr(info, name) for name in type(info).__annotations__}
+            torch_worker._worker_info = type(info)(**{**given, **seen, "dataset": self._dataset})
             encode = StateEncoder().encode_changes
         slot = WorkerSlot(self._config, task)
         try:

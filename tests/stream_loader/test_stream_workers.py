@@ -30,6 +30,7 @@ from support.stream_cases import (
     stream_loader,
 )
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 from torchdata.nodes import IterableWrapper, Prefetcher
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -150,6 +151,27 @@ def test_a_worker_init_fn_reaches_the_dataset_and_slots_keep_their_numbers(persi
         rest = list(resumed)
         assert [sample[:3] for sample in rest] == [sample[:3] for sample in found[-len(rest) :]]
         assert len({sample[3] for sample in rest}) == 3
+
+
+class OldWorkerInfo:
+    """As torch 2.3 has it: no dataclass."""
+
+    id: int
+    num_workers: int
+    seed: int
+    dataset: Any
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+
+def test_workers_of_an_older_torch_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Any:
+        return stream_loader(chunks(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+
+    found = [plain(batch) for batch in make()]
+    monkeypatch.setattr(torch_worker, "WorkerInfo", OldWorkerInfo)
+    assert [plain(batch) for batch in make()] == found
 
 
 class DividesItself(IterableDataset[int]):
