@@ -50,7 +50,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
     pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning"),
     pytest.mark.filterwarnings("ignore:.*in the pipeline:lightning_stateful.errors.StatefulWarning"),
-    pytest.mark.filterwarnings("ignore:.*interleave_datasets ends:lightning_stateful.errors.StatefulWarning"),
+    pytest.mark.filterwarnings("ignore:.*interleave_datasets works on each:lightning_stateful.errors.StatefulWarning"),
 ]
 
 
