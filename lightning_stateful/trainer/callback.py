@@ -9,7 +9,7 @@ A fit goes through phases. One value says which it is in, and holds what belongs
     on_train_epoch_start, on_validation_start, on_train_batch_start, on_train_epoch_end
                      ----> Training
     on_fit_end ----------> Resumed(training_began=True)     where nothing was left to train on
-    on_exception --------> Interrupted      but a run that is still Resumed stays so: it has trained on nothing yet
+    on_exception --------> Interrupted
 
 While a run is Resumed or Interrupted the phase says how far training has got; else the loop's counters do.
 On a save Lightning calls ``state_dict``, then ``on_save_checkpoint``.
@@ -17,6 +17,7 @@ On a save Lightning calls ``state_dict``, then ``on_save_checkpoint``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -101,9 +102,11 @@ class Interrupted:
 
     Attributes:
         progress: How far it got: Lightning soon forgets whether it was validating.
+        was_restored: Whether it had gone on from the checkpoint that it was given, or was given none.
     """
 
     progress: LoopProgress
+    was_restored: bool = True
 
 
 class StatefulDataCallback(pl.Callback):
@@ -223,7 +226,15 @@ class StatefulDataCallback(pl.Callback):
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """The loop progress, and the data's state where no data module holds it; fresh plain data."""
+        """The loop progress, and the data's state where no data module holds it; fresh plain data.
+
+        Raises:
+            BaseException: The error that has ended the fit before it was restored: a checkpoint written on an error, as
+                by OnExceptionCheckpoint, would take the place of the very one that it was to go on from.
+        """
+        error = sys.exc_info()[1]
+        if error is not None and isinstance(self._phase, Interrupted) and not self._phase.was_restored:
+            raise error
         progress, module = self._progress(), stateful_module(self._trainer)
         data = self._data_state_at(progress)
         if module is not None:
@@ -243,6 +254,8 @@ class StatefulDataCallback(pl.Callback):
     def _restored(self) -> bool:
         """Whether Lightning has restored its loops and optimizers, which it does just before training."""
         phase, trainer = self._phase, self._trainer
+        if isinstance(phase, Interrupted):
+            return phase.was_restored
         if not isinstance(phase, Resumed) or phase.training_began:
             return True
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
@@ -293,8 +306,10 @@ class StatefulDataCallback(pl.Callback):
         """Remember how far the run got."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if not isinstance(self._phase, Resumed):
-            self._phase = Interrupted(self._progress())
+        failed_to_load = isinstance(self._phase, SetUp) and trainer.ckpt_path is not None
+        was_restored = self._restored() and not failed_to_load
+        if not isinstance(self._phase, Resumed) or not was_restored:
+            self._phase = Interrupted(self._progress(), was_restored)
         self._signals.end(failed=True)
 
     def _progress(self) -> LoopProgress:

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateFinder,
+    OnExceptionCheckpoint,
 )
 from support.ledger import LedgerModel, Numbers, trained
 from support.runs import (
@@ -38,7 +39,7 @@ from support.runs import (
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
-from lightning_stateful.errors import ConfigurationError, StateError, StatefulWarning
+from lightning_stateful.errors import ConfigurationError, StateError, StatefulWarning, StateMismatchError
 
 
 class TwoLoaders(StatefulDataModule):
@@ -66,6 +67,28 @@ def test_a_checkpoint_of_a_run_that_had_not_restored_itself_is_refused(tmp_path:
     stopped(tmp_path / "hollow.ckpt", hook="on_fit_start", ckpt_path=tmp_path / "stop.ckpt")
     with pytest.raises(StateError, match="had not yet restored its optimizers"):
         train(ckpt_path=tmp_path / "hollow.ckpt")
+
+
+class WithoutOptimizer(LedgerModel):
+    def configure_optimizers(self) -> Any:
+        raise ValueError("no optimizer")
+
+
+@pytest.mark.parametrize(
+    ("seed", "model"), [(8, LedgerModel), (7, WithoutOptimizer)], ids=["refused", "error later"]
+)
+def test_a_resume_that_fails_does_not_write_over_its_checkpoint(tmp_path: Path, seed: int, model: Any) -> None:
+    path = tmp_path / "on_exception.ckpt"
+    train(max_steps=15).trainer.save_checkpoint(path)
+    written = path.read_bytes()
+    with pytest.raises((StateMismatchError, ValueError), match=r"seed: saved 7, now 8|no optimizer"):
+        train(
+            lambda: numbers_module(seed=seed),
+            model=model(),
+            callbacks=[OnExceptionCheckpoint(tmp_path)],
+            ckpt_path=path,
+        )
+    assert path.read_bytes() == written
 
 
 def test_a_checkpoint_between_the_restoring_and_the_first_batch_resumes_exactly(tmp_path: Path) -> None:
