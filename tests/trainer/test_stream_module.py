@@ -249,7 +249,7 @@ def test_an_accepted_change_loses_nothing_of_the_epoch(tmp_path: Path, accept: A
 
 
 @pytest.mark.parametrize(("kind", "what"), [("own", "Own"), ("shuffle", r"part\d.parquet")])
-@pytest.mark.filterwarnings("ignore:.*Hugging Face's own state:lightning_stateful.errors.StatefulWarning")
+@pytest.mark.filterwarnings("ignore:.*Hugging Face's state:lightning_stateful.errors.StatefulWarning")
 def test_a_stream_that_has_to_be_read_again_says_so_or_refuses(
     tmp_path: Path, files: Path, kind: str, what: str
 ) -> None:

@@ -42,7 +42,7 @@ MOMENTS = [
     ("on_train_epoch_end", 1, 0),
 ]
 FEW = [MOMENTS[number] for number in (1, 4, 9)]
-REREAD = "ignore:.*(were read again|Hugging Face's own state):lightning_stateful.errors.StatefulWarning"
+REREAD = "ignore:.*(were read again|Hugging Face's state):lightning_stateful.errors.StatefulWarning"
 
 
 # At any moment
