@@ -9,7 +9,7 @@ A fit goes through phases. One value says which it is in, and holds what belongs
     on_train_epoch_start, on_validation_start, on_train_batch_start, on_train_epoch_end
                      ----> Training
     on_fit_end ----------> Resumed(training_began=True)     where nothing was left to train on
-    on_exception --------> Interrupted
+    on_exception --------> Interrupted      but a run that was restored, and has not trained yet, stays Resumed
 
 While a run is Resumed or Interrupted the phase says how far training has got; else the loop's counters do.
 On a save Lightning calls ``state_dict``, then ``on_save_checkpoint``.
