@@ -45,6 +45,8 @@ def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
 Build = Callable[[Any, Any], Any]
 # What older versions cannot do, or do in another way.
 recent = pytest.mark.skipif(pipelines.version() < (5, 2), reason="of datasets 5.2")
+# From 3.3 to 4.8, shards behind maps and filters have no exact state, and are read again.
+has_states = pytest.mark.skipif((3, 3) <= pipelines.version() < (5, 0), reason="datasets 3.3 to 4.8 read shards again")
 # Hugging Face leaves files of a reading that was broken off, and event loops, to the garbage collector.
 leaves_files_open = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -297,6 +299,7 @@ class TestResuming:
             _check_resumes(HuggingFaceShards(_dataset(ALL[name], kind, tmp_path)), epochs=(1,))
         gc.collect()
 
+    @has_states
     def test_a_shard_of_more_than_a_table_resumes_at_its_seams(self, tmp_path: Path) -> None:
         dataset = hf.stream("parquet", tmp_path, (2005,), chunk=1000).map(hf.plus_batch, batched=True)
         shards = HuggingFaceShards(dataset)
@@ -349,6 +352,7 @@ class TestResuming:
         assert set(_with_states(shards, 0, 0)[1]) == {None}
         assert shards.draws
 
+    @has_states
     @pytest.mark.parametrize(("version", "is_exact"), [("3.2.0", True), ("3.3.2", False), ("3.6.0", True)])
     def test_versions_whose_states_leave_samples_out_are_read_again(
         self, version: str, is_exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -371,6 +375,7 @@ class TestResuming:
 
 
 class TestDrawing:
+    @has_states
     @pytest.mark.parametrize("name", DRAWING)
     def test_a_reader_resumes_with_the_same_draws(self, name: str, tmp_path: Path) -> None:
         shards = HuggingFaceShards(_built(DRAWING[name], hf.stream("table", tmp_path, (700,)), None))
@@ -388,6 +393,7 @@ class TestDrawing:
             resumed.reset(states[number])
             assert _samples(resumed) == values[50 * (number + 1) :]
 
+    @has_states
     def test_that_a_shard_is_read_again_because_of_draws_is_told(self, tmp_path: Path) -> None:
         def make() -> Any:
             stream = hf.stream("table", tmp_path, (2000,)).map(hf.draw_batch, batched=True, batch_size=100)
@@ -447,6 +453,7 @@ class _ShardOfWorker(IterableDataset[Any]):
 
 
 class TestProcesses:
+    @has_states
     def test_every_worker_reads_its_shard_whole_and_resumes_in_it(self, tmp_path: Path) -> None:
         shards = HuggingFaceShards(hf.stream("parquet", tmp_path, (4, 5)).filter(hf.of_three).map(hf.in_worker))
         states = [_with_states(shards, shard, 1)[1] for shard in range(2)]
