@@ -10,7 +10,7 @@ OLDEST := .venv-oldest/.installed
 OLDEST_TESTS := tests/test_dependencies.py tests/test_state.py tests/streams tests/core tests/mixture \
 	tests/loaders/test_combined_loaders.py tests/loaders/test_source_datasets.py tests/loaders/test_length_cache.py \
 	tests/trainer/resume tests/trainer/loaders/test_structures.py tests/trainer/loaders/test_samplers.py \
-	tests/trainer/test_streams.py tests/trainer/test_ddp.py
+	tests/trainer/test_internals.py tests/trainer/test_streams.py tests/trainer/test_ddp.py
 
 .PHONY: install demo test test-all test-oldest check bench docs clean
 

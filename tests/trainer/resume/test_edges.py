@@ -74,9 +74,7 @@ class WithoutOptimizer(LedgerModel):
         raise ValueError("no optimizer")
 
 
-@pytest.mark.parametrize(
-    ("seed", "model"), [(8, LedgerModel), (7, WithoutOptimizer)], ids=["refused", "error later"]
-)
+@pytest.mark.parametrize(("seed", "model"), [(8, LedgerModel), (7, WithoutOptimizer)], ids=["refused", "error later"])
 def test_a_resume_that_fails_does_not_write_over_its_checkpoint(tmp_path: Path, seed: int, model: Any) -> None:
     path = tmp_path / "on_exception.ckpt"
     train(max_steps=15).trainer.save_checkpoint(path)
