@@ -155,6 +155,12 @@ def test_a_save_after_a_crash_in_a_validation_makes_up_for_the_validation(tmp_pa
     assert_log_goes_on(first.logged, resumed.logged, uninterrupted().logged)
 
 
+def test_a_crash_in_the_validation_that_a_resumed_run_begins_with_does_not_lose_it(tmp_path: Path) -> None:
+    before = stopped(tmp_path / "a.ckpt", hook="on_validation_start", epoch=1)
+    ended(tmp_path / "b.ckpt", model=seeded(CrashesInValidation), ckpt_path=tmp_path / "a.ckpt")
+    assert_resumes(tmp_path / "b.ckpt", before, 0)
+
+
 def test_a_second_fit_after_a_crash_in_a_validation_makes_up_for_the_validation() -> None:
     model: Any = seeded(CrashesInValidation)
     trainer = train(model=model).trainer
@@ -208,13 +214,7 @@ class ValidationByEpoch(StatefulDataModule):
 
 @pytest.mark.parametrize("every", [0, 2, 3])
 def test_validation_loaders_are_those_of_the_uninterrupted_run(tmp_path: Path, every: int) -> None:
-    # The second is in the epoch in which loaders are due to be reloaded every second epoch.
-    moments = [
-        ("on_train_batch_end", 1, 1),
-        ("on_train_batch_end", 2, 1),
-        ("on_train_epoch_end", 2, 0),
-        ("on_validation_end", 3, 0),
-    ]
+    moments = [("on_train_batch_end", 1, 1), ("on_train_epoch_end", 2, 0), ("on_validation_end", 3, 0)]
     options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 5}
     assert_goes_on_from_every_moment(tmp_path, ValidationByEpoch, moments, served_again=0, **options)
 
