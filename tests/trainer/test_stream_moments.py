@@ -19,6 +19,7 @@ from support.runs import (
     assert_same_end,
     ended,
     seeded,
+    stopped,
     train,
 )
 from support.stream_runs import EVERY_SAMPLE, MODULES, VAL_SAMPLES, chunks, module
@@ -95,6 +96,14 @@ def test_a_run_goes_on_exactly_under_any_schedule(tmp_path: Path, files: Path, s
     kind = "json" if list(SCHEDULES).index(schedule) % 2 else "chunks"
     moments = [moment for moment in FEW if "validation" not in moment[0] or "every other" not in schedule]
     assert_goes_on_from_every_moment(tmp_path, partial(MODULES[kind], files, **given), moments, **options)
+
+
+def test_a_long_window_of_accumulation_is_served_again_from_its_first_batch(tmp_path: Path) -> None:
+    # Longer than what a loader keeps by itself.
+    make, options = partial(module, chunks(), steps_per_epoch=22), {"accumulate_grad_batches": 20, "max_epochs": 1}
+    stopped(tmp_path / "stop.ckpt", make, batch=18, **options)
+    resumed = assert_resumes(tmp_path / "stop.ckpt", [], make=make, **options)
+    assert trained(resumed.ledger)[0][2] == 0
 
 
 def test_workers_that_have_read_ahead_change_nothing(tmp_path: Path, files: Path) -> None:
