@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,12 +18,15 @@ from lightning_stateful.core.permutation import ClassShuffle, Indices, bounds_of
 from lightning_stateful.core.seeding import Label
 from lightning_stateful.errors import ConfigurationError
 
+Choose = Callable[[Histogram, int], tuple[int, ...]]
 Boundaries = Sequence[int] | Literal["least_padding", "equal_counts"]
 
 # Measured on text (docs/buckets.md): more buckets save little padding, and cost a shuffle its room.
 NUM_BUCKETS = 128
 # On one rank a bucket should have some batches, so that its samples meet others in every epoch.
 _BATCHES_A_BUCKET = 4
+# Times the batches that the best number of buckets would give an epoch.
+_MOST_BATCHES = 1.25
 # Up to this length a table tells the bucket.
 _LONGEST_TABLE = 2**16
 
@@ -104,13 +108,30 @@ class Buckets:
         return offsets if self.members is None else self.members[offsets].astype(np.int64)
 
 
-def default_num_buckets(lengths: Histogram, budget: Budget) -> int:
-    """Choose the number of buckets: 128, or fewer if a bucket would have fewer than 4 batches on average."""
+def default_num_buckets(lengths: Histogram, budget: Budget, choose: Choose = least_padding) -> int:
+    """Choose the number of buckets: 128, or fewer if a bucket would have fewer than 4 batches on average.
+
+    Never so few, though, that an epoch on one rank has over a quarter more batches than with any number up to 128:
+    where a batch holds much of a small dataset, its longest sample would decide how few samples fit into each.
+    """
     if budget.max_tokens is None:
         batches = int(lengths.counts.sum()) / budget.num_samples(int(lengths.values[-1]))
     else:
         batches = lengths.total / budget.max_tokens
-    return max(min(NUM_BUCKETS, int(batches / _BATCHES_A_BUCKET)), 1)
+    few = max(min(NUM_BUCKETS, int(batches / _BATCHES_A_BUCKET)), 1)
+    if budget.max_tokens is None or few == NUM_BUCKETS:
+        return few
+    numbers = [few, *(1 << power for power in range(NUM_BUCKETS.bit_length()) if 1 << power > few)]
+    steps = [_num_batches(choose(lengths, number), lengths, budget) for number in numbers]
+    most = _MOST_BATCHES * min(steps)
+    return next(number for number, count in zip(numbers, steps, strict=True) if count <= most)
+
+
+def _num_batches(ends: tuple[int, ...], lengths: Histogram, budget: Budget) -> int:
+    """Batches of an epoch on one rank, in buckets with these ends."""
+    counts, longest = _fill(ends, lengths)
+    sizes = [max(budget.num_samples(length), 1) for length in longest]
+    return sum(math.ceil(count / size) for count, size in zip(counts.tolist(), sizes, strict=True))
 
 
 def _choose_ends(
@@ -126,7 +147,7 @@ def _choose_ends(
         if num_buckets is not None:
             raise ConfigurationError("boundaries say how many buckets there are; leave num_buckets out.")
         return ends, {"boundaries": digest(np.array(ends)), "num_buckets": len(ends)}
-    choices = {"least_padding": least_padding, "equal_counts": equal_counts}
+    choices: dict[str, Choose] = {"least_padding": least_padding, "equal_counts": equal_counts}
     if boundaries not in choices:
         raise ConfigurationError(
             f"boundaries must be a list of lengths or one of {tuple(choices)}, got {boundaries!r}."
@@ -134,7 +155,7 @@ def _choose_ends(
     asked: dict[str, Any] = {"boundaries": boundaries}
     if num_buckets is None:
         # It follows from the rest, so that it need not be compared.
-        num_buckets = default_num_buckets(lengths, budget)
+        num_buckets = default_num_buckets(lengths, budget, choices[boundaries])
     else:
         num_buckets = asked["num_buckets"] = as_int("num_buckets", num_buckets, least=1)
     return choices[boundaries](lengths, num_buckets), asked

@@ -75,6 +75,20 @@ def test_by_default_a_bucket_has_4_batches_on_average(budget, expected):
     assert default_num_buckets(histogram(np.full(1000, 5)), budget) == expected
 
 
+@pytest.mark.parametrize("max_tokens", [900, 1500, 5000, 30_000])
+def test_a_larger_budget_gives_no_more_batches(max_tokens):
+    # As of speech: most are short, and one is so long that hardly another fits beside it.
+    lengths = histogram(np.append(np.random.default_rng(5).lognormal(3.5, 1.2, 500).astype(int).clip(1, 900), 900))
+    buckets = default_num_buckets(lengths, Budget(max_tokens=max_tokens))
+    assert _batches(lengths, max_tokens, buckets) <= 1.25 * min(_batches(lengths, max_tokens, n) for n in range(1, 129))
+
+
+def _batches(lengths, max_tokens, num_buckets):
+    values = np.repeat(lengths.values, lengths.counts)
+    buckets = Buckets.of(values, Budget(max_tokens=max_tokens), num_buckets=num_buckets)
+    return sum(-(-int(count) // size) for count, size in zip(np.diff(buckets.starts), buckets.sizes, strict=True))
+
+
 @pytest.mark.parametrize("num_buckets", [128, 40_000])
 def test_samples_of_several_chunks_are_sorted_as_one_in_4_bytes_each(num_buckets):
     lengths = np.random.default_rng(0).integers(1, 60_000, 2**20 + 4000).astype(np.uint16)
