@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_stateful.errors import (
@@ -35,6 +35,8 @@ from lightning_stateful.errors import (
 VERSION = 1
 COMBINED = "combined"
 
+# Differences by which samples come in another order, by their first name or in full.
+_ORDERS = {"seed", "shuffle", "dataset.length", "dataset.shards", "dataset.files", "steps", "buffer_size", "sizes"}
 _MISSING = "<nothing>"
 _REMEDIES = {
     "seed": "Pass the saved seed",
@@ -196,6 +198,24 @@ def refuse_differences(
         changed = ", ".join(f"{one.path} (saved {one.saved!r}, now {one.present!r})" for one in found)
         warnings.warn(
             fingerprint_warning(f"{where} was made with", changed, found[0].path), StatefulWarning, stacklevel=3
+        )
+
+
+def warn_of_other_order(accepted: Iterable[Difference], *, where: str) -> None:
+    """Warn if an accepted difference may give what is left of a begun epoch another order than it had.
+
+    Args:
+        accepted: The differences that were let pass.
+        where: A name for the state, with which the warning begins.
+    """
+    changed = [str(one.path) for one in accepted if one.path in _ORDERS or one.path.split(".")[0] in _ORDERS]
+    if changed:
+        warnings.warn(
+            f"{where} goes on with another {', '.join(changed)}, as was accepted. What was served of the epoch "
+            "followed from the saved value: in the rest of it some samples may come a second time, and others not at "
+            "all. From the next epoch on every sample comes once.",
+            StatefulWarning,
+            stacklevel=4,
         )
 
 

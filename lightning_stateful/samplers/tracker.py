@@ -249,6 +249,9 @@ class Tracker:
                 under this configuration.
             DamagedStateError: A part of the progress is missing or no integer.
             PositionError: The progress lies beyond the end of the epoch.
+
+        Warns:
+            StatefulWarning: Samples of the epoch may come in another order now, and some of them a second time.
         """
         other_kind = state["kind"] != self.order.kind
         if other_kind and state["progress"].keys() != self.plan_epoch(0).progress_after(0).to_dict().keys():
@@ -258,9 +261,12 @@ class Tracker:
             raise StateMismatchError([changed], where=where)
         try:
             progress = Progress.from_dict(state["progress"])
-            if format_.differences(state, self.state_dict(Progress()), fingerprints=False):
+            accepted = format_.differences(state, self.state_dict(Progress()), fingerprints=False)
+            if accepted:
                 progress = self.order.convert(progress, state["config"])
             self.plan_epoch(progress.epoch, progress)
+            if progress.consumed:
+                format_.warn_of_other_order(accepted, where=f"{where}, within epoch {progress.epoch},")
         except DamagedStateError as error:
             raise DamagedStateError(f"{where}: {error} Resume from another checkpoint.") from None
         except PositionError as error:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from lightning_stateful.core import ShuffledOrder
-from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.samplers import StatefulDistributedSampler
 from lightning_stateful.state import sealed
 
@@ -96,6 +96,7 @@ class TestRefusals:
     def test_another_dataset_can_be_accepted(self) -> None:
         sampler, longer = a_sampler(20), a_sampler(25, accept=("dataset.length",))
         take(sampler, 5)
-        longer.load_state_dict(sampler.state_dict())
+        with pytest.warns(StatefulWarning, match="another dataset.length"):
+            longer.load_state_dict(sampler.state_dict())
 
         assert len(list(longer)) == 20

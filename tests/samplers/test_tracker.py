@@ -12,7 +12,13 @@ from support.samplers import ShuffledBatches, WithoutLen
 
 from lightning_stateful.bucketing import BucketOrder, Buckets, Budget
 from lightning_stateful.core import EpochPlan, Progress, SampleBatchOrder, SequentialOrder, ShuffledOrder, Topology
-from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, StateMismatchError
+from lightning_stateful.errors import (
+    ConfigurationError,
+    DamagedStateError,
+    PositionError,
+    StatefulWarning,
+    StateMismatchError,
+)
 from lightning_stateful.mixture import MixtureOrder, Sources
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
@@ -225,9 +231,12 @@ class TestStates:
 
     def test_accepted_differences_are_let_pass(self) -> None:
         saved = a_tracker(SampleBatchOrder(samples=SequentialOrder(31), batch_size=5))
-        take(saved, 2)
         tracker = a_tracker(accept=("kind", "shuffle", "seed"))
+        # Between epochs without a word.
         tracker.load_state_dict(saved.state_dict(), where=WHERE)
+        take(saved, 2)
+        with pytest.warns(StatefulWarning, match=r"within epoch 0, goes on with another shuffle, seed.*a second time"):
+            tracker.load_state_dict(saved.state_dict(), where=WHERE)
 
         assert tracker.progress == Progress(consumed=20)
 
