@@ -69,7 +69,8 @@ _REMEDIES = {
     "sequence": "The sampler does not begin an epoch as it did: build it with the same data and settings",
     "sizes": "Read the shards that the checkpoint was made with",
     "buffer_size": "Pass the saved buffer_size",
-    "steps": "Apply the saved functions to the stream's samples, in the saved order",
+    "steps": "Do to the stream's samples what was done before: the same functions in the same order, max_tokens, "
+    "read_ahead and length",
     "mixing_seed": "Mix the streams with the saved seed",
     "in_turn": "Pass weights, or leave them out, as when the checkpoint was written",
     "module": "Use the data module that the checkpoint was made with",

@@ -98,7 +98,7 @@ OURS: dict[str, Make] = {
     "loader, BatchSampler": loader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 3, False)),
     "loader, mixture": loader(OF_SOURCES, batch_sampler=MixtureBatchSampler(SOURCES, 4, by="sample")),
     "loader, buckets, tail dropped": loader(
-        LENGTHS, batch_sampler=BucketBatchSampler(LENGTHS, max_tokens=32, drop_last=True)
+        list(range(len(LENGTHS))), batch_sampler=BucketBatchSampler(LENGTHS, max_tokens=32, drop_last=True)
     ),
     "patched, round robin": patched(
         lambda: DataLoader(list(range(24)), batch_sampler=RoundRobinBatchSampler(SOURCES, 3))
