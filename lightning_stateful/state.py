@@ -209,7 +209,7 @@ def warn_of_other_order(accepted: Iterable[Difference], *, where: str) -> None:
         accepted: The differences that were let pass.
         where: A name for the state, with which the warning begins.
     """
-    changed = [str(one.path) for one in accepted if one.path in _ORDERS or one.path.split(".")[0] in _ORDERS]
+    changed = [one.path for one in accepted if is_accepted((one.path,), _ORDERS)]
     if changed:
         warnings.warn(
             f"{where} goes on with another {', '.join(changed)}, as was accepted. What was served of the epoch "

@@ -17,6 +17,7 @@ from lightning_stateful.samplers.determinism_check import has_own_state
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.fingerprint import describe_dataset
 from lightning_stateful.samplers.wrapped_sampler import RESUME_MODES, WrappedSampler
+from lightning_stateful.stream_loader.worker_slots import is_torchdatas
 
 
 class LoaderDescription(NamedTuple):
@@ -220,8 +221,3 @@ def _is(sampler: object, kind: type) -> bool:
 def is_lightnings(value: object) -> bool:
     """Whether the class of ``value`` is one of Lightning's, which this layer does not import."""
     return type(value).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
-
-
-def is_torchdatas(value: object) -> bool:
-    """Whether the class of ``value`` is torchdata's: one of torch's with a state, which this package keeps itself."""
-    return type(value).__module__.startswith("torchdata.")

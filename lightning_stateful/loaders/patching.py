@@ -19,7 +19,6 @@ from lightning_stateful.loaders.description import (
     LoaderDescription,
     describe_loader,
     is_lightnings,
-    is_torchdatas,
     only_cuts,
     without_lightnings,
 )
@@ -32,7 +31,7 @@ from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, class_of_patched, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
-from lightning_stateful.stream_loader.worker_slots import iterates_as_torch
+from lightning_stateful.stream_loader.worker_slots import is_torchdatas, iterates_as_torch
 from lightning_stateful.streams.stream import as_stream
 
 # A patched DataLoader, over a map-style dataset or a stream.

@@ -150,8 +150,7 @@ class SlotLoader:
         self._dataset = SlotDataset(config, loader.collate_fn, loader.dataset, seed)
         self._generator = torch.Generator()
         # A loader of torchdata's would keep a state of its own.
-        is_torchdatas = type(loader).__module__.startswith("torchdata.")
-        kind = DataLoader if is_torchdatas else type(loader)
+        kind = DataLoader if is_torchdatas(loader) else type(loader)
         self.loader: Any = kind.__new__(kind)
         # Past torch's guard against changes.
         vars(self.loader).update(
@@ -440,6 +439,11 @@ def copied(loader: Any) -> Any:
     made = copy.copy(loader)
     vars(made).pop("__pl_attrs_record", None)
     return made
+
+
+def is_torchdatas(value: object) -> bool:
+    """Whether the class of ``value`` is torchdata's: one of torch's with a state, which this package keeps itself."""
+    return type(value).__module__.startswith("torchdata.")
 
 
 def iterates_as_torch(loader: DataLoader[Any]) -> bool:
