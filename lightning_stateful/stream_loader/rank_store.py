@@ -315,7 +315,7 @@ class StateEncoder:
 
 
 def complete(changes: Changes, before: StateText | None) -> StateText:
-    """What :meth:`StateEncoder.encode_changes` gave, with the pieces that the text before it has."""
+    """Undo :meth:`StateEncoder.encode_changes`: add the pieces that the text before it has."""
     text, large = changes
     known = before.large if before else {}
     return StateText(text, {digest: known[digest] if piece is None else piece for digest, piece in large.items()})

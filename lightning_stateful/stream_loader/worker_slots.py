@@ -342,7 +342,7 @@ class StreamRun:
         self._deliveries, self._is_closed = None, True
 
     def _skip_unknown(self) -> None:
-        """Where nobody has written where this rank stood: read again what it was given."""
+        """Read again what this rank was given, if the state does not say where its slots stood."""
         begun, rank = self.begun, self._topology.rank
         if not begun.steps or any(state is not None for state in begun.slots[rank :: begun.num_replicas]):
             return

@@ -117,7 +117,7 @@ class SlotTask(NamedTuple):
 
 
 class SourceReader:
-    """What a worker slot reads of one source, one slice after the other; of shared ones, every n-th item.
+    """Reads one source for a worker slot, one slice after the other; of shared slices, every n-th item.
 
     Args:
         source: The source.

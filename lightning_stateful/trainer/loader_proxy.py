@@ -103,7 +103,7 @@ class InterceptedSource(_DataLoaderSource):
         self._loop = loop
 
     def dataloader(self) -> Any:
-        """What the loop gets."""
+        """Answer the loop's request for loaders."""
         try:
             loaders = self.intercept(self.request)
         except BaseException:
@@ -115,7 +115,7 @@ class InterceptedSource(_DataLoaderSource):
         return loaders
 
     def request(self) -> Any:
-        """What the user's hook returns, or what was passed to the trainer."""
+        """The user's own loaders, returned by a hook or passed to the trainer."""
         return super().dataloader()
 
 

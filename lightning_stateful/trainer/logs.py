@@ -33,7 +33,7 @@ def log_data(trainer: pl.Trainer, pl_module: pl.LightningModule, combined: Combi
 
 
 def _padding_at(combined: CombinedLoaders, epoch: int, step: int) -> dict[str, float]:
-    """How all ranks' batches are padded at a step, of loaders with a budget; of several, with their paths."""
+    """Values to log of the padding of a step on all ranks, of loaders with a budget; of several, with their paths."""
     values: dict[str, float] = {}
     for path, loader in combined.loaders.items():
         if not isinstance(loader.order, BucketOrder):
@@ -49,7 +49,7 @@ def _padding_at(combined: CombinedLoaders, epoch: int, step: int) -> dict[str, f
 
 
 def _served(prefix: str, report: Mapping[str, Any]) -> dict[str, float]:
-    """What has been served of every source of a loader; of a single dataset nothing."""
+    """Values to log of every source of a loader; none of a single dataset."""
     return {
         f"{prefix}/{name}/{what}": value
         for name, counts in report.get("sources", {}).items()

@@ -39,7 +39,7 @@ from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, o
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How loaders that are not yet stateful are patched, and the model is seeded.
+    """Settings by which loaders are patched and the model is seeded.
 
     Attributes:
         seed: Chooses orders and randomness; None for the seed of ``seed_everything``, or 0.
@@ -359,7 +359,7 @@ def _is_shuffled(loader: Any) -> bool:
 
 
 def name_of(stage: str, path: str) -> str:
-    """What errors and warnings call a loader."""
+    """The name of a loader in errors and warnings."""
     return f"the {stage} loader {path!r}" if path else f"the {stage} loader"
 
 
