@@ -14,7 +14,7 @@ from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
-from lightning_stateful.stream_loader.worker_slots import is_torchdatas, iterates_as_torch
+from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch
 
 # Attributes of a DataLoader that say what it reads, and not how.
 _WHAT = {"dataset", "sampler", "batch_sampler", "generator", "_iterator"}

@@ -17,7 +17,7 @@ from lightning_stateful.samplers.determinism_check import has_own_state
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.fingerprint import describe_dataset
 from lightning_stateful.samplers.wrapped_sampler import RESUME_MODES, WrappedSampler
-from lightning_stateful.stream_loader.worker_slots import is_torchdatas
+from lightning_stateful.user_loaders import is_torchdatas
 
 
 class LoaderDescription(NamedTuple):

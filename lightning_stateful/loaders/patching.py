@@ -29,10 +29,10 @@ from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
-from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, class_of_patched, of_batches
+from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
-from lightning_stateful.stream_loader.worker_slots import is_torchdatas, iterates_as_torch
 from lightning_stateful.streams.stream import as_stream
+from lightning_stateful.user_loaders import class_of_patched, is_torchdatas, iterates_as_torch
 
 # A patched DataLoader, over a map-style dataset or a stream.
 AnyLoader = StatefulLoader | StreamLoader

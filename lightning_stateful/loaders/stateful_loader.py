@@ -22,8 +22,7 @@ from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
-from lightning_stateful.stream_loader.loader import Pickled
-from lightning_stateful.stream_loader.worker_slots import copied
+from lightning_stateful.user_loaders import Pickled, copied
 
 
 @dataclass(frozen=True, kw_only=True)

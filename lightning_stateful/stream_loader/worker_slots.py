@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
 from collections import deque
@@ -25,6 +24,7 @@ from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.streams.nodes import NodeState
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.worker_slot import SlotTask, StreamConfig, WorkerSlot
+from lightning_stateful.user_loaders import copied, is_torchdatas
 
 # Where the worker slots of this rank stand; a worker's is JSON until somebody wants it.
 SlotStates = list[NodeState | StateText]
@@ -432,24 +432,6 @@ class StreamRun:
 def _decoded(state: NodeState | StateText) -> NodeState:
     """The state of a worker slot, which may be JSON."""
     return decode(state.text, state.large) if isinstance(state, StateText) else state
-
-
-def copied(loader: Any) -> Any:
-    """Copy a user's loader, without Lightning's record of what was set on it, from which it builds loaders again."""
-    made = copy.copy(loader)
-    vars(made).pop("__pl_attrs_record", None)
-    return made
-
-
-def is_torchdatas(value: object) -> bool:
-    """Whether the class of ``value`` is torchdata's: one of torch's with a state, which this package keeps itself."""
-    return type(value).__module__.startswith("torchdata.")
-
-
-def iterates_as_torch(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's class leaves iteration to torch, so that nothing but torch sees its batches on their way."""
-    kind = type(loader)
-    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
 
 def _forget_frames(error: BaseException | None) -> None:
