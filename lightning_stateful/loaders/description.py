@@ -13,10 +13,9 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.source_datasets import describe_sources
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
-from lightning_stateful.samplers.determinism_check import has_own_state
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.fingerprint import describe_dataset
-from lightning_stateful.samplers.wrapped_sampler import RESUME_MODES, WrappedSampler
+from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.user_loaders import is_torchdatas
 
 
@@ -51,19 +50,8 @@ class LoaderDescription(NamedTuple):
         """Whether batches are whole and planned for all ranks, as those of mixtures and buckets are."""
         return self.has_whole_batches and not isinstance(self.order, WrappedSampler)
 
-    @property
-    def resume_note(self) -> str:
-        """A sentence on how a wrapped sampler is resumed; empty for others."""
-        order = self.order
-        if not isinstance(order, WrappedSampler):
-            return ""
-        note = f"{order.name} {RESUME_MODES[order.resume_mode]}"
-        if order.resume_mode == "fast_forward" and has_own_state(order):
-            note += " Its own state is not used: loaded into a fresh copy, it did not lead to the items that came next."
-        return note
-
     def adapted(
-        self, dataset: Dataset[Any], *, exact: bool = False, shuffle: bool = True, as_one_rank: bool = True
+        self, dataset: Dataset[Any], *, exact: bool = False, shuffle: bool = True, is_dealt_out: bool = True
     ) -> LoaderDescription:
         """A copy for another use of the loader; see :meth:`BatchOrder.adapted`.
 
@@ -71,8 +59,7 @@ class LoaderDescription(NamedTuple):
             dataset: The loader's dataset.
             exact: For evaluation.
             shuffle: False for the same batches in every epoch: samples that are cut come in the dataset's order.
-            as_one_rank: Tell a wrapped sampler that there is one rank, so that it yields the samples of all; False to
-                run it as each rank has it.
+            is_dealt_out: False to iterate a wrapped sampler as each rank has it.
         """
         order = self.order
         if not shuffle and self.batch_size is not None:
@@ -83,8 +70,8 @@ class LoaderDescription(NamedTuple):
                 exact=exact or getattr(order, "exact", False),
             )
             return self._replace(order=in_order)
-        if isinstance(order, WrappedSampler) and not as_one_rank:
-            order = order.replaced(as_one_rank=False)
+        if isinstance(order, WrappedSampler) and not is_dealt_out:
+            order = order.replaced(is_dealt_out=False)
         return self._replace(order=order.adapted(exact=exact, shuffle=shuffle))
 
     def config(self, order: BatchOrder, dataset: Any) -> dict[str, Any]:
@@ -116,7 +103,7 @@ def describe_loader(
     seed: int,
     exact: bool = False,
     shuffle: bool = True,
-    as_one_rank: bool = True,
+    is_dealt_out: bool = True,
     accept: tuple[str, ...] = (),
     drop_last: bool = False,
 ) -> LoaderDescription:
@@ -127,7 +114,7 @@ def describe_loader(
         seed: Chooses the order where its sampler has no seed of its own.
         exact: For evaluation; whole batches of this package's cannot promise it, and stay as they are.
         shuffle: As in :meth:`LoaderDescription.adapted`; if False, a sampler whose samples are cut is not asked.
-        as_one_rank: As in :meth:`LoaderDescription.adapted`.
+        is_dealt_out: As in :meth:`LoaderDescription.adapted`.
         accept: Names of differences to let pass, ``"nondeterministic"`` among them.
         drop_last: Leave out an incomplete last step of samples that are not collated, for which torch has no option.
 
@@ -137,7 +124,7 @@ def describe_loader(
     """
     dataset: Any = loader.dataset
     batches: Any = without_lightnings(loader.batch_sampler)
-    how: dict[str, Any] = {"seed": seed, "accept": accept, "exact": exact, "as_one_rank": as_one_rank}
+    how: dict[str, Any] = {"seed": seed, "accept": accept, "exact": exact, "is_dealt_out": is_dealt_out}
     if isinstance(batches, StatefulBatchSampler):
         tracker = batches.tracker
         found = LoaderDescription(tracker.order, True, tracker.num_replicas, tracker.rank, tracker.accept)
@@ -162,7 +149,7 @@ def describe_loader(
             accepted = sampler.tracker.accept if isinstance(sampler, StatefulDistributedSampler) else ()
             found = LoaderDescription(order, accept=accepted)
         found = found._replace(batch_size=batch_size, drop_last=drop_last)
-    return found if shuffle else found.adapted(dataset, shuffle=False, as_one_rank=as_one_rank)
+    return found if shuffle else found.adapted(dataset, shuffle=False, is_dealt_out=is_dealt_out)
 
 
 def only_cuts(batch_sampler: object) -> bool:
@@ -205,11 +192,11 @@ def _wrapped(
     if isinstance(sampler, DDPSamplerWrapper):
         wrapper, sampler = sampler, sampler.sampler
         seed = seed if wrapper.seed_given is None else wrapper.seed_given
-        how = {"tail": wrapper.tail, "length": wrapper.length, "shuffles": wrapper.shuffle_samples_between_gpus, **how}
+        dealt = {"tail": wrapper.tail, "shuffles": wrapper.shuffle_samples_between_gpus, "is_wrapped": True}
+        how = {**dealt, "length": wrapper.length, **how}
         num_replicas, rank = wrapper.tracker.num_replicas, wrapper.tracker.rank
         accept = (*accept, *wrapper.accept)
     order = WrappedSampler(sampler, seed=seed, accept=accept, **how)
-    order.check()
     return LoaderDescription(order, num_replicas=num_replicas, rank=rank, accept=tuple(order.accept))
 
 

@@ -100,7 +100,7 @@ def build_patched(
         stream: type[StreamLoader] = class_of_patched(StreamLoader, type(loader))
         return stream(loader, StreamOptions(exact=exact, seed=seed, seed_samples=seed_samples, accept=accept, **how))
     accept = accepted_names(accept)
-    use: dict[str, bool] = {"exact": exact, "shuffle": shuffle, "as_one_rank": own_rank is None}
+    use: dict[str, bool] = {"exact": exact, "shuffle": shuffle, "is_dealt_out": own_rank is None}
     try:
         if reason:
             raise UnsupportedLoaderError(reason)

@@ -19,7 +19,7 @@ from lightning_stateful.loaders.batch_reader import BatchReader, known_steps, op
 from lightning_stateful.loaders.description import LoaderDescription, describe_loader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import Tracked, Tracker
+from lightning_stateful.samplers.tracker import Tracked, Tracker, detect_topology
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.user_loaders import Pickled, copied
@@ -153,6 +153,9 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         # Without the path: from it, the same loader is built for another one.
         self.description = description
         order, dataset = description.order.adapted(path=settings.path), loader.dataset
+        if isinstance(order, WrappedSampler):
+            ranks = detect_topology(description.num_replicas, description.rank)
+            order.meet(ranks.num_replicas, ranks.rank)
         self.tracker = Tracker(
             order,
             description.config(order, dataset),
@@ -177,7 +180,8 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
     @property
     def resume_note(self) -> str:
         """A sentence on how a wrapped sampler is resumed; empty for others."""
-        return self.description.resume_note
+        order = self.order
+        return order.resume_note if isinstance(order, WrappedSampler) else ""
 
     @property
     def progress(self) -> Progress:

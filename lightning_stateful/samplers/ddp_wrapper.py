@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import Tracked, Tracker
+from lightning_stateful.samplers.tracker import Tracked, Tracker, detect_topology
 from lightning_stateful.samplers.wrapped_sampler import Length, Tail, WrappedSampler, knows_how_to_split
 from lightning_stateful.state import accepted_names
 
@@ -20,10 +20,10 @@ from lightning_stateful.state import accepted_names
 class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
     """Deals what any sampler or batch sampler yields out to the ranks, in turn, from any progress.
 
-    All ranks see one and the same sequence: in every epoch a deep copy of the sampler is iterated, under randomness
-    seeded from (seed, epoch); if it has ``set_epoch``, it is told the epoch; and it believes that there is one rank.
-    Every rank gets the same number of items. Nothing but a few thousand items ahead is held in memory, so a sampler may
-    be endless.
+    All ranks see one and the same sequence: in every epoch the sampler is iterated under randomness seeded from (seed,
+    epoch); if it has ``set_epoch``, it is told the epoch. One that deals out to ranks by itself is left to it, unless
+    it provably yields what all ranks yield together when it is told that there is one rank. Every rank gets the same
+    number of items. No more than a step is drawn ahead, so a sampler may be endless.
 
     The end of a pass moves on to the next epoch; :meth:`set_epoch` chooses one, and keeps loaded progress within the
     same epoch. A loader that is given the wrapper as ``sampler`` or ``batch_sampler`` can be handed to
@@ -33,9 +33,10 @@ class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
         sampler: Any iterable that yields an epoch of indices, or of batches of them, whenever it is iterated.
         num_replicas: Number of ranks; by default taken from the process group at the first item, or 1.
         rank: This rank; by default taken from the process group, or 0.
-        tail: How to treat the last items of an epoch when they are fewer than the ranks. ``"split"``: batches are split
-            over the ranks sample by sample, so that every sample comes once (single samples, of which there are fewer
-            than ranks, are served twice); ``"pad"``: some items are served twice; ``"drop"``: they are left out.
+        tail: How to treat the last items of an epoch when they are fewer than a step takes. ``"split"``: samples are
+            split over the ranks as evenly as it goes, and what is fewer than the ranks is served twice, as whole
+            batches are, which are never cut; ``"pad"``: a step is filled with items of its own; ``"drop"``: they are
+            left out.
         shuffle_samples_between_gpus: Give the items of a step to ranks in a random order, which changes from step to
             step.
         length: The number of items that the sampler yields in an epoch: ``"len"`` for its own ``len()`` if it has one,
@@ -89,9 +90,13 @@ class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
             length=length,
             tail=tail,
             shuffles=shuffle_samples_between_gpus,
+            is_wrapped=True,
             accept=accept,
         )
         order = order.replaced(batch_size=None if _yields_batches(order) else 1)
+        if (num_replicas, rank) != (None, None):
+            ranks = detect_topology(num_replicas, rank)
+            order.meet(ranks.num_replicas, ranks.rank)
         self.tracker = Tracker(order, num_replicas=num_replicas, rank=rank, accept=accept)
 
     @property
@@ -132,7 +137,7 @@ def _yields_batches(order: WrappedSampler) -> bool:
     """Whether the sampler's items are batches and not single samples, judged by the first one."""
     if order.is_known:
         return isinstance(order.sampler, BatchSampler)
-    first = order.check().first
+    first = order.facts.first
     if isinstance(first, (np.ndarray, torch.Tensor)):
         return first.ndim > 0
     # A tuple names a sample, of a dataset of several, say.

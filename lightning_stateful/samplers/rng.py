@@ -148,6 +148,54 @@ class IsolatedReads:
             torch.default_generator.set_state(of_torch)
 
 
+class OwnRandomness:
+    """CPU generators of torch, NumPy and ``random`` that one piece of code runs on in place of the process's.
+
+    Within :meth:`entered` the code draws from its own, which go on where it left them; outside nothing of that can be
+    seen. While the code does not draw from NumPy, swapping takes a few microseconds.
+
+    Args:
+        seed: Seeds them.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Seed them; not within :meth:`entered`."""
+        with keep_randomness():
+            seed_randomness(seed)
+            self._own, self._memory = Randomness.now(), _memory()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Swap the generators for the block."""
+        before = _memory()
+        if before is None or self._memory is None:
+            with keep_randomness():
+                self._own.restore()
+                try:
+                    yield
+                finally:
+                    self._own = Randomness.now()
+            return
+        of_torch = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._own.of_torch)
+        _put_back(self._memory)
+        try:
+            yield
+        finally:
+            after = _memory()
+            if after is not None and after[1] != self._memory[1]:
+                # NumPy keeps a second normal number elsewhere than in this memory.
+                self._own, self._memory = Randomness.now(), None
+            else:
+                self._own = self._own._replace(of_torch=torch.default_generator.get_state())
+                self._memory = after
+            torch.default_generator.set_state(of_torch)
+            _put_back(before)
+
+
 _NUM_WORDS = 624
 
 

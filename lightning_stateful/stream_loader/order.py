@@ -21,7 +21,7 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
-from lightning_stateful.samplers.fast_forward import digest
+from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.state import differences
 from lightning_stateful.stream_loader.options import StreamSetup
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record

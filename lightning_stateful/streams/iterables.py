@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset
 from torchdata.nodes import BaseNode
 
-from lightning_stateful.samplers.fast_forward import digest
+from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams.node_shards import draws_orders
 from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode

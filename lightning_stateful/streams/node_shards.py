@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torchdata.nodes
 from torch.utils.data import (
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -33,7 +34,8 @@ from torchdata.nodes import (
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, StateError
-from lightning_stateful.samplers.rng_isolation import IsolatedCopy
+from lightning_stateful.samplers.sampler_copy import SamplerCopy
+from lightning_stateful.samplers.sampler_ranks import settings_of_one_rank, tell
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams import nodes
 from lightning_stateful.streams.hugging_face import is_hugging_face
@@ -244,7 +246,8 @@ def _copy_of(graph: BaseNode[Any]) -> BaseNode[Any]:
 
 def _copy_of_sampler(sampler: Any, epoch: int) -> Any:
     """A copy of a sampler for one rank and an epoch, with a generator of its own: threads share the process's."""
-    copied = inner = IsolatedCopy(sampler, seed=0).sampler
+    copied = inner = SamplerCopy(sampler).sampler
+    tell(settings_of_one_rank(copied, by_dataset=isinstance(copied, DistributedSampler)))
     while inner is not None:
         if isinstance(inner, _DRAWING) and inner.generator is None:
             inner.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))

@@ -1,0 +1,74 @@
+"""Lets all processes hear a value of each, through the key-value store of the process group."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed
+
+from lightning_stateful.errors import RankMismatchError
+from lightning_stateful.samplers.tracker import detect_topology
+
+# Of each name, values that were exchanged so far; all processes exchange the same in the same order.
+_COUNTED: Counter[str] = Counter()
+_FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.05
+
+
+def exchanged(name: str, value: Any, *, timeout: float = 300.0) -> list[Any] | None:
+    """The values of all processes, by global rank; None without a process group of several.
+
+    It is no collective of the group: a process that never comes cannot upset those that others are in.
+
+    Args:
+        name: What the value is about, the same on all processes.
+        value: Plain JSON data.
+        timeout: Seconds to wait for the others.
+
+    Raises:
+        RankMismatchError: Some process has failed, or has not come in time.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    world = detect_topology()
+    if world.num_replicas == 1:
+        return None
+    store = torch.distributed.distributed_c10d._get_default_store()
+    key = f"lightning_stateful/{name} {_COUNTED[name]}"
+    _COUNTED[name] += 1
+    store.set(f"{key}/{world.rank}", json.dumps(value))
+    ends, values = time.monotonic() + timeout, []
+    for rank in range(world.num_replicas):
+        wait = _FIRST_WAIT
+        while not store.check([f"{key}/{rank}"]):
+            if store.check([failure := _failure_key()]):
+                raise RankMismatchError(store.get(failure).decode())
+            if time.monotonic() > ends:
+                raise RankMismatchError(
+                    f"{name}: rank {rank} has not come within {timeout:.0f} s to compare what it yields. Build the "
+                    "same loaders on every rank, in the same order."
+                )
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
+        values.append(json.loads(store.get(f"{key}/{rank}")))
+    return values
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Let processes that wait in :func:`exchanged` hear of an error in this block, which all of them run."""
+    _COUNTED["failing_together"] += 1
+    try:
+        yield
+    except Exception as error:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        store.set(_failure_key(), f"rank {detect_topology().rank} failed: {type(error).__name__}: {error}")
+        raise
+
+
+def _failure_key() -> str:
+    return f"lightning_stateful/failed {_COUNTED['failing_together']}"

@@ -1,0 +1,344 @@
+"""Tries a copy of a user's sampler before training: what it yields and remembers, and whether it knows of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.utils.data import DistributedSampler
+
+from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
+from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.rank_exchange import exchanged
+from lightning_stateful.samplers.sampler_copy import digest_of_contents
+from lightning_stateful.samplers.sampler_pass import STATE_STRIDE, IteratedSampler, next_digest_index
+from lightning_stateful.samplers.sampler_ranks import (
+    AskedRanks,
+    Setting,
+    is_given_ranks,
+    name_of_rank,
+    numbers_in,
+    ranks_held,
+    settings_of,
+    settings_of_one_rank,
+    told,
+    yields_as_one,
+)
+
+if TYPE_CHECKING:
+    from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+
+ResumeMode = Literal["fast_forward", "own_state"]
+
+# Items by which the beginning of an epoch is known, items drawn at a time, and the most of an epoch that is looked at.
+_COMPARED, _DRAWN, _MOST = 64, 4096, 2**20
+# Seconds: an epoch that begins faster is begun twice more where that tells something; all ranks are simulated for less.
+_QUICK, _PATIENCE = 2.0, 20.0
+
+
+@dataclass(kw_only=True)
+class SamplerFacts:
+    """What trying a copy of a sampler has shown.
+
+    Attributes:
+        first: The first item of epoch 0, or None.
+        begins: Digest of how epoch 0 begins.
+        notes: Digests of items of epoch 0 by index, as passes note them.
+        marks: Digests of epoch 0 up to some items, by their number, for other ranks to compare.
+        length: Items of epoch 0; None for more than a million, or one that could not be drawn to its end.
+        seconds: How long that took.
+        asks: Whether it asks torch.distributed for its rank.
+        remembers: Whether what it yields depends on its earlier passes, or nobody knows.
+        is_harmless: Whether a pass changes the sampler, but not what a later one yields.
+        leads_back: Whether its own state, loaded into a fresh copy, leads to the items that came next.
+        error: The reason why it could not be tried; empty if it was.
+    """
+
+    first: Any = None
+    begins: str = ""
+    notes: dict[int, str] = field(default_factory=dict)
+    marks: dict[int, str] = field(default_factory=dict)
+    length: int | None = None
+    seconds: float = 0.0
+    asks: bool = False
+    remembers: bool = False
+    is_harmless: bool = False
+    leads_back: bool = False
+    error: str = ""
+
+
+def check_sampler(order: WrappedSampler) -> SamplerFacts:
+    """Iterate a copy of a sampler over epoch 0, at most over a million items.
+
+    Where the pass has changed the copy, the next epoch is begun on it and on a fresh one.
+
+    Raises:
+        ConfigurationError: It yields more or fewer items than its ``len``.
+        UnsupportedLoaderError: It changes data that the copy shares with the original.
+    """
+    copied = order.copied()
+    if not copied.is_apart:
+        return SamplerFacts(error="it holds an iterator, a file or an object that cannot be copied", remembers=True)
+    facts, shared = SamplerFacts(), digest_of_contents(order.sampler, order.dataset, of_shared=True)
+    asked, started = AskedRanks(), time.perf_counter()
+    tried = IteratedSampler(copied.sampler, order.seed, dataset=order.dataset, asked=asked)
+    contents = partial(digest_of_contents, copied.sampler, order.dataset, epoch=0)
+    state, before = None, [""]
+    try:
+        items = tried.begin(0, 0, before_iter=lambda: before.append(contents()))
+        state = _follow(order, tried, items, facts)
+    except Exception as error:
+        facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
+    facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
+    if digest_of_contents(order.sampler, order.dataset, of_shared=True) != shared:
+        raise UnsupportedLoaderError(order.name + _CHANGES_DATA)
+    if not facts.error:
+        _refuse_wrong_length(order, facts)
+        changed = contents() != before[-1]
+        facts.is_harmless = changed and facts.seconds <= _QUICK and _begins_alike(order, tried)
+        facts.remembers = changed and not facts.is_harmless
+        facts.leads_back = state is not None and _leads_back(order, state, facts)
+        if has_own_state(order) and not facts.leads_back:
+            # Its later items are noted otherwise.
+            facts.notes = {0: facts.notes[0]} if 0 in facts.notes else {}
+    return facts
+
+
+def _follow(order: WrappedSampler, tried: IteratedSampler, items: Iterator[Any], facts: SamplerFacts) -> Any:
+    """Iterate as far as is looked at, and note items; the sampler's own state on the way, if it has one."""
+    running, drawn, state, chained = hashlib.blake2b(digest_size=8), 0, None, ""
+    has_states, started = has_own_state(order), time.perf_counter()
+    beginning: list[Any] = []
+    most = _MOST if order.num_items is None else min(order.num_items + (not order.is_cut), _MOST)
+    while drawn < most:
+        is_endless = order.num_items is None and drawn >= _DRAWN
+        if is_endless and time.perf_counter() - started > _QUICK:
+            break
+        size = STATE_STRIDE if has_states and drawn < STATE_STRIDE else _COMPARED if drawn < _COMPARED else _DRAWN
+        size = min(size - drawn % size, most - drawn)
+        with tried.entered():
+            # Digests at once, because a sampler may change later what it has yielded.
+            chunk = []
+            for index, item in enumerate(islice(items, size), drawn):
+                if index == 0:
+                    facts.first = item
+                if index in (0, STATE_STRIDE) if has_states else next_digest_index(index) == index:
+                    chained = facts.notes[index] = digest(item, "" if has_states else chained)
+                chunk.append(told_apart(item))
+        drawn += len(chunk)
+        beginning += chunk[: _num_first(order) - len(beginning)]
+        running.update(repr(chunk).encode())
+        facts.marks[drawn] = running.hexdigest()
+        if len(chunk) < size:
+            facts.length = drawn
+            break
+        if drawn == STATE_STRIDE and has_states:
+            with suppress(Exception):
+                state = tried.state(0, 0, drawn)
+    else:
+        facts.length = drawn if drawn == order.num_items else None
+    if order.num_items is not None and not order.is_cut and drawn > order.num_items:
+        facts.length = drawn
+    facts.begins = digest(beginning)
+    return state
+
+
+def _num_first(order: WrappedSampler) -> int:
+    """Items by which the beginning of an epoch is known: as many as come before a state is taken."""
+    return STATE_STRIDE if has_own_state(order) else _COMPARED
+
+
+def told_apart(item: Any) -> Any:
+    """A plain value that tells an item from others."""
+    return int(item) if isinstance(item, int) else digest(item)
+
+
+def _begins_alike(order: WrappedSampler, ended: IteratedSampler) -> bool:
+    """Whether a copy that was iterated to its end begins the next epoch as a fresh one does."""
+    fresh = order.copied()
+    tried = IteratedSampler(fresh.sampler, order.seed, dataset=order.dataset)
+    with suppress(Exception):
+        return _beginning(ended, 1) == _beginning(tried, 1)
+    return False
+
+
+def _beginning(tried: IteratedSampler, epoch: int, *, drawn: int = 0, state: Any = None) -> list[str]:
+    items = tried.begin(epoch, 0, drawn, state)
+    with tried.entered():
+        return list(map(digest, islice(items, _COMPARED)))
+
+
+def _leads_back(order: WrappedSampler, state: Any, facts: SamplerFacts) -> bool:
+    """Whether a fresh copy goes on from a state as the copy that gave it did."""
+    tried = IteratedSampler(order.copied().sampler, order.seed, dataset=order.dataset)
+    with suppress(Exception):
+        return _beginning(tried, 0, drawn=STATE_STRIDE, state=state)[:1] == [facts.notes.get(STATE_STRIDE)]
+    return False
+
+
+def has_own_state(order: WrappedSampler) -> bool:
+    """Whether a sampler has ``state_dict`` and ``load_state_dict``."""
+    return all(callable(getattr(order.sampler, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _refuse_wrong_length(order: WrappedSampler, facts: SamplerFacts) -> None:
+    found, says = facts.length, order.num_items
+    if found is None or says is None or found == says or (order.is_cut and found >= says):
+        return
+    saying = f"length={says} was given" if order.is_cut else f"its len() is {says}"
+    found_text = f"more than {says}" if found > says else f"only {found}"
+    raise ConfigurationError(
+        f"{order.name} yields {found_text} items in epoch 0, but {saying}. Steps and the end of an epoch follow "
+        "from that: correct it, or wrap the sampler in DDPSamplerWrapper(sampler, length='unknown'), which finds out "
+        "where it ends."
+    )
+
+
+_CHANGES_DATA = (
+    " changes objects in a list of more than 1,024 while it is iterated, which no copy of it can try before training "
+    "without changing them too. Let it keep what it changes in arrays or dicts of its own, or copy the objects first."
+)
+
+
+# Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealing:
+    """How a sampler's items come to ranks.
+
+    Attributes:
+        is_own: Whether each rank iterates its own sampler, and nothing is dealt out.
+        settings: Attributes that are set on the sampler while it is iterated, to tell it of one rank.
+        answers: Whether torch.distributed answers it that there is one rank.
+        begins: Digest of how epoch 0 begins; of each rank where these are their own.
+        note: A sentence for the log; empty if there is nothing to say.
+    """
+
+    is_own: bool = False
+    settings: tuple[Setting, ...] = ()
+    answers: bool = False
+    begins: str | list[str] = ""
+    note: str = ""
+
+
+def deal(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing:
+    """Find out whether the ranks' samplers yield one sequence, to be dealt out, or sequences of their own.
+
+    Processes of a group compare what their samplers yield. Where a sampler knows its rank, it is dealt out only if the
+    simulated sequences of all ranks have together what a single rank's has, in two epochs.
+
+    Raises:
+        RankMismatchError: The samplers yield other items, though they know of no ranks; or other numbers of items.
+    """
+    inner = order.innermost
+    if order.is_known and type(inner) is DistributedSampler:
+        if (inner.num_replicas, inner.rank) == (num_replicas, rank) and order.is_dealt_out:
+            return Dealing(settings=tuple(settings_of_one_rank(inner, by_dataset=True)))
+        return Dealing(is_own=num_replicas > 1 and not order.is_wrapped)
+    if num_replicas == 1 or order.is_known or not order.is_dealt_out:
+        return Dealing(is_own=not order.is_dealt_out, begins=order.facts.begins)
+    facts = order.facts
+    knows = is_given_ranks(order.sampler) or facts.asks
+    alone = _prove(order, num_replicas, rank) if knows else None
+    report = {
+        "rank": rank,
+        "name": order.name,
+        "knows": knows,
+        "marks": {str(count): mark for count, mark in facts.marks.items()},
+        "length": facts.length,
+        "numbers": numbers_in(order.sampler),
+        "alone": None if alone is None else alone.begins,
+        "error": facts.error,
+    }
+    found = exchanged(f"sampler {order.name}", report) or [report]
+    by_rank = [next((of for of in found if of["rank"] == number), None) for number in range(num_replicas)]
+    reports = [of for of in by_rank if of is not None]
+    if all(of["alone"] is not None and of["alone"] == reports[0]["alone"] for of in reports) and alone is not None:
+        return alone
+    # Of other ranks nothing is known without a process group.
+    is_alike = all(_alike(of, reports[0]) for of in reports) and (len(reports) == num_replicas or not knows)
+    is_alike = "nondeterministic" in order.accept or (is_alike and not any(of["error"] for of in reports))
+    if is_alike and (order.is_wrapped or not any(of["knows"] for of in reports)):
+        return Dealing(begins=facts.begins)
+    held = name_of_rank([of["numbers"] for of in reports]) if len(reports) == num_replicas else None
+    if not any(of["knows"] for of in reports) and held is None:
+        raise RankMismatchError(_differ(order, reports))
+    lengths = [of["length"] for of in reports]
+    if len({order.num_steps_of(length) for length in lengths if length is not None}) > 1:
+        raise RankMismatchError(
+            f"{order.name} deals out to ranks by itself, and gives them other numbers of items ({lengths}), so that a "
+            "rank would wait for ever for the others. Give all ranks the same number."
+        )
+    note = (
+        f"{order.name} deals out to ranks by itself, and what one rank would yield is not provably what all yield "
+        f"together: each of the {num_replicas} ranks iterates its own, and a resume needs as many ranks."
+    )
+    return Dealing(is_own=True, begins=[_beginning_in(of) for of in reports], note=note)
+
+
+def _beginning_in(report: Any) -> str:
+    marks: dict[str, str] = report["marks"]
+    return next((marks[count] for count in reversed(marks) if int(count) <= _COMPARED), "")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    # Endless samplers are drawn as far as on the other rank.
+    counts = one["marks"].keys() & other["marks"].keys()
+    return bool(one["length"] == other["length"] and all(one["marks"][n] == other["marks"][n] for n in counts))
+
+
+def _differ(order: WrappedSampler, reports: list[Any]) -> str:
+    if failed := [f"rank {of['rank']}: {of['error']}" for of in reports if of["error"]]:
+        said = f"{order.name} cannot be tried before training ({'; '.join(failed)}), so that ranks cannot be compared."
+    else:
+        begins = ", ".join(f"rank {of['rank']}: {_beginning_in(of)} of {of['length']}" for of in reports)
+        said = f"{order.name} yields other items on other ranks (digests of how they begin: {begins})."
+    return (
+        f"{said} Its items are dealt out to ranks, so some samples would come twice and others never. Build it with "
+        "the same data and seed on every rank (mind random splits without a seed, and the order of sets of strings, "
+        "which PYTHONHASHSEED decides: sort them). If each rank is to iterate its own, say so: "
+        "Trainer(use_distributed_sampler=False), or patch_dataloader(loader, num_replicas=1, rank=0)."
+    )
+
+
+def _prove(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing | None:
+    """How to tell a sampler of one rank, if that is proven to yield what all ranks yield together; else None."""
+    facts, held = order.facts, ranks_held(order.sampler)
+    if facts.error or facts.length is None or facts.seconds * 2 * (num_replicas + 1) > _PATIENCE:
+        return None
+    if held not in (None, (num_replicas, rank)):
+        return None
+    with suppress(Exception):
+        told_of = [
+            [
+                _items(order, partial(settings_of, num_replicas=num_replicas, rank=r), num_replicas, r, epoch)
+                for r in range(num_replicas)
+            ]
+            for epoch in range(2)
+        ]
+        for by_dataset in (True, False):
+            choose = partial(settings_of_one_rank, by_dataset=by_dataset)
+            ones = [_items(order, choose, 1, 0, epoch) for epoch in range(2)]
+            if all(yields_as_one(ranks, one) for ranks, one in zip(told_of, ones, strict=True)):
+                begins = digest(list(map(told_apart, ones[0][: _num_first(order)])))
+                settings = tuple(choose(order.sampler))
+                with told(settings):
+                    return Dealing(settings=settings, answers=facts.asks, begins=begins)
+    return None
+
+
+def _items(order: WrappedSampler, choose: Any, num_replicas: int, rank: int, epoch: int) -> list[Any]:
+    """All items of an epoch of a copy that is told of a rank."""
+    copied = order.copied().sampler
+    asked = AskedRanks(num_replicas, rank) if order.facts.asks else None
+    tried = IteratedSampler(copied, order.seed, dataset=order.dataset, settings=choose(copied), asked=asked)
+    items = tried.begin(epoch, 0)
+    with tried.entered():
+        return list(items)

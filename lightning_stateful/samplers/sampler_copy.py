@@ -1,0 +1,268 @@
+"""Finds what a sampler holds, copies it, and tells whether it has changed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from lightning_stateful.samplers.rng import GENERATORS
+
+T = TypeVar("T")
+# Objects in longer lists are data; in a very long list some items say what kind of items it holds.
+_LONG, _VERY_LONG, _MOST_BYTES, _SPREAD = 1024, 2**16, 2**28, 4096
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), range, np.int64, np.int32, np.float64, np.bool_})
+_CONTAINERS = (list, tuple, dict, set, np.ndarray, torch.Tensor)
+_SHARED = (
+    *(type, FunctionType, BuiltinFunctionType, ModuleType),
+    *(Dataset, torch.nn.Module, torch.nn.Parameter, np.generic, random.SystemRandom),
+)
+# Objects of these packages, a Trainer or a DataLoader among them, are none of a sampler's data.
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
+
+
+class SamplerParts:
+    """Objects that a sampler holds, found through attributes, slots and containers.
+
+    Datasets, modules, functions, and objects in lists of more than 1,024 are not looked into.
+
+    Args:
+        sampler: The sampler.
+        dataset: Another object that is not looked into, or None.
+
+    Attributes:
+        found: Objects, each after those that it holds; the sampler is the last.
+        shared: Objects that were not looked into.
+        generators: Random generators.
+        samplers: Samplers, the sampler itself last.
+        dicts: Plain dicts.
+    """
+
+    def __init__(self, sampler: Any, dataset: Any = None) -> None:
+        self.found: list[Any] = []
+        self.shared: list[Any] = [] if dataset is None else [dataset]
+        self._seen: set[int] = set(map(id, self.shared))
+        self._look_at(sampler, is_held=False)
+        self.generators = [part for part in self.found if isinstance(part, GENERATORS)]
+        self.samplers = [part for part in self.found if part is not sampler and _is_sampler(part)] + [sampler]
+        self.dicts = [part for part in self.found if type(part) is dict]
+
+    def _look_at(self, value: Any, in_data: bool = False, is_held: bool = True) -> None:
+        if type(value) in _PLAIN or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        is_datum = in_data and not isinstance(value, (*GENERATORS, *_CONTAINERS))
+        if is_datum or _is_shared(value, is_held):
+            self.shared.append(value)
+            return
+        for part in held_by(value):
+            self._look_at(part, type(value) in (list, tuple, dict) and len(value) > _LONG)
+        self.found.append(value)
+
+
+def held_by(value: Any) -> Iterable[Any]:
+    """The objects that a value holds, of long containers of plain values or of data none."""
+    if isinstance(value, (torch.Tensor, *GENERATORS)):
+        return ()
+    if isinstance(value, np.ndarray):
+        return value.flat if value.dtype.hasobject and value.size <= _LONG else ()
+    if type(value) is dict:
+        return () if _is_data(value.values()) else chain(value, value.values())
+    if type(value) in (list, tuple, set):
+        return () if _is_data(value) else value
+    items: Iterable[Any] = ()
+    if isinstance(value, (dict, list, tuple, set)) and len(value) <= _LONG:
+        # A subclass holds items beside its attributes.
+        items = chain(value, value.values()) if isinstance(value, dict) else value
+    return [*attributes_of(value).values(), *items]
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """The attributes that an object holds in its ``__dict__`` and slots, but Lightning's notes of arguments."""
+    held: dict[str, Any] = dict(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with suppress(AttributeError):
+                held[name] = object.__getattribute__(value, name)
+    return {name: item for name, item in held.items() if not str(name).startswith(("__pl_saved", "__dict__"))}
+
+
+def _is_data(values: Iterable[Any]) -> bool:
+    """Whether the items of a container are plain, or so many that they are data."""
+    items: Sequence[Any] = values if isinstance(values, (list, tuple)) else list(values)
+    kinds = set(map(type, _some(items, _VERY_LONG)))
+    return kinds <= _PLAIN or (len(items) > _LONG and not any(issubclass(kind, GENERATORS) for kind in kinds))
+
+
+def _some(values: Sequence[T], most: int) -> Sequence[T]:
+    """All of them, or some thousand evenly apart where there are more than ``most``."""
+    return values if len(values) <= most else values[:: len(values) // _SPREAD]
+
+
+def _is_shared(value: object, is_held: bool) -> bool:
+    if isinstance(value, Iterator) and not hasattr(type(value).__iter__, "__code__"):
+        return True
+    if not is_held or isinstance(value, Sampler):
+        return False
+    if isinstance(value, _SHARED):
+        return True
+    if isinstance(value, (*_CONTAINERS, *GENERATORS)):
+        return False
+    if type(value).__module__.partition(".")[0] in _LIBRARIES:
+        return True
+    # Whatever else is indexed and has a length is a dataset of some library.
+    is_data = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
+    return is_data and not type(value).__module__.startswith(("builtins", "collections", "array"))
+
+
+def _is_sampler(value: object) -> bool:
+    if isinstance(value, Sampler):
+        return True
+    if isinstance(value, (*_SHARED, *_CONTAINERS)) or hasattr(type(value), "__getitem__"):
+        return False
+    return hasattr(type(value), "__iter__") and hasattr(value, "__dict__")
+
+
+class SamplerCopy:
+    """A deep copy of a sampler, by :func:`copy.deepcopy`.
+
+    Shared with the original are datasets, modules, functions, iterators, memory that is mapped or read-only, objects in
+    lists of more than 1,024, and what cannot be copied.
+
+    Args:
+        sampler: The original, which stays as it is.
+        dataset: Another object to be shared, or None.
+
+    Attributes:
+        sampler: The copy.
+        is_apart: Whether the copy may be iterated without a trace in the original: it shares no iterator or open file.
+    """
+
+    def __init__(self, sampler: Any, dataset: Any = None) -> None:
+        parts = SamplerParts(sampler, dataset)
+        self._memo: dict[int, Any] = {id(part): part for part in parts.shared}
+        self.is_apart = not any(map(_moves, parts.shared))
+        for part in parts.found:
+            self._copied(part)
+        self.sampler = self._copied(sampler)
+        self.is_apart = self.is_apart and self.sampler is not sampler
+
+    def _copied(self, value: Any) -> Any:
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        try:
+            made = self._copied_at_once(value)
+            made = copy.deepcopy(value, self._memo) if made is None else made
+        except Exception:
+            # Of samplers, a proxy that hands every attribute on, or a class that cannot be called or pickled.
+            made = self._rebuilt(value) if _is_sampler(value) else value
+            self.is_apart = self.is_apart and not _moves(made)
+        self._memo[id(value)] = made
+        return made
+
+    def _copied_at_once(self, value: Any) -> Any:
+        """The copy of a tensor, array, generator or long container; None for what :func:`copy.deepcopy` has to copy."""
+        if isinstance(value, torch.Tensor):
+            own = not value.is_shared() and value.nbytes <= _MOST_BYTES  # type: ignore[no-untyped-call]  # torch's
+            return value.detach().clone().requires_grad_(value.requires_grad) if own else value
+        if isinstance(value, np.ndarray):
+            own = value.flags.writeable and value.nbytes <= _MOST_BYTES and not _is_mapped(value)
+            return value.copy() if own and not value.dtype.hasobject else None if own else value
+        if isinstance(value, torch.Generator):
+            return torch.Generator(value.device).set_state(value.get_state())
+        if type(value) is dict and _is_data(value.values()):
+            return dict(zip(value, self._rows(list(value.values())), strict=True))
+        if type(value) in (list, tuple, set) and _is_data(value):
+            return value.copy() if type(value) is set else type(value)(self._rows(value))
+        return None
+
+    def _rows(self, items: Sequence[Any]) -> Sequence[Any]:
+        """The same items; where these are lists, copies of them, as one may stand elsewhere as well."""
+        if set(map(type, _some(items, _VERY_LONG))) != {list} or set(map(type, items)) != {list}:
+            return items
+        return [self._memo.setdefault(id(row), row.copy()) for row in items]
+
+    def _rebuilt(self, value: Any) -> Any:
+        """A copy made of the attributes alone; the object itself where that cannot be."""
+        try:
+            held, made = attributes_of(value), object.__new__(type(value))
+            # For what holds it in turn.
+            self._memo[id(value)] = made
+            for name, item in held.items():
+                object.__setattr__(made, name, copy.deepcopy(item, self._memo))
+        except Exception:
+            return value
+        return made
+
+
+def _moves(value: object) -> bool:
+    """Whether reading an object that is shared moves it on."""
+    return isinstance(value, (Iterator, io.IOBase))
+
+
+def _is_mapped(array: object) -> bool:
+    # What is written there goes to a file, which others may read as well.
+    while array is not None and not isinstance(array, np.memmap):
+        array = getattr(array, "base", None)
+    return array is not None
+
+
+def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1, of_shared: bool = False) -> str:
+    """Digest of all that a sampler holds but for random generators, to be compared in the same process.
+
+    Args:
+        sampler: The sampler.
+        dataset: An object in it that is not looked into.
+        epoch: An attribute that is this epoch counts as the number of the epoch, whatever it is.
+        of_shared: Look at what copies share instead: the items of long lists.
+    """
+    hashed, parts = hashlib.blake2b(digest_size=16), SamplerParts(sampler, dataset)
+    for part in parts.found:
+        if type(part) in (list, tuple, dict, set):
+            if len(part) > _LONG or not of_shared:
+                keys = _spread(part) if type(part) is dict else []
+                values = _spread(part.values() if type(part) is dict else part)
+                hashed.update(f"{len(part)}{[_shown(item) for item in (*keys, *values)]}".encode())
+        elif isinstance(part, (torch.Tensor, np.ndarray)) and not of_shared:
+            array = part.detach().cpu().numpy() if isinstance(part, torch.Tensor) and _has_numpy(part) else part
+            if isinstance(array, np.ndarray) and not array.dtype.hasobject and array.nbytes <= _MOST_BYTES:
+                hashed.update(array.tobytes())
+        elif not of_shared and not isinstance(part, GENERATORS):
+            for name, item in attributes_of(part).items():
+                is_epoch = type(item) is int and item == epoch
+                hashed.update(f"{name}={'epoch' if is_epoch else _shown(item)};".encode())
+    return hashed.hexdigest()
+
+
+def _spread(values: Any) -> list[Any]:
+    """All items of a container, or some thousand evenly apart."""
+    if len(values) <= _SPREAD:
+        return list(values)
+    items = values if isinstance(values, (list, tuple)) else list(values)
+    return list(items[:: len(items) // _SPREAD])
+
+
+def _has_numpy(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.dtype != torch.bfloat16
+
+
+def _shown(value: Any) -> str:
+    """The plain values in a value, and the types of others."""
+    if type(value) in _PLAIN:
+        return repr(value)
+    if type(value) in (list, tuple, dict) and len(value) <= _LONG:
+        items = [*value, *value.values()] if type(value) is dict else value
+        return repr([item if type(item) in _PLAIN else type(item).__name__ for item in items])
+    plain = {name: item for name, item in attributes_of(value).items() if type(item) in _PLAIN}
+    return f"{type(value).__name__}{plain or id(value)}"

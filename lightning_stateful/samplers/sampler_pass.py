@@ -1,0 +1,437 @@
+"""Iterates a user's sampler from any item on, by its own state or by dropping items, under randomness of the epoch."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+import weakref
+from array import array
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import islice, repeat
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.errors import Difference, PositionError, StatefulWarning, StateMismatchError
+from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.rng import OwnRandomness, seed_generator
+from lightning_stateful.samplers.sampler_copy import SamplerParts, digest_of_contents
+from lightning_stateful.samplers.sampler_ranks import AskedRanks, Setting, told
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
+
+if TYPE_CHECKING:
+    from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+
+# A sampler that has a state of its own is noted so often.
+STATE_STRIDE = 16
+# Others are noted at the items 0, 1, 2, 4, 8 and so on, then at the multiples of this.
+_DIGEST_STRIDE = 1024
+# Prefetching workers and open accumulation windows are as far as training may lie behind what was drawn.
+_KEPT_NOTES = 512
+# Seconds from which on the cost of fast-forwarding is worth a word.
+_LONG_FAST_FORWARD = 1.0
+
+_END = object()
+_next: Callable[[Iterator[Any]], Any] = next
+# Memories of samplers by their id, beside a reference to each.
+_MEMORIES: dict[int, tuple[Callable[[], Any], SamplerMemory]] = {}
+
+
+class IteratedSampler:
+    """Iterates a sampler under randomness of its own, perhaps told of other ranks than those that there are.
+
+    Args:
+        sampler: The sampler.
+        seed: Chooses the randomness, together with epoch, cycle and item.
+        dataset: What is not looked into to find samplers and generators, or None.
+        settings: Attributes to set while it is iterated.
+        asked: Answers for torch.distributed while it is iterated; None to leave torch alone.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        seed: int,
+        *,
+        dataset: Any = None,
+        settings: Sequence[Setting] = (),
+        asked: AskedRanks | None = None,
+    ) -> None:
+        self.sampler, self._seed, self._dataset = sampler, seed, dataset
+        self._settings, self._asked = settings, asked
+        self._random = OwnRandomness(seed)
+
+    def begin(
+        self,
+        epoch: int,
+        cycle: int,
+        drawn: int = 0,
+        state: Any = None,
+        *,
+        before_iter: Callable[[], object] = tuple,
+    ) -> Iterator[Any]:
+        """Begin a pass; what is returned is to be iterated within :meth:`entered`.
+
+        Args:
+            epoch: Which epoch.
+            cycle: Which pass within the epoch.
+            drawn: How many items it had yielded when it gave a state.
+            state: What :meth:`state` returned then; None to begin with the first item.
+            before_iter: Called when the sampler has been told the epoch.
+        """
+        self._reseed(epoch, cycle)
+        with self.entered():
+            for part in SamplerParts(self.sampler, self._dataset).samplers:
+                if callable(getattr(part, "set_epoch", None)):
+                    part.set_epoch(epoch)
+        before_iter()
+        if state is not None:
+            self._reseed(epoch, cycle, drawn)
+        with self.entered():
+            if state is not None:
+                self.sampler.load_state_dict(from_plain(state))
+            iterator = iter(self.sampler)
+        # A sampler that is its own iterator may begin anew at iter(), which islice() calls: let only next() be called.
+        return map(_next, repeat(iterator)) if hasattr(type(iterator).__iter__, "__code__") else iterator
+
+    def state(self, epoch: int, cycle: int, drawn: int) -> Any:
+        """The sampler's own state after it has yielded ``drawn`` items, as plain data."""
+        # Seeded first: a state may hold generators, which a resume then puts where they are now.
+        self._reseed(epoch, cycle, drawn)
+        with self.entered():
+            return to_plain(self.sampler.state_dict(), f"{type(self.sampler).__qualname__}.state_dict()")
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run the sampler's code: it sees its own randomness, and the ranks that it is told of."""
+        with ExitStack() as stack:
+            stack.enter_context(self._random.entered())
+            if self._settings:
+                stack.enter_context(told(self._settings))
+            if self._asked is not None:
+                stack.enter_context(self._asked.answering())
+            yield
+
+    def _reseed(self, *labels: int) -> None:
+        self._random.seed(derive_seed("sampler", self._seed, *labels))
+        for number, generator in enumerate(SamplerParts(self.sampler, self._dataset).generators):
+            seed_generator(generator, derive_seed("held generator", number, self._seed, *labels))
+
+
+class SamplerPass:
+    """One pass over the user's sampler itself, from any item on; nothing is drawn before it is asked for.
+
+    It begins when it is first asked for items: by the sampler's own state, or at the pass's first item, and drops what
+    comes before. On its way it notes items with a digest of what was yielded there, and with the sampler's own state
+    before that, if it has one. A resume compares the digest of the note that it begins from.
+
+    Args:
+        order: The sampler.
+        epoch: Which epoch.
+        cycle: Which pass within the epoch.
+        first: The index of the first item that is wanted.
+        noted: A note of an earlier run: the index of an item, its digest, and the sampler's own state or None. Empty
+            for none.
+        earlier: Passes that the run has begun before, as a state has them; None, or :class:`PassesHere`, for a pass that
+            follows those of this process.
+
+    Attributes:
+        drawn: Items of the pass that the sampler has yielded.
+        end: Items of the pass once the sampler was seen to end; None before that.
+        label: Epoch and cycle by which it is seeded.
+    """
+
+    def __init__(
+        self, order: WrappedSampler, epoch: int, cycle: int, first: int, noted: Sequence[Any], earlier: Any = None
+    ) -> None:
+        self.drawn = 0
+        self.end: int | None = None
+        self.label = (0, 0) if order.repeats_first_epoch else (epoch, cycle)
+        self._order, self._epoch, self._first, self._earlier = order, epoch, first, earlier
+        self._expected = noted or (0, "", None)
+        self._has_states = order.resume_mode == "own_state"
+        self._iterated: IteratedSampler | None = None
+        self._iterator: Iterator[Any] = iter(())
+        self._ready: list[Any] = []
+        self._failure: Exception | None = None
+        self._notes: deque[list[Any]] = deque(maxlen=_KEPT_NOTES)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it begins by the sampler's own state."""
+        return self._expected[2] is not None
+
+    def look_ahead(self, count: int) -> int:
+        """Draw until ``count`` items are ready, unless the sampler ends; how many are."""
+        while len(self._ready) < count and self.end is None and self._failure is None:
+            try:
+                self._draw(count - len(self._ready))
+            except Exception as error:
+                # What came before it is served first.
+                self._failure = error
+        if self._failure is not None and len(self._ready) < count:
+            raise self._failure
+        return len(self._ready)
+
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` items, which have to be ready."""
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        return taken
+
+    def noted_before(self, index: int) -> list[Any]:
+        """The latest note of an earlier item, for a progress at ``index``; empty if there is none."""
+        return next((note for note in reversed(self._notes) if note[0] < index), [])
+
+    def _draw(self, count: int) -> None:
+        """Draw ``count`` items, or fewer at the end."""
+        if self._iterated is None:
+            self._begin()
+        iterated, target = self._iterated, len(self._ready) + count
+        if iterated is None:
+            return
+        while len(self._ready) < target and self.end is None:
+            self._pull(iterated, target - len(self._ready))
+        if self.end is not None:
+            self._order.memory.note_end(self._order, self)
+
+    def _begin(self) -> None:
+        """Iterate the sampler, and drop what comes before the first item."""
+        order, started = self._order, time.perf_counter()
+        index, _, state = self._expected
+        is_loaded = state is None and type(self._earlier) is list
+        order.memory.note_begin(order, self, self._earlier if is_loaded else None)
+        self.drawn = index if state is not None else 0
+        self._iterated = iterated = order.iterated()
+        note = partial(order.memory.note_contents, order, self)
+        self._iterator = iterated.begin(*self.label, index, state, before_iter=note)
+        distance = self._first - self.drawn
+        while self.drawn < self._first and self.end is None:
+            self._pull(iterated, self._first - self.drawn)
+        if self.drawn < self._first:
+            raise PositionError(
+                f"{self._first} items of {order.name} were used in epoch {self._epoch}, but now it ends before "
+                "that. Build it as when the checkpoint was written, or resume from another checkpoint."
+            )
+        seconds = time.perf_counter() - started
+        if distance and seconds > _LONG_FAST_FORWARD:
+            warn(
+                f"{order.name} was fast-forwarded by {distance} items to item {self._first} of epoch {self._epoch}, "
+                f"which took {seconds:.1f} s. A sampler with state_dict() and load_state_dict() is there at once."
+            )
+
+    def _pull(self, iterated: IteratedSampler, wanted: int) -> None:
+        """Let the sampler yield items as far as the next one that is noted, or that one alone."""
+        began, before, state = self.drawn, len(self._ready), None
+        is_noted = began == (noted := self._next_note(began))
+        if is_noted and self._has_states:
+            index, _, state = self._expected
+            if began != index:
+                state = iterated.state(*self.label, began) if began else None
+        wanted = 1 if is_noted else min(wanted, noted - began)
+        with iterated.entered():
+            if began < self._first:
+                # Dropped at the speed of the sampler itself.
+                item = next(islice(self._iterator, wanted - 1, None), _END)
+                self.drawn += 0 if item is _END else wanted
+            else:
+                items = islice(self._iterator, wanted)
+                try:
+                    # What a sampler yielded before it failed stays.
+                    self._ready.extend(map(_kept, items) if self._order.yields_containers else items)
+                finally:
+                    self.drawn += len(self._ready) - before
+                item = self._ready[-1] if self._ready else _END
+        if self.drawn < began + wanted:
+            self.end = self.drawn
+        elif is_noted:
+            self._note(began, item, state)
+
+    def _next_note(self, index: int) -> int:
+        """The first item at or after ``index`` that is noted."""
+        return -(-index // STATE_STRIDE) * STATE_STRIDE if self._has_states else next_digest_index(index)
+
+    def _note(self, index: int, item: Any, state: Any) -> None:
+        # Chained where a resume comes by the same notes again, and so sees all of them changed.
+        found = digest(item, self._notes[-1][1] if self._notes and not self._has_states else "")
+        self._notes.append([index, found, state])
+        order, (at, expected, _) = self._order, self._expected
+        order.memory.compare_with_check(order, self, index, found)
+        if index != at or found == expected or not expected or "nondeterministic" in order.accept:
+            return
+        of_state = "" if state is None else f"See that {order.name}.load_state_dict leads back to this very item. "
+        remedy = (
+            f"{order.name} no longer yields what it did up to this item: build it with the same data and settings. "
+            f"{of_state}If it depends on anything else (training, time, the order of a set, another process), make it "
+            "depend on its epoch alone. accept=('sequence',) goes on all the same."
+        )
+        changed = Difference(path=f"sequence at item {index}", saved=expected, present=found, remedy=remedy)
+        if "sequence" not in order.accept:
+            raise StateMismatchError([changed], where=f"The sampler's state in epoch {self._epoch}")
+        warn(f"Accepted: {changed}")
+
+
+class PassesHere(list[list[int]]):
+    """Passes that were begun in this process; a state holds them as a plain list."""
+
+
+class SamplerMemory:
+    """Passes that were begun over a sampler in this process, and whether something has changed it between or in them.
+
+    A sampler that changes itself while it is iterated yields what follows from its earlier passes. Their number is kept
+    in the state, and a resume begins them again.
+
+    Attributes:
+        passes: Of each pass its epoch, its cycle, and the items drawn of one that was broken off, or -1.
+        has_changed: Whether a pass has changed the sampler.
+    """
+
+    def __init__(self) -> None:
+        self.passes: list[list[int]] = []
+        self.has_changed = False
+        self._latest: SamplerPass | None = None
+        # What the sampler held when the latest pass began, and when it ended.
+        self._began_with = self._ended_with = ""
+        self._warned: set[str] = set()
+
+    def note_begin(self, order: WrappedSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
+        """A pass begins: begin those before it, where the sampler remembers them and this process has not."""
+        self._close()
+        if earlier is not None and order.remembers and order.is_trained_on:
+            self._begin_again(order, begun, _spelled_out(earlier))
+        elif not self.passes and begun.label[0] and order.remembers and order.is_trained_on and not begun.has_state:
+            self._warn(
+                f"{order.name} changes itself while it is iterated, and begins here with epoch {begun.label[0]}, as if "
+                "the epochs before had not been: that is not what an uninterrupted run trains on."
+            )
+        if self._ended_with and order.is_trained_on and not order.has_set_epoch:
+            epochs = (begun.label[0], self.passes[-1][0])
+            before = {digest_of_contents(order.sampler, order.dataset, epoch=epoch) for epoch in epochs}
+            if self._ended_with not in before:
+                self._warn(
+                    f"{order.name} was changed between two epochs by something else than its own iteration. A resume "
+                    "from here on is exact only if the same is set again before its first batch, in on_train_start."
+                )
+        self.passes.append([*begun.label, 0])
+        self._latest, self._ended_with = begun, ""
+
+    def note_contents(self, order: WrappedSampler, begun: SamplerPass) -> None:
+        """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""
+        self._began_with = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
+
+    def note_end(self, order: WrappedSampler, ended: SamplerPass) -> None:
+        """A pass has come to the sampler's end."""
+        if self._latest is ended:
+            self._close()
+            self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=ended.label[0])
+            self.has_changed = self.has_changed or self._ended_with != self._began_with
+
+    def compare_with_check(self, order: WrappedSampler, at: SamplerPass, index: int, found: str) -> None:
+        """Compare the digest of an item of the first pass with what a copy of the sampler yielded before training."""
+        expected = order.facts.notes.get(index)
+        is_first = self.passes == [[0, 0, 0]] and self._latest is at and order.is_trained_on
+        if is_first and expected not in (None, found) and "nondeterministic" not in order.accept:
+            self._warn(
+                f"{order.name} yields something else at item {index} of its first epoch than when it was tried before "
+                "training: it was changed since, or depends on training, time, a thread or another process. A resume "
+                "from here is exact only if it yields the same again; otherwise it is refused."
+            )
+
+    def passes_before(self, epoch: int, cycle: int) -> PassesHere:
+        """The passes before one, for a state: ``[epoch, cycle, items or -1, number of epochs that follow alike]``."""
+        known = [*self.passes[:-1], self._closed()] if self.passes else []
+        labels = [of[:2] for of in known]
+        if [epoch, cycle] in labels:
+            known = known[: len(labels) - 1 - labels[::-1].index([epoch, cycle])]
+        told = PassesHere()
+        for first, passed in enumerate(known):
+            if told and passed == [told[-1][0] + told[-1][3], *told[-1][1:3]]:
+                told[-1][3] += 1
+            else:
+                told.append([*known[first], 1])
+        return told
+
+    def _begin_again(self, order: WrappedSampler, begun: SamplerPass, earlier: list[list[int]]) -> None:
+        started, known = time.perf_counter(), len(self.passes)
+        if self.passes != earlier[:known]:
+            raise PositionError(
+                f"{order.name} changes itself while it is iterated, and was iterated in this process already "
+                f"({known} times), so that the {len(earlier)} passes before epoch {begun.label[0]} cannot be begun "
+                "again. Build a new one for the resumed run."
+            )
+        for epoch, cycle, items in earlier[known:]:
+            iterated = order.iterated()
+            drawn = iterated.begin(epoch, cycle)
+            with iterated.entered():
+                deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
+            self.passes.append([epoch, cycle, items])
+        seconds = time.perf_counter() - started
+        if seconds > _LONG_FAST_FORWARD:
+            warn(
+                f"{order.name} changes itself while it is iterated, so its {len(earlier)} earlier passes were begun "
+                f"again, by indices alone, which took {seconds:.1f} s."
+            )
+
+    def _close(self) -> None:
+        if self._latest is not None:
+            self.passes[-1] = self._closed()
+
+    def _closed(self) -> list[int]:
+        latest = self._latest
+        if latest is None:
+            return self.passes[-1]
+        return [*self.passes[-1][:2], latest.drawn if latest.end is None else -1]
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(message)
+
+
+def memory_of(sampler: Any) -> SamplerMemory:
+    """The memory of a sampler, the same for all that iterate it in this process."""
+    held, memory = _MEMORIES.get(id(sampler), (None, None))
+    if held is not None and memory is not None and held() is sampler:
+        return memory
+    key, made = id(sampler), SamplerMemory()
+    try:
+        reference: Callable[[], Any] = weakref.ref(sampler, lambda _: _MEMORIES.pop(key, None))
+    except TypeError:
+        # Its class has no weak references: it is held for good.
+        reference = repeat(sampler).__next__
+    _MEMORIES[key] = reference, made
+    return made
+
+
+def _spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[first + number, cycle, items] for first, cycle, items, count in told for number in range(count)]
+
+
+def warn(message: str) -> None:
+    """Warn the user of a sampler."""
+    warnings.warn(message, StatefulWarning, stacklevel=3)
+
+
+def next_digest_index(index: int) -> int:
+    """The first item at or after ``index`` of which a digest is noted."""
+    if index >= _DIGEST_STRIDE:
+        return -(-index // _DIGEST_STRIDE) * _DIGEST_STRIDE
+    return index if index < 2 else 1 << (index - 1).bit_length()
+
+
+_INTEGERS = (int, np.integer)
+# Containers that a sampler may fill again after it has yielded them; of another object nothing is known.
+_CONTAINERS = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray, np.ndarray, torch.Tensor)
+
+
+def _kept(batch: Any) -> Any:
+    """Copy a batch, so that it stays as it was yielded: a sampler may fill the very container again."""
+    # The common case at the speed of a list: batches hold things of one kind.
+    if type(batch) is list and (not batch or isinstance(batch[0], _INTEGERS)):
+        return batch.copy()
+    return copy.deepcopy(batch) if isinstance(batch, _CONTAINERS) else batch

@@ -1,0 +1,205 @@
+"""The rest of an epoch of a user's sampler, cut into steps of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, reduce
+from itertools import islice
+from operator import add
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lightning_stateful.core.order import UNKNOWN, Progress, say_repeats
+from lightning_stateful.core.permutation import keyed_permutation
+from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.samplers.sampler_pass import SamplerPass, warn
+
+if TYPE_CHECKING:
+    from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+
+# What the numbers of batches are apart from one pass of an epoch to the next.
+_MANY_ITEMS = 2**40
+
+
+class SamplerEpochPlan:
+    """The rest of an epoch of a wrapped sampler, which can only be walked forward.
+
+    Each call of :meth:`batches` begins a pass over the sampler. What the latest pass has noted on its way goes into a
+    progress, to be compared on a resume.
+
+    Args:
+        order: The sampler.
+        rule: How it is cut into steps: each gives every rank ``batch_size`` items.
+        begun: Where the plan begins.
+    """
+
+    def __init__(self, *, order: WrappedSampler, rule: StepRule, begun: Progress) -> None:
+        self.order, self.rule, self._begun = order, rule, begun
+        self._latest: SamplerPass | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is planned."""
+        return self._begun.epoch
+
+    @cached_property
+    def _length(self) -> int | None:
+        """Items of the epoch; None where that is not known."""
+        return self.order.num_items_in(self.epoch)
+
+    @property
+    def remaining(self) -> int | None:
+        """Items left; None until the end of a sampler without ``len`` has been seen."""
+        end = self._length
+        if end is None and self._latest is not None:
+            end = self._latest.end
+        return None if end is None else max(end - self._begun.consumed, 0)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps to the end of the epoch; :data:`UNKNOWN` until the end of a sampler without ``len`` has been seen."""
+        return UNKNOWN if self.remaining is None else self.rule.num_steps(self.remaining)
+
+    @property
+    def ends_in_pairs(self) -> bool:
+        """Whether what is left at the end is served in one batch with what comes before."""
+        order = self.order
+        can_be_joined = self._length is not None and (not order.whole_batches or order.is_collated)
+        return can_be_joined and self.rule.ends_in_pairs(self.remaining or 0)
+
+    def num_samples(self, rank: int) -> int:
+        """Samples of ``rank`` in this plan.
+
+        Raises:
+            TypeError: It cannot be known before the epoch is over.
+        """
+        if not self.order.is_sized or self.order.whole_batches:
+            raise TypeError(f"{self.order.name} does not say how many samples it yields.")
+        return self.rule.num_samples(self.remaining or 0, rank)
+
+    def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
+        """The batches of ``rank``; numbered by its first item, far apart for the passes of an epoch."""
+        order, begun = self.order, self.progress_after(first_step)
+        rank = 0 if order.dealing.is_own else rank
+        seen = 0 if self._latest is None else self._latest.drawn
+        if self.remaining is None and seen < begun.consumed + self.rule.full:
+            # It may end before that: only the steps themselves tell how large the last ones are.
+            begun = self.progress_after(0)
+        else:
+            first_step = 0
+        noted, earlier = begun.details[order.kind], self._begun.details.get("passes")
+        walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier)
+        self._latest = walk
+        for first, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
+            yield (
+                begun.cycle * _MANY_ITEMS + first,
+                own if not order.whole_batches else own[0] if len(own) == 1 else _joined(own),
+            )
+
+    def progress_after(self, steps: int) -> Progress:
+        """The progress after ``steps`` steps, with what the latest pass has noted by then."""
+        begun, remaining, order = self._begun, self.remaining, self.order
+        # After 0 steps nothing counts as served, even what drop_last drops here: fewer ranks may still serve it.
+        served = steps * self.rule.full if remaining is None or not steps else self.rule.served(remaining, steps)
+        details: dict[str, Any] = {order.kind: begun.details.get(order.kind, [])}
+        if served and self._latest is not None and not order.dealing.is_own:
+            details[order.kind] = self._latest.noted_before(begun.consumed + served) or details[order.kind]
+        if order.is_trained_on and order.remembers:
+            loaded = begun.details.get("passes")
+            before = order.memory.passes_before(begun.epoch, begun.cycle)
+            details["passes"] = loaded if loaded is not None and self._latest is None else before
+        return replace(begun, consumed=begun.consumed + served, details=details)
+
+    def report_after(self, steps: int) -> dict[str, Any]:
+        """Items served in the epoch, and how the sampler is brought there, as plain data."""
+        begun, order = self.progress_after(steps), self.order
+        served = begun.cycle * (self._length or 0) + begun.consumed
+        return {order.unit: served, "sampler": {"class": order.name, "resume_mode": order.resume_mode}}
+
+    def repeats(self) -> str:
+        """Items that are served twice, in words; empty if none are, or it is known only at the end of the epoch."""
+        if self.remaining is None:
+            return ""
+        return say_repeats(self.rule.num_repeated(self.remaining), self._length or 0, self.order.unit)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pass cannot be copied; a copy begins one of its own.
+        return {**vars(self), "_latest": None}
+
+    def _steps(self, walk: SamplerPass, index: int, rank: int) -> Iterator[tuple[int, list[Any]]]:
+        """The items of ``rank`` step by step, each with the number of the first."""
+        rule, full = self.rule, self.rule.full
+        # Of an end that is not announced, other ranks have to know before the last steps begin.
+        ahead = 1 if rule.num_replicas == 1 and not rule.exact else 2
+        while True:
+            end = self._length
+            if end is not None and not rule.num_steps(end - index):
+                break
+            ready = walk.look_ahead(ahead * full if end is None else min(full, end - index))
+            if walk.drawn == ready and not walk.end:
+                # Some samplers know their length when a pass begins.
+                end = self._length = self._begun_length(end)
+            left = ready if end is None else end - index
+            if rule.num_alike(left) or (end is None and ready == full and ahead == 1):
+                own = slice(rank * rule.batch_size, (rank + 1) * rule.batch_size)
+                if ready < full:
+                    self._end_early(walk, index + ready)
+                    continue
+                yield index + own.start, self._in_order(walk.take(full), index)[own]
+                index += full
+                continue
+            if not rule.num_steps(left):
+                break
+            step = rule.step_size(left)
+            if walk.look_ahead(step) < step:
+                self._end_early(walk, index + walk.look_ahead(step))
+                continue
+            items = walk.take(step)
+            # Before what may be the last batch that anybody asks for.
+            self._look_behind_end(walk, index + step)
+            ordered = self._in_order(items, index)
+            share = [ordered[offset] for offset in rule.share(left, rank).tolist()]
+            yield index + int(rule.share(left, rank)[0]), share
+            index += step
+
+    def _begun_length(self, before: int | None) -> int | None:
+        order = self.order
+        return before if order.is_cut or before is None else order.num_items
+
+    def _in_order(self, items: list[Any], index: int) -> list[Any]:
+        """The items of a step that begins at ``index``, in the order in which ranks take them."""
+        order = self.order
+        if not order.shuffles:
+            return items
+        labels = (0, 0) if order.repeats_first_epoch else (self.epoch, self._begun.cycle)
+        shuffled = keyed_permutation(len(items), derive_seed("ranks", order.seed, *labels, index))
+        return [items[offset] for offset in shuffled.take(np.arange(len(items), dtype=np.int64)).tolist()]
+
+    def _end_early(self, walk: SamplerPass, end: int) -> None:
+        """The sampler has ended before its length."""
+        order = self.order
+        warn(f"{order.name} ended epoch {self.epoch} after {end} {order.unit}, and its len() is {self._length}.")
+        self._length = end
+
+    def _look_behind_end(self, walk: SamplerPass, index: int) -> None:
+        """Let a sampler with a length come to its end once no step is left, as code behind its last item may count."""
+        order, end = self.order, self._length
+        if end is None or order.is_cut or self.rule.num_steps(end - index):
+            return
+        if index + walk.look_ahead(end - index + 1) > end:
+            warn(
+                f"{order.name} yields more than the {end} {order.unit} in epoch {self.epoch} that its len() says, and "
+                "these are not served. DDPSamplerWrapper(sampler, length='unknown') serves all."
+            )
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """Whole batches as one, for evaluation, where a rank serves two at the end."""
+    if all(isinstance(batch, (list, tuple, np.ndarray, torch.Tensor)) for batch in batches):
+        arrays = (np.ndarray, torch.Tensor)
+        return [sample for batch in batches for sample in (batch.tolist() if isinstance(batch, arrays) else batch)]
+    return reduce(add, batches)

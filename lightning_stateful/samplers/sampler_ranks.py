@@ -1,0 +1,189 @@
+"""Tells samplers that deal out to ranks by themselves of other ranks, and compares what all ranks yield together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed
+from torch.utils.data import DistributedSampler
+
+from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.sampler_copy import SamplerParts, attributes_of
+
+# Where samplers that deal out to ranks by themselves keep how many there are, which, and their share.
+_REPLICAS, _RANK = ("num_replicas", "world_size", "_num_replicas", "_world_size"), ("rank", "_rank")
+_COUNTS = ("num_samples", "total_size", "num_selected_samples")
+# Functions of torch.distributed that tell a process its rank.
+_ASKED = ("get_rank", "get_world_size", "is_initialized", "is_available")
+# An object or dict, a name in it, and a value to set there.
+Setting: TypeAlias = tuple[Any, str, Any]
+
+
+def ranks_held(sampler: Any) -> tuple[int, int] | None:
+    """The number of ranks and the rank that a sampler, or one in it, holds; None if it holds none."""
+    for part in reversed(SamplerParts(sampler).samplers):
+        names = _rank_names(attributes_of(part))
+        if names is not None:
+            held = attributes_of(part)
+            return held[names[0]], held[names[1]]
+    return None
+
+
+def settings_of(sampler: Any, num_replicas: int, rank: int) -> list[Setting]:
+    """The attributes by which a sampler knows its ranks, with the values for another rank of as many."""
+    parts = SamplerParts(sampler)
+    holders = [part for part in parts.samplers if _rank_names(attributes_of(part))] + parts.dicts
+    settings: list[Setting] = []
+    for holder in holders:
+        names = _rank_names(holder if type(holder) is dict else attributes_of(holder))
+        settings += [] if names is None else [(holder, names[0], num_replicas), (holder, names[1], rank)]
+    return settings
+
+
+def settings_of_one_rank(sampler: Any, *, by_dataset: bool) -> list[Setting]:
+    """The attributes by which a sampler knows its ranks and its share, with the values for a single rank.
+
+    Args:
+        sampler: The sampler.
+        by_dataset: A single rank's share is the length of the dataset that the sampler holds, where it holds one; else
+            it is the shares of all ranks.
+    """
+    settings = settings_of(sampler, 1, 0)
+    for holder in (holder for holder, name, _ in list(settings) if name in _REPLICAS and type(holder) is not dict):
+        held = attributes_of(holder)
+        ranks = next(held[name] for name in _REPLICAS if name in held)
+        data = held.get("dataset", held.get("data_source"))
+        whole = len(data) if by_dataset and isinstance(data, Sized) else None
+        counts = {name: held[name] for name in _COUNTS if type(held.get(name)) is int}
+        if type(ranks) is not int or ranks == 1:
+            continue
+        if "num_samples" in counts:
+            of_all = counts.get("total_size", counts["num_samples"] * ranks)
+            settings.append((holder, "num_samples", of_all if whole is None else whole))
+        if "total_size" in counts and whole is not None:
+            settings.append((holder, "total_size", whole))
+        if "num_selected_samples" in counts:
+            settings.append((holder, "num_selected_samples", counts["num_selected_samples"] * ranks))
+    return settings
+
+
+def _rank_names(held: Mapping[Any, object]) -> tuple[str, str] | None:
+    return next(((one, other) for one, other in product(_REPLICAS, _RANK) if one in held and other in held), None)
+
+
+@contextmanager
+def told(settings: Sequence[Setting]) -> Iterator[None]:
+    """Set attributes for the block, and put them back at its end.
+
+    Raises:
+        AttributeError: One of them cannot be set.
+    """
+    before: list[Setting] = []
+    try:
+        for holder, name, value in settings:
+            held = holder if type(holder) is dict else attributes_of(holder)
+            before.append((holder, name, held[name]))
+            tell([(holder, name, value)])
+        yield
+    finally:
+        tell(before[::-1])
+
+
+def tell(settings: Sequence[Setting]) -> None:
+    """Set attributes for good."""
+    for holder, name, value in settings:
+        if type(holder) is dict:
+            holder[name] = value
+        else:
+            setattr(holder, name, value)
+
+
+class AskedRanks:
+    """Notes whether code asks torch.distributed for its rank, and may answer in its place.
+
+    Args:
+        num_replicas: Ranks to tell of; None to let torch answer.
+        rank: The rank to tell of.
+
+    Attributes:
+        was_asked: Whether anybody asked.
+    """
+
+    def __init__(self, num_replicas: int | None = None, rank: int = 0) -> None:
+        self.was_asked = False
+        self._answers: dict[str, Any] = {}
+        if num_replicas is not None:
+            self._answers = dict(zip(_ASKED, (rank, num_replicas, True, True), strict=True))
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Answer within the block."""
+        homes = [torch.distributed, torch.distributed.distributed_c10d]
+        kept = [(home, name, getattr(home, name)) for home in homes for name in _ASKED if hasattr(home, name)]
+        try:
+            for home, name, function in kept:
+                setattr(home, name, self._answer(name, function))
+            yield
+        finally:
+            for home, name, function in kept:
+                setattr(home, name, function)
+
+    def _answer(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            self.was_asked = self.was_asked or name in ("get_rank", "get_world_size")
+            return self._answers[name] if name in self._answers else function(*args, **kwargs)
+
+        return answer
+
+
+def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any]) -> bool:
+    """Whether what all ranks yield is what one rank yields, but for fewer repeats at the end than a step has.
+
+    Args:
+        of_ranks: The items of each rank, single samples or batches.
+        of_one: The items of a sampler that was told of one rank.
+    """
+    together = Counter(sample for items in of_ranks for item in items for sample in _samples_in(item))
+    alone = Counter(sample for item in of_one for sample in _samples_in(item))
+    repeats = together - alone
+    step = len(of_ranks) * max((len(_samples_in(item)) for item in of_one), default=1)
+    return not alone - together and repeats.keys() <= alone.keys() and repeats.total() < step
+
+
+def _samples_in(item: Any) -> list[Any]:
+    if isinstance(item, (int, np.integer)):
+        return [int(item)]
+    if isinstance(item, (np.ndarray, torch.Tensor)):
+        return list(np.ravel(item).tolist())
+    if isinstance(item, Sized) and hasattr(type(item), "__iter__") and not isinstance(item, (str, bytes, tuple)):
+        return [int(part) if isinstance(part, (int, np.integer)) else digest(part) for part in item]  # type: ignore[attr-defined]
+    return [digest(item)]
+
+
+def numbers_in(sampler: Any) -> dict[str, int]:
+    """Small whole numbers among a sampler's attributes: on ranks that it knows, one of them is the rank."""
+    found = {}
+    for place, part in enumerate(SamplerParts(sampler).samplers):
+        for name, value in attributes_of(part).items():
+            if type(value) is int and 0 <= value < 2**20:
+                found[f"{place}.{name}"] = value
+    return found
+
+
+def name_of_rank(numbers: Sequence[Mapping[str, int]]) -> str | None:
+    """The name under which the samplers of all ranks hold their rank, of :func:`numbers_in` by rank; None for none."""
+    return next(
+        (name for name in numbers[0] if all(of.get(name) == rank for rank, of in enumerate(numbers))),
+        None,
+    )
+
+
+def is_given_ranks(sampler: Any) -> bool:
+    """Whether a sampler is of a class that torch leaves to itself on ranks, or holds ranks by a usual name."""
+    return isinstance(sampler, DistributedSampler) or ranks_held(sampler) is not None
