@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,10 +73,14 @@ class SamplerFacts:
     error: str = ""
 
 
-def check_sampler(order: WrappedSampler) -> SamplerFacts:
+def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] | None = None) -> SamplerFacts:
     """Iterate a copy of a sampler over epoch 0, at most over a million items.
 
     Where the pass has changed the copy, the next epoch is begun on it and on a fresh one.
+
+    Args:
+        order: The sampler.
+        choose: What to set on a copy while it is iterated, to tell it that there is one rank; None to leave it.
 
     Raises:
         ConfigurationError: It yields more or fewer items than its ``len``.
@@ -86,8 +90,8 @@ def check_sampler(order: WrappedSampler) -> SamplerFacts:
     if not copied.is_apart:
         return SamplerFacts(error="it holds an iterator, a file or an object that cannot be copied", remembers=True)
     facts, shared = SamplerFacts(), digest_of_contents(order.sampler, order.dataset, of_shared=True)
-    asked, started = AskedRanks(), time.perf_counter()
-    tried = IteratedSampler(copied.sampler, order.seed, dataset=order.dataset, asked=asked)
+    asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
+    tried = _iterated(order, copied.sampler, choose, asked)
     contents = partial(digest_of_contents, copied.sampler, order.dataset, epoch=0)
     state, before = None, [""]
     try:
@@ -101,13 +105,23 @@ def check_sampler(order: WrappedSampler) -> SamplerFacts:
     if not facts.error:
         _refuse_wrong_length(order, facts)
         changed = contents() != before[-1]
-        facts.is_harmless = changed and facts.seconds <= _QUICK and _begins_alike(order, tried)
+        fresh = partial(_fresh, order, choose, asked)
+        facts.is_harmless = changed and facts.seconds <= _QUICK and _begins_alike(tried, fresh)
         facts.remembers = changed and not facts.is_harmless
-        facts.leads_back = state is not None and _leads_back(order, state, facts)
+        facts.leads_back = state is not None and _leads_back(fresh, state, facts)
         if has_own_state(order) and not facts.leads_back:
             # Its later items are noted otherwise.
             facts.notes = {0: facts.notes[0]} if 0 in facts.notes else {}
     return facts
+
+
+def _iterated(order: WrappedSampler, sampler: Any, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
+    settings = [] if choose is None else choose(sampler)
+    return IteratedSampler(sampler, order.seed, dataset=order.dataset, settings=settings, asked=asked)
+
+
+def _fresh(order: WrappedSampler, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
+    return _iterated(order, order.copied().sampler, choose, asked)
 
 
 def _follow(order: WrappedSampler, tried: IteratedSampler, items: Iterator[Any], facts: SamplerFacts) -> Any:
@@ -159,12 +173,10 @@ def told_apart(item: Any) -> Any:
     return int(item) if isinstance(item, int) else digest(item)
 
 
-def _begins_alike(order: WrappedSampler, ended: IteratedSampler) -> bool:
+def _begins_alike(ended: IteratedSampler, fresh: Callable[[], IteratedSampler]) -> bool:
     """Whether a copy that was iterated to its end begins the next epoch as a fresh one does."""
-    fresh = order.copied()
-    tried = IteratedSampler(fresh.sampler, order.seed, dataset=order.dataset)
     with suppress(Exception):
-        return _beginning(ended, 1) == _beginning(tried, 1)
+        return _beginning(ended, 1) == _beginning(fresh(), 1)
     return False
 
 
@@ -174,11 +186,10 @@ def _beginning(tried: IteratedSampler, epoch: int, *, drawn: int = 0, state: Any
         return list(map(digest, islice(items, _COMPARED)))
 
 
-def _leads_back(order: WrappedSampler, state: Any, facts: SamplerFacts) -> bool:
+def _leads_back(fresh: Callable[[], IteratedSampler], state: Any, facts: SamplerFacts) -> bool:
     """Whether a fresh copy goes on from a state as the copy that gave it did."""
-    tried = IteratedSampler(order.copied().sampler, order.seed, dataset=order.dataset)
     with suppress(Exception):
-        return _beginning(tried, 0, drawn=STATE_STRIDE, state=state)[:1] == [facts.notes.get(STATE_STRIDE)]
+        return _beginning(fresh(), 0, drawn=STATE_STRIDE, state=state)[:1] == [facts.notes.get(STATE_STRIDE)]
     return False
 
 
@@ -217,6 +228,7 @@ class Dealing:
         is_own: Whether each rank iterates its own sampler, and nothing is dealt out.
         settings: Attributes that are set on the sampler while it is iterated, to tell it of one rank.
         answers: Whether torch.distributed answers it that there is one rank.
+        facts: What trying a copy that was told of one rank has shown; None where it is not told.
         begins: Digest of how epoch 0 begins; of each rank where these are their own.
         note: A sentence for the log; empty if there is nothing to say.
     """
@@ -224,6 +236,7 @@ class Dealing:
     is_own: bool = False
     settings: tuple[Setting, ...] = ()
     answers: bool = False
+    facts: SamplerFacts | None = None
     begins: str | list[str] = ""
     note: str = ""
 
@@ -327,18 +340,16 @@ def _prove(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing | Non
             choose = partial(settings_of_one_rank, by_dataset=by_dataset)
             ones = [_items(order, choose, 1, 0, epoch) for epoch in range(2)]
             if all(yields_as_one(ranks, one) for ranks, one in zip(told_of, ones, strict=True)):
-                begins = digest(list(map(told_apart, ones[0][: _num_first(order)])))
-                settings = tuple(choose(order.sampler))
+                settings, alone = tuple(choose(order.sampler)), check_sampler(order, choose)
                 with told(settings):
-                    return Dealing(settings=settings, answers=facts.asks, begins=begins)
+                    # They can be set on the sampler itself.
+                    return Dealing(settings=settings, answers=facts.asks, facts=alone, begins=alone.begins)
     return None
 
 
 def _items(order: WrappedSampler, choose: Any, num_replicas: int, rank: int, epoch: int) -> list[Any]:
     """All items of an epoch of a copy that is told of a rank."""
-    copied = order.copied().sampler
-    asked = AskedRanks(num_replicas, rank) if order.facts.asks else None
-    tried = IteratedSampler(copied, order.seed, dataset=order.dataset, settings=choose(copied), asked=asked)
+    tried = _fresh(order, choose, AskedRanks(num_replicas, rank) if order.facts.asks else None)
     items = tried.begin(epoch, 0)
     with tried.entered():
         return list(items)

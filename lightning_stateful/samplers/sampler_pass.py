@@ -138,8 +138,8 @@ class SamplerPass:
         first: The index of the first item that is wanted.
         noted: A note of an earlier run: the index of an item, its digest, and the sampler's own state or None. Empty
             for none.
-        earlier: Passes that the run has begun before, as a state has them; None, or :class:`PassesHere`, for a pass that
-            follows those of this process.
+        earlier: Passes that the run has begun before, as a state has them; None, or :class:`PassesHere`, for a pass
+            that follows those of this process.
 
     Attributes:
         drawn: Items of the pass that the sampler has yielded.
@@ -262,7 +262,13 @@ class SamplerPass:
         self._notes.append([index, found, state])
         order, (at, expected, _) = self._order, self._expected
         order.memory.compare_with_check(order, self, index, found)
-        if index != at or found == expected or not expected or "nondeterministic" in order.accept:
+        if index != at or found == expected or not expected:
+            return
+        if "nondeterministic" in order.accept:
+            warn(
+                f"{order.name} differs from run to run. What is left of epoch {self._epoch} is not what was left when "
+                "the checkpoint was written: some samples come twice, and others never."
+            )
             return
         of_state = "" if state is None else f"See that {order.name}.load_state_dict leads back to this very item. "
         remedy = (

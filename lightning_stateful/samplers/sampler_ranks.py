@@ -26,24 +26,29 @@ Setting: TypeAlias = tuple[Any, str, Any]
 
 
 def ranks_held(sampler: Any) -> tuple[int, int] | None:
-    """The number of ranks and the rank that a sampler, or one in it, holds; None if it holds none."""
-    for part in reversed(SamplerParts(sampler).samplers):
-        names = _rank_names(attributes_of(part))
-        if names is not None:
-            held = attributes_of(part)
-            return held[names[0]], held[names[1]]
-    return None
+    """The number of ranks and the rank that a sampler, or one in it, holds; None if it holds none.
+
+    What is one of several within another may hold that there is one rank.
+    """
+    found = [(held[names[0]], held[names[1]]) for _, held, names in _holders(SamplerParts(sampler).samplers)]
+    return next((ranks for ranks in reversed(found) if ranks != (1, 0)), found[-1] if found else None)
 
 
 def settings_of(sampler: Any, num_replicas: int, rank: int) -> list[Setting]:
-    """The attributes by which a sampler knows its ranks, with the values for another rank of as many."""
+    """The attributes by which a sampler knows that there are several ranks, with the values for other ranks."""
     parts = SamplerParts(sampler)
-    holders = [part for part in parts.samplers if _rank_names(attributes_of(part))] + parts.dicts
-    settings: list[Setting] = []
-    for holder in holders:
-        names = _rank_names(holder if type(holder) is dict else attributes_of(holder))
-        settings += [] if names is None else [(holder, names[0], num_replicas), (holder, names[1], rank)]
-    return settings
+    return [
+        (holder, name, value)
+        for holder, held, names in _holders([*parts.samplers, *parts.dicts])
+        if (held[names[0]], held[names[1]]) != (1, 0)
+        for name, value in zip(names, (num_replicas, rank), strict=True)
+    ]
+
+
+def _holders(parts: Sequence[Any]) -> list[tuple[Any, Mapping[str, Any], tuple[str, str]]]:
+    """The objects and dicts among ``parts`` that hold ranks, with all that they hold and the names of the two."""
+    found = [(part, part if type(part) is dict else attributes_of(part)) for part in parts]
+    return [(part, held, names) for part, held in found if (names := _rank_names(held)) is not None]
 
 
 def settings_of_one_rank(sampler: Any, *, by_dataset: bool) -> list[Setting]:
@@ -143,7 +148,9 @@ class AskedRanks:
 
 
 def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any]) -> bool:
-    """Whether what all ranks yield is what one rank yields, but for fewer repeats at the end than a step has.
+    """Whether what all ranks yield is what one rank yields, but for what makes their last step equal.
+
+    That is fewer repeats than a step has samples, and fewer other items than ranks (lhotse names its repeats anew).
 
     Args:
         of_ranks: The items of each rank, single samples or batches.
@@ -151,9 +158,10 @@ def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any]) -> b
     """
     together = Counter(sample for items in of_ranks for item in items for sample in _samples_in(item))
     alone = Counter(sample for item in of_one for sample in _samples_in(item))
-    repeats = together - alone
+    added = together - alone
     step = len(of_ranks) * max((len(_samples_in(item)) for item in of_one), default=1)
-    return not alone - together and repeats.keys() <= alone.keys() and repeats.total() < step
+    num_others = sum(count for sample, count in added.items() if sample not in alone)
+    return not alone - together and added.total() < step and num_others < len(of_ranks)
 
 
 def _samples_in(item: Any) -> list[Any]:

@@ -245,8 +245,10 @@ class WrappedSampler:
         """
         known = vars(self).get("_met")
         if known != (num_replicas, rank):
-            vars(self)["_dealing"] = deal(self, num_replicas, rank)
+            vars(self)["_dealing"] = found = deal(self, num_replicas, rank)
             vars(self)["_met"] = (num_replicas, rank)
+            if found.facts is not None:
+                vars(self)["facts"] = found.facts
         return self.dealing
 
     @property
@@ -261,13 +263,15 @@ class WrappedSampler:
     def iterated(self) -> IteratedSampler:
         """The sampler itself, to be iterated."""
         asked = AskedRanks(1, 0) if self.dealing.answers else None
-        settings = self.dealing.settings
-        return IteratedSampler(self.sampler, self.seed, dataset=self.dataset, settings=settings, asked=asked)
+        # To overfit on its first epoch, one that changes itself begins as often with a copy.
+        repeats = self.repeats_first_epoch and self.facts.remembers
+        sampler, settings = self.copied().sampler if repeats else self.sampler, self.dealing.settings
+        return IteratedSampler(sampler, self.seed, dataset=self.dataset, settings=settings, asked=asked)
 
     def config(self) -> dict[str, Any]:
         """The configuration that determines the sequence, as far as can be told, and a digest of its beginning."""
         num_items, dealing = self.num_items, self.dealing
-        described: dict[str, Any] = {"class": self.name, "resume_mode": self.resume_mode}
+        described: dict[str, Any] = {"class": self.name}
         if self.is_known:
             with told(dealing.settings):
                 described |= self._parameters()
