@@ -117,7 +117,7 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
 
 def _iterated(order: WrappedSampler, sampler: Any, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
     settings = [] if choose is None else choose(sampler)
-    return IteratedSampler(sampler, order.seed, dataset=order.dataset, settings=settings, asked=asked)
+    return order.iterating(sampler, settings, asked)
 
 
 def _fresh(order: WrappedSampler, choose: Any, asked: AskedRanks | None) -> IteratedSampler:

@@ -8,9 +8,8 @@ import io
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torch.utils.data import Dataset, Sampler
 from lightning_stateful.samplers.rng import GENERATORS
 
 T = TypeVar("T")
+Path: TypeAlias = tuple[Any, ...]
 # Objects in longer lists are data; in a very long list some items say what kind of items it holds.
 _LONG, _VERY_LONG, _MOST_BYTES, _SPREAD = 1024, 2**16, 2**28, 4096
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), range, np.int64, np.int32, np.float64, np.bool_})
@@ -43,7 +43,7 @@ class SamplerParts:
     Attributes:
         found: Objects, each after those that it holds; the sampler is the last.
         shared: Objects that were not looked into.
-        generators: Random generators.
+        generators: Random generators, by the names and numbers that lead to them.
         samplers: Samplers, the sampler itself last.
         dicts: Plain dicts.
     """
@@ -51,13 +51,13 @@ class SamplerParts:
     def __init__(self, sampler: Any, dataset: Any = None) -> None:
         self.found: list[Any] = []
         self.shared: list[Any] = [] if dataset is None else [dataset]
+        self.generators: dict[Path, Any] = {}
         self._seen: set[int] = set(map(id, self.shared))
-        self._look_at(sampler, is_held=False)
-        self.generators = [part for part in self.found if isinstance(part, GENERATORS)]
+        self._look_at(sampler, (), is_held=False)
         self.samplers = [part for part in self.found if part is not sampler and _is_sampler(part)] + [sampler]
         self.dicts = [part for part in self.found if type(part) is dict]
 
-    def _look_at(self, value: Any, in_data: bool = False, is_held: bool = True) -> None:
+    def _look_at(self, value: Any, path: Path, in_data: bool = False, is_held: bool = True) -> None:
         if type(value) in _PLAIN or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -65,26 +65,37 @@ class SamplerParts:
         if is_datum or _is_shared(value, is_held):
             self.shared.append(value)
             return
-        for part in held_by(value):
-            self._look_at(part, type(value) in (list, tuple, dict) and len(value) > _LONG)
+        is_long = type(value) in (list, tuple, dict) and len(value) > _LONG
+        for name, part in held_by(value):
+            self._look_at(part, (*path, name), is_long)
         self.found.append(value)
+        if isinstance(value, GENERATORS):
+            self.generators[path] = value
 
 
-def held_by(value: Any) -> Iterable[Any]:
-    """The objects that a value holds, of long containers of plain values or of data none."""
+def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Names or numbers, and the objects that a value holds by them; of containers of plain values or of data none."""
     if isinstance(value, (torch.Tensor, *GENERATORS)):
         return ()
     if isinstance(value, np.ndarray):
-        return value.flat if value.dtype.hasobject and value.size <= _LONG else ()
-    if type(value) is dict:
-        return () if _is_data(value.values()) else chain(value, value.values())
-    if type(value) in (list, tuple, set):
-        return () if _is_data(value) else value
-    items: Iterable[Any] = ()
-    if isinstance(value, (dict, list, tuple, set)) and len(value) <= _LONG:
-        # A subclass holds items beside its attributes.
-        items = chain(value, value.values()) if isinstance(value, dict) else value
-    return [*attributes_of(value).values(), *items]
+        return enumerate(value.flat) if value.dtype.hasobject and value.size <= _LONG else ()
+    if type(value) in (list, tuple, set, dict) and _is_data(value.values() if type(value) is dict else value):
+        return ()
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, dict) and len(value) <= _LONG:
+        items = [*value.items(), *(("key", key) for key in value)]
+    elif isinstance(value, (list, tuple, set)) and len(value) <= _LONG:
+        items = list(enumerate(value))
+    # A subclass of a container has attributes beside its items.
+    return [*attributes_of(value).items(), *items]
+
+
+def held_at(value: Any, path: Path) -> Any:
+    """The object that names and numbers lead to; None where they lead nowhere."""
+    for name in path:
+        held = dict(enumerate(value)) if type(value) in (list, tuple) else value if type(value) is dict else None
+        value = (attributes_of(value) if held is None else held).get(name)
+    return value
 
 
 def attributes_of(value: object) -> dict[str, Any]:

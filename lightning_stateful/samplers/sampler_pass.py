@@ -8,7 +8,7 @@ import warnings
 import weakref
 from array import array
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice, repeat
@@ -21,7 +21,7 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import Difference, PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rng import OwnRandomness, seed_generator
-from lightning_stateful.samplers.sampler_copy import SamplerParts, digest_of_contents
+from lightning_stateful.samplers.sampler_copy import Path, SamplerParts, digest_of_contents, held_at
 from lightning_stateful.samplers.sampler_ranks import AskedRanks, Setting, told
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
@@ -52,6 +52,8 @@ class IteratedSampler:
         dataset: What is not looked into to find samplers and generators, or None.
         settings: Attributes to set while it is iterated.
         asked: Answers for torch.distributed while it is iterated; None to leave torch alone.
+        generators: Where the generators are that it held before anybody iterated it. One that it makes on the way would
+            not be there in a resumed run.
     """
 
     def __init__(
@@ -62,8 +64,9 @@ class IteratedSampler:
         dataset: Any = None,
         settings: Sequence[Setting] = (),
         asked: AskedRanks | None = None,
+        generators: Collection[Path] = (),
     ) -> None:
-        self.sampler, self._seed, self._dataset = sampler, seed, dataset
+        self.sampler, self._seed, self._dataset, self._generators = sampler, seed, dataset, generators
         self._settings, self._asked = settings, asked
         self._random = OwnRandomness(seed)
 
@@ -120,8 +123,8 @@ class IteratedSampler:
 
     def _reseed(self, *labels: int) -> None:
         self._random.seed(derive_seed("sampler", self._seed, *labels))
-        for number, generator in enumerate(SamplerParts(self.sampler, self._dataset).generators):
-            seed_generator(generator, derive_seed("held generator", number, self._seed, *labels))
+        for path in self._generators:
+            seed_generator(held_at(self.sampler, path), derive_seed("held generator", repr(path), self._seed, *labels))
 
 
 class SamplerPass:
@@ -292,12 +295,17 @@ class SamplerMemory:
     A sampler that changes itself while it is iterated yields what follows from its earlier passes. Their number is kept
     in the state, and a resume begins them again.
 
+    Args:
+        generators: Where the generators are that the sampler holds.
+
     Attributes:
+        generators: The same.
         passes: Of each pass its epoch, its cycle, and the items drawn of one that was broken off, or -1.
         has_changed: Whether a pass has changed the sampler.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Collection[Path]) -> None:
+        self.generators = tuple(generators)
         self.passes: list[list[int]] = []
         self.has_changed = False
         self._latest: SamplerPass | None = None
@@ -399,12 +407,17 @@ class SamplerMemory:
             warn(message)
 
 
-def memory_of(sampler: Any) -> SamplerMemory:
-    """The memory of a sampler, the same for all that iterate it in this process."""
+def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
+    """The memory of a sampler, the same for all that iterate it in this process.
+
+    Args:
+        sampler: The sampler.
+        dataset: An object in it that is not looked into.
+    """
     held, memory = _MEMORIES.get(id(sampler), (None, None))
     if held is not None and memory is not None and held() is sampler:
         return memory
-    key, made = id(sampler), SamplerMemory()
+    key, made = id(sampler), SamplerMemory(SamplerParts(sampler, dataset).generators)
     try:
         reference: Callable[[], Any] = weakref.ref(sampler, lambda _: _MEMORIES.pop(key, None))
     except TypeError:

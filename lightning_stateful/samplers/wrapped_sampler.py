@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -35,7 +35,7 @@ from lightning_stateful.samplers.sampler_check import (
 from lightning_stateful.samplers.sampler_copy import SamplerCopy, SamplerParts
 from lightning_stateful.samplers.sampler_pass import IteratedSampler, SamplerMemory, memory_of
 from lightning_stateful.samplers.sampler_plan import SamplerEpochPlan
-from lightning_stateful.samplers.sampler_ranks import AskedRanks, told
+from lightning_stateful.samplers.sampler_ranks import AskedRanks, Setting, told
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names
 
@@ -121,7 +121,7 @@ class WrappedSampler:
             object.__setattr__(self, "length", as_int("length", self.length))
         if self.length not in ("len", "unknown") and (isinstance(self.length, str) or self.length < 1):
             raise ConfigurationError(f"length must be at least 1, 'len' or 'unknown', got {self.length!r}.")
-        self.num_items  # noqa: B018  # asked now, because a sampler may change
+        self.memory  # noqa: B018  # begins before anybody iterates the sampler
 
     @property
     def name(self) -> str:
@@ -235,7 +235,7 @@ class WrappedSampler:
     @property
     def memory(self) -> SamplerMemory:
         """The passes that were begun over the sampler in this process."""
-        return memory_of(self.sampler)
+        return memory_of(self.sampler, self.dataset)
 
     def meet(self, num_replicas: int, rank: int) -> Dealing:
         """Find out how its items come to ranks; processes of a group do so together.
@@ -266,7 +266,20 @@ class WrappedSampler:
         # To overfit on its first epoch, one that changes itself begins as often with a copy.
         repeats = self.repeats_first_epoch and self.facts.remembers
         sampler, settings = self.copied().sampler if repeats else self.sampler, self.dealing.settings
-        return IteratedSampler(sampler, self.seed, dataset=self.dataset, settings=settings, asked=asked)
+        return self.iterating(sampler, settings, asked)
+
+    def iterating(
+        self, sampler: Any, settings: Sequence[Setting] = (), asked: AskedRanks | None = None
+    ) -> IteratedSampler:
+        """The sampler, or a copy of it, to be iterated under the randomness of epochs."""
+        return IteratedSampler(
+            sampler,
+            self.seed,
+            dataset=self.dataset,
+            settings=settings,
+            asked=asked,
+            generators=self.memory.generators,
+        )
 
     def config(self) -> dict[str, Any]:
         """The configuration that determines the sequence, as far as can be told, and a digest of its beginning."""
