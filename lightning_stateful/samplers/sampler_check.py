@@ -93,10 +93,10 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
     tried = _iterated(order, copied.sampler, choose, asked)
     contents = partial(digest_of_contents, copied.sampler, order.dataset, epoch=0)
-    state, before = None, [""]
+    before, state, following = [""], None, list[str]()
     try:
         items = tried.begin(0, 0, before_iter=lambda: before.append(contents()))
-        state = _follow(order, tried, items, facts)
+        state = _follow(order, tried, items, facts, following)
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
@@ -108,7 +108,7 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
         fresh = partial(_fresh, order, choose, asked)
         facts.is_harmless = changed and facts.seconds <= _QUICK and _begins_alike(tried, fresh)
         facts.remembers = changed and not facts.is_harmless
-        facts.leads_back = state is not None and _leads_back(fresh, state, facts)
+        facts.leads_back = state is not None and _leads_back(fresh, state, following)
         if has_own_state(order) and not facts.leads_back:
             # Its later items are noted otherwise.
             facts.notes = {0: facts.notes[0]} if 0 in facts.notes else {}
@@ -124,8 +124,13 @@ def _fresh(order: WrappedSampler, choose: Any, asked: AskedRanks | None) -> Iter
     return _iterated(order, order.copied().sampler, choose, asked)
 
 
-def _follow(order: WrappedSampler, tried: IteratedSampler, items: Iterator[Any], facts: SamplerFacts) -> Any:
-    """Iterate as far as is looked at, and note items; the sampler's own state on the way, if it has one."""
+def _follow(
+    order: WrappedSampler, tried: IteratedSampler, items: Iterator[Any], facts: SamplerFacts, following: list[str]
+) -> Any:
+    """Iterate as far as is looked at, and note items; the sampler's own state on the way, if it has one.
+
+    Digests of the items that come after that state are put into ``following``.
+    """
     running, drawn, state, chained = hashlib.blake2b(digest_size=8), 0, None, ""
     has_states, started = has_own_state(order), time.perf_counter()
     beginning: list[Any] = []
@@ -144,6 +149,8 @@ def _follow(order: WrappedSampler, tried: IteratedSampler, items: Iterator[Any],
                     facts.first = item
                 if index in (0, STATE_STRIDE) if has_states else next_digest_index(index) == index:
                     chained = facts.notes[index] = digest(item, "" if has_states else chained)
+                if state is not None and len(following) < STATE_STRIDE:
+                    following.append(digest(item))
                 chunk.append(told_apart(item))
         drawn += len(chunk)
         beginning += chunk[: _num_first(order) - len(beginning)]
@@ -186,10 +193,10 @@ def _beginning(tried: IteratedSampler, epoch: int, *, drawn: int = 0, state: Any
         return list(map(digest, islice(items, _COMPARED)))
 
 
-def _leads_back(fresh: Callable[[], IteratedSampler], state: Any, facts: SamplerFacts) -> bool:
+def _leads_back(fresh: Callable[[], IteratedSampler], state: Any, following: list[str]) -> bool:
     """Whether a fresh copy goes on from a state as the copy that gave it did."""
     with suppress(Exception):
-        return _beginning(fresh(), 0, drawn=STATE_STRIDE, state=state)[:1] == [facts.notes.get(STATE_STRIDE)]
+        return _beginning(fresh(), 0, drawn=STATE_STRIDE, state=state)[:STATE_STRIDE] == following
     return False
 
 
