@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from torch.utils.data import DataLoader, Dataset
 
-# Divisible by 1, 2 and 3 ranks with batches of two: no epoch has a tail.
+# Divisible by 1, 2 and 3 ranks with batches of four: no epoch has a tail.
 LENGTH = 24
 LABELS = [index % 4 for index in range(LENGTH)]
 NAMES = [f"class {label}" for label in LABELS]
@@ -34,9 +34,9 @@ def number_of(index: Any) -> int:
 
 
 def loader(workers: int, **options: Any) -> DataLoader[Any]:
-    """A DataLoader over :class:`Indices`, with batches of two unless told otherwise."""
+    """A DataLoader over :class:`Indices`, with batches of four unless told otherwise."""
     if not {"batch_sampler", "batch_size"} & set(options):
-        options["batch_size"] = 2
+        options["batch_size"] = 4
     return options.pop("kind", DataLoader)(options.pop("dataset", None) or Indices(), num_workers=workers, **options)
 
 

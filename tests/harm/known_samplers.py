@@ -83,7 +83,7 @@ class MPerClassSampler(Sampler[int]):
 
 
 class HierarchicalSampler(BatchSampler):
-    """pytorch-metric-learning: batches of pairs of super-classes, which it draws anew in each ``__iter__`` and keeps."""
+    """pytorch-metric-learning: batches of pairs of super-classes, drawn anew in each ``__iter__`` and kept."""
 
     def __init__(self, labels: list[tuple[int, int]], samples_per_class: int = 2) -> None:
         self.samples_per_class = samples_per_class
@@ -229,7 +229,7 @@ class VisslSampler(DistributedSampler[Any]):
 
 
 class DynamicBucketingSampler(Sampler[Any]):
-    """As lhotse's: its own iterator, which yields a list of objects within a duration, a rank every ``world_size``th."""
+    """As lhotse's: its own iterator over lists of objects within a duration, every ``world_size``th of them."""
 
     def __init__(self, cuts: list[Any], max_duration: float = 18.0, seed: int = 1) -> None:
         self.cuts, self.max_duration, self.seed, self.epoch = cuts, max_duration, seed, 0
@@ -438,7 +438,7 @@ class MegatronPretrainingRandomSampler:
 
 
 class DistributedBucketSampler(DistributedSampler[Any]):
-    """VITS: a batch sampler of like lengths that is a DistributedSampler; each bucket is padded for ranks and batches."""
+    """VITS: a batch sampler of like lengths that is a DistributedSampler; buckets are padded for ranks and batches."""
 
     def __init__(self, dataset: Any, batch_size: int = 2) -> None:
         super().__init__(dataset, num_ranks(), own_rank(), shuffle=True)

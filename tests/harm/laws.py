@@ -1,4 +1,4 @@
-"""The rule: an uninterrupted run is the one without us or is refused; a resume is exact, refused, or said to be inexact."""
+"""The rule: an uninterrupted run is as without the callback, or refused; a resume is exact, refused or warned of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harm.basics import LABELS
-from harm.runs import EPOCHS, Run, Trial, stop_of
+from harm.runs import EPOCHS, Run, Trial
 from harm.table import Entry
 
 # The batches of every rank in one epoch.
@@ -128,7 +128,7 @@ def resumed(whole: list[Run], stopped: list[Run], after: list[Run]) -> tuple[str
     return "exact", ""
 
 
-def elsewhere(whole: list[Run], stopped: list[Run], after: list[Run]) -> tuple[str, str]:
+def elsewhere(entry: Entry, whole: list[Run], stopped: list[Run], after: list[Run]) -> tuple[str, str]:
     """Judge a resume on other ranks: over the epoch, each sample as often as without the stop."""
     if any(run.error for run in after):
         outcome = "refused" if all(run.refused for run in after) else "aborted"
@@ -136,6 +136,9 @@ def elsewhere(whole: list[Run], stopped: list[Run], after: list[Run]) -> tuple[s
     want = Counter(samples([run.epoch(1) for run in whole]))
     got = Counter(samples([run.epoch(1) for run in (*stopped, *after)]))
     if want == got:
+        return "exact", ""
+    if "limit_train_batches" in entry.trainer and got <= want:
+        # An epoch that is cut off by steps has other samples on other ranks.
         return "exact", ""
     twice, never = sorted((got - want).elements()), sorted((want - got).elements())
     return _said(f"epoch 1 has too often {twice}, too seldom {never}", stopped, after)
@@ -158,11 +161,6 @@ def falls_short(entry: Entry, outcome: str, way: str) -> bool:
     if way == "run":
         return outcome == "refused" and least != "refused"
     return grades.index(outcome) < grades.index(least)
-
-
-def stops(trials: list[Trial]) -> int:
-    """Where the run was stopped."""
-    return stop_of(trials[0].own)
 
 
 def _short(value: Any) -> str:

@@ -1,22 +1,24 @@
 """The table of samplers, batch samplers, loaders and iterables, with what the rule asks of each.
 
-``same`` says how an uninterrupted run is compared with one without the callback (``laws.MODES``); ``on_ranks`` the same on
-several ranks, where it differs. ``deals`` says who divides the data among ranks, and so what a run is compared with:
+``same`` says how an uninterrupted run is compared with one without the callback (``laws.MODES``), and ``on_ranks`` the
+same on several ranks, where it differs. ``deals`` says who divides the data among ranks:
 
-- ``"lightning"``: Lightning does; the same run without the callback.
-- ``"distributed"``: a DistributedSampler, which Lightning leaves alone; likewise.
+- ``"lightning"``: Lightning does. A run is compared with the same run without the callback.
+- ``"distributed"``: it is a DistributedSampler, which Lightning leaves alone; compared likewise.
 - ``"itself"``: the sampler knows its rank; both runs have ``use_distributed_sampler=False``, as its users set it.
-- ``"nobody"``: Lightning cannot rebuild it for ranks, or rebuilds it wrongly; what one process trains on, over all ranks.
+- ``"nobody"``: Lightning cannot rebuild it for ranks, or does so wrongly. What all ranks train on is compared with what
+  one process trains on.
 
-``resume`` is the least that a resume on the same ranks is to be: ``"exact"``, ``"warned"`` (inexact, with a warning that
-says so) or ``"refused"`` (at the start of the first run, too). ``elsewhere`` is the same for a resume on one rank of a
-run on two, which is exact where every sample of the epoch is trained on once.
+``resume`` is the least that a resume on the same ranks is to be: ``"exact"``, ``"warned"`` (inexact, and a warning says
+so) or ``"refused"`` (perhaps at the start of the first run). ``elsewhere`` is the same for a resume on one rank of a run
+on two, which is exact where the samples of the epoch are trained on as often as without the stop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,6 +40,8 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from harm import known_samplers as known
 from harm import loaders, own_samplers
 from harm.basics import LABELS, LENGTH, LENGTHS, NAMES, Indices, loader, num_ranks, own_rank
+
+WEIGHTS = [1.0 + index % 3 for index in range(LENGTH)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,70 +128,63 @@ def over(make: Callable[[], Any], **options: Any) -> Callable[[int], DataLoader[
     return lambda workers: loader(workers, dataset=make(), **options)
 
 
+def in_batches(make: Callable[[], Any]) -> Callable[[int], DataLoader[Any]]:
+    """A DataLoader with torch's BatchSampler over a sampler."""
+    return batches(lambda: BatchSampler(make(), 4, False))
+
+
+def generator() -> torch.Generator:
+    """Seeded."""
+    return torch.Generator().manual_seed(1)
+
+
 def distributed(**options: Any) -> DistributedSampler[Any]:
     """torch's, of the ranks that there are unless told otherwise."""
     return DistributedSampler(Indices(), **{"num_replicas": num_ranks(), "rank": own_rank(), **options})
 
 
 def _torch() -> list[Entry]:
-    samplers = {
-        "SequentialSampler": ("equal", lambda: SequentialSampler(Indices())),
-        "RandomSampler": ("multiset", lambda: RandomSampler(Indices())),
-        "RandomSampler(generator)": (
-            "multiset",
-            lambda: RandomSampler(Indices(), generator=torch.Generator().manual_seed(1)),
-        ),
-        "RandomSampler(replacement)": ("counts", lambda: RandomSampler(Indices(), replacement=True)),
-        "RandomSampler(num_samples=12)": ("distinct", lambda: RandomSampler(Indices(), num_samples=12)),
-        "SubsetRandomSampler": ("multiset", lambda: SubsetRandomSampler(range(6, 18))),
-        "WeightedRandomSampler": ("counts", lambda: WeightedRandomSampler([1.0 + i % 3 for i in range(LENGTH)], 24)),
+    # In place of a RandomSampler, whatever its options, Lightning puts a DistributedSampler over the whole dataset.
+    samplers: dict[str, tuple[str, str, Callable[[], Any]]] = {
+        "SequentialSampler": ("equal", "multiset", lambda: SequentialSampler(Indices())),
+        "RandomSampler": ("multiset", "multiset", lambda: RandomSampler(Indices())),
+        "RandomSampler(generator)": ("multiset", "multiset", lambda: RandomSampler(Indices(), generator=generator())),
+        "RandomSampler(replacement)": ("counts", "multiset", lambda: RandomSampler(Indices(), replacement=True)),
+        "RandomSampler(num_samples=12)": ("distinct", "multiset", lambda: RandomSampler(Indices(), num_samples=12)),
+        "SubsetRandomSampler": ("multiset", "multiset", lambda: SubsetRandomSampler(range(6, 18))),
+        "WeightedRandomSampler": ("counts", "counts", lambda: WeightedRandomSampler(WEIGHTS, LENGTH)),
     }
-    # Lightning puts a DistributedSampler over the dataset in place of a RandomSampler, whatever its options.
-    drawn = {"RandomSampler(replacement)": "multiset", "RandomSampler(num_samples=12)": "multiset"}
-    found = []
-    for name, (same, make) in samplers.items():
-        found.append(Entry(group="torch", name=name, make=of(make), same=same))
-        whole = batches(lambda make=make: BatchSampler(make(), 2, False))
-        found.append(Entry(group="torch", name=f"BatchSampler({name})", make=whole, same=same))
+    entry = partial(Entry, group="torch")
+    data = partial(Entry, group="torchdata")
     return [
-        *(Entry(**{**vars(entry), "on_ranks": "counts"}) if _option(entry.name, drawn) else entry for entry in found),
-        Entry(group="torch", name="DistributedSampler", make=of(distributed), same="equal", deals="distributed"),
-        Entry(
-            group="torch",
-            name="BatchSampler(DistributedSampler)",
-            make=batches(lambda: BatchSampler(distributed(), 2, False)),
-            same="equal",
-            deals="itself",
+        *(entry(name=name, make=of(make), same=same, on_ranks=two) for name, (same, two, make) in samplers.items()),
+        # Lightning rebuilds these for ranks with batches of one sample.
+        *(
+            entry(name=f"BatchSampler({name})", make=in_batches(make), same=same, deals="nobody")
+            for name, (same, _, make) in samplers.items()
         ),
-        Entry(
-            group="torch",
+        entry(name="DistributedSampler", make=of(distributed), same="equal", deals="distributed"),
+        entry(name="BatchSampler(DistributedSampler)", make=in_batches(distributed), same="equal", deals="itself"),
+        entry(
             name="DistributedSampler of rank 1 of 3",
             make=of(lambda: distributed(num_replicas=3, rank=1)),
             same="equal",
             deals="distributed",
             elsewhere="refused",
         ),
-        Entry(
-            group="torchdata",
+        data(
             name="StatefulDistributedSampler",
             make=of(lambda: StatefulDistributedSampler(Indices(), num_ranks(), own_rank(), seed=3)),
             same="equal",
             deals="distributed",
         ),
-        Entry(
-            group="torchdata", name="RandomSampler", make=of(lambda: TorchdataRandomSampler(Indices())), same="multiset"
-        ),
-        Entry(
-            group="torchdata",
+        data(name="RandomSampler", make=of(lambda: TorchdataRandomSampler(Indices())), same="multiset"),
+        data(
             name="StatefulDataLoader",
             make=lambda workers: loader(workers, kind=StatefulDataLoader, shuffle=True),
             same="multiset",
         ),
     ]
-
-
-def _option(name: str, options: Mapping[str, Any]) -> bool:
-    return any(option in name for option in options)
 
 
 def _known() -> list[Entry]:
@@ -239,7 +236,7 @@ def _known() -> list[Entry]:
         (
             "VISSL",
             "StatefulDistributedSampler",
-            of(lambda: known.VisslSampler(Indices(), 2)),
+            of(lambda: known.VisslSampler(Indices(), 4)),
             "equal",
             {**itself, "deals": "distributed"},
         ),
@@ -269,7 +266,13 @@ def _known() -> list[Entry]:
             "equal",
             {"deals": "distributed"},
         ),
-        ("ml-cvnets", "VariableBatchSampler", batches(known.VariableBatchSampler), "equal", itself),
+        (
+            "ml-cvnets",
+            "VariableBatchSampler",
+            batches(known.VariableBatchSampler),
+            "equal",
+            {**itself, "resume": "refused"},
+        ),
         (
             "ultralytics",
             "InfiniteDataLoader",
