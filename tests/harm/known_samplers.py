@@ -25,7 +25,7 @@ class BalanceSampler(BatchSampler):
         self._lbl2idx = {label: [i for i, of in enumerate(labels) if of == label] for label in sorted(self._unq_labels)}
 
     @property
-    def batch_size(self) -> int:  # type: ignore[override]
+    def batch_size(self) -> int:
         return self._n_labels * self._n_instances
 
     def __len__(self) -> int:
@@ -142,7 +142,7 @@ class OfRanks(Sampler[int]):
 class OrderedDistributedSampler(OfRanks):
     """timm: in order, padded; it has no ``set_epoch``."""
 
-    set_epoch = None  # type: ignore[assignment]
+    set_epoch = None
 
     def __init__(self) -> None:
         super().__init__(shuffle=False)
@@ -453,7 +453,7 @@ class DistributedBucketSampler(DistributedSampler[Any]):
     def __len__(self) -> int:
         return self.num_samples // self.batch_size
 
-    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[list[int]]:
         batches = []
         for bucket, size in zip(self.buckets, self.num_samples_per_bucket, strict=True):
             ids = [bucket[i] for i in permutation(self.epoch, len(bucket))]

@@ -35,10 +35,13 @@ def _labels(epochs: list[Epoch]) -> Any:
 # What two runs are compared by.
 FEATURES: dict[str, Callable[[list[Epoch]], Any]] = {
     "batches of each rank": lambda epochs: epochs,
+    "samples of each rank": lambda epochs: [
+        [sorted(i for batch in batches for i in batch) for batches in epoch] for epoch in epochs
+    ],
     "batches a rank": lambda epochs: [[len(batches) for batches in epoch] for epoch in epochs],
     "samples a rank": lambda epochs: [[sum(map(len, batches)) for batches in epoch] for epoch in epochs],
     "samples in all": lambda epochs: [len(samples(epoch)) for epoch in epochs],
-    "samples as often": lambda epochs: [sorted(Counter(samples(epoch)).items()) for epoch in epochs],
+    "samples as often": lambda epochs: [Counter(samples(epoch)) for epoch in epochs],
     "repeats in an epoch": lambda epochs: [sorted(Counter(samples(epoch)).values()) for epoch in epochs],
     "pool of all epochs": lambda epochs: len({index for epoch in epochs for index in samples(epoch)}),
     "labels of a batch": _labels,
@@ -46,7 +49,8 @@ FEATURES: dict[str, Callable[[list[Epoch]], Any]] = {
 }
 _EVEN = ("batches a rank", "samples a rank")
 MODES: dict[str, tuple[str, ...]] = {
-    "equal": ("batches of each rank",),
+    # The first that differs is told: from samples that others got or nobody, to batches that are cut otherwise.
+    "equal": ("samples as often", "samples of each rank", "batches of each rank"),
     "multiset": (*_EVEN, "samples as often"),
     "distinct": (*_EVEN, "repeats in an epoch"),
     "subset": (*_EVEN, "repeats in an epoch", "pool of all epochs"),
@@ -80,7 +84,7 @@ def uninterrupted(entry: Entry, trials: list[Trial], alone: list[Run] | None) ->
     own = [trial.own for trial in trials]
     if any(run.error for run in own):
         outcome = "refused" if all(run.refused for run in own) else "aborted"
-        return outcome, "; ".join(dict.fromkeys(run.error or "went on" for run in own))
+        return outcome, _errors(own)
     dealt = len(trials) > 1 and entry.deals == "nobody"
     plain = (alone or []) if dealt else [trial.plain for trial in trials]
     broken = [run.error for run in plain if run.error]
@@ -101,7 +105,7 @@ def compare(entry: Entry, plain: list[Run], own: list[Run], dealt: bool) -> tupl
     expected, found = epochs_of(plain), epochs_of(own)
     for name in features:
         if (want := FEATURES[name](expected)) != (got := FEATURES[name](found)):
-            return "other data", f"{name}: {_short(got)} instead of {_short(want)}"
+            return "other data", f"{name}: {_difference(want, got)}"
     return "same", ""
 
 
@@ -112,10 +116,10 @@ def resumed(whole: list[Run], stopped: list[Run], after: list[Run]) -> tuple[str
         ``"exact"``, ``"refused"``, ``"aborted"``, ``"warned"`` or ``"silent"``, and why.
     """
     if any(run.error for run in stopped):
-        return "aborted", "when stopped: " + "; ".join(dict.fromkeys(run.error for run in stopped))
+        return "aborted", "when stopped: " + _errors(stopped)
     if any(run.error for run in after):
         outcome = "refused" if all(run.refused for run in after) else "aborted"
-        return outcome, "; ".join(dict.fromkeys(run.error or "went on" for run in after))
+        return outcome, _errors(after)
     for rank, (before, first, second) in enumerate(zip(whole, stopped, after, strict=True)):
         stop = len(first.trained)
         for what, want, got in (
@@ -132,7 +136,7 @@ def elsewhere(entry: Entry, whole: list[Run], stopped: list[Run], after: list[Ru
     """Judge a resume on other ranks: over the epoch, each sample as often as without the stop."""
     if any(run.error for run in after):
         outcome = "refused" if all(run.refused for run in after) else "aborted"
-        return outcome, "; ".join(dict.fromkeys(run.error for run in after))
+        return outcome, _errors(after)
     want = Counter(samples([run.epoch(1) for run in whole]))
     got = Counter(samples([run.epoch(1) for run in (*stopped, *after)]))
     if want == got:
@@ -140,8 +144,8 @@ def elsewhere(entry: Entry, whole: list[Run], stopped: list[Run], after: list[Ru
     if "limit_train_batches" in entry.trainer and got <= want:
         # An epoch that is cut off by steps has other samples on other ranks.
         return "exact", ""
-    twice, never = sorted((got - want).elements()), sorted((want - got).elements())
-    return _said(f"epoch 1 has too often {twice}, too seldom {never}", stopped, after)
+    more, less = sorted((got - want).elements()), sorted((want - got).elements())
+    return _said(f"in epoch 1 too often {more}, too seldom {less}", stopped, after)
 
 
 def _said(told: str, stopped: list[Run], after: list[Run]) -> tuple[str, str]:
@@ -161,6 +165,21 @@ def falls_short(entry: Entry, outcome: str, way: str) -> bool:
     if way == "run":
         return outcome == "refused" and least != "refused"
     return grades.index(outcome) < grades.index(least)
+
+
+def _difference(want: Any, got: Any) -> str:
+    """The first epoch that differs, and how."""
+    if not isinstance(want, list):
+        return f"{got} instead of {want}"
+    epoch = next(number for number in range(len(want)) if want[number] != got[number])
+    if isinstance(want[epoch], Counter):
+        more, less = got[epoch] - want[epoch], want[epoch] - got[epoch]
+        return f"in epoch {epoch} too often {sorted(more.elements())}, too seldom {sorted(less.elements())}"
+    return f"in epoch {epoch} {_short(got[epoch])} instead of {_short(want[epoch])}"
+
+
+def _errors(runs: list[Run]) -> str:
+    return "; ".join(dict.fromkeys(_short(run.error.split("\n")[0]) or "went on" for run in runs))
 
 
 def _short(value: Any) -> str:

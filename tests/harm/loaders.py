@@ -36,9 +36,9 @@ class MultiEpochsDataLoader(DataLoader[Any]):
         self.iterator = super().__iter__()
 
     def __len__(self) -> int:
-        return len(self.batch_sampler.sampler)  # type: ignore[union-attr, arg-type]
+        return len(self.batch_sampler.sampler)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:
         for _ in range(len(self)):
             yield next(self.iterator)
 
@@ -61,7 +61,7 @@ class YieldsTwice(DataLoader[Any]):
     def __len__(self) -> int:
         return 2 * super().__len__()
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
             yield batch
             yield batch

@@ -59,8 +59,8 @@ class InProperties(InSlots):
     """Offers them as properties, which cannot be set."""
 
     __slots__ = ()
-    rank = property(lambda self: own_rank())  # type: ignore[assignment]
-    world_size = property(lambda self: num_ranks())  # type: ignore[assignment]
+    rank = property(lambda self: own_rank())
+    world_size = property(lambda self: num_ranks())
 
     def __init__(self) -> None:
         pass

@@ -22,8 +22,8 @@ from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
 
 EPOCHS = 3
-# A warning that a resume is not exact speaks of one of these.
-_SAID = re.compile(r"resum|exact|anew|again|go(es)? on|repeat", re.IGNORECASE)
+# A warning counts that says that a resume is not exact; that something was read again, or took long, does not.
+_SAID = re.compile(r"exact|other (samples|batches|data)|begins? (anew|again)|from the beginning", re.IGNORECASE)
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Run:
     Attributes:
         trained: Of every batch, the epoch and the samples.
         error: What ended the run, with its type; nothing of one that came to its end.
-        said: Warnings of the package that speak of a resume.
+        said: Warnings of the package that a resume is not exact.
     """
 
     trained: list[tuple[int, list[int]]] = field(default_factory=list)
@@ -140,7 +140,7 @@ def _fit(
 def _heard(run: Run) -> Iterator[None]:
     """Keeps warnings, and what the package logs as such."""
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: run.said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: run.said.append(record.getMessage())
     log = logging.getLogger("lightning_stateful")
     log.addHandler(handler)
     try:

@@ -10,8 +10,8 @@ same on several ranks, where it differs. ``deals`` says who divides the data amo
   one process trains on.
 
 ``resume`` is the least that a resume on the same ranks is to be: ``"exact"``, ``"warned"`` (inexact, and a warning says
-so) or ``"refused"`` (perhaps at the start of the first run). ``elsewhere`` is the same for a resume on one rank of a run
-on two, which is exact where the samples of the epoch are trained on as often as without the stop.
+so) or ``"refused"`` (perhaps at the start of the first run). ``elsewhere`` is the same for a resume on one rank of a
+run on two, which is exact where the samples of the epoch are trained on as often as without the stop.
 """
 
 from __future__ import annotations
@@ -164,7 +164,13 @@ def _torch() -> list[Entry]:
             for name, (same, _, make) in samplers.items()
         ),
         entry(name="DistributedSampler", make=of(distributed), same="equal", deals="distributed"),
-        entry(name="BatchSampler(DistributedSampler)", make=in_batches(distributed), same="equal", deals="itself"),
+        entry(
+            name="BatchSampler(DistributedSampler)",
+            make=in_batches(distributed),
+            same="equal",
+            deals="itself",
+            elsewhere="refused",
+        ),
         entry(
             name="DistributedSampler of rank 1 of 3",
             make=of(lambda: distributed(num_replicas=3, rank=1)),
@@ -194,7 +200,13 @@ def _known() -> list[Entry]:
     cuts = [Cut(index, float(length)) for index, length in enumerate(LENGTHS)]
     categories = {name: "even" if name in ("class 0", "class 2") else "odd" for name in NAMES}
     rows: list[tuple[str, str, Callable[[int], Any], str, dict[str, Any]]] = [
-        ("OML", "BalanceSampler", batches(lambda: known.BalanceSampler(NAMES)), "labels", nobody),
+        (
+            "OML",
+            "BalanceSampler",
+            batches(lambda: known.BalanceSampler(NAMES)),
+            "labels",
+            {**nobody, "elsewhere": "refused"},
+        ),
         (
             "OML",
             "CategoryBalanceSampler",
@@ -331,7 +343,7 @@ def _own() -> list[Entry]:
         "counts epochs at the start": (of(own.CountsAtStart), "equal", {"resume": "refused"}),
         "counts epochs at the end": (of(own.CountsAtEnd), "equal", {"resume": "refused"}),
         "keeps its first subset": (of(own.KeepsItsSubset), "subset", {"resume": "refused"}),
-        "shuffles in place": (of(own.ShufflesInPlace), "multiset", {}),
+        "shuffles in place": (of(own.ShufflesInPlace), "equal", {"resume": "refused"}),
         "plans in iter and stores the plan": (batches(own.StoresItsPlan), "multiset", nobody),
         "goes on with a generator": (of(own.GoesOn), "equal", {"resume": "refused"}),
         "its own iterator": (of(own.OwnIterator), "equal", {"resume": "refused"}),
@@ -370,9 +382,9 @@ def _own() -> list[Entry]:
         "thread before a DataLoader": (
             lambda workers: loaders.Prefetches(loader(workers, shuffle=True)),
             "multiset",
-            alone,
+            {**alone, "resume": "refused"},
         ),
-        "iterable of batches": (lambda workers: loaders.Batches(), "multiset", alone),
+        "iterable of batches": (lambda workers: loaders.Batches(), "multiset", {**alone, "resume": "refused"}),
         "IterableDataset": (over(loaders.Samples), "equal", alone),
         "IterableDataset with len": (over(loaders.SizedSamples), "equal", alone),
         "IterableDataset, counts passes": (over(loaders.CountsPasses), "equal", alone),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harm.__main__ import PAGE, names_in
+from harm.page import PAGE, names_in
 from harm.table import ENTRIES
 from harm.verdicts import Verdict, judge_alone, judge_on_ranks
 
