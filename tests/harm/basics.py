@@ -37,7 +37,8 @@ def loader(workers: int, **options: Any) -> DataLoader[Any]:
     """A DataLoader over :class:`Indices`, with batches of four unless told otherwise."""
     if not {"batch_sampler", "batch_size"} & set(options):
         options["batch_size"] = 4
-    return options.pop("kind", DataLoader)(options.pop("dataset", None) or Indices(), num_workers=workers, **options)
+    kind = options.pop("kind", DataLoader)
+    return kind(options.pop("dataset", None) or Indices(), num_workers=workers, **options)
 
 
 def num_ranks() -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from harm.basics import LABELS
 from harm.runs import EPOCHS, Run, Trial
 from harm.table import Entry
+from lightning_stateful import errors
 
 # The batches of every rank in one epoch.
 Epoch = list[list[list[int]]]
@@ -56,7 +57,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "subset": (*_EVEN, "repeats in an epoch", "pool of all epochs"),
     "labels": (*_EVEN, "labels of a batch"),
     "counts": _EVEN,
-    "steps": ("batches a rank",),
+    "runs": (),
 }
 # What the modes mean in the table for readers.
 MEANINGS = {
@@ -66,7 +67,7 @@ MEANINGS = {
     "subset": "one subset in all epochs",
     "labels": "as many batches, of as many classes and instances",
     "counts": "as many samples, drawn anew",
-    "steps": "as many batches",
+    "runs": "runs to its end",
 }
 
 
@@ -99,7 +100,6 @@ def compare(entry: Entry, plain: list[Run], own: list[Run], dealt: bool) -> tupl
     if dealt:
         # One process and several: over all ranks.
         features = tuple("samples in all" if name in _EVEN else name for name in features)
-        features = () if features == ("samples in all",) and "limit_train_batches" in entry.trainer else features
     elif len(own) == 1 and entry.same in ("multiset", "distinct", "subset", "labels", "counts"):
         features = (*features, "orders that differ")
     expected, found = epochs_of(plain), epochs_of(own)
@@ -158,10 +158,15 @@ def is_harm(outcome: str) -> bool:
     return outcome not in ("same", "exact", "refused", "warned")
 
 
+def is_by_name(why: str) -> bool:
+    """Whether what refused a run is an error of the package, and no accident."""
+    return isinstance(getattr(errors, why.split(":")[0], None), type)
+
+
 def falls_short(entry: Entry, outcome: str, way: str) -> bool:
     """Whether a lawful outcome is less than the table states; ``way`` is "run", "same" or "other"."""
     grades = ["refused", "warned", "exact"]
-    least = entry.expected("same" if way == "run" else way)
+    least = entry.expected(way)
     if way == "run":
         return outcome == "refused" and least != "refused"
     return grades.index(outcome) < grades.index(least)

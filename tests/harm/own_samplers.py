@@ -114,6 +114,16 @@ class CountsAllRanks(Distributed):
         return self.total_size
 
 
+class AllOnEachRank(Distributed):
+    """Every rank goes through the whole dataset, in an order of its own."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(permutation(1000 * self.epoch + self.rank))
+
+
 # Samplers that remember something from epoch to epoch
 
 
@@ -295,27 +305,35 @@ class Grows(Sampler[int]):
         return iter(permutation(self.epoch)[: len(self)])
 
 
-class TokenBatches(Sampler[list[int]]):
-    """Batches of up to 18 tokens of a shuffle by ``set_epoch``, another number in each epoch."""
+class Shuffled(Sized):
+    """Every sample once, in an order that follows from ``set_epoch``."""
 
     epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def _batches(self) -> list[list[int]]:
-        batches: list[list[int]] = [[]]
-        for index in permutation(self.epoch):
-            if sum(LENGTHS[i] for i in batches[-1]) + LENGTHS[index] > 18:
-                batches.append([])
-            batches[-1].append(index)
-        return batches
+    def __iter__(self) -> Iterator[int]:
+        return iter(permutation(self.epoch))
 
-    def __len__(self) -> int:
-        return len(self._batches())
+
+class TokenBatches(Sampler[list[int]]):
+    """Batches of up to ``max_tokens`` of what another sampler yields: another number of them in each epoch."""
+
+    def __init__(self, sampler: Sampler[int], max_tokens: int) -> None:
+        self.sampler, self.max_tokens = sampler, max_tokens
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._batches())
+        batch: list[int] = []
+        for index in self.sampler:
+            if batch and sum(LENGTHS[i] for i in batch) + LENGTHS[index] > self.max_tokens:
+                yield batch
+                batch = []
+            batch.append(index)
+        yield batch
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class WithoutLen(Sampler[int]):

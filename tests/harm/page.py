@@ -49,8 +49,9 @@ def table_of(verdicts: dict[int, dict[str, Verdict]]) -> str:
 def _run(entry: Entry, ranks: int, outcome: Outcome) -> str:
     if outcome[0] != "same":
         return _WORDS[outcome[0]]
-    compared = MEANINGS[entry.compared(ranks)]
-    return f"{compared} as one process, over all ranks" if ranks > 1 and entry.deals == "nobody" else compared
+    compared = entry.compared(ranks)
+    of_one = ranks > 1 and entry.deals == "nobody" and compared != "runs"
+    return f"{MEANINGS[compared]} as one process, over all ranks" if of_one else MEANINGS[compared]
 
 
 def _resume(outcome: Outcome) -> str:

@@ -39,7 +39,7 @@ IN_WORKERS = {
     "torchtitan: HuggingFaceTextDataset in a StatefulDataLoader",
     "own: counts epochs at the end",
     "own: reads losses",
-    "own: batches of tokens",
+    "own: batches of tokens, fewer later",
     "own: no len",
     "own: DataLoader that yields twice",
     "own: thread before a DataLoader",

@@ -35,6 +35,8 @@ class Verdict:
             outcome, why = getattr(self, way)
             if outcome and laws.is_harm(outcome):
                 yield f"HARM, {what}: {outcome}: {why}"
+            elif outcome == "refused" and not laws.is_by_name(why):
+                yield f"LESS, {what}: refused by an error that is not of the package: {why}"
             elif outcome and laws.falls_short(entry, outcome, way):
                 yield f"LESS, {what}: {outcome}, where {entry.expected(way)} is stated: {why}"
 
@@ -43,16 +45,17 @@ def judge_alone(name: str, folder: Path, workers: int = 0) -> Verdict:
     """Try an entry in this process."""
     entry = ENTRIES[name]
     trial = try_entry(entry, folder / "alone.ckpt", workers)
-    return _judge(entry, [trial], folder, workers)
+    return _judge(name, [trial], folder, workers)
 
 
 def judge_on_ranks(num_ranks: int, names: list[str], folder: Path, workers: int = 0) -> dict[str, Verdict]:
     """Try entries on ranks, and what two of them leave in this process."""
     trials: Trials = try_on_ranks(num_ranks, names, folder, workers)
-    return {name: _judge(ENTRIES[name], trials[name], folder, workers) for name in names}
+    return {name: _judge(name, trials[name], folder, workers) for name in names}
 
 
-def _judge(entry: Entry, trials: list[laws.Trial] | str, folder: Path, workers: int) -> Verdict:
+def _judge(name: str, trials: list[laws.Trial] | str, folder: Path, workers: int) -> Verdict:
+    entry = ENTRIES[name]
     if isinstance(trials, str):
         return Verdict(("hung", trials))
     needs_plain = len(trials) > 1 and entry.deals == "nobody"
@@ -64,5 +67,5 @@ def _judge(entry: Entry, trials: list[laws.Trial] | str, folder: Path, workers: 
     same = laws.resumed(whole, stopped, [trial.resumed for trial in trials])
     if len(trials) != 2:
         return Verdict(run, same)
-    after = train(entry, workers=workers, ckpt_path=checkpoint_of(folder, entry.id))
+    after = train(entry, workers=workers, ckpt_path=checkpoint_of(folder, name))
     return Verdict(run, same, laws.elsewhere(entry, whole, stopped, [after]))
