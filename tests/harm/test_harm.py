@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from harm.laws import is_harm, resumed, uninterrupted
 from harm.page import PAGE, names_in
-from harm.table import ENTRIES
+from harm.runs import Run, Trial
+from harm.table import ENTRIES, Entry, of
 from harm.verdicts import Verdict, judge_alone, judge_on_ranks
 
 # One of each kind on two ranks; the others are slow.
@@ -96,6 +98,24 @@ def test_the_rule_holds(judged: Judged, ranks: int, workers: int, name: str) -> 
     faults = list(judged.of(ranks, workers, name).faults(ENTRIES[name]))
     if faults:
         pytest.fail("\n".join(faults), pytrace=False)
+
+
+def test_the_rule_tells_what_is_harm() -> None:
+    entry, steps = Entry(of(list), "multiset"), [(epoch, [2 * epoch, 1]) for epoch in range(3)]
+    plain, broken = Run(steps), Run(steps[:1], "KeyError: theirs")
+    again = Run([(0, [0, 0]), *steps[1:]])
+    runs = {"same": plain, "other data": again, "aborted": broken, "refused": Run([], "StateError: by name")}
+    for outcome, own in runs.items():
+        assert uninterrupted(entry, [Trial(plain, own)], None)[0] == outcome
+    rest = {
+        "exact": Run(steps[1:]),
+        "silent": again,
+        "warned": Run(again.trained, said=["not exact"]),
+        "aborted": broken,
+    }
+    for outcome, after in rest.items():
+        assert resumed([plain], [Run(steps[:1])], [after])[0] == outcome
+    assert [outcome for outcome in {**runs, **rest} if is_harm(outcome)] == ["other data", "aborted", "silent"]
 
 
 def test_the_page_has_these_entries() -> None:
