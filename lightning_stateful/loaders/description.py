@@ -187,7 +187,7 @@ def _wrapped(
     dataset: Any, sampler: Any, *, seed: int, accept: tuple[str, ...], batch_size: int | None = None, **how: Any
 ) -> LoaderDescription:
     """Describe a user's sampler, which may be in a wrapper that says how it is dealt out."""
-    how |= {"dataset": dataset, "batch_size": batch_size}
+    how |= {"dataset": dataset, "batch_size": batch_size, "is_cut_by_torch": batch_size is not None}
     num_replicas = rank = None
     if isinstance(sampler, DDPSamplerWrapper):
         wrapper, sampler = sampler, sampler.sampler

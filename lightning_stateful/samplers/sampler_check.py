@@ -109,10 +109,20 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
         facts.is_harmless = changed and facts.seconds <= _QUICK and _begins_alike(tried, fresh)
         facts.remembers = changed and not facts.is_harmless
         facts.leads_back = state is not None and _leads_back(fresh, state, following)
+        if order.cuts_samples and _begins_anew_when_asked(copied.sampler, contents):
+            raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
         if has_own_state(order) and not facts.leads_back:
             # Its later items are noted otherwise.
             facts.notes = {0: facts.notes[0]} if 0 in facts.notes else {}
     return facts
+
+
+def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
+    """Whether a sampler is its own iterator, and ``iter()`` of that begins anew, as torch calls it for every batch."""
+    before = contents()
+    with suppress(Exception):
+        return iter(sampler) is sampler and hasattr(type(sampler).__iter__, "__code__") and contents() != before
+    return False
 
 
 def _iterated(order: WrappedSampler, sampler: Any, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
@@ -218,6 +228,11 @@ def _refuse_wrong_length(order: WrappedSampler, facts: SamplerFacts) -> None:
     )
 
 
+_BEGINS_ANEW = (
+    " returns itself from __iter__, and begins anew there. torch's BatchSampler calls iter() for every batch, so that "
+    "every batch would be the beginning of an epoch. Let __iter__ return an iterator of its own: yield the indices, or "
+    "return iter(list)."
+)
 _CHANGES_DATA = (
     " changes objects in a list of more than 1,024 while it is iterated, which no copy of it can try before training "
     "without changing them too. Let it keep what it changes in arrays or dicts of its own, or copy the objects first."

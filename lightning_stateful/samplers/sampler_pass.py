@@ -21,7 +21,7 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import Difference, PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rng import OwnRandomness, seed_generator
-from lightning_stateful.samplers.sampler_copy import Path, SamplerParts, digest_of_contents, held_at
+from lightning_stateful.samplers.sampler_copy import Path, SamplerParts, attributes_of, digest_of_contents, held_at
 from lightning_stateful.samplers.sampler_ranks import AskedRanks, Setting, told
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
@@ -54,6 +54,7 @@ class IteratedSampler:
         asked: Answers for torch.distributed while it is iterated; None to leave torch alone.
         generators: Where the generators are that it held before anybody iterated it. One that it makes on the way would
             not be there in a resumed run.
+        tell: Tells it the epoch; None to call every ``set_epoch`` in it.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class IteratedSampler:
         settings: Sequence[Setting] = (),
         asked: AskedRanks | None = None,
         generators: Collection[Path] = (),
+        tell: Callable[[int], None] | None = None,
     ) -> None:
+        self._tell = partial(_tell_epoch, sampler, dataset) if tell is None else tell
         self.sampler, self._seed, self._dataset, self._generators = sampler, seed, dataset, generators
         self._settings, self._asked = settings, asked
         self._random = OwnRandomness(seed)
@@ -90,9 +93,7 @@ class IteratedSampler:
         """
         self._reseed(epoch, cycle)
         with self.entered():
-            for part in SamplerParts(self.sampler, self._dataset).samplers:
-                if callable(getattr(part, "set_epoch", None)):
-                    part.set_epoch(epoch)
+            self._tell(epoch)
         before_iter()
         if state is not None:
             self._reseed(epoch, cycle, drawn)
@@ -186,6 +187,10 @@ class SamplerPass:
         """The next ``count`` items, which have to be ready."""
         taken, self._ready = self._ready[:count], self._ready[count:]
         return taken
+
+    def put_before(self, items: list[Any]) -> None:
+        """Serve items before those of the pass."""
+        self._ready = items + self._ready
 
     def noted_before(self, index: int) -> list[Any]:
         """The latest note of an earlier item, for a progress at ``index``; empty if there is none."""
@@ -309,6 +314,10 @@ class SamplerMemory:
         self.passes: list[list[int]] = []
         self.has_changed = False
         self._latest: SamplerPass | None = None
+        # By number of a sampler in it, the epoch that it holds.
+        self._told: dict[int, Any] = {}
+        # The items that an epoch has left for the next, and which epoch.
+        self._left: tuple[int, list[Any]] = (-1, [])
         # What the sampler held when the latest pass began, and when it ended.
         self._began_with = self._ended_with = ""
         self._warned: set[str] = set()
@@ -317,7 +326,7 @@ class SamplerMemory:
         """A pass begins: begin those before it, where the sampler remembers them and this process has not."""
         self._close()
         if earlier is not None and order.remembers and order.is_trained_on:
-            self._begin_again(order, begun, _spelled_out(earlier))
+            self._begin_again(order, begun.label[0], _spelled_out(earlier))
         elif not self.passes and begun.label[0] and order.remembers and order.is_trained_on and not begun.has_state:
             self._warn(
                 f"{order.name} changes itself while it is iterated, and begins here with epoch {begun.label[0]}, as if "
@@ -345,6 +354,55 @@ class SamplerMemory:
             self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=ended.label[0])
             self.has_changed = self.has_changed or self._ended_with != self._began_with
 
+    def leave(self, epoch: int, items: list[Any]) -> None:
+        """Keep items that an epoch has left for the next one."""
+        self._left = epoch, items
+
+    def left_by(self, epoch: int) -> list[Any]:
+        """Items that an epoch has left for the next one."""
+        return self._left[1] if self._left[0] == epoch else []
+
+    def take_left(
+        self, order: WrappedSampler, epoch: int, told: Sequence[Any] | None, earlier: list[list[int]] | None
+    ) -> list[Any]:
+        """The items that an epoch has left for the next one; where another process has served it, they are drawn again.
+
+        Args:
+            order: The sampler.
+            epoch: The epoch that has left them.
+            told: Their number and digest, from a state; None for what this process has left.
+            earlier: As in :meth:`note_begin`.
+
+        Raises:
+            StateMismatchError: The sampler yields others now.
+        """
+        if told is None or self._left[0] == epoch:
+            return self.left_by(epoch)
+        count, expected = told
+        if type(earlier) is list and order.remembers:
+            self._begin_again(order, epoch + 1, _spelled_out(earlier), keep=count)
+            found = list(self._last_items)
+        else:
+            iterated = order.iterated()
+            items = iterated.begin(epoch, 0)
+            with iterated.entered():
+                found = list(deque(map(_kept, items), maxlen=count))
+        if expected and digest(found) != expected and "nondeterministic" not in order.accept:
+            remedy = f"{order.name} does not yield what it did at the end of epoch {epoch}: build it as it was."
+            changed = Difference(path="sequence", saved=expected, present=digest(found), remedy=remedy)
+            raise StateMismatchError([changed], where=f"The sampler's state in epoch {epoch + 1}")
+        self.leave(epoch, found)
+        return found
+
+    def tell_epoch(self, sampler: Any, dataset: Any, epoch: int) -> None:
+        """Call ``set_epoch`` of a sampler and of those in it, but of one that somebody else has told another epoch."""
+        for place, part in enumerate(SamplerParts(sampler, dataset).samplers):
+            if callable(getattr(part, "set_epoch", None)):
+                held = attributes_of(part).get("epoch", epoch)
+                if held in (epoch, self._told.get(place, 0)):
+                    part.set_epoch(epoch)
+                self._told[place] = attributes_of(part).get("epoch", epoch)
+
     def compare_with_check(self, order: WrappedSampler, at: SamplerPass, index: int, found: str) -> None:
         """Compare the digest of an item of the first pass with what a copy of the sampler yielded before training."""
         expected = order.facts.notes.get(index)
@@ -370,19 +428,21 @@ class SamplerMemory:
                 told.append([*known[first], 1])
         return told
 
-    def _begin_again(self, order: WrappedSampler, begun: SamplerPass, earlier: list[list[int]]) -> None:
+    def _begin_again(self, order: WrappedSampler, epoch: int, earlier: list[list[int]], *, keep: int = 0) -> None:
+        self._last_items: deque[Any] = deque(maxlen=keep)
         started, known = time.perf_counter(), len(self.passes)
         if self.passes != earlier[:known]:
             raise PositionError(
                 f"{order.name} changes itself while it is iterated, and was iterated in this process already "
-                f"({known} times), so that the {len(earlier)} passes before epoch {begun.label[0]} cannot be begun "
+                f"({known} times), so that the {len(earlier)} passes before epoch {epoch} cannot be begun "
                 "again. Build a new one for the resumed run."
             )
         for epoch, cycle, items in earlier[known:]:
             iterated = order.iterated()
             drawn = iterated.begin(epoch, cycle)
             with iterated.entered():
-                deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
+                drawn = drawn if items < 0 else islice(drawn, items)
+                self._last_items = deque(map(_kept, drawn) if keep else drawn, maxlen=keep)
             self.passes.append([epoch, cycle, items])
         seconds = time.perf_counter() - started
         if seconds > _LONG_FAST_FORWARD:
@@ -405,6 +465,13 @@ class SamplerMemory:
         if message not in self._warned:
             self._warned.add(message)
             warn(message)
+
+
+def _tell_epoch(sampler: Any, dataset: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a sampler and of those in it, from the inside out."""
+    for part in SamplerParts(sampler, dataset).samplers:
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
 
 
 def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:

@@ -16,6 +16,7 @@ from lightning_stateful.core.order import UNKNOWN, Progress, say_repeats
 from lightning_stateful.core.permutation import keyed_permutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
+from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.sampler_pass import SamplerPass, warn
 
 if TYPE_CHECKING:
@@ -29,16 +30,16 @@ class SamplerEpochPlan:
     """The rest of an epoch of a wrapped sampler, which can only be walked forward.
 
     Each call of :meth:`batches` begins a pass over the sampler. What the latest pass has noted on its way goes into a
-    progress, to be compared on a resume.
+    progress, to be compared on a resume. Items are counted from those that the epoch before has carried over.
 
     Args:
         order: The sampler.
-        rule: How it is cut into steps: each gives every rank ``batch_size`` items.
+        num_replicas: Ranks that its items are dealt out to.
         begun: Where the plan begins.
     """
 
-    def __init__(self, *, order: WrappedSampler, rule: StepRule, begun: Progress) -> None:
-        self.order, self.rule, self._begun = order, rule, begun
+    def __init__(self, *, order: WrappedSampler, num_replicas: int, begun: Progress) -> None:
+        self.order, self._num_replicas, self._begun = order, num_replicas, begun
         self._latest: SamplerPass | None = None
 
     @property
@@ -47,16 +48,31 @@ class SamplerEpochPlan:
         return self._begun.epoch
 
     @cached_property
+    def _num_carried(self) -> int:
+        """Items that the epoch before has left for this one."""
+        if "carried" in self._begun.details:
+            return int(self._begun.details["carried"][0])
+        return len(self.order.memory.left_by(self.epoch - 1)) if self.order.carries and not self._begun.cycle else 0
+
+    @cached_property
     def _length(self) -> int | None:
         """Items of the epoch; None where that is not known."""
-        return self.order.num_items_in(self.epoch)
+        own = self.order.num_items_in(self.epoch)
+        return None if own is None else own + self._num_carried
+
+    @cached_property
+    def rule(self) -> StepRule:
+        """How it is cut into steps: each gives every rank ``batch_size`` items."""
+        # Fewer items than ranks would never make a step.
+        carries = self.order.carries and (self._length is None or self._length >= self._num_replicas)
+        return self.order.rule(self._num_replicas, carries=carries)
 
     @property
     def remaining(self) -> int | None:
         """Items left; None until the end of a sampler without ``len`` has been seen."""
         end = self._length
-        if end is None and self._latest is not None:
-            end = self._latest.end
+        if end is None and self._latest is not None and self._latest.end is not None:
+            end = self._latest.end + self._num_carried
         return None if end is None else max(end - self._begun.consumed, 0)
 
     @property
@@ -91,9 +107,11 @@ class SamplerEpochPlan:
             begun = self.progress_after(0)
         else:
             first_step = 0
+        own_first = max(begun.consumed - self._num_carried, 0)
         noted, earlier = begun.details[order.kind], self._begun.details.get("passes")
-        walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier)
-        self._latest = walk
+        carried = order.memory.take_left(order, self.epoch - 1, self._begun.details.get("carried"), earlier)
+        self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, own_first, noted, earlier)
+        walk.put_before(carried[begun.consumed :] if self._num_carried else [])
         for first, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
             yield (
                 begun.cycle * _MANY_ITEMS + first,
@@ -107,11 +125,15 @@ class SamplerEpochPlan:
         served = steps * self.rule.full if remaining is None or not steps else self.rule.served(remaining, steps)
         details: dict[str, Any] = {order.kind: begun.details.get(order.kind, [])}
         if served and self._latest is not None and not order.dealing.is_own:
-            details[order.kind] = self._latest.noted_before(begun.consumed + served) or details[order.kind]
+            index = begun.consumed + served - self._num_carried
+            details[order.kind] = self._latest.noted_before(index) or details[order.kind]
         if order.is_trained_on and order.remembers:
             loaded = begun.details.get("passes")
             before = order.memory.passes_before(begun.epoch, begun.cycle)
             details["passes"] = loaded if loaded is not None and self._latest is None else before
+        if self._num_carried:
+            left = order.memory.left_by(self.epoch - 1)
+            details["carried"] = begun.details.get("carried") or [self._num_carried, digest(left)]
         return replace(begun, consumed=begun.consumed + served, details=details)
 
     def report_after(self, steps: int) -> dict[str, Any]:
@@ -135,40 +157,35 @@ class SamplerEpochPlan:
         rule, full = self.rule, self.rule.full
         # Of an end that is not announced, other ranks have to know before the last steps begin.
         ahead = 1 if rule.num_replicas == 1 and not rule.exact else 2
+        is_first = True
         while True:
             end = self._length
             if end is not None and not rule.num_steps(end - index):
                 break
             ready = walk.look_ahead(ahead * full if end is None else min(full, end - index))
-            if walk.drawn == ready and not walk.end:
-                # Some samplers know their length when a pass begins.
-                end = self._length = self._begun_length(end)
+            if is_first and walk.end is None:
+                # Some samplers know their length when a pass has begun.
+                end, is_first = self._begun_length(), False
             left = ready if end is None else end - index
-            if rule.num_alike(left) or (end is None and ready == full and ahead == 1):
-                own = slice(rank * rule.batch_size, (rank + 1) * rule.batch_size)
-                if ready < full:
-                    self._end_early(walk, index + ready)
-                    continue
-                yield index + own.start, self._in_order(walk.take(full), index)[own]
-                index += full
-                continue
-            if not rule.num_steps(left):
-                break
             step = rule.step_size(left)
-            if walk.look_ahead(step) < step:
-                self._end_early(walk, index + walk.look_ahead(step))
+            if ready < step and (ready := walk.look_ahead(step)) < step:
+                self._end_early(index + ready)
                 continue
-            items = walk.take(step)
-            # Before what may be the last batch that anybody asks for.
-            self._look_behind_end(walk, index + step)
-            ordered = self._in_order(items, index)
-            share = [ordered[offset] for offset in rule.share(left, rank).tolist()]
-            yield index + int(rule.share(left, rank)[0]), share
+            if not step:
+                break
+            items = self._in_order(walk.take(step), index)
+            if not rule.num_steps(left - step) and rule.num_replicas > 1:
+                # Before the last batch, with which the next epoch may be asked for.
+                self._keep_left(walk, left - step)
+            share = _share(items, rank, rule)
+            yield index + int(share[0]), [items[offset] for offset in share]
             index += step
+        self._look_behind_end(walk, index)
 
-    def _begun_length(self, before: int | None) -> int | None:
-        order = self.order
-        return before if order.is_cut or before is None else order.num_items
+    def _begun_length(self) -> int | None:
+        if self._length is not None and not self.order.is_cut:
+            self._length = (self.order.num_items or 0) + self._num_carried
+        return self._length
 
     def _in_order(self, items: list[Any], index: int) -> list[Any]:
         """The items of a step that begins at ``index``, in the order in which ranks take them."""
@@ -179,22 +196,36 @@ class SamplerEpochPlan:
         shuffled = keyed_permutation(len(items), derive_seed("ranks", order.seed, *labels, index))
         return [items[offset] for offset in shuffled.take(np.arange(len(items), dtype=np.int64)).tolist()]
 
-    def _end_early(self, walk: SamplerPass, end: int) -> None:
+    def _keep_left(self, walk: SamplerPass, left: int) -> None:
+        """Keep the items that make no step for the next epoch."""
+        if self.rule.drop_last and self.order.carries and not self._begun.cycle:
+            kept = walk.look_ahead(left)
+            self.order.memory.leave(self.epoch, walk.take(kept))
+
+    def _end_early(self, end: int) -> None:
         """The sampler has ended before its length."""
         order = self.order
-        warn(f"{order.name} ended epoch {self.epoch} after {end} {order.unit}, and its len() is {self._length}.")
+        if self._length is not None:
+            warn(f"{order.name} ended epoch {self.epoch} after {end} {order.unit}, and its len() is {self._length}.")
         self._length = end
 
     def _look_behind_end(self, walk: SamplerPass, index: int) -> None:
-        """Let a sampler with a length come to its end once no step is left, as code behind its last item may count."""
+        """Let a sampler with a length come to its end, as code behind its last item may count."""
         order, end = self.order, self._length
-        if end is None or order.is_cut or self.rule.num_steps(end - index):
+        if end is None or order.is_cut or order.exact or walk.end is not None or index < end:
             return
-        if index + walk.look_ahead(end - index + 1) > end:
+        if walk.look_ahead(1):
             warn(
                 f"{order.name} yields more than the {end} {order.unit} in epoch {self.epoch} that its len() says, and "
                 "these are not served. DDPSamplerWrapper(sampler, length='unknown') serves all."
             )
+
+
+def _share(items: list[Any], rank: int, rule: StepRule) -> list[int]:
+    """The offsets of the items of a rank in a step: every so many, as torch's DistributedSampler deals out."""
+    if rule.pad or len(items) < rule.num_replicas:
+        return [int(offset) % len(items) for offset in rule.share(len(items), rank)]
+    return list(range(rank, len(items), rule.num_replicas))
 
 
 def _joined(batches: Sequence[Any]) -> Any:
