@@ -33,10 +33,9 @@ class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
         sampler: Any iterable that yields an epoch of indices, or of batches of them, whenever it is iterated.
         num_replicas: Number of ranks; by default taken from the process group at the first item, or 1.
         rank: This rank; by default taken from the process group, or 0.
-        tail: How to treat the last items of an epoch when they are fewer than a step takes. ``"split"``, the default
-            for samples: they are split over the ranks as evenly as it goes, and what is fewer than the ranks is served
-            twice. ``"carry"``, the default for whole batches, which are never cut: they are served in the next epoch,
-            so that epochs may differ by a step. ``"pad"``: a step is filled with items of its own; ``"drop"``: they are
+        tail: How to treat the last items of an epoch when they are fewer than a step takes. ``"split"``: samples are
+            split over the ranks as evenly as it goes, and what is fewer than the ranks is served twice, as whole
+            batches are, which are never cut; ``"pad"``: a step is filled with items of its own; ``"drop"``: they are
             left out.
         shuffle_samples_between_gpus: Give the items of a step to ranks in a random order, which changes from step to
             step.
@@ -63,7 +62,7 @@ class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
         num_replicas: int | None = None,
         rank: int | None = None,
         *,
-        tail: Tail | None = None,
+        tail: Tail = "split",
         shuffle_samples_between_gpus: bool = False,
         length: Length = "len",
         seed: int | None = None,
@@ -72,7 +71,7 @@ class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
         # Wrapping twice is wrapping once; arguments left at their default are those of the first wrapper.
         if isinstance(sampler, DDPSamplerWrapper):
             first: DDPSamplerWrapper = sampler
-            tail = first.tail if tail is None else tail
+            tail = first.tail if tail == "split" else tail
             shuffle_samples_between_gpus = shuffle_samples_between_gpus or first.shuffle_samples_between_gpus
             length = first.length if length == "len" else length
             seed, accept = first.seed_given if seed is None else seed, (*accepted_names(accept), *first.accept)
@@ -80,7 +79,7 @@ class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
         # Not torch's constructor: it wants a dataset, and to know the ranks now.
         self.sampler: Any = sampler
         self.num_replicas, self.rank = num_replicas, rank  # type: ignore[assignment]  # None until there are ranks
-        self.tail: Tail | None = tail
+        self.tail: Tail = tail
         self.shuffle_samples_between_gpus: bool = shuffle_samples_between_gpus
         self.length: Length = length
         self.seed_given: int | None = None if seed is None else as_int("seed", seed)

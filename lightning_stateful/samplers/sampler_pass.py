@@ -188,10 +188,6 @@ class SamplerPass:
         taken, self._ready = self._ready[:count], self._ready[count:]
         return taken
 
-    def put_before(self, items: list[Any]) -> None:
-        """Serve items before those of the pass."""
-        self._ready = items + self._ready
-
     def noted_before(self, index: int) -> list[Any]:
         """The latest note of an earlier item, for a progress at ``index``; empty if there is none."""
         return next((note for note in reversed(self._notes) if note[0] < index), [])
@@ -316,8 +312,6 @@ class SamplerMemory:
         self._latest: SamplerPass | None = None
         # By number of a sampler in it, the epoch that it holds.
         self._told: dict[int, Any] = {}
-        # The items that an epoch has left for the next, and which epoch.
-        self._left: tuple[int, list[Any]] = (-1, [])
         # What the sampler held when the latest pass began, and when it ended.
         self._began_with = self._ended_with = ""
         self._warned: set[str] = set()
@@ -354,46 +348,6 @@ class SamplerMemory:
             self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=ended.label[0])
             self.has_changed = self.has_changed or self._ended_with != self._began_with
 
-    def leave(self, epoch: int, items: list[Any]) -> None:
-        """Keep items that an epoch has left for the next one."""
-        self._left = epoch, items
-
-    def left_by(self, epoch: int) -> list[Any]:
-        """Items that an epoch has left for the next one."""
-        return self._left[1] if self._left[0] == epoch else []
-
-    def take_left(
-        self, order: WrappedSampler, epoch: int, told: Sequence[Any] | None, earlier: list[list[int]] | None
-    ) -> list[Any]:
-        """The items that an epoch has left for the next one; where another process has served it, they are drawn again.
-
-        Args:
-            order: The sampler.
-            epoch: The epoch that has left them.
-            told: Their number and digest, from a state; None for what this process has left.
-            earlier: As in :meth:`note_begin`.
-
-        Raises:
-            StateMismatchError: The sampler yields others now.
-        """
-        if told is None or self._left[0] == epoch:
-            return self.left_by(epoch)
-        count, expected = told
-        if type(earlier) is list and order.remembers:
-            self._begin_again(order, epoch + 1, _spelled_out(earlier), keep=count)
-            found = list(self._last_items)
-        else:
-            iterated = order.iterated()
-            items = iterated.begin(epoch, 0)
-            with iterated.entered():
-                found = list(deque(map(_kept, items), maxlen=count))
-        if expected and digest(found) != expected and "nondeterministic" not in order.accept:
-            remedy = f"{order.name} does not yield what it did at the end of epoch {epoch}: build it as it was."
-            changed = Difference(path="sequence", saved=expected, present=digest(found), remedy=remedy)
-            raise StateMismatchError([changed], where=f"The sampler's state in epoch {epoch + 1}")
-        self.leave(epoch, found)
-        return found
-
     def tell_epoch(self, sampler: Any, dataset: Any, epoch: int) -> None:
         """Call ``set_epoch`` of a sampler and of those in it, but of one that somebody else has told another epoch."""
         for place, part in enumerate(SamplerParts(sampler, dataset).samplers):
@@ -428,8 +382,7 @@ class SamplerMemory:
                 told.append([*known[first], 1])
         return told
 
-    def _begin_again(self, order: WrappedSampler, epoch: int, earlier: list[list[int]], *, keep: int = 0) -> None:
-        self._last_items: deque[Any] = deque(maxlen=keep)
+    def _begin_again(self, order: WrappedSampler, epoch: int, earlier: list[list[int]]) -> None:
         started, known = time.perf_counter(), len(self.passes)
         if self.passes != earlier[:known]:
             raise PositionError(
@@ -441,8 +394,7 @@ class SamplerMemory:
             iterated = order.iterated()
             drawn = iterated.begin(epoch, cycle)
             with iterated.entered():
-                drawn = drawn if items < 0 else islice(drawn, items)
-                self._last_items = deque(map(_kept, drawn) if keep else drawn, maxlen=keep)
+                deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
             self.passes.append([epoch, cycle, items])
         seconds = time.perf_counter() - started
         if seconds > _LONG_FAST_FORWARD:

@@ -16,7 +16,6 @@ from lightning_stateful.core.order import UNKNOWN, Progress, say_repeats
 from lightning_stateful.core.permutation import keyed_permutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
-from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.sampler_pass import SamplerPass, warn
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class SamplerEpochPlan:
     """The rest of an epoch of a wrapped sampler, which can only be walked forward.
 
     Each call of :meth:`batches` begins a pass over the sampler. What the latest pass has noted on its way goes into a
-    progress, to be compared on a resume. Items are counted from those that the epoch before has carried over.
+    progress, to be compared on a resume.
 
     Args:
         order: The sampler.
@@ -48,31 +47,21 @@ class SamplerEpochPlan:
         return self._begun.epoch
 
     @cached_property
-    def _num_carried(self) -> int:
-        """Items that the epoch before has left for this one."""
-        if "carried" in self._begun.details:
-            return int(self._begun.details["carried"][0])
-        return len(self.order.memory.left_by(self.epoch - 1)) if self.order.carries and not self._begun.cycle else 0
-
-    @cached_property
     def _length(self) -> int | None:
         """Items of the epoch; None where that is not known."""
-        own = self.order.num_items_in(self.epoch)
-        return None if own is None else own + self._num_carried
+        return self.order.num_items_in(self.epoch)
 
     @cached_property
     def rule(self) -> StepRule:
         """How it is cut into steps: each gives every rank ``batch_size`` items."""
-        # Fewer items than ranks would never make a step.
-        carries = self.order.carries and (self._length is None or self._length >= self._num_replicas)
-        return self.order.rule(self._num_replicas, carries=carries)
+        return self.order.rule(self._num_replicas)
 
     @property
     def remaining(self) -> int | None:
         """Items left; None until the end of a sampler without ``len`` has been seen."""
         end = self._length
-        if end is None and self._latest is not None and self._latest.end is not None:
-            end = self._latest.end + self._num_carried
+        if end is None and self._latest is not None:
+            end = self._latest.end
         return None if end is None else max(end - self._begun.consumed, 0)
 
     @property
@@ -107,11 +96,8 @@ class SamplerEpochPlan:
             begun = self.progress_after(0)
         else:
             first_step = 0
-        own_first = max(begun.consumed - self._num_carried, 0)
         noted, earlier = begun.details[order.kind], self._begun.details.get("passes")
-        carried = order.memory.take_left(order, self.epoch - 1, self._begun.details.get("carried"), earlier)
-        self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, own_first, noted, earlier)
-        walk.put_before(carried[begun.consumed :] if self._num_carried else [])
+        self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier)
         for first, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
             yield (
                 begun.cycle * _MANY_ITEMS + first,
@@ -125,15 +111,11 @@ class SamplerEpochPlan:
         served = steps * self.rule.full if remaining is None or not steps else self.rule.served(remaining, steps)
         details: dict[str, Any] = {order.kind: begun.details.get(order.kind, [])}
         if served and self._latest is not None and not order.dealing.is_own:
-            index = begun.consumed + served - self._num_carried
-            details[order.kind] = self._latest.noted_before(index) or details[order.kind]
+            details[order.kind] = self._latest.noted_before(begun.consumed + served) or details[order.kind]
         if order.is_trained_on and order.remembers:
             loaded = begun.details.get("passes")
             before = order.memory.passes_before(begun.epoch, begun.cycle)
             details["passes"] = loaded if loaded is not None and self._latest is None else before
-        if self._num_carried:
-            left = order.memory.left_by(self.epoch - 1)
-            details["carried"] = begun.details.get("carried") or [self._num_carried, digest(left)]
         return replace(begun, consumed=begun.consumed + served, details=details)
 
     def report_after(self, steps: int) -> dict[str, Any]:
@@ -174,9 +156,6 @@ class SamplerEpochPlan:
             if not step:
                 break
             items = self._in_order(walk.take(step), index)
-            if not rule.num_steps(left - step) and rule.num_replicas > 1:
-                # Before the last batch, with which the next epoch may be asked for.
-                self._keep_left(walk, left - step)
             share = _share(items, rank, rule)
             yield index + int(share[0]), [items[offset] for offset in share]
             index += step
@@ -184,7 +163,7 @@ class SamplerEpochPlan:
 
     def _begun_length(self) -> int | None:
         if self._length is not None and not self.order.is_cut:
-            self._length = (self.order.num_items or 0) + self._num_carried
+            self._length = self.order.num_items
         return self._length
 
     def _in_order(self, items: list[Any], index: int) -> list[Any]:
@@ -195,12 +174,6 @@ class SamplerEpochPlan:
         labels = (0, 0) if order.repeats_first_epoch else (self.epoch, self._begun.cycle)
         shuffled = keyed_permutation(len(items), derive_seed("ranks", order.seed, *labels, index))
         return [items[offset] for offset in shuffled.take(np.arange(len(items), dtype=np.int64)).tolist()]
-
-    def _keep_left(self, walk: SamplerPass, left: int) -> None:
-        """Keep the items that make no step for the next epoch."""
-        if self.rule.drop_last and self.order.carries and not self._begun.cycle:
-            kept = walk.look_ahead(left)
-            self.order.memory.leave(self.epoch, walk.take(kept))
 
     def _end_early(self, end: int) -> None:
         """The sampler has ended before its length."""

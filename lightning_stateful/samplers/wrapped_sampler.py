@@ -45,8 +45,8 @@ RESUME_MODES: dict[ResumeMode, str] = {
     "own_state": "keeps its own state, which a resume goes on from.",
 }
 Length = int | Literal["len", "unknown"]
-Tail = Literal["split", "carry", "pad", "drop"]
-TAILS = ("split", "carry", "pad", "drop")
+Tail = Literal["split", "pad", "drop"]
+TAILS = ("split", "pad", "drop")
 
 _TORCHS_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 # Parameters of these that decide what they yield.
@@ -73,9 +73,8 @@ class WrappedSampler:
             it ends, or a number after which an epoch is cut off.
         batch_size: Samples in a full batch of one rank; None for a sampler that yields whole batches.
         is_collated: Whether these are certainly batches of indices, of whatever type; else a tuple names one sample.
-        tail: What becomes of a last step that is not full. Samples are ``"split"`` as evenly as it goes, by default;
-            whole batches are never cut, but ``"carry"`` into the next epoch, by default. Or ``"pad"`` with items of its
-            own, or ``"drop"``.
+        tail: What becomes of a last step that is not full: samples are ``"split"`` as evenly as it goes, while whole
+            batches, which are never cut, are repeated; ``"pad"`` with items of its own; or ``"drop"``.
         exact: For evaluation: never repeat an item unless there are fewer items than ranks.
         shuffles: Whether the items of a step go to ranks in a random order.
         is_dealt_out: Whether ranks share one sequence. Otherwise each rank iterates its own.
@@ -96,7 +95,7 @@ class WrappedSampler:
     length: Length = "len"
     batch_size: int | None = 1
     is_collated: bool = False
-    tail: Tail | None = None
+    tail: Tail = "split"
     exact: bool = False
     shuffles: bool = False
     is_dealt_out: bool = True
@@ -109,9 +108,8 @@ class WrappedSampler:
     carries_over: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.tail not in (None, *TAILS) or self.tail == ("split" if self.whole_batches else "carry"):
-            allowed = [tail for tail in TAILS if tail != ("split" if self.whole_batches else "carry")]
-            raise ConfigurationError(f"tail must be one of {allowed} for {self.unit}, got {self.tail!r}.")
+        if self.tail not in TAILS:
+            raise ConfigurationError(f"tail must be one of {TAILS}, got {self.tail!r}.")
         if not hasattr(self.sampler, "__iter__"):
             raise ConfigurationError(
                 f"{self.name} cannot be iterated; a sampler has __iter__. If it is meant as an order, members are "
@@ -216,12 +214,6 @@ class WrappedSampler:
             note += f" Its earlier passes are begun again as well, because {why}."
         elif self.resume_mode == "fast_forward" and not self.is_known and has_own_state(self):
             note += " Its own state is not used: loaded into a fresh copy, it did not lead to the items that came next."
-        ranks = vars(self).get("_met", (1, 0))[0]
-        if self.carries and not self.dealing.is_own and (self.num_items or 0) % ranks:
-            note += (
-                f" {self.num_items} batches an epoch are no multiple of {ranks} ranks: those that make no step are "
-                "carried into the next epoch, so that epochs differ by a step; tail='drop' or 'pad' makes them equal."
-            )
         return f"{note} {self.dealing.note}".rstrip()
 
     @property
@@ -326,17 +318,12 @@ class WrappedSampler:
             inner = inner.sampler if type(inner) is BatchSampler else None
         return found
 
-    @property
-    def carries(self) -> bool:
-        """Whether whole batches that make no step for all ranks are carried into the next epoch."""
-        return self.whole_batches and self.tail in (None, "carry") and self.is_trained_on
-
-    def rule(self, num_replicas: int, *, carries: bool = False) -> StepRule:
+    def rule(self, num_replicas: int) -> StepRule:
         """How its items are cut into steps of so many ranks."""
         return StepRule(
             batch_size=1 if self.batch_size is None else self.batch_size,
             num_replicas=num_replicas,
-            drop_last=self.tail == "drop" or carries,
+            drop_last=self.tail == "drop",
             exact=self.exact,
             pad=self.tail == "pad",
         )
@@ -351,17 +338,11 @@ class WrappedSampler:
         if vars(self).get("_met", (1, 0))[0] != num_replicas:
             self.meet(num_replicas, detect_topology(num_replicas).rank if num_replicas == 1 else _rank_of_process())
         num_items = self.num_items_in(epoch) if here.consumed else None
-        if num_items is not None and here.consumed > num_items + here.details.get("carried", (0,))[0]:
+        if num_items is not None and here.consumed > num_items:
             raise PositionError(
                 f"{here.consumed} {self.unit} of epoch {epoch} were consumed, but {self.name} yields only "
                 f"{num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
             )
-        before = progress if progress is not None and progress.epoch == epoch - 1 else None
-        if before is not None and before.consumed and self.carries and not self.memory.passes:
-            # On fewer ranks, what is left of the epoch may have made steps; on these it is carried over as it is.
-            rest = self.plan(before.epoch, num_replicas, before)
-            if not rest.num_steps and rest.remaining:
-                here = replace(here, details={**here.details, "carried": [rest.remaining, ""]})
         ranks = 1 if self.dealing.is_own else num_replicas
         return SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
 

@@ -272,7 +272,7 @@ class TrainLoaders:
             if repeats := loader.plan(0).repeats():
                 rank_zero_info(
                     f"{where}: {repeats}, because {loader.topology.num_replicas} ranks take equal steps. "
-                    "drop_last=True leaves incomplete steps out instead."
+                    "drop_last=True, or tail='drop' for a sampler of yours, leaves incomplete steps out instead."
                 )
 
     def _warn_of_cut_epochs(self) -> None:
