@@ -41,6 +41,7 @@ def table_of(verdicts: dict[int, dict[str, Verdict]]) -> str:
     for name, entry in ENTRIES.items():
         found = {ranks: of[name] for ranks, of in verdicts.items()}
         run = _cell({ranks: _run(entry, ranks, verdict.run) for ranks, verdict in found.items()})
+        run += "; ranks together" if entry.deals == "nobody" and found[2].run[0] == "same" else ""
         same = _cell({ranks: _resume(verdict.same) for ranks, verdict in found.items()})
         lines.append(f"| {name} | {run} | {same} | {_resume(found[2].other)} |")
     return "\n".join(lines)
@@ -49,9 +50,7 @@ def table_of(verdicts: dict[int, dict[str, Verdict]]) -> str:
 def _run(entry: Entry, ranks: int, outcome: Outcome) -> str:
     if outcome[0] != "same":
         return _WORDS[outcome[0]]
-    compared = entry.compared(ranks)
-    of_one = ranks > 1 and entry.deals == "nobody" and compared != "runs"
-    return f"{MEANINGS[compared]} as one process, over all ranks" if of_one else MEANINGS[compared]
+    return MEANINGS[entry.compared(ranks)]
 
 
 def _resume(outcome: Outcome) -> str:

@@ -60,6 +60,8 @@ class Records(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.run.trained.append((self.current_epoch, batch.flatten().tolist()))
+        if len(self.run.trained) > 200:
+            raise RuntimeError("the epoch does not end")
         return self.weight * batch.float().mean()
 
     def configure_optimizers(self) -> Any:

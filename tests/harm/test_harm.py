@@ -55,7 +55,9 @@ SLOW = pytest.mark.slow
 
 def _case(ranks: int, workers: int, name: str, *marks: Any) -> Any:
     where = f"{ranks} ranks" if not workers else f"{ranks} ranks, {workers} workers"
-    return pytest.param(ranks, workers, name, id=f"{where}, {name}", marks=marks)
+    # On ranks, the first case waits for all others.
+    timeout = pytest.mark.timeout(60 if ranks == 1 else 900)
+    return pytest.param(ranks, workers, name, id=f"{where}, {name}", marks=[timeout, *marks])
 
 
 CASES = [
@@ -92,7 +94,6 @@ def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Judged(request.session.items, tmp_path_factory)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("ranks", "workers", "name"), CASES)
 def test_the_rule_holds(judged: Judged, ranks: int, workers: int, name: str) -> None:
     faults = list(judged.of(ranks, workers, name).faults(ENTRIES[name]))
