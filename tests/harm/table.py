@@ -277,7 +277,7 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     "own: reads losses": (
         WithCallback(own.ByLoss, own.WritesLosses),
         "equal",
-        {"resume": "warned", "on_ranks": "counts"},
+        {"resume": "refused", "on_ranks": "counts"},
     ),
     "own: weights set at an epoch's end": (
         WithCallback(own.Weighted, own.SetsWeights),
@@ -302,7 +302,7 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     "own: len too short": (of(own.SaysTooLittle), "distinct", refused),
     "own: endless": (of(own.Endless), "counts", {**nobody, **ends, "on_ranks": "runs"}),
     "own: batches from a set of strings": (batches(own.OfNames), "multiset", {**nobody, **refused}),
-    "own: P x K, seven batches": (batches(own.PTimesK), "labels", drawn),
+    "own: P x K, seven batches": (batches(own.PTimesK), "labels", {**drawn, "on_ranks": "padded"}),
     "own: holds a NumPy generator": (of(own.HoldsNumpy), "multiset", {}),
     "own: holds a random.Random": (of(own.HoldsRandom), "multiset", {}),
     "own: holds a torch.Generator": (of(own.HoldsTorch), "multiset", {}),
