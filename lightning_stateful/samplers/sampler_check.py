@@ -51,6 +51,7 @@ class SamplerFacts:
         begins: Digest of how epoch 0 begins.
         notes: Digests of items of epoch 0 by index, as passes note them.
         marks: Digests of epoch 0 up to some items, by their number, for other ranks to compare.
+        says: Items of an epoch by its ``len()``; None where it has none.
         length: Items of epoch 0; None for more than a million, or one that could not be drawn to its end.
         seconds: How long that took.
         asks: Whether it asks torch.distributed for its rank.
@@ -64,6 +65,7 @@ class SamplerFacts:
     begins: str = ""
     notes: dict[int, str] = field(default_factory=dict)
     marks: dict[int, str] = field(default_factory=dict)
+    says: int | None = None
     length: int | None = None
     seconds: float = 0.0
     asks: bool = False
@@ -92,6 +94,8 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
     facts, shared = SamplerFacts(), digest_of_contents(order.sampler, order.dataset, of_shared=True)
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
     tried = _iterated(order, copied.sampler, choose, asked)
+    with suppress(Exception), tried.entered():
+        facts.says = order.length_of(copied.sampler)
     contents = partial(digest_of_contents, copied.sampler, order.dataset, epoch=0)
     before, state, following = [""], None, list[str]()
     try:
@@ -144,9 +148,9 @@ def _follow(
     running, drawn, state, chained = hashlib.blake2b(digest_size=8), 0, None, ""
     has_states, started = has_own_state(order), time.perf_counter()
     beginning: list[Any] = []
-    most = _MOST if order.num_items is None else min(order.num_items + (not order.is_cut), _MOST)
+    most = _MOST if facts.says is None else min(facts.says + (not order.is_cut), _MOST)
     while drawn < most:
-        is_endless = order.num_items is None and drawn >= _DRAWN
+        is_endless = facts.says is None and drawn >= _DRAWN
         if is_endless and time.perf_counter() - started > _QUICK:
             break
         size = STATE_STRIDE if has_states and drawn < STATE_STRIDE else _COMPARED if drawn < _COMPARED else _DRAWN
@@ -173,8 +177,8 @@ def _follow(
             with suppress(Exception):
                 state = tried.state(0, 0, drawn)
     else:
-        facts.length = drawn if drawn == order.num_items else None
-    if order.num_items is not None and not order.is_cut and drawn > order.num_items:
+        facts.length = drawn if drawn == facts.says else None
+    if facts.says is not None and not order.is_cut and drawn > facts.says:
         facts.length = drawn
     facts.begins = digest(beginning)
     return state
@@ -216,7 +220,7 @@ def has_own_state(order: WrappedSampler) -> bool:
 
 
 def _refuse_wrong_length(order: WrappedSampler, facts: SamplerFacts) -> None:
-    found, says = facts.length, order.num_items
+    found, says = facts.length, facts.says
     if found is None or says is None or found == says or (order.is_cut and found >= says):
         return
     saying = f"length={says} was given" if order.is_cut else f"its len() is {says}"
@@ -276,7 +280,7 @@ def deal(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing:
     if order.is_known and type(inner) is DistributedSampler:
         if (inner.num_replicas, inner.rank) == (num_replicas, rank) and order.is_dealt_out:
             return Dealing(settings=tuple(settings_of_one_rank(inner, by_dataset=True)))
-        return Dealing(is_own=num_replicas > 1 and not order.is_wrapped)
+        return Dealing(is_own=not order.is_dealt_out or (num_replicas > 1 and not order.is_wrapped))
     if num_replicas == 1 or order.is_known or not order.is_dealt_out:
         return Dealing(is_own=not order.is_dealt_out, begins=order.facts.begins)
     facts = order.facts

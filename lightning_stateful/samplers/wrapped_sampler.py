@@ -176,11 +176,15 @@ class WrappedSampler:
     @property
     def num_items(self) -> int | None:
         """Items of the epoch that the sampler was told last; None where that is known only at its end."""
+        with told(self.dealing.settings):
+            return self.length_of(self.sampler)
+
+    def length_of(self, sampler: Any) -> int | None:
+        """Items of an epoch as the sampler, or a copy of it, says now; None where that is known only at its end."""
         if self.length != "len":
             return self.length if isinstance(self.length, int) else None
         try:
-            with told(self.dealing.settings):
-                return len(self.sampler)
+            return len(sampler)
         except (TypeError, NotImplementedError):
             return None
 
