@@ -42,7 +42,8 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
 
     A pass begins at the first ``next()``, so a state may still be loaded after ``iter()``. The state counts the batches
     that were handed over, not those that workers have fetched. Once the last batch of an epoch is handed over, the
-    state is that of the next epoch. If a pass is broken off, the next ``iter()`` begins where that pass did.
+    state is that of the next epoch. A pass that is broken off is followed by the next epoch too, as in torch by another
+    shuffle, unless a state was loaded or ``set_epoch`` called since.
 
     All ranks get the same number of batches, and every sample of the epoch is served once (see
     :class:`~lightning_stateful.core.steps.StepRule` for the tail).
