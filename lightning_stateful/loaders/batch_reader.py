@@ -23,6 +23,12 @@ _NEVER = 2**40
 _END = object()
 
 
+class FailedBatch(NamedTuple):
+    """Takes the place of a batch that the dataset or its ``collate_fn`` raised an error for."""
+
+    error: Exception
+
+
 class SeededIndex(NamedTuple):
     """A single index (``batch_size=None``) with the seed to read it under; its type tells it from a user's tuples."""
 
@@ -106,10 +112,20 @@ class PlannedBatches:
 
     def __init__(self, seed: int | None, *, is_batched: bool) -> None:
         self.seed, self.is_batched = seed, is_batched
+        # What the plan raised, as opposed to the dataset.
+        self.error: Exception | None = None
         self.plan: EpochPlan
         self.rank = self.first_step = 0
 
     def __iter__(self) -> Iterator[Any]:
+        self.error = None
+        try:
+            yield from self._indices()
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _indices(self) -> Iterator[Any]:
         batches = self.plan.batches(self.rank, self.first_step)
         if self.seed is None:
             return (batch for _, batch in batches)
@@ -175,7 +191,7 @@ class BatchReader:
                 caller seeds them then anyway.
 
         Yields:
-            Collated batches.
+            Collated batches; a :class:`FailedBatch` for one that cannot be read, behind which it goes on as torch does.
 
         Raises:
             ConfigurationError: The dataset, its collate function or an overridden ``__iter__`` gives more or fewer
@@ -191,7 +207,7 @@ class BatchReader:
             # torch draws a base seed for its workers here; not from the generator that the model uses.
             self._generator.manual_seed(base_seed)
             iterator = iter(loader)
-            fetch = partial(next, iterator if is_plain else _counted(iterator, count, type(loader).__qualname__))
+            fetch = self._fetch_from(iterator if is_plain else _counted(iterator, count, type(loader).__qualname__))
             if isolated and batches.seed is not None and not loader.num_workers:
                 # Worker processes have generators of their own; here the model uses the same ones.
                 fetch = keep_randomness()(fetch)
@@ -207,19 +223,41 @@ class BatchReader:
                 return
             yield batch
 
+    def _fetch_from(self, iterator: Iterator[Any]) -> Callable[[], Any]:
+        """A function that takes the next batch from an iterator, and tells a failed batch from failed workers."""
+
+        def fetch() -> Any:
+            number = getattr(iterator, "_rcvd_idx", None)
+            try:
+                return next(iterator)
+            except Exception as error:
+                # torch counts a batch as received before it raises the error of its dataset; not where workers died.
+                is_over = isinstance(error, StopIteration) or error is self._batches.error
+                if is_over or (number is not None and number == getattr(iterator, "_rcvd_idx", None)):
+                    raise
+                return FailedBatch(error)
+
+        return fetch
+
     def _fetch_in_process(self, isolated: bool) -> Callable[[], Any]:
         """A function that reads the next batch as torch does without workers, but without its cost for each batch."""
         collate, batches, isolate = self.loader.collate_fn, iter(self._batches), self._isolate
         read = partial(read_batch if self._batches.is_batched else getitem, self._dataset)
-        if self._batches.seed is None:
-            return lambda: collate(read(next(batches)))
+        is_seeded = self._batches.seed is not None
 
         def fetch() -> Any:
-            seed, index = next(batches)
-            if isolated:
-                return isolate(seed, lambda: collate(read(index)))
-            seed_randomness(seed)
-            return collate(read(index))
+            index = next(batches)
+            seed, index = index if is_seeded else (None, index)
+            try:
+                if seed is not None and isolated:
+                    return isolate(seed, lambda: collate(read(index)))
+                if seed is not None:
+                    seed_randomness(seed)
+                return collate(read(index))
+            except StopIteration:
+                raise
+            except Exception as error:
+                return FailedBatch(error)
 
         return fetch
 

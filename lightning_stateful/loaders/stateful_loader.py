@@ -15,7 +15,7 @@ from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progre
 from lightning_stateful.core.samples import ShuffledOrder
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
-from lightning_stateful.loaders.batch_reader import BatchReader, known_steps, options_of
+from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, known_steps, options_of
 from lightning_stateful.loaders.description import LoaderDescription, describe_loader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
@@ -267,7 +267,11 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
 
 
 class _Pass:
-    """The iterator of a loader; a batch that could not be read is tried again at the next call."""
+    """The iterator of a loader; behind an error the next call goes on.
+
+    As in torch a batch whose samples cannot be read is left out, and counts as handed over. Where reading itself fails,
+    as when a worker has died, the batch is tried again.
+    """
 
     def __init__(self, loader: StatefulLoader) -> None:
         self._tracker, self._read = loader.tracker, loader.batches
@@ -278,12 +282,15 @@ class _Pass:
 
     def __next__(self) -> Any:
         try:
-            return next(self._batches)
+            batch = next(self._batches)
         except StopIteration:
             raise
         except Exception:
             self._batches = self._tracker.iterate(self._read, resumes=True)
             raise
+        if isinstance(batch, FailedBatch):
+            raise batch.error
+        return batch
 
 
 class _PassSampler(DistributedSampler[Any]):

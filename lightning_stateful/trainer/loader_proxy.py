@@ -27,6 +27,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stateful.core.order import EpochPlan
+from lightning_stateful.loaders.batch_reader import FailedBatch
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.trainer.lightning import (
     CombinedLoader,
@@ -300,6 +301,8 @@ class LoaderProxy:
             self.batch_sampler.seen_batch_indices = [indices for _, indices in batches]
         self.num_handed = 0
         for batch in self.loader.batches(plan, step, isolated=self._isolated):
+            if isinstance(batch, FailedBatch):
+                raise batch.error
             self.num_handed += 1
             if self._after_read is not None:
                 self._after_read()
