@@ -186,12 +186,12 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         return self.tracker.progress
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank, also when an epoch is resumed in the middle.
+        """Batches of a whole epoch on this rank: of the one begun last, or chosen since, also when it is resumed.
 
         Raises:
             TypeError: The sampler has no ``len()``.
         """
-        return known_steps(self.plan(0))
+        return known_steps(self.plan(self.tracker.latest_epoch))
 
     @property
     def is_sized(self) -> bool:
@@ -312,7 +312,7 @@ class _PassSampler(DistributedSampler[Any]):
         return chain.from_iterable(batches) if self._flat else batches
 
     def __len__(self) -> int:
-        plan = self._tracker.plan_epoch(0)
+        plan = self._tracker.plan_epoch(self._tracker.latest_epoch)
         if not self._flat:
             return known_steps(plan)
         if not isinstance(plan, SampleCountingPlan):

@@ -111,6 +111,11 @@ class Tracker:
         """The epoch that the next batch belongs to."""
         return self.progress.epoch
 
+    @property
+    def latest_epoch(self) -> int:
+        """The epoch of the pass that began last, also at its end; until then, and after a choice, of the next one."""
+        return self._start.epoch if self._plan is None else self._plan.epoch
+
     def plan_epoch(self, epoch: int, progress: Progress | None = None) -> EpochPlan:
         """Plan an epoch, or the rest of it, for the present number of ranks; the tracker stays where it is."""
         ranks = self.topology.num_replicas
@@ -217,6 +222,9 @@ class Tracker:
         epoch, latest = as_int("epoch", epoch), self._plan
         if epoch == self._start.epoch:
             self._again = True
+            if latest is not None and latest.epoch != epoch:
+                # Of a pass that is over nothing counts any more.
+                self._plan, self._num_handed = None, 0
         else:
             self.seek(self.plan_epoch(epoch, self._start).progress_after(0))
             self._prefetched_plan = latest if latest is not None and latest.epoch == epoch else None

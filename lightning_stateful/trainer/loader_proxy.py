@@ -246,6 +246,7 @@ class LoaderProxy:
         original: The user's loader, of which ``loader`` was made.
         overfits: Show a sampler that goes through the dataset in order, as Lightning does with ``overfit_batches``.
         is_dealt_out: Show a DistributedSampler on a single rank too, as Lightning does under DDP.
+        length: Called for the steps of the epoch that training is in; by default they are the loader's.
 
     Attributes:
         loader: The loader.
@@ -267,8 +268,9 @@ class LoaderProxy:
         original: Any = None,
         overfits: bool = False,
         is_dealt_out: bool = False,
+        length: Callable[[], int] | None = None,
     ) -> None:
-        self.loader = loader
+        self.loader, self._length = loader, length
         self.original = loader if original is None else getattr(original, "original", original)
         self._shown = _shown(loader, self.original, overfits, is_dealt_out)
         self._locate = locate
@@ -311,7 +313,8 @@ class LoaderProxy:
             self._after_read()
 
     def __len__(self) -> int:
-        return len(self.loader)
+        # A loader whose length is not known has to say so itself.
+        return self._length() if self._length is not None and self.loader.is_sized else len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
         of_user = name in ("sampler", "batch_sampler") or name.startswith(_RECORDS)

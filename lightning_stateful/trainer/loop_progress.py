@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from lightning_stateful.errors import DamagedStateError
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_stateful.errors import DamagedStateError, StatefulWarning
 from lightning_stateful.trainer.lightning import RestartStage, TrainerFn, pl
 from lightning_stateful.trainer.other_callbacks import announce_resumed_epoch, tell_to_stop, waits_to_stop
 
@@ -231,6 +233,49 @@ def next_step(trainer: pl.Trainer) -> tuple[int, int]:
 def step_is_beyond_epoch(trainer: pl.Trainer, step: int) -> bool:
     """Whether the (limited) epoch has no such step."""
     return step >= trainer.fit_loop.max_batches
+
+
+def follow_lengths(trainer: pl.Trainer) -> None:
+    """Tell Lightning before every epoch how many batches it has, which Lightning asks only when it builds loaders."""
+    trainer.fit_loop.setup_data = partial(_set_up_epoch, trainer)  # type: ignore[method-assign]
+
+
+def end_following(trainer: pl.Trainer) -> None:
+    """Undo :func:`follow_lengths`."""
+    vars(trainer.fit_loop).pop("setup_data", None)
+
+
+def _set_up_epoch(trainer: pl.Trainer) -> None:
+    """Let Lightning set its data up, then take over the lengths of loaders as ``setup_data`` does."""
+    fit_loop: Any = trainer.fit_loop
+    type(fit_loop).setup_data(fit_loop)
+    combined, limit = fit_loop._combined_loader, trainer.limit_train_batches
+    if combined is None or fit_loop.max_batches == float("inf"):
+        return
+    limits = [_limited(loader, limit) for loader in combined.flattened]
+    if limits == combined.limits:
+        return
+    combined.limits = limits
+    fit_loop.max_batches = min(limits) if combined._mode == "min_size" else max(limits)
+    if trainer.val_check_batch is None or trainer.val_check_batch == float("inf"):
+        return
+    interval = trainer.val_check_interval
+    if isinstance(interval, float):
+        trainer.val_check_batch = max(1, int(fit_loop.max_batches * interval))
+    elif interval > fit_loop.max_batches and trainer.check_val_every_n_epoch and trainer.limit_val_batches:
+        rank_zero_warn(
+            f"Epoch {trainer.current_epoch} has {fit_loop.max_batches} batches, and val_check_interval={interval}: it "
+            "has no validation. Pass a share of the epoch, as 1.0, or check_val_every_n_epoch=None to count over all.",
+            category=StatefulWarning,
+        )
+
+
+def _limited(loader: Any, limit: float) -> float:
+    try:
+        length = len(loader)
+    except (TypeError, NotImplementedError):
+        return float("inf") if isinstance(limit, float) else limit
+    return min(length, limit) if isinstance(limit, int) else int(length * limit)
 
 
 @contextmanager
