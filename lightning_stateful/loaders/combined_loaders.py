@@ -9,6 +9,7 @@ from typing import Any
 from lightning_stateful import state as format_
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader
@@ -102,7 +103,7 @@ class CombinedLoaders:
             if length and self._cycles and asked < self.num_batches(epoch):
                 warnings.warn(
                     f"Epoch {epoch} ends after {asked} of {self.num_batches(epoch)} steps, because loader {path!r} "
-                    "ends there and cannot start over within one. Give it as many steps as the longest loader ever has.",
+                    "ends there and cannot start over within one. Give it as many steps as the longest loader has.",
                     StatefulWarning,
                     stacklevel=2,
                 )
@@ -252,7 +253,10 @@ class CombinedLoaders:
             return 0
         if plan.num_steps < UNKNOWN:
             return plan.num_steps
-        consumed_a_step = self.loaders[path].plan(plan.epoch).progress_after(1).consumed
+        if isinstance(plan, OwnPlan) and plan.skipped:
+            return UNKNOWN - plan.skipped
+        whole = self.loaders[path].plan(plan.epoch)
+        consumed_a_step = (whole.plan if isinstance(whole, OwnPlan) else whole).progress_after(1).consumed
         return UNKNOWN - progress.consumed // consumed_a_step
 
     def _plan(self, path: str, epoch: int) -> EpochPlan:

@@ -17,12 +17,13 @@ from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, known_steps, options_of
 from lightning_stateful.loaders.description import LoaderDescription, describe_loader
+from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
-from lightning_stateful.user_loaders import Pickled, copied
+from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class LoaderSettings:
     rank: int | None = None
     seed_samples: bool = True
     accept: tuple[str, ...] = ()
+    exact: bool = False
 
 
 class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
@@ -134,13 +136,20 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         )
         self.set_up(loader, description, settings)
 
-    def set_up(self, loader: DataLoader[Any], description: LoaderDescription, settings: LoaderSettings) -> None:
+    def set_up(
+        self,
+        loader: DataLoader[Any],
+        description: LoaderDescription,
+        settings: LoaderSettings,
+        holder: tuple[Any, str] | None = None,
+    ) -> None:
         """Construct the loader from another one, with its dataset, options and attributes.
 
         Args:
             loader: A DataLoader over a map-style dataset; a copy of it reads the batches.
             description: Its order.
             settings: How that is served.
+            holder: An object that holds the loader and is iterated in its place, and the name of the attribute.
         """
         # Not torch's constructor: the loader has been constructed. Nor is anything the original's yet.
         vars(self).update(options_of(loader), dataset=loader.dataset, generator=loader.generator)
@@ -154,13 +163,22 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         # Without the path: from it, the same loader is built for another one.
         self.description = description
         order, dataset = description.order.adapted(path=settings.path), loader.dataset
-        self.tracker = Tracker(
+        original = loader._original if isinstance(loader, StatefulLoader) else loader
+        self._holder = holder or getattr(loader, "_holder", None) if isinstance(loader, StatefulLoader) else holder
+        is_own = self._holder is not None or not (iterates_as_torch(original) or is_torchdatas(original))
+        self._watch = Watch() if is_own and not settings.exact else None
+        config = description.config(order, dataset)
+        kind = Tracker if self._watch is None else OwnTracker
+        self.tracker = kind(
             order,
-            description.config(order, dataset),
+            config if self._watch is None else {**config, "iteration": "own"},
             num_replicas=description.num_replicas,
             rank=description.rank,
             accept=tuple(dict.fromkeys([*description.accept, *settings.accept])),
         )
+        if isinstance(self.tracker, OwnTracker) and self._watch is not None:
+            self.tracker.watch, self.tracker.length_of = self._watch, self._own_length
+            self.tracker.batch_size = description.batch_size
         # A wrapped sampler looks at the dataset's length itself.
         self._length = len(dataset) if isinstance(dataset, Sized) and not isinstance(order, WrappedSampler) else None
         size, drop_last = description.batch_size, description.drop_last
@@ -173,12 +191,19 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         if isinstance(loader, StatefulLoader):
             # What a subclass of StatefulLoader has beside.
             vars(self).update({name: value for name, value in vars(loader).items() if name not in vars(self)})
-        self._original: DataLoader[Any] = copied(loader._original if isinstance(loader, StatefulLoader) else loader)
+        self._original: DataLoader[Any] = copied(original)
 
     @property
     def resume_note(self) -> str:
-        """A sentence on how a wrapped sampler is resumed; empty for others."""
-        return self.description.resume_note
+        """Sentences on how a wrapped sampler, and an ``__iter__`` of the user's, are resumed; empty for others."""
+        notes = [self.description.resume_note]
+        if self._watch is not None:
+            given_by = type(self._original if self._holder is None else self._holder[0]).__qualname__
+            notes.append(
+                f"Batches are counted as {given_by}.__iter__ gives them. Where it gave one for each of DataLoader's in "
+                "order, a resume begins at the next; otherwise it reads the epoch again up to there."
+            )
+        return " ".join(filter(None, notes))
 
     @property
     def progress(self) -> Progress:
@@ -218,13 +243,24 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         if first_step >= plan.num_steps:
             return iter(())
         options = options_of(self)
-        if self._reader is None or self._reader.options != options:
-            seed = self._own_seed if self.seed_samples else None
-            is_batched = self.batch_sampler is not None
-            self._reader = BatchReader(self.dataset, seed, options, is_batched=is_batched, original=self._original)
+        reader = self._reader_with(options)
         rank = self.topology.rank
         base_seed = derive_seed("workers", self._own_seed, rank, plan.epoch, plan.progress_after(first_step).consumed)
-        return self._reader.read(plan, rank, first_step, base_seed, isolated=isolated)
+        return reader.read(plan, rank, first_step, base_seed, isolated=isolated)
+
+    def _reader_with(self, options: dict[str, Any]) -> BatchReader:
+        if self._reader is None or self._reader.options != options:
+            seed = self._own_seed if self.seed_samples else None
+            how: dict[str, Any] = {"is_batched": self.batch_sampler is not None, "original": self._original}
+            how |= {"watch": self._watch, "holder": self._holder}
+            self._reader = BatchReader(self.dataset, seed, options, **how)
+        return self._reader
+
+    def _own_length(self, plan: EpochPlan) -> int:
+        """Batches that the user's loader says it gives of a plan."""
+        if self._holder is None and type(self._original).__len__ is DataLoader.__len__:
+            return plan.num_steps
+        return self._reader_with(options_of(self)).length(plan)
 
     @property
     def _iterator(self) -> Any:
@@ -254,7 +290,8 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         original = vars(self).get("_original")
         if original is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(original, name)
+        holder = vars(self).get("_holder")
+        return getattr(original if holder is None or not hasattr(holder[0], name) else holder[0], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         original = vars(self).get("_original")

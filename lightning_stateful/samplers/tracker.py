@@ -11,7 +11,7 @@ import torch.distributed
 
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
+from lightning_stateful.core.order import BatchOrder, EpochPlan, Progress
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import (
     ConfigurationError,
@@ -145,14 +145,13 @@ class Tracker:
         self._num_passes = number = self._num_passes + 1
         plan = self._plan if resumes and self._plan is not None else self._begin_pass()
         while True:
-            num_steps, num_seeks = plan.num_steps, self._num_seeks
+            num_seeks = self._num_seeks
             for step, item in enumerate(read(plan, self._num_handed), self._num_handed + 1):
-                if num_steps == UNKNOWN:
-                    num_steps = plan.num_steps
                 if self._num_passes == number:
                     self._num_handed = step
-                    # Before the last item is yielded: a state taken with it is that of the next epoch.
-                    if step == num_steps:
+                    # Before the last item is yielded: a state taken with it is that of the next epoch. Where the end
+                    # was not known, it may be by now.
+                    if step == plan.num_steps:
                         self._end_pass(plan)
                 yield item
                 if self._num_seeks != num_seeks and self._num_passes == number:

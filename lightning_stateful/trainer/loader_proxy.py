@@ -247,6 +247,7 @@ class LoaderProxy:
         overfits: Show a sampler that goes through the dataset in order, as Lightning does with ``overfit_batches``.
         is_dealt_out: Show a DistributedSampler on a single rank too, as Lightning does under DDP.
         length: Called for the steps of the epoch that training is in; by default they are the loader's.
+        at_end: Called when the loader has no further batch.
 
     Attributes:
         loader: The loader.
@@ -269,8 +270,9 @@ class LoaderProxy:
         overfits: bool = False,
         is_dealt_out: bool = False,
         length: Callable[[], int] | None = None,
+        at_end: Callable[[], None] | None = None,
     ) -> None:
-        self.loader, self._length = loader, length
+        self.loader, self._length, self._at_end = loader, length, at_end
         self.original = loader if original is None else getattr(original, "original", original)
         self._shown = _shown(loader, self.original, overfits, is_dealt_out)
         self._locate = locate
@@ -309,6 +311,8 @@ class LoaderProxy:
             if self._after_read is not None:
                 self._after_read()
             yield batch
+        if self._at_end is not None:
+            self._at_end()
         if self._after_read is not None:
             self._after_read()
 

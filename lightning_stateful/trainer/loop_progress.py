@@ -132,7 +132,10 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
     """
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
-    progress = read_counters(fit_loop.state_dict(), max_batches=fit_loop.max_batches)
+    max_batches: float = fit_loop.max_batches
+    if vars(epoch_loop).get("_ended_early") == next_step(trainer, begun=True):
+        max_batches = 0
+    progress = read_counters(fit_loop.state_dict(), max_batches=max_batches)
     in_batch_end = _in_batch_end(trainer, begun)
     validated = _validated_before(trainer, progress.epoch)
     validate = progress.running and progress.batch > validated and _validation_is_due(trainer, in_batch_end)
@@ -219,13 +222,27 @@ def rewritten(fit_loop_state: Mapping[str, Any], progress: LoopProgress) -> dict
     return state
 
 
-def next_step(trainer: pl.Trainer) -> tuple[int, int]:
+def note_early_end(trainer: pl.Trainer) -> None:
+    """The loaders of a run have no further batch: where Lightning knows their length, it does not ask for one."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    if trainer.fit_loop.max_batches < float("inf"):
+        # Ours, kept with the loop, as where a run has validated.
+        epoch_loop._ended_early = next_step(trainer)
+
+
+def next_step(trainer: pl.Trainer, *, begun: bool = False) -> tuple[int, int]:
     """Epoch and step of the batch that training fetches next.
 
     ``processed`` it is, not ``ready``: a step that fetches by itself (``dataloader_iter``) is already counted ready.
+
+    Args:
+        trainer: The trainer.
+        begun: Count on in the epoch that began last, also at its end.
     """
     epoch: Any = trainer.fit_loop.epoch_progress.current
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    if begun:
+        return epoch.started - 1, batch.processed
     # Between epochs the batch counters are still those of the last one.
     return epoch.processed, batch.processed if epoch.started > epoch.processed else 0
 

@@ -17,6 +17,7 @@ from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.loaders.own_iteration import held_loader
 from lightning_stateful.loaders.patching import AnyLoader, build_patched, is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
@@ -244,6 +245,8 @@ class TrainLoaders:
 
     def _build_patched(self, loader: Any, path: str) -> AnyLoader:
         patched = self._settings.build_patched(self._trainer, loader, path, "training")
+        held = held_loader(loader)
+        loader = getattr(loader, held) if held else loader
         if overfits(self._trainer) and not isinstance(patched, StreamLoader) and _is_shuffled(loader):
             rank_zero_warn(
                 "overfit_batches trains on the same batches in every epoch, so "
@@ -301,7 +304,13 @@ class TrainLoaders:
             overfits=overfits(self._trainer),
             is_dealt_out=deals_out(self._trainer),
             length=partial(self._length, path),
+            at_end=self._note_end,
         )
+
+    def _note_end(self) -> None:
+        # Of several, one may end before the others.
+        if len(self._proxies) == 1 or self.combined.mode == "min_size":
+            loop_progress.note_early_end(self._trainer)
 
     def _length(self, path: str) -> int:
         return self.combined.length(path, self._next_step()[0])
