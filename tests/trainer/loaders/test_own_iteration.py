@@ -52,7 +52,9 @@ def test_a_loop_resumes_at_every_batch(name: str) -> None:
         loader = made(name, num_workers=0 if name == "InBackground" else 1)
         return patch_dataloader(loader, seed=3, num_replicas=num_replicas, rank=rank)
 
-    result = check_resume(patched, stops="every" if name == "Twice" else "spread", key=str)
+    # Its epochs are longer than it says, which is known only at their end.
+    stops: Any = [stop for stop in range(24) if stop % 12] if name == "Twice" else "spread"
+    result = check_resume(patched, stops=stops, key=str)
     assert result, result
 
 
