@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import (
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
@@ -28,6 +29,7 @@ from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, of_batches
@@ -110,7 +112,10 @@ def build_patched(
         stream: type[StreamLoader] = class_of_patched(StreamLoader, type(loader))
         return stream(loader, StreamOptions(exact=exact, seed=seed, seed_samples=seed_samples, accept=accept, **how))
     accept = accepted_names(accept)
-    use: dict[str, bool] = {"exact": exact, "shuffle": shuffle, "as_one_rank": own_rank is None}
+    is_of_others = (num_replicas, rank, own_rank) == (None, None, None) and _is_for_other_ranks(loader)
+    if is_of_others:
+        how |= {"num_replicas": 1, "rank": 0}
+    use: dict[str, bool] = {"exact": exact, "shuffle": shuffle, "as_one_rank": own_rank is None and not is_of_others}
     try:
         if reason:
             raise UnsupportedLoaderError(reason)
@@ -189,6 +194,20 @@ def patch_dataloader(
         seed_samples=seed_samples,
         accept=accept,
     )
+
+
+def _is_for_other_ranks(loader: Any) -> bool:
+    """Whether a DistributedSampler was given ranks that are not those of the process group: then it is run as it is."""
+    if not isinstance(loader, DataLoader) or isinstance(loader, StatefulLoader):
+        return False
+    batches: Any = loader.batch_sampler
+    sampler = batches.sampler if only_cuts(batches) else loader.sampler
+    if not isinstance(sampler, DistributedSampler) or not (
+        is_torchdatas(sampler) or type(sampler) is DistributedSampler
+    ):
+        return False
+    present = detect_topology()
+    return (sampler.num_replicas, sampler.rank) != (present.num_replicas, present.rank)
 
 
 def deals_itself(loader: object) -> bool:
