@@ -7,6 +7,7 @@ DataLoader at the next one. Otherwise its epoch is read again, up to where the m
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -15,12 +16,12 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_stateful import state as format_
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
-from lightning_stateful.errors import Difference, StateMismatchError, UnsupportedLoaderError
+from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError, UnsupportedLoaderError
 from lightning_stateful.samplers.tracker import Tracker
 
 _REMEDY = "Put it back, or resume from a checkpoint of the end of an epoch."
@@ -182,6 +183,25 @@ def held_loader(iterable: Any) -> str:
     loaders = [name for name, value in held.items() if isinstance(value, DataLoader)]
     begun = any(isinstance(value, _BaseDataLoaderIter) for value in held.values())
     return loaders[0] if len(loaders) == 1 and not begun else ""
+
+
+def warn_of_held_loaders(iterable: Any, where: str) -> None:
+    """Warn of an object without a state that reads DataLoaders in a way that cannot be followed.
+
+    Warns:
+        StatefulWarning: With the attributes and the remedy.
+    """
+    held = getattr(iterable, "__dict__", {})
+    names = [name for name, value in held.items() if isinstance(value, (DataLoader, _BaseDataLoaderIter))]
+    maps = [name for name in names if not isinstance(getattr(held[name], "dataset", None), IterableDataset)]
+    if maps and not hasattr(iterable, "state_dict"):
+        warnings.warn(
+            f"{where} is a {type(iterable).__qualname__} that reads torch's loaders by itself ({', '.join(names)}). A "
+            "resume iterates it again up to where the model stood, which is exact only if its batches come in the same "
+            "order again, and not where they are shuffled. Pass the DataLoader itself, or one that holds just it.",
+            StatefulWarning,
+            stacklevel=4,
+        )
 
 
 def loader_within(iterable: Any, name: str, loader: DataLoader[Any]) -> Any:

@@ -23,7 +23,7 @@ from lightning_stateful.loaders.description import (
     only_cuts,
     without_lightnings,
 )
-from lightning_stateful.loaders.own_iteration import held_loader, without_repeats
+from lightning_stateful.loaders.own_iteration import held_loader, warn_of_held_loaders, without_repeats
 from lightning_stateful.loaders.stateful_loader import LoaderSettings, StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
@@ -93,6 +93,7 @@ def build_patched(
             own_rank = rank
     if not exact and not isinstance(loader, DataLoader) and is_iterable(loader):
         # What it gives are batches of its own making, on each rank, and no rank's are dealt out.
+        warn_of_held_loaders(loader, where)
         options = StreamOptions(path=path, num_replicas=num_replicas, rank=rank, accept=accept)
         return IterableLoader(of_batches(loader), options)
     if isinstance(loader, IterableLoader):

@@ -16,7 +16,7 @@ from support.runs import assert_goes_on_from_every_moment, train, train_alone
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, check_resume, patch_dataloader
-from lightning_stateful.errors import StateMismatchError, UnsupportedLoaderError
+from lightning_stateful.errors import StatefulWarning, StateMismatchError, UnsupportedLoaderError
 
 KINDS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (own.MultiEpochs, own.Infinite, own.Twice, own.TwiceAsLong, own.LeavesOut)},
@@ -88,6 +88,18 @@ def test_what_is_read_again_takes_the_same_ranks_and_batch_size(tmp_path: Path) 
 def test_one_that_cannot_be_followed_is_refused_before_the_first_step(make: Any, said: str) -> None:
     with pytest.raises(UnsupportedLoaderError, match=said):
         train_alone(make, max_epochs=1)
+
+
+def test_one_that_reads_several_loaders_is_warned_of_at_the_start() -> None:
+    def interleaved() -> Any:
+        made = own.HandsOn(DataLoader(Numbers(4)))
+        made.other = DataLoader(Numbers(4))  # type: ignore[attr-defined]
+        return made
+
+    with pytest.warns(
+        StatefulWarning, match=r"the training loader is a HandsOn .*\(loader, other\).*Pass the DataLoader"
+    ):
+        train_alone(interleaved, max_epochs=1)
 
 
 def test_an_object_that_holds_a_loader_is_shown_with_its_attributes() -> None:
