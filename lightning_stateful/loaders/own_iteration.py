@@ -177,7 +177,7 @@ def held_loader(iterable: Any) -> str:
     An object with a state of its own is resumed by that, and one that holds an iterator has begun already.
     """
     is_plain = hasattr(type(iterable), "__iter__") and not hasattr(iterable, "__next__")
-    if isinstance(iterable, DataLoader) or not is_plain or hasattr(iterable, "state_dict"):
+    if isinstance(iterable, DataLoader) or not is_plain or hasattr(type(iterable), "state_dict"):
         return ""
     held = getattr(iterable, "__dict__", {})
     loaders = [name for name, value in held.items() if isinstance(value, DataLoader)]
@@ -194,7 +194,7 @@ def warn_of_held_loaders(iterable: Any, where: str) -> None:
     held = getattr(iterable, "__dict__", {})
     names = [name for name, value in held.items() if isinstance(value, (DataLoader, _BaseDataLoaderIter))]
     maps = [name for name in names if not isinstance(getattr(held[name], "dataset", None), IterableDataset)]
-    if maps and not hasattr(iterable, "state_dict"):
+    if maps and not hasattr(type(iterable), "state_dict"):
         warnings.warn(
             f"{where} is a {type(iterable).__qualname__} that reads torch's loaders by itself ({', '.join(names)}). A "
             "resume iterates it again up to where the model stood, which is exact only if its batches come in the same "

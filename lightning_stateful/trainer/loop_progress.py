@@ -266,6 +266,7 @@ def _set_up_epoch(trainer: pl.Trainer) -> None:
     """Let Lightning set its data up, then take over the lengths of loaders as ``setup_data`` does."""
     fit_loop: Any = trainer.fit_loop
     type(fit_loop).setup_data(fit_loop)
+    vars(fit_loop.epoch_loop).pop("_ended_early", None)
     combined, limit = fit_loop._combined_loader, trainer.limit_train_batches
     if combined is None or fit_loop.max_batches == float("inf"):
         return

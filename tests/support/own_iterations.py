@@ -149,6 +149,16 @@ class HandsOn(Prefetching):
         yield from self.loader
 
 
+class Unsized:
+    """Holds a loader, reads it ahead and says nothing of its length."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Any:
+        return read_ahead(self.loader)
+
+
 class HasBegun(Prefetching):
     """Holds a loader and reads what it has begun before."""
 

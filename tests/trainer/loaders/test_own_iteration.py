@@ -22,6 +22,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (own.MultiEpochs, own.Infinite, own.Twice, own.TwiceAsLong, own.LeavesOut)},
     **{kind.__name__: kind for kind in (own.ReadsAhead, own.InBackground)},
     "Prefetching": lambda *args, **options: own.Prefetching(DataLoader(*args, **options)),
+    "Unsized": lambda *args, **options: own.Unsized(DataLoader(*args, **options)),
     "HandsOn": lambda *args, **options: own.HandsOn(DataLoader(*args, **options)),
     "of a patched one": lambda *args, **options: own.Prefetching(
         patch_dataloader(DataLoader(*args, **options), seed=7)
