@@ -41,6 +41,7 @@ class Pickled:
             # before a worker has opened it.
             state |= {"_reader": None, "_original": copied(state["_original"])}
             vars(state["_original"]).update(_iterator=None, generator=None)
+            vars(state["_original"]).pop("_get_iterator", None)
         return _blank, getattr(type(self), "_made_of", (type(self), type(self))), state
 
 

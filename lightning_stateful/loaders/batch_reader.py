@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import getitem
@@ -12,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
-from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.loaders.own_iteration import OwnPlan, Watch, loader_within
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
 from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch
 
@@ -20,7 +23,12 @@ from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch
 _WHAT = {"dataset", "sampler", "batch_sampler", "generator", "_iterator"}
 # A pass that has more steps than this to go is one whose end is not known: it ends when the sampler does.
 _NEVER = 2**40
-_END = object()
+
+
+class FailedBatch(NamedTuple):
+    """Takes the place of a batch that the dataset or its ``collate_fn`` raised an error for."""
+
+    error: Exception
 
 
 class SeededIndex(NamedTuple):
@@ -106,10 +114,20 @@ class PlannedBatches:
 
     def __init__(self, seed: int | None, *, is_batched: bool) -> None:
         self.seed, self.is_batched = seed, is_batched
+        # What the plan raised, as opposed to the dataset.
+        self.error: Exception | None = None
         self.plan: EpochPlan
         self.rank = self.first_step = 0
 
     def __iter__(self) -> Iterator[Any]:
+        self.error = None
+        try:
+            yield from self._indices()
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _indices(self) -> Iterator[Any]:
         batches = self.plan.batches(self.rank, self.first_step)
         if self.seed is None:
             return (batch for _, batch in batches)
@@ -133,6 +151,8 @@ class BatchReader:
         is_batched: Whether batches are collated.
         original: A copy of the user's own loader, to be read with so that its class, attributes and further options
             stay in force.
+        watch: Compares what a loader with an ``__iter__`` of its own gives with what it reads; None for others.
+        holder: An object that holds the loader and is iterated in its place, and the name of the attribute.
     """
 
     def __init__(
@@ -143,6 +163,8 @@ class BatchReader:
         *,
         is_batched: bool,
         original: DataLoader[Any],
+        watch: Watch | None = None,
+        holder: tuple[Any, str] | None = None,
     ) -> None:
         self.options = options
         self._dataset = dataset
@@ -162,6 +184,22 @@ class BatchReader:
             _iterator=None,
             **sampler,
         )
+        self._watch = watch
+        if watch is not None and type(original)._get_iterator is DataLoader._get_iterator:
+            vars(original)["_get_iterator"] = partial(_watched, weakref.ref(original), watch)
+        self._given_by = original if holder is None else loader_within(*holder, original)
+
+    def length(self, plan: EpochPlan) -> int:
+        """Batches that the loader, or what holds it, says it gives of a plan; UNKNOWN where it does not."""
+        batches = self._batches
+        before = vars(batches).copy()
+        batches.plan, batches.first_step = plan, 0
+        try:
+            return len(self._given_by)
+        except (TypeError, NotImplementedError):
+            return UNKNOWN
+        finally:
+            vars(batches).update(before)
 
     def read(self, plan: EpochPlan, rank: int, first_step: int, base_seed: int, *, isolated: bool) -> Iterator[Any]:
         """Read the batches of ``rank`` from a step of a plan to its end.
@@ -175,69 +213,125 @@ class BatchReader:
                 caller seeds them then anyway.
 
         Yields:
-            Collated batches.
+            Collated batches; a :class:`FailedBatch` for one that cannot be read, behind which it goes on as torch does.
 
         Raises:
-            ConfigurationError: The dataset, its collate function or an overridden ``__iter__`` gives more or fewer
-                batches than planned.
+            UnsupportedLoaderError: An object that holds the loader gives batches and has not read the loader.
+
+        Warns:
+            StatefulWarning: The dataset or its collate function ends the epoch, as it does in torch, by StopIteration.
         """
         batches, loader = self._batches, self.loader
-        batches.plan, batches.rank, batches.first_step = plan, rank, first_step
+        is_own = self._given_by is not loader or not iterates_as_torch(loader)
+        left_out = 0
+        if isinstance(plan, OwnPlan) and plan.is_reread_at(first_step):
+            left_out = plan.skipped + first_step
+        batches.plan, batches.rank, batches.first_step = plan, rank, 0 if left_out else first_step
         count = plan.num_steps - first_step
-        is_plain = iterates_as_torch(loader)
-        if is_plain and not (loader.num_workers or loader.pin_memory):
+        if not is_own and not (loader.num_workers or loader.pin_memory):
             fetch = self._fetch_in_process(isolated)
         else:
             # torch draws a base seed for its workers here; not from the generator that the model uses.
             self._generator.manual_seed(base_seed)
-            iterator = iter(loader)
-            fetch = partial(next, iterator if is_plain else _counted(iterator, count, type(loader).__qualname__))
+            if self._watch is not None:
+                self._watch.begin()
+            fetch = self._fetch_from(iter(self._given_by))
             if isolated and batches.seed is not None and not loader.num_workers:
                 # Worker processes have generators of their own; here the model uses the same ones.
                 fetch = keep_randomness()(fetch)
+        if is_own:
+            yield from self._read_own(fetch, plan, first_step, left_out)
+            return
         for served in range(count):
             try:
                 batch = fetch()
             except StopIteration:
                 if count < _NEVER:
-                    raise ConfigurationError(
+                    warnings.warn(
                         f"{type(self._dataset).__qualname__} or its collate_fn raised StopIteration at batch {served} "
-                        f"of {count}, as if the epoch were over. Let it raise another error, or give the batch."
-                    ) from None
+                        f"of {count}, which ends the epoch there. Let it raise another error, or give the batch.",
+                        StatefulWarning,
+                        stacklevel=2,
+                    )
                 return
             yield batch
+
+    def _read_own(self, fetch: Callable[[], Any], plan: EpochPlan, step: int, left_out: int) -> Iterator[Any]:
+        """What an ``__iter__`` of the user's gives, to its own end; the plan is told where that is."""
+        end = object()
+        take = partial(_next_or, fetch, end)
+        for _ in range(left_out):
+            self._note(take())
+        batch = take()
+        while batch is not end:
+            self._note(batch)
+            step += 1
+            following = None
+            if step == plan.num_steps:
+                # What it does after its last batch is part of it.
+                following = take()
+                if following is not end and isinstance(plan, OwnPlan):
+                    plan.num_steps = UNKNOWN
+            yield batch
+            batch = take() if following is None else following
+        if isinstance(plan, OwnPlan):
+            plan.num_steps = step
+
+    def _note(self, batch: Any) -> None:
+        if self._watch is None:
+            return
+        self._watch.note(batch)
+        if not self._watch.num_read and self._given_by is not self.loader:
+            raise UnsupportedLoaderError(
+                f"{type(self._given_by).__qualname__} holds a {type(self.loader).__qualname__} and gives batches "
+                "without reading it, so a resume could not be exact. Pass the DataLoader itself."
+            )
+
+    def _fetch_from(self, iterator: Iterator[Any]) -> Callable[[], Any]:
+        """A function that takes the next batch from an iterator, and tells a failed batch from failed workers."""
+
+        def fetch() -> Any:
+            number = getattr(iterator, "_rcvd_idx", None)
+            try:
+                return next(iterator)
+            except Exception as error:
+                # torch counts a batch as received before it raises the error of its dataset; not where workers died.
+                is_over = isinstance(error, StopIteration) or error is self._batches.error
+                if is_over or (number is not None and number == getattr(iterator, "_rcvd_idx", None)):
+                    raise
+                return FailedBatch(error)
+
+        return fetch
 
     def _fetch_in_process(self, isolated: bool) -> Callable[[], Any]:
         """A function that reads the next batch as torch does without workers, but without its cost for each batch."""
         collate, batches, isolate = self.loader.collate_fn, iter(self._batches), self._isolate
         read = partial(read_batch if self._batches.is_batched else getitem, self._dataset)
-        if self._batches.seed is None:
-            return lambda: collate(read(next(batches)))
+        is_seeded = self._batches.seed is not None
 
         def fetch() -> Any:
-            seed, index = next(batches)
-            if isolated:
-                return isolate(seed, lambda: collate(read(index)))
-            seed_randomness(seed)
-            return collate(read(index))
+            index = next(batches)
+            seed, index = index if is_seeded else (None, index)
+            try:
+                if seed is not None and isolated:
+                    return isolate(seed, lambda: collate(read(index)))
+                if seed is not None:
+                    seed_randomness(seed)
+                return collate(read(index))
+            except StopIteration:
+                raise
+            except Exception as error:
+                return FailedBatch(error)
 
         return fetch
 
 
-def _counted(batches: Iterator[Any], count: int, name: str) -> Iterator[Any]:
-    """The batches of an overridden ``__iter__``; refuses more or fewer than planned."""
-    served = 0
-    for served, batch in enumerate(batches, 1):
-        # What it does after its last batch is part of it.
-        if served == count and next(batches, _END) is not _END:
-            raise _other_count(name, "more", count)
-        yield batch
-    if served < count < _NEVER:
-        raise _other_count(name, f"only {served}", count)
+def _next_or(fetch: Callable[[], Any], end: object) -> Any:
+    try:
+        return fetch()
+    except StopIteration:
+        return end
 
 
-def _other_count(name: str, served: str, count: int) -> ConfigurationError:
-    return ConfigurationError(
-        f"{name}.__iter__ gave {served} of {count} batches, so what was trained on cannot be told from their number. "
-        "Let it give one batch for each of DataLoader's, or do its work in the dataset or collate_fn."
-    )
+def _watched(reference: Any, watch: Watch) -> Any:
+    return watch.count(DataLoader._get_iterator(reference()))

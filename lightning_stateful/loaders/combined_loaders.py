@@ -9,6 +9,7 @@ from typing import Any
 from lightning_stateful import state as format_
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader
@@ -45,7 +46,8 @@ class CombinedLoaders:
             )
         self.mode = mode
         self._cycles = mode == "max_size_cycle" and len(self.loaders) > 1
-        self._lengths: dict[str, int] = {}
+        # By path: the epoch whose length was asked for latest, and that.
+        self._lengths: dict[str, tuple[int, int]] = {}
         # By path: the plan of the epoch that was asked for latest, and of a later pass within it.
         self._plans: dict[str, EpochPlan] = {}
         self._cycle_plans: dict[str, EpochPlan] = {}
@@ -53,9 +55,9 @@ class CombinedLoaders:
         self._resumed_plans: dict[str, EpochPlan] = {}
         self._resumed_step = 0
 
-    def num_batches(self) -> int:
+    def num_batches(self, epoch: int = 0) -> int:
         """Steps of a whole epoch; UNKNOWN where its end is not known beforehand."""
-        lengths = [self._length(path) for path in self.loaders]
+        lengths = [self.length(path, epoch) for path in self.loaders]
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
     @property
@@ -89,7 +91,7 @@ class CombinedLoaders:
         """
         if not step:
             self._end_streams_together(epoch - 1)
-        plan, length = self._plan(path, epoch), self._length(path)
+        plan, length, asked = self._plan(path, epoch), self.length(path, epoch), step
         if self._resumed_plans.get(path) is plan:
             # An accumulation window may have begun, on other ranks, before the step of resuming: stay there.
             step = max(step - self._resumed_step, 0)
@@ -98,6 +100,13 @@ class CombinedLoaders:
         if step < plan_ends_at:
             return plan, step
         if not length or not self._cycles or self.loaders[path].order.carries_over:
+            if length and self._cycles and asked < self.num_batches(epoch):
+                warnings.warn(
+                    f"Epoch {epoch} ends after {asked} of {self.num_batches(epoch)} steps, because loader {path!r} "
+                    "ends there and cannot start over within one. Give it as many steps as the longest loader has.",
+                    StatefulWarning,
+                    stacklevel=2,
+                )
             return plan, plan.num_steps
         # The loader starts over: whole passes of `length` steps follow within the epoch.
         num_whole, step = divmod(step - plan_ends_at, length)
@@ -191,7 +200,7 @@ class CombinedLoaders:
 
         Returns:
             The epoch, and the step at which it goes on, counted in epochs as they are on the present ranks:
-            ``num_batches() - step`` steps of it are left.
+            ``num_batches(epoch) - step`` steps of it are left.
 
         Raises:
             StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
@@ -218,7 +227,7 @@ class CombinedLoaders:
         self._plans, self._resumed_plans, self._cycle_plans = plans, dict(plans), {}
         steps_left = [self._steps_left(path, plan) for path, plan in plans.items()]
         of_epoch = min(steps_left) if self.mode == "min_size" else max(steps_left)
-        self._resumed_step = max(self.num_batches() - of_epoch, 0)
+        self._resumed_step = max(self.num_batches(epoch) - of_epoch, 0)
         return epoch, self._resumed_step
 
     def _state(self, progress: Mapping[str, Progress]) -> dict[str, Any]:
@@ -226,11 +235,11 @@ class CombinedLoaders:
         states = {path: loader.tracker.state_dict(progress[path]) for path, loader in self.loaders.items()}
         return dict(states[""]) if list(states) == [""] else format_.pack_combined(self.mode, states)
 
-    def _length(self, path: str) -> int:
-        """Steps of a whole epoch of one loader."""
-        if path not in self._lengths:
-            self._lengths[path] = self.loaders[path].plan(0).num_steps
-        return self._lengths[path]
+    def length(self, path: str, epoch: int) -> int:
+        """Steps of a whole epoch of one loader; an order may have epochs of different lengths."""
+        if path not in self._lengths or self._lengths[path][0] != epoch:
+            self._lengths[path] = epoch, self.loaders[path].plan(epoch).num_steps
+        return self._lengths[path][1]
 
     def _steps_left(self, path: str, plan: EpochPlan) -> int:
         """Steps from the beginning of a plan until the loader has been seen once in the epoch.
@@ -244,7 +253,10 @@ class CombinedLoaders:
             return 0
         if plan.num_steps < UNKNOWN:
             return plan.num_steps
-        consumed_a_step = self.loaders[path].plan(plan.epoch).progress_after(1).consumed
+        if isinstance(plan, OwnPlan) and plan.skipped:
+            return UNKNOWN - plan.skipped
+        whole = self.loaders[path].plan(plan.epoch)
+        consumed_a_step = (whole.plan if isinstance(whole, OwnPlan) else whole).progress_after(1).consumed
         return UNKNOWN - progress.consumed // consumed_a_step
 
     def _plan(self, path: str, epoch: int) -> EpochPlan:

@@ -22,6 +22,7 @@ from lightning_stateful.loaders.description import (
     only_cuts,
     without_lightnings,
 )
+from lightning_stateful.loaders.own_iteration import held_loader, warn_of_held_loaders, without_repeats
 from lightning_stateful.loaders.stateful_loader import LoaderSettings, StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
@@ -79,8 +80,18 @@ def build_patched(
     if is_proxy(loader):
         # A trainer was given it in place of one of its loaders.
         loader = loader.loader
+    try:
+        loader, holder = without_repeats(loader), None
+    except UnsupportedLoaderError as error:
+        raise UnsupportedLoaderError(f"Cannot patch {where}: {error}") from None
+    if not exact and (held := held_loader(loader)) and not isinstance(getattr(loader, held).dataset, IterableDataset):
+        holder, loader = (loader, held), without_repeats(getattr(loader, held))
+        if num_replicas != 1 and not deals_itself(loader):
+            # Lightning deals nothing out of what is no DataLoader.
+            own_rank = rank
     if not exact and not isinstance(loader, DataLoader) and is_iterable(loader):
         # What it gives are batches of its own making, on each rank, and no rank's are dealt out.
+        warn_of_held_loaders(loader, where)
         options = StreamOptions(path=path, num_replicas=num_replicas, rank=rank, accept=accept)
         return IterableLoader(of_batches(loader), options)
     if isinstance(loader, IterableLoader):
@@ -110,7 +121,7 @@ def build_patched(
             if (description.num_replicas, description.rank) != (None, None):
                 how |= {"num_replicas": description.num_replicas, "rank": description.rank}
             fits = own_rank is None and description == loader.description and path == loader.path
-            if loader.is_for_trainer and fits and set(accept) <= set(loader.accept):
+            if loader.is_for_trainer and fits and holder is None and set(accept) <= set(loader.accept):
                 loader.is_for_trainer = False
                 loader.tracker.num_replicas, loader.tracker.rank = how["num_replicas"], how["rank"]
                 return loader
@@ -125,7 +136,8 @@ def build_patched(
     kind: type[StatefulLoader] = class_of_patched(StatefulLoader, type(loader))
     # Not the constructor of a user's class, which may ask for anything.
     made = kind.__new__(kind)
-    made.set_up(loader, description, LoaderSettings(seed=seed, seed_samples=seed_samples, accept=accept, **how))
+    how |= {"seed": seed, "seed_samples": seed_samples, "accept": accept, "exact": exact}
+    made.set_up(loader, description, LoaderSettings(**how), holder)
     if own_rank is not None:
         # Ranks draw apart at their samples.
         made.own_rank, made._own_seed = own_rank, loader_seed(seed, f"{path}@{own_rank}")

@@ -15,14 +15,15 @@ from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progre
 from lightning_stateful.core.samples import ShuffledOrder
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
-from lightning_stateful.loaders.batch_reader import BatchReader, known_steps, options_of
+from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, known_steps, options_of
 from lightning_stateful.loaders.description import LoaderDescription, describe_loader
+from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker, detect_topology
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names
-from lightning_stateful.user_loaders import Pickled, copied
+from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class LoaderSettings:
     rank: int | None = None
     seed_samples: bool = True
     accept: tuple[str, ...] = ()
+    exact: bool = False
 
 
 class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
@@ -42,7 +44,8 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
 
     A pass begins at the first ``next()``, so a state may still be loaded after ``iter()``. The state counts the batches
     that were handed over, not those that workers have fetched. Once the last batch of an epoch is handed over, the
-    state is that of the next epoch. If a pass is broken off, the next ``iter()`` begins where that pass did.
+    state is that of the next epoch. A pass that is broken off is followed by the next epoch too, as in torch by another
+    shuffle, unless a state was loaded or ``set_epoch`` called since.
 
     All ranks get the same number of batches, and every sample of the epoch is served once (see
     :class:`~lightning_stateful.core.steps.StepRule` for the tail).
@@ -133,13 +136,20 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         )
         self.set_up(loader, description, settings)
 
-    def set_up(self, loader: DataLoader[Any], description: LoaderDescription, settings: LoaderSettings) -> None:
+    def set_up(
+        self,
+        loader: DataLoader[Any],
+        description: LoaderDescription,
+        settings: LoaderSettings,
+        holder: tuple[Any, str] | None = None,
+    ) -> None:
         """Construct the loader from another one, with its dataset, options and attributes.
 
         Args:
             loader: A DataLoader over a map-style dataset; a copy of it reads the batches.
             description: Its order.
             settings: How that is served.
+            holder: An object that holds the loader and is iterated in its place, and the name of the attribute.
         """
         # Not torch's constructor: the loader has been constructed. Nor is anything the original's yet.
         vars(self).update(options_of(loader), dataset=loader.dataset, generator=loader.generator)
@@ -156,13 +166,22 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         if isinstance(order, WrappedSampler):
             ranks = detect_topology(description.num_replicas, description.rank)
             order.meet(ranks.num_replicas, ranks.rank)
-        self.tracker = Tracker(
+        original = loader._original if isinstance(loader, StatefulLoader) else loader
+        self._holder = holder or getattr(loader, "_holder", None) if isinstance(loader, StatefulLoader) else holder
+        is_own = self._holder is not None or not (iterates_as_torch(original) or is_torchdatas(original))
+        self._watch = Watch() if is_own and not settings.exact else None
+        config = description.config(order, dataset)
+        kind = Tracker if self._watch is None else OwnTracker
+        self.tracker = kind(
             order,
-            description.config(order, dataset),
+            config if self._watch is None else {**config, "iteration": "own"},
             num_replicas=description.num_replicas,
             rank=description.rank,
             accept=tuple(dict.fromkeys([*description.accept, *settings.accept])),
         )
+        if isinstance(self.tracker, OwnTracker) and self._watch is not None:
+            self.tracker.watch, self.tracker.length_of = self._watch, self._own_length
+            self.tracker.batch_size = description.batch_size
         # A wrapped sampler looks at the dataset's length itself.
         self._length = len(dataset) if isinstance(dataset, Sized) and not isinstance(order, WrappedSampler) else None
         size, drop_last = description.batch_size, description.drop_last
@@ -175,13 +194,19 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         if isinstance(loader, StatefulLoader):
             # What a subclass of StatefulLoader has beside.
             vars(self).update({name: value for name, value in vars(loader).items() if name not in vars(self)})
-        self._original: DataLoader[Any] = copied(loader._original if isinstance(loader, StatefulLoader) else loader)
+        self._original: DataLoader[Any] = copied(original)
 
     @property
     def resume_note(self) -> str:
-        """A sentence on how a wrapped sampler is resumed; empty for others."""
-        order = self.order
-        return order.resume_note if isinstance(order, WrappedSampler) else ""
+        """Sentences on how a wrapped sampler, and an ``__iter__`` of the user's, are resumed; empty for others."""
+        notes = [self.order.resume_note] if isinstance(self.order, WrappedSampler) else []
+        if self._watch is not None:
+            given_by = type(self._original if self._holder is None else self._holder[0]).__qualname__
+            notes.append(
+                f"Batches are counted as {given_by}.__iter__ gives them. Where it gave one for each of DataLoader's in "
+                "order, a resume begins at the next; otherwise it reads the epoch again up to there."
+            )
+        return " ".join(filter(None, notes))
 
     @property
     def progress(self) -> Progress:
@@ -189,12 +214,12 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         return self.tracker.progress
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank, also when an epoch is resumed in the middle.
+        """Batches of a whole epoch on this rank: of the one begun last, or chosen since, also when it is resumed.
 
         Raises:
             TypeError: The sampler has no ``len()``.
         """
-        return known_steps(self.plan(0))
+        return known_steps(self.plan(self.tracker.latest_epoch))
 
     @property
     def is_sized(self) -> bool:
@@ -221,13 +246,24 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         if first_step >= plan.num_steps:
             return iter(())
         options = options_of(self)
-        if self._reader is None or self._reader.options != options:
-            seed = self._own_seed if self.seed_samples else None
-            is_batched = self.batch_sampler is not None
-            self._reader = BatchReader(self.dataset, seed, options, is_batched=is_batched, original=self._original)
+        reader = self._reader_with(options)
         rank = self.topology.rank
         base_seed = derive_seed("workers", self._own_seed, rank, plan.epoch, plan.progress_after(first_step).consumed)
-        return self._reader.read(plan, rank, first_step, base_seed, isolated=isolated)
+        return reader.read(plan, rank, first_step, base_seed, isolated=isolated)
+
+    def _reader_with(self, options: dict[str, Any]) -> BatchReader:
+        if self._reader is None or self._reader.options != options:
+            seed = self._own_seed if self.seed_samples else None
+            how: dict[str, Any] = {"is_batched": self.batch_sampler is not None, "original": self._original}
+            how |= {"watch": self._watch, "holder": self._holder}
+            self._reader = BatchReader(self.dataset, seed, options, **how)
+        return self._reader
+
+    def _own_length(self, plan: EpochPlan) -> int:
+        """Batches that the user's loader says it gives of a plan."""
+        if self._holder is None and type(self._original).__len__ is DataLoader.__len__:
+            return plan.num_steps
+        return self._reader_with(options_of(self)).length(plan)
 
     @property
     def _iterator(self) -> Any:
@@ -257,7 +293,8 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         original = vars(self).get("_original")
         if original is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(original, name)
+        holder = vars(self).get("_holder")
+        return getattr(original if holder is None or not hasattr(holder[0], name) else holder[0], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         original = vars(self).get("_original")
@@ -270,7 +307,11 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
 
 
 class _Pass:
-    """The iterator of a loader; a batch that could not be read is tried again at the next call."""
+    """The iterator of a loader; behind an error the next call goes on.
+
+    As in torch a batch whose samples cannot be read is left out, and counts as handed over. Where reading itself fails,
+    as when a worker has died, the batch is tried again.
+    """
 
     def __init__(self, loader: StatefulLoader) -> None:
         self._tracker, self._read = loader.tracker, loader.batches
@@ -281,12 +322,15 @@ class _Pass:
 
     def __next__(self) -> Any:
         try:
-            return next(self._batches)
+            batch = next(self._batches)
         except StopIteration:
             raise
         except Exception:
             self._batches = self._tracker.iterate(self._read, resumes=True)
             raise
+        if isinstance(batch, FailedBatch):
+            raise batch.error
+        return batch
 
 
 class _PassSampler(DistributedSampler[Any]):
@@ -308,7 +352,7 @@ class _PassSampler(DistributedSampler[Any]):
         return chain.from_iterable(batches) if self._flat else batches
 
     def __len__(self) -> int:
-        plan = self._tracker.plan_epoch(0)
+        plan = self._tracker.plan_epoch(self._tracker.latest_epoch)
         if not self._flat:
             return known_steps(plan)
         if not isinstance(plan, SampleCountingPlan):

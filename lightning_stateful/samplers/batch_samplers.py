@@ -24,8 +24,8 @@ Lengths = Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor | str | Path
 class StatefulBatchSampler(Tracked, Sampler[list[int]]):
     """Deals the batches of an order out over the ranks, from any progress.
 
-    Every rank gets the same number of batches. The end of a pass moves on to the next epoch; :meth:`set_epoch` chooses
-    one, and keeps loaded progress within the same epoch. If an iterator is abandoned, the next one begins where it did.
+    Every rank gets the same number of batches. A pass that ends, or is broken off, is followed by the next epoch;
+    :meth:`set_epoch` chooses one, and keeps progress within it that was loaded.
 
     Args:
         order: The order to serve, a :class:`~lightning_stateful.core.order.BatchOrder`: of mixtures, of buckets, or one

@@ -29,8 +29,8 @@ class StatefulDistributedSampler(Tracked, DistributedSampler[Any]):
     out twice, or none of them with ``drop_last=True``. Shuffling is a keyed permutation, so an epoch starts, and
     resumes, in constant time and memory.
 
-    The end of a pass moves on to the next epoch; :meth:`set_epoch` chooses one, and keeps loaded progress within
-    the same epoch. If an iterator is abandoned, the next one begins where it did.
+    A pass that ends, or is broken off, is followed by the next epoch; :meth:`set_epoch` chooses one, and keeps progress
+    within it that was loaded.
 
     Args:
         dataset: The dataset, or its length. Not an order: that goes to ``StatefulLoader(sampler=order)``, and here no

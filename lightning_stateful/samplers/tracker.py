@@ -11,7 +11,7 @@ import torch.distributed
 
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
+from lightning_stateful.core.order import BatchOrder, EpochPlan, Progress
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import (
     ConfigurationError,
@@ -46,8 +46,8 @@ def detect_topology(num_replicas: int | None = None, rank: int | None = None) ->
 class Tracker:
     """Holds the plan of the latest pass over an order, and the number of its steps that were handed over.
 
-    A pass goes from its start to the end of an epoch; at its end the start moves on to the next epoch. A pass that
-    is abandoned leaves the start as it was, so that the next one begins there again.
+    A pass goes from its start to the end of an epoch; the next one begins with the next epoch, also where a pass was
+    broken off after its first item. Loading a state or :meth:`set_epoch` say otherwise.
 
     Args:
         order: The order that is served.
@@ -86,6 +86,8 @@ class Tracker:
         self._plan: EpochPlan | None = None
         self._num_handed = 0
         self._num_passes = 0
+        # Whether set_epoch() named the epoch of the latest pass once more: the next one begins that epoch anew.
+        self._again = False
         # Counted, so that a running pass notices that it was moved.
         self._num_seeks = 0
         # A pass that workers have fetched to its end, so that set_epoch() begins its epoch again; training may still
@@ -108,6 +110,11 @@ class Tracker:
     def epoch(self) -> int:
         """The epoch that the next batch belongs to."""
         return self.progress.epoch
+
+    @property
+    def latest_epoch(self) -> int:
+        """The epoch of the pass that began last, also at its end; until then, and after a choice, of the next one."""
+        return self._start.epoch if self._plan is None else self._plan.epoch
 
     def plan_epoch(self, epoch: int, progress: Progress | None = None) -> EpochPlan:
         """Plan an epoch, or the rest of it, for the present number of ranks; the tracker stays where it is."""
@@ -138,14 +145,13 @@ class Tracker:
         self._num_passes = number = self._num_passes + 1
         plan = self._plan if resumes and self._plan is not None else self._begin_pass()
         while True:
-            num_steps, num_seeks = plan.num_steps, self._num_seeks
+            num_seeks = self._num_seeks
             for step, item in enumerate(read(plan, self._num_handed), self._num_handed + 1):
-                if num_steps == UNKNOWN:
-                    num_steps = plan.num_steps
                 if self._num_passes == number:
                     self._num_handed = step
-                    # Before the last item is yielded: a state taken with it is that of the next epoch.
-                    if step == num_steps:
+                    # Before the last item is yielded: a state taken with it is that of the next epoch. Where the end
+                    # was not known, it may be by now.
+                    if step == plan.num_steps:
                         self._end_pass(plan)
                 yield item
                 if self._num_seeks != num_seeks and self._num_passes == number:
@@ -160,6 +166,14 @@ class Tracker:
             plan = self._begin_pass()
 
     def _begin_pass(self) -> EpochPlan:
+        latest = self._plan
+        if latest is not None and self._num_handed and self._start.epoch <= latest.epoch:
+            # It was broken off.
+            if self._again:
+                self._start = self.plan_epoch(latest.epoch).progress_after(0)
+            else:
+                self._end_pass(latest)
+        self._again = False
         plan = self._plan_next_pass()
         self._plan, self._num_handed = plan, 0
         return plan
@@ -173,6 +187,7 @@ class Tracker:
 
     def _end_pass(self, plan: EpochPlan) -> None:
         """Let the next pass begin with the next epoch."""
+        self._again = False
         self._start = self.plan_epoch(plan.epoch + 1, plan.progress_after(self._num_handed)).progress_after(0)
         if not self._num_handed:
             # An epoch without a step is over: the tracker is at the beginning of the next one.
@@ -202,16 +217,21 @@ class Tracker:
         return after
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass begin with ``epoch``; progress within that same epoch is kept."""
-        epoch = as_int("epoch", epoch)
-        if epoch != self._start.epoch:
-            latest = self._plan
+        """Let the next pass begin with ``epoch``; with the rest of it, if a state within it was loaded since."""
+        epoch, latest = as_int("epoch", epoch), self._plan
+        if epoch == self._start.epoch:
+            self._again = True
+            if latest is not None and latest.epoch != epoch:
+                # Of a pass that is over nothing counts any more.
+                self._plan, self._num_handed = None, 0
+        else:
             self.seek(self.plan_epoch(epoch, self._start).progress_after(0))
             self._prefetched_plan = latest if latest is not None and latest.epoch == epoch else None
 
     def seek(self, progress: Progress) -> None:
         """Move to ``progress``; the latest pass, if it is running, goes on from there."""
         self._start, self._plan, self._prefetched_plan, self._num_handed = progress, None, None, 0
+        self._again = False
         self._num_seeks += 1
 
     def state_dict(self, progress: Progress | None = None) -> dict[str, Any]:
@@ -339,7 +359,7 @@ class Tracked:
         self.tracker.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass begin with ``epoch``; progress within that same epoch is kept."""
+        """Let the next pass begin with ``epoch``; with the rest of it, if a state within it was loaded since."""
         self.tracker.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:

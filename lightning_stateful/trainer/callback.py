@@ -194,6 +194,7 @@ class StatefulDataCallback(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the trainer as it was."""
         loop_progress.restore_max_steps(trainer)
+        loop_progress.end_following(trainer)
         self._signals.end()
         if isinstance(self._phase, Resumed) and stage == "fit":
             other_callbacks.finish_averaging(trainer)
@@ -411,6 +412,7 @@ class StatefulDataCallback(pl.Callback):
         refuse_other_loaders(trainer, self._loaders)
         if self._loaders is not None:
             self._loaders.begin()
+            loop_progress.follow_lengths(trainer)
         if isinstance(self._phase, Resumed):
             self._phase = replace(self._phase, training_began=True)
             restore_metrics(trainer, self._phase.metrics)

@@ -27,6 +27,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stateful.core.order import EpochPlan
+from lightning_stateful.loaders.batch_reader import FailedBatch
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.trainer.lightning import (
     CombinedLoader,
@@ -245,6 +246,8 @@ class LoaderProxy:
         original: The user's loader, of which ``loader`` was made.
         overfits: Show a sampler that goes through the dataset in order, as Lightning does with ``overfit_batches``.
         is_dealt_out: Show a DistributedSampler on a single rank too, as Lightning does under DDP.
+        length: Called for the steps of the epoch that training is in; by default they are the loader's.
+        at_end: Called when the loader has no further batch.
 
     Attributes:
         loader: The loader.
@@ -266,8 +269,10 @@ class LoaderProxy:
         original: Any = None,
         overfits: bool = False,
         is_dealt_out: bool = False,
+        length: Callable[[], int] | None = None,
+        at_end: Callable[[], None] | None = None,
     ) -> None:
-        self.loader = loader
+        self.loader, self._length, self._at_end = loader, length, at_end
         self.original = loader if original is None else getattr(original, "original", original)
         self._shown = _shown(loader, self.original, overfits, is_dealt_out)
         self._locate = locate
@@ -300,15 +305,20 @@ class LoaderProxy:
             self.batch_sampler.seen_batch_indices = [indices for _, indices in batches]
         self.num_handed = 0
         for batch in self.loader.batches(plan, step, isolated=self._isolated):
+            if isinstance(batch, FailedBatch):
+                raise batch.error
             self.num_handed += 1
             if self._after_read is not None:
                 self._after_read()
             yield batch
+        if self._at_end is not None:
+            self._at_end()
         if self._after_read is not None:
             self._after_read()
 
     def __len__(self) -> int:
-        return len(self.loader)
+        # A loader whose length is not known has to say so itself.
+        return self._length() if self._length is not None and self.loader.is_sized else len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
         of_user = name in ("sampler", "batch_sampler") or name.startswith(_RECORDS)

@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from lightning_stateful.errors import DamagedStateError
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_stateful.errors import DamagedStateError, StatefulWarning
 from lightning_stateful.trainer.lightning import RestartStage, TrainerFn, pl
 from lightning_stateful.trainer.other_callbacks import announce_resumed_epoch, tell_to_stop, waits_to_stop
 
@@ -130,7 +132,10 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
     """
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
-    progress = read_counters(fit_loop.state_dict(), max_batches=fit_loop.max_batches)
+    max_batches: float = fit_loop.max_batches
+    if vars(epoch_loop).get("_ended_early") == next_step(trainer, begun=True):
+        max_batches = 0
+    progress = read_counters(fit_loop.state_dict(), max_batches=max_batches)
     in_batch_end = _in_batch_end(trainer, begun)
     validated = _validated_before(trainer, progress.epoch)
     validate = progress.running and progress.batch > validated and _validation_is_due(trainer, in_batch_end)
@@ -217,13 +222,27 @@ def rewritten(fit_loop_state: Mapping[str, Any], progress: LoopProgress) -> dict
     return state
 
 
-def next_step(trainer: pl.Trainer) -> tuple[int, int]:
+def note_early_end(trainer: pl.Trainer) -> None:
+    """The loaders of a run have no further batch: where Lightning knows their length, it does not ask for one."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    if trainer.fit_loop.max_batches < float("inf"):
+        # Ours, kept with the loop, as where a run has validated.
+        epoch_loop._ended_early = next_step(trainer)
+
+
+def next_step(trainer: pl.Trainer, *, begun: bool = False) -> tuple[int, int]:
     """Epoch and step of the batch that training fetches next.
 
     ``processed`` it is, not ``ready``: a step that fetches by itself (``dataloader_iter``) is already counted ready.
+
+    Args:
+        trainer: The trainer.
+        begun: Count on in the epoch that began last, also at its end.
     """
     epoch: Any = trainer.fit_loop.epoch_progress.current
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    if begun:
+        return epoch.started - 1, batch.processed
     # Between epochs the batch counters are still those of the last one.
     return epoch.processed, batch.processed if epoch.started > epoch.processed else 0
 
@@ -231,6 +250,50 @@ def next_step(trainer: pl.Trainer) -> tuple[int, int]:
 def step_is_beyond_epoch(trainer: pl.Trainer, step: int) -> bool:
     """Whether the (limited) epoch has no such step."""
     return step >= trainer.fit_loop.max_batches
+
+
+def follow_lengths(trainer: pl.Trainer) -> None:
+    """Tell Lightning before every epoch how many batches it has, which Lightning asks only when it builds loaders."""
+    trainer.fit_loop.setup_data = partial(_set_up_epoch, trainer)  # type: ignore[method-assign]
+
+
+def end_following(trainer: pl.Trainer) -> None:
+    """Undo :func:`follow_lengths`."""
+    vars(trainer.fit_loop).pop("setup_data", None)
+
+
+def _set_up_epoch(trainer: pl.Trainer) -> None:
+    """Let Lightning set its data up, then take over the lengths of loaders as ``setup_data`` does."""
+    fit_loop: Any = trainer.fit_loop
+    type(fit_loop).setup_data(fit_loop)
+    vars(fit_loop.epoch_loop).pop("_ended_early", None)
+    combined, limit = fit_loop._combined_loader, trainer.limit_train_batches
+    if combined is None or fit_loop.max_batches == float("inf"):
+        return
+    limits = [_limited(loader, limit) for loader in combined.flattened]
+    if limits == combined.limits:
+        return
+    combined.limits = limits
+    fit_loop.max_batches = min(limits) if combined._mode == "min_size" else max(limits)
+    if trainer.val_check_batch is None or trainer.val_check_batch == float("inf"):
+        return
+    interval = trainer.val_check_interval
+    if isinstance(interval, float):
+        trainer.val_check_batch = max(1, int(fit_loop.max_batches * interval))
+    elif interval > fit_loop.max_batches and trainer.check_val_every_n_epoch and trainer.limit_val_batches:
+        rank_zero_warn(
+            f"Epoch {trainer.current_epoch} has {fit_loop.max_batches} batches, and val_check_interval={interval}: it "
+            "has no validation. Pass a share of the epoch, as 1.0, or check_val_every_n_epoch=None to count over all.",
+            category=StatefulWarning,
+        )
+
+
+def _limited(loader: Any, limit: float) -> float:
+    try:
+        length = len(loader)
+    except (TypeError, NotImplementedError):
+        return float("inf") if isinstance(limit, float) else limit
+    return min(length, limit) if isinstance(limit, int) else int(length * limit)
 
 
 @contextmanager

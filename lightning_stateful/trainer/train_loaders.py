@@ -17,6 +17,7 @@ from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.loaders.own_iteration import held_loader
 from lightning_stateful.loaders.patching import AnyLoader, build_patched, is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
@@ -113,7 +114,7 @@ class TrainLoaders:
         self._training_began = False
         self._proxies = {path: self._proxy(path, original) for path, original in structure.loaders.items()}
         self.structure: Any = structure.rebuilt(self._proxies)
-        self.combined.refuse_short_sources(self.num_batches())
+        self.combined.refuse_short_sources(self.num_batches(self._next_step()[0]))
         self._prepare_streams()
         self._report()
         self._warn_of_cut_epochs()
@@ -189,9 +190,9 @@ class TrainLoaders:
             described.setdefault(path, {}).update(own if may_differ else {**own, **config})
         return described
 
-    def num_batches(self) -> int:
+    def num_batches(self, epoch: int) -> int:
         """Steps of an epoch under the trainer's limit."""
-        limit, length = self._trainer.limit_train_batches, self.combined.num_batches()
+        limit, length = self._trainer.limit_train_batches, self.combined.num_batches(epoch)
         return min(length, limit) if isinstance(limit, int) else int(length * limit)
 
     def _load(self, state: Mapping[str, Any], progress: LoopProgress) -> LoopProgress:
@@ -201,18 +202,18 @@ class TrainLoaders:
         next_epoch, _ = progress.epoch_and_step
         if progress.running and (epoch, step) == (progress.epoch + 1, 0):
             # Of the epoch that the checkpoint was taken in, accepted changes have left nothing.
-            epoch, step = next_epoch, self.num_batches()
+            epoch, step = next_epoch, self.num_batches(next_epoch)
         if epoch != next_epoch:
             raise DamagedStateError(
                 f"{where} lies in epoch {epoch}, but the loops of the same checkpoint go on in epoch {next_epoch}. "
                 "Resume from another checkpoint."
             )
         if progress.running and not progress.ended:
-            progress = progress.at_step(step, ended=step >= self.num_batches())
+            progress = progress.at_step(step, ended=step >= self.num_batches(epoch))
             if progress.ended:
                 self.combined.end_epoch(progress.epoch)
         if progress.ended and self.combined.is_sized:
-            return replace(progress, batch=self.num_batches())
+            return replace(progress, batch=self.num_batches(progress.epoch))
         return progress
 
     def _go_on_without_state(self, progress: LoopProgress) -> LoopProgress:
@@ -244,6 +245,8 @@ class TrainLoaders:
 
     def _build_patched(self, loader: Any, path: str) -> AnyLoader:
         patched = self._settings.build_patched(self._trainer, loader, path, "training")
+        held = held_loader(loader)
+        loader = getattr(loader, held) if held else loader
         if overfits(self._trainer) and not isinstance(patched, StreamLoader) and _is_shuffled(loader):
             rank_zero_warn(
                 "overfit_batches trains on the same batches in every epoch, so "
@@ -254,7 +257,7 @@ class TrainLoaders:
 
     def _prepare_streams(self) -> None:
         streams = {path: loader for path, loader in self.combined.loaders.items() if isinstance(loader, StreamLoader)}
-        steps = self.num_batches()
+        steps = self.num_batches(self._next_step()[0])
         for path, loader in streams.items():
             loader.order.prepare(
                 f"training data {path}",
@@ -278,7 +281,8 @@ class TrainLoaders:
     def _warn_of_cut_epochs(self) -> None:
         # A stream goes on where the limit has cut it.
         loaders = [loader for loader in self.combined.loaders.values() if isinstance(loader, StatefulLoader)]
-        steps, limited = self.combined.num_batches(), self.num_batches()
+        epoch = self._next_step()[0]
+        steps, limited = self.combined.num_batches(epoch), self.num_batches(epoch)
         if any(loader.order.carries_over for loader in loaders) and limited < steps:
             rank_zero_warn(
                 f"limit_train_batches cuts epochs of num_steps={steps} after {limited} steps, and the next epoch goes "
@@ -299,7 +303,17 @@ class TrainLoaders:
             original=original,
             overfits=overfits(self._trainer),
             is_dealt_out=deals_out(self._trainer),
+            length=partial(self._length, path),
+            at_end=self._note_end,
         )
+
+    def _note_end(self) -> None:
+        # Of several, one may end before the others.
+        if len(self._proxies) == 1 or self.combined.mode == "min_size":
+            loop_progress.note_early_end(self._trainer)
+
+    def _length(self, path: str) -> int:
+        return self.combined.length(path, self._next_step()[0])
 
     def _locate(self, path: str) -> tuple[EpochPlan, int] | None:
         """The plan of a loader and the step of it that come next; None where its epoch has no further step."""

@@ -66,9 +66,9 @@ class TestSamplersThatDealOut:
         assert len({len(batches_of(rank)) for rank in ranks}) == 1
 
     @pytest.mark.parametrize("kind", [DistributedSampler, TorchdataDistributedSampler])
-    def test_one_rank_serves_a_distributed_sampler_as_it_is(self, kind: Any) -> None:
+    def test_one_that_was_given_other_ranks_than_there_are_is_served_as_it_is(self, kind: Any) -> None:
         sampler, loader = (
-            DistributedSampler(DATA, 1, 0, seed=3),
+            DistributedSampler(DATA, 2, 1, seed=3),
             patched(batch_size=2, sampler=kind(DATA, 2, 1, seed=3)),
         )
         for epoch in range(2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from lightning_stateful.state import sealed
 class Numbers(Dataset[int]):
     """Samples are their indices; at module level, so that spawned workers find it."""
 
+    sleeps_at: int | None = None
+
     def __init__(self, length: int = 12, fails_at: int | None = None) -> None:
         self.length, self.fails_at = length, fails_at
 
@@ -30,6 +33,8 @@ class Numbers(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         if index == self.fails_at:
             raise OSError(f"sample {index} cannot be read")
+        if index == self.sleeps_at:
+            time.sleep(3)
         return index
 
 
@@ -80,18 +85,29 @@ EPOCHS = [read(batches) for loader in [a_loader()] for batches in (list(loader),
 
 
 class TestPasses:
-    @pytest.mark.parametrize("num_workers", [0, 1])
-    def test_a_batch_that_cannot_be_read_is_tried_again(self, num_workers: int) -> None:
-        dataset = Numbers(12, fails_at=5)
-        loader = StatefulLoader(dataset, batch_size=2, num_workers=num_workers)
+    @pytest.mark.parametrize("options", [{}, {"seed_samples": False}, {"num_workers": 2}], ids=str)
+    def test_a_batch_that_cannot_be_read_is_left_out_as_in_torch(self, options: dict[str, Any]) -> None:
+        loader = StatefulLoader(Numbers(12, fails_at=5), batch_size=2, **options)
         iterator = iter(loader)
         read([next(iterator), next(iterator)])
 
-        for _ in range(2):
-            with pytest.raises(OSError, match="sample 5 cannot be read"):
-                next(iterator)
-            assert loader.state_dict()["progress"]["consumed"] == 4
-        dataset.fails_at = None
+        with pytest.raises(OSError, match="sample 5 cannot be read"):
+            next(iterator)
+        workers = loader._iterator
+        assert loader.state_dict()["progress"]["consumed"] == 6
+        assert read(iterator) == [[6, 7], [8, 9], [10, 11]]
+        assert (loader.epoch, loader._iterator) == (1, workers)
+
+    def test_a_batch_is_tried_again_where_a_worker_has_died(self) -> None:
+        dataset = Numbers(12)
+        loader = StatefulLoader(dataset, batch_size=2, num_workers=1, prefetch_factor=1, timeout=1)
+        iterator = iter(loader)
+        dataset.sleeps_at = 5
+        read([next(iterator), next(iterator)])
+
+        with pytest.raises(RuntimeError, match="timed out"):
+            next(iterator)
+        dataset.sleeps_at = None
         assert read(iterator) == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 

@@ -118,13 +118,13 @@ class TestOutside:
 
         assert process_state() == before
 
-    def test_after_an_exception_which_comes_out_the_pass_begins_anew(self) -> None:
+    def test_after_an_exception_which_comes_out_the_next_epoch_begins(self) -> None:
         sampler, before = DDPSamplerWrapper(theirs.Fails()), process_state()
-        for _ in range(2):
+        for epoch in (0, 2):
             with pytest.raises(KeyError, match="theirs"):
                 list(sampler)
 
-            assert (sampler.epoch, next(iter(sampler))) == (0, 0)
+            assert (sampler.epoch, next(iter(sampler)), sampler.epoch) == (epoch, 0, epoch + 1)
         assert process_state() == before
 
 

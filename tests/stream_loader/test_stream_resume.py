@@ -238,13 +238,19 @@ def test_an_iterator_goes_on_where_a_state_was_loaded_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"steps_per_epoch": 9}, {"drop_last": True, "batch_size": 4}], ids=str)
-def test_a_pass_that_is_broken_off_begins_again_where_it_began(how: dict[str, Any]) -> None:
+def test_a_pass_that_is_broken_off_is_followed_by_the_next_epoch(how: dict[str, Any]) -> None:
     items, states = observe(lambda: stream_loader(chunks(), **how), 24)
     for at in (0, 2, items.index(END) + 1, items.index(END) + 2):
         loader = loaded(stream_loader(chunks(), **how), states[at])
-        for count in (1, 2, 2):
+        epoch = loader.epoch
+        for count in (0, 0, 2):
             assert list(islice(map(plain, loader), count)) == items[at : at + count]
             assert saved(loader) == states[at + count]
+        following = list(islice(map(plain, loader), 3))
+        anew = stream_loader(chunks(), **how)
+        anew.set_epoch(epoch + 1)
+
+        assert (loader.epoch, following) == (epoch + 1, list(islice(map(plain, anew), 3)))
 
 
 def test_an_iterator_takes_nothing_from_the_one_that_was_begun_after_it() -> None:
@@ -252,6 +258,7 @@ def test_an_iterator_takes_nothing_from_the_one_that_was_begun_after_it() -> Non
     loader = SHUFFLED()
     first = iter(loader)
     next(first)
+    loader.set_epoch(0)
     second = iter(loader)
 
     found = []
@@ -328,6 +335,7 @@ def test_a_state_of_another_stream_is_refused_and_changes_nothing(what: str) -> 
     with pytest.raises(StateMismatchError, match=what):
         other.load_state_dict(states[5])
     assert saved(other) == own[2]
+    other.set_epoch(0)
     assert list(islice(steps(other), 9)) == expected
 
 

@@ -1,0 +1,261 @@
+"""Loaders that iterate in a way of their own: subclasses of DataLoader with ``__iter__``, and objects that hold one.
+
+Batches are counted as such a loader gives them. As long as it gives one for each that DataLoader reads, a resume begins
+DataLoader at the next one. Otherwise its epoch is read again, up to where the model stood.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lightning_stateful import state as format_
+from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
+from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError, UnsupportedLoaderError
+from lightning_stateful.samplers.tracker import Tracker
+
+_REMEDY = "Put it back, or resume from a checkpoint of the end of an epoch."
+
+
+class Watch:
+    """Compares the batches that a loader gives with those that DataLoader has read for it.
+
+    Attributes:
+        differs: Whether it has ever given another number of batches than DataLoader.
+        is_known: Whether it gave more than one batch, and never differed: at its first it might give that twice.
+    """
+
+    def __init__(self) -> None:
+        self.differs = self.is_known = False
+        self.begin()
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.num_read = self.num_given = 0
+        self._ahead: deque[Any] = deque()
+
+    def count(self, iterator: Any) -> Any:
+        """Count what an iterator of torch reads from now on; the iterator."""
+        # Not around it: torch resets it for persistent workers, and Lightning looks at its type. A weak reference, so
+        # that workers end with it.
+        iterator._next_data = partial(_next_counted, weakref.ref(iterator), self)
+        return iterator
+
+    def note(self, batch: Any) -> None:
+        """A batch is given."""
+        self.num_given += 1
+        is_next = bool(self._ahead) and self._ahead.popleft() is batch
+        # One that reads ahead hands on the very batches; one that changes them has read no more than it has given.
+        if not is_next and self.num_read != self.num_given:
+            self.differs, self.is_known = True, False
+        elif self.num_given > 1 and not self.differs:
+            self.is_known = True
+
+    def note_read(self, batch: Any) -> None:
+        """DataLoader has read a batch."""
+        self.num_read += 1
+        if not self.differs:
+            self._ahead.append(batch)
+
+
+def _next_counted(reference: Any, watch: Watch) -> Any:
+    iterator = reference()
+    batch = type(iterator)._next_data(iterator)
+    watch.note_read(batch)
+    return batch
+
+
+class OwnPlan:
+    """A plan of DataLoader's batches, in steps of the batches that the loader gives.
+
+    Args:
+        plan: The plan of DataLoader's batches.
+        num_steps: Batches that the loader says it gives of them.
+        skipped: Batches that it gives first and that the model has been trained on before.
+        watch: Tells whether it gives one for each of DataLoader's.
+        given_on: What the batches depend on beside the configuration.
+    """
+
+    def __init__(
+        self, plan: EpochPlan, num_steps: int, skipped: int, watch: Watch, given_on: Mapping[str, int | None]
+    ) -> None:
+        self.plan, self.skipped = plan, skipped
+        # One that gave as many as it says, or more, says nothing about its end.
+        self.num_steps = UNKNOWN if skipped and skipped >= num_steps else num_steps - skipped
+        self._watch, self._given_on = watch, given_on
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is planned."""
+        return self.plan.epoch
+
+    def is_reread_at(self, step: int) -> bool:
+        """Whether a resume at a step has to read the epoch again from where this plan's begins."""
+        return self.skipped > 0 or (step > 0 and (self._watch.differs or (step == 1 and not self._watch.is_known)))
+
+    def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
+        """DataLoader's batches of a rank."""
+        return self.plan.batches(rank, first_step)
+
+    def progress_after(self, steps: int) -> Progress:
+        """The progress of a run that was given ``steps`` batches."""
+        skipped, read = 0, min(steps, self.plan.num_steps)
+        if steps and steps == self.num_steps:
+            read = self.plan.num_steps if self.plan.num_steps < UNKNOWN else read
+        elif self.is_reread_at(steps):
+            skipped, read = self.skipped + steps, 0
+        progress = self.plan.progress_after(read)
+        return replace(progress, details={**progress.details, "given": {**self._given_on, "batches": skipped}})
+
+    def report_after(self, steps: int) -> dict[str, Any]:
+        """Counts of what DataLoader has served."""
+        return self.plan.report_after(min(self.skipped + steps, self.plan.num_steps))
+
+    def repeats(self) -> str:
+        """As of DataLoader's batches."""
+        return self.plan.repeats()
+
+
+class OwnTracker(Tracker):
+    """A tracker whose plans count the batches that a loader gives by an ``__iter__`` of its own."""
+
+    watch: Watch
+    length_of: Callable[[EpochPlan], int]
+    batch_size: int | None = None
+    _known_own: tuple[Progress, int, int, OwnPlan] | None = None
+
+    def plan_epoch(self, epoch: int, progress: Progress | None = None) -> OwnPlan:
+        """Plan an epoch, or the rest of it."""
+        ranks = self.topology.num_replicas
+        known = self._known_own
+        if known is not None and known[0] is progress and known[1:3] == (epoch, ranks):
+            return known[3]
+        given_on = {"ranks": ranks, "batch_size": self.batch_size}
+        inner, skipped = progress, 0
+        if progress is not None and "given" in progress.details:
+            details = dict(progress.details)
+            given = details.pop("given")
+            inner = replace(progress, details=details)
+            skipped = given["batches"] if progress.epoch == epoch else 0
+            changed = [
+                Difference(path=name, saved=given[name], present=now, remedy=_REMEDY)
+                for name, now in given_on.items()
+                if skipped and given[name] != now
+            ]
+            if changed:
+                raise StateMismatchError(changed, where="The batches that the loader's own __iter__ gives")
+        plan = super().plan_epoch(epoch, inner)
+        start = plan.progress_after(0)
+        is_whole = not (start.consumed or start.cycle)
+        made = OwnPlan(plan, self.length_of(plan) if is_whole else plan.num_steps, skipped, self.watch, given_on)
+        if progress is not None:
+            self._known_own = progress, epoch, ranks, made
+        return made
+
+    def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:
+        """As of any tracker; within an epoch that is read again, no difference is let pass."""
+        given = state["progress"].get("given") or {"batches": 0}
+        changed = format_.differences(state, self.state_dict(Progress()), fingerprints=False)
+        if given["batches"] and changed:
+            raise StateMismatchError([replace(one, remedy=_REMEDY) for one in changed], where=where)
+        return super().progress_in(state, where=where)
+
+
+def held_loader(iterable: Any) -> str:
+    """The attribute under which an object that is iterated holds a single DataLoader; empty if it holds none, or more.
+
+    An object with a state of its own is resumed by that, and one that holds an iterator has begun already.
+    """
+    is_plain = hasattr(type(iterable), "__iter__") and not hasattr(iterable, "__next__")
+    if isinstance(iterable, DataLoader) or not is_plain or hasattr(type(iterable), "state_dict"):
+        return ""
+    held = getattr(iterable, "__dict__", {})
+    loaders = [name for name, value in held.items() if isinstance(value, DataLoader)]
+    begun = any(isinstance(value, _BaseDataLoaderIter) for value in held.values())
+    return loaders[0] if len(loaders) == 1 and not begun else ""
+
+
+def warn_of_held_loaders(iterable: Any, where: str) -> None:
+    """Warn of an object without a state that reads DataLoaders in a way that cannot be followed.
+
+    Warns:
+        StatefulWarning: With the attributes and the remedy.
+    """
+    held = getattr(iterable, "__dict__", {})
+    names = [name for name, value in held.items() if isinstance(value, (DataLoader, _BaseDataLoaderIter))]
+    maps = [name for name in names if not isinstance(getattr(held[name], "dataset", None), IterableDataset)]
+    if maps and not hasattr(type(iterable), "state_dict"):
+        warnings.warn(
+            f"{where} is a {type(iterable).__qualname__} that reads torch's loaders by itself ({', '.join(names)}). A "
+            "resume iterates it again up to where the model stood, which is exact only if its batches come in the same "
+            "order again, and not where they are shuffled. Pass the DataLoader itself, or one that holds just it.",
+            StatefulWarning,
+            stacklevel=4,
+        )
+
+
+def loader_within(iterable: Any, name: str, loader: DataLoader[Any]) -> Any:
+    """A copy of an object that holds a DataLoader, with another one in its place."""
+    made = copy.copy(iterable)
+    object.__setattr__(made, name, loader)
+    return made
+
+
+def without_repeats(loader: Any) -> Any:
+    """A plain DataLoader in place of one that never ends its workers, as timm's and ultralytics' do.
+
+    These wrap their batch sampler in one that repeats it for ever, and give ``len()`` batches an epoch of an iterator
+    that they keep. That is proven on a copy; then torch's persistent workers do the same.
+
+    Raises:
+        UnsupportedLoaderError: The loader keeps an iterator, and it is not proven what it gives.
+    """
+    held = vars(loader) if isinstance(loader, DataLoader) else {}
+    kept = [name for name, value in held.items() if isinstance(value, _BaseDataLoaderIter) and name != "_iterator"]
+    if not kept:
+        return loader
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    repeated = held[name]
+    if len(kept) > 1 or not (_repeats(repeated) and _gives_len_each(loader, kept[0], name)):
+        raise UnsupportedLoaderError(
+            f"{type(loader).__qualname__} keeps an iterator of torch's under {', '.join(kept)}, and it could not be "
+            "shown that an epoch is len() batches of it, of a sampler that is repeated for ever. Pass a DataLoader "
+            "with persistent_workers=True, which keeps its workers too."
+        )
+    plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
+    vars(plain).update({key: value for key, value in held.items() if key not in kept}, _iterator=None)
+    vars(plain).update({name: repeated.sampler, "persistent_workers": loader.num_workers > 0})
+    return plain
+
+
+def _repeats(sampler: Any) -> bool:
+    """Whether a sampler yields what its ``sampler`` does, over and over, as a copy of it with another one shows."""
+    try:
+        probe = copy.copy(sampler)
+        probe.sampler = [3, 1, 2]
+        return list(islice(iter(probe), 8)) == [3, 1, 2, 3, 1, 2, 3, 1]
+    except Exception:
+        return False
+
+
+def _gives_len_each(loader: Any, kept: str, name: str) -> bool:
+    """Whether a pass over a loader gives ``len()`` items of the iterator it keeps, as a copy of it shows."""
+    try:
+        probe, repeated = copy.copy(loader), copy.copy(vars(loader)[name])
+        repeated.sampler = [0, 0, 0]
+        vars(probe).update({kept: iter(range(9)), name: repeated})
+        if name == "sampler":
+            vars(probe)["batch_sampler"] = None
+        return [list(probe), list(probe)] == [[0, 1, 2], [3, 4, 5]]
+    except Exception:
+        return False

@@ -1,0 +1,170 @@
+"""Loaders that iterate in a way of their own, as timm, ultralytics and others write them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+
+class RepeatSampler:
+    """Repeats a batch sampler for ever."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
+class MultiEpochs(DataLoader[Any]):
+    """Keeps its workers over epochs, as timm's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._DataLoader__initialized = False
+        if self.batch_sampler is None:
+            self.sampler: Any = RepeatSampler(self.sampler)
+        else:
+            self.batch_sampler: Any = RepeatSampler(self.batch_sampler)
+        self._DataLoader__initialized = True
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.sampler) if self.batch_sampler is None else len(self.batch_sampler.sampler)
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+class Infinite(DataLoader[Any]):
+    """Keeps its workers over epochs, as ultralytics'."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        object.__setattr__(self, "batch_sampler", RepeatSampler(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        batches: Any = self.batch_sampler
+        return len(batches.sampler)
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+    def reset(self) -> None:
+        self.iterator = self._get_iterator()
+
+
+class SkipsFirst(Infinite):
+    """Keeps an iterator, and leaves a batch of it out in every epoch."""
+
+    def __iter__(self) -> Any:
+        next(self.iterator)
+        yield from super().__iter__()
+
+
+class Twice(DataLoader[Any]):
+    """Gives each batch twice; Lightning stops at half of them, as its length says."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+class TwiceAsLong(Twice):
+    """Gives each batch twice, and says so."""
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+
+class LeavesOut(DataLoader[Any]):
+    """Leaves out every third batch."""
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number % 3 != 1:
+                yield batch
+
+
+def read_ahead(batches: Any) -> Iterator[Any]:
+    """Batches, changed, one behind what is read, as a prefetcher that copies to a device."""
+    held = None
+    for batch in batches:
+        if held is not None:
+            yield held
+        held = {**batch, "x": batch["x"] * 2}
+    if held is not None:
+        yield held
+
+
+class ReadsAhead(DataLoader[Any]):
+    """Has read one more batch than it has given."""
+
+    def __iter__(self) -> Any:
+        return read_ahead(super().__iter__())
+
+
+class InBackground(DataLoader[Any]):
+    """Hands on batches that a thread reads ahead."""
+
+    def __iter__(self) -> Any:
+        ready: queue.Queue[Any] = queue.Queue(3)
+
+        def read() -> None:
+            for one in [*super(InBackground, self).__iter__(), None]:
+                ready.put(one)
+
+        threading.Thread(target=read, daemon=True).start()
+        while (batch := ready.get()) is not None:
+            yield batch
+
+
+class Prefetching:
+    """Holds a loader and reads it ahead, as timm's PrefetchLoader."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.mean = 0.5
+
+    def __iter__(self) -> Any:
+        return read_ahead(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+class HandsOn(Prefetching):
+    """Holds a loader and hands its batches on."""
+
+    def __iter__(self) -> Any:
+        yield from self.loader
+
+
+class Unsized:
+    """Holds a loader, reads it ahead and says nothing of its length."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Any:
+        return read_ahead(self.loader)
+
+
+class HasBegun(Prefetching):
+    """Holds a loader and reads what it has begun before."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.begun = [iter(loader)]
+
+    def __iter__(self) -> Any:
+        return self.begun[0]

@@ -1,0 +1,119 @@
+"""Loaders that iterate in a way of their own train as without this package, and resume exactly or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import own_iterations as own
+from support.ddp_runs import Link, assert_chains, chain_of
+from support.ledger import Numbers, trained
+from support.ranks import Ranks
+from support.runs import assert_goes_on_from_every_moment, train, train_alone
+from torch.utils.data import DataLoader
+
+from lightning_stateful import StatefulDataCallback, check_resume, patch_dataloader
+from lightning_stateful.errors import StatefulWarning, StateMismatchError, UnsupportedLoaderError
+
+KINDS: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: kind for kind in (own.MultiEpochs, own.Infinite, own.Twice, own.TwiceAsLong, own.LeavesOut)},
+    **{kind.__name__: kind for kind in (own.ReadsAhead, own.InBackground)},
+    "Prefetching": lambda *args, **options: own.Prefetching(DataLoader(*args, **options)),
+    "Unsized": lambda *args, **options: own.Unsized(DataLoader(*args, **options)),
+    "HandsOn": lambda *args, **options: own.HandsOn(DataLoader(*args, **options)),
+    "of a patched one": lambda *args, **options: own.Prefetching(
+        patch_dataloader(DataLoader(*args, **options), seed=7)
+    ),
+}
+MOMENTS = [("on_train_batch_end", 0, 0), ("on_train_batch_end", 0, 3), ("on_train_batch_start", 1, 2)]
+
+
+def made(name: str, **options: Any) -> Any:
+    return KINDS[name](Numbers(12), **{"batch_size": 2, "shuffle": True, **options})
+
+
+def ids(run: Any) -> list[Any]:
+    return [event[-1] for event in trained(run.ledger)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_run_trains_as_without_this_package_and_goes_on_from_every_moment(tmp_path: Path, name: str) -> None:
+    in_order = partial(made, name, shuffle=False)
+    if name != "of a patched one":
+        assert ids(train_alone(in_order, max_epochs=2)) == ids(train(in_order, max_epochs=2))
+    assert_goes_on_from_every_moment(tmp_path, partial(made, name), MOMENTS, train_alone, max_epochs=3)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if isinstance(KINDS[name], type) and name != "LeavesOut"])
+def test_a_loop_resumes_at_every_batch(name: str) -> None:
+    def patched(num_replicas: int, rank: int) -> Any:
+        loader = made(name, num_workers=0 if name == "InBackground" else 1)
+        return patch_dataloader(loader, seed=3, num_replicas=num_replicas, rank=rank)
+
+    # Its epochs are longer than it says, which is known only at their end.
+    stops: Any = [stop for stop in range(24) if stop % 12] if name == "Twice" else "spread"
+    result = check_resume(patched, stops=stops, key=str)
+    assert result, result
+
+
+def test_an_epoch_with_fewer_batches_ends_there(tmp_path: Path) -> None:
+    moments = [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0), ("on_train_epoch_start", 1, 0)]
+    whole = assert_goes_on_from_every_moment(tmp_path, partial(made, "LeavesOut"), moments, train_alone)
+    assert len(ids(whole)) == 2 * 4
+
+
+def test_what_is_read_again_takes_the_same_ranks_and_batch_size(tmp_path: Path) -> None:
+    loader = patch_dataloader(made("Twice"))
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    with pytest.raises(StateMismatchError, match=r"batch_size: saved 2, now 3.*Put it back"):
+        patch_dataloader(made("Twice", batch_size=3)).load_state_dict(loader.state_dict())
+    with pytest.raises(StateMismatchError, match=r"iteration: saved 'own'"):
+        patch_dataloader(DataLoader(Numbers(12), batch_size=2, shuffle=True)).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: own.SkipsFirst(Numbers(12)), "SkipsFirst keeps an iterator of torch's under iterator"),
+        (
+            lambda: own.HasBegun(DataLoader(Numbers(12))),
+            "HasBegun holds a DataLoader and gives batches without reading",
+        ),
+    ],
+)
+def test_one_that_cannot_be_followed_is_refused_before_the_first_step(make: Any, said: str) -> None:
+    with pytest.raises(UnsupportedLoaderError, match=said):
+        train_alone(make, max_epochs=1)
+
+
+def test_one_that_reads_several_loaders_is_warned_of_at_the_start() -> None:
+    def interleaved() -> Any:
+        made = own.HandsOn(DataLoader(Numbers(4)))
+        made.other = DataLoader(Numbers(4))  # type: ignore[attr-defined]
+        return made
+
+    with pytest.warns(
+        StatefulWarning, match=r"the training loader is a HandsOn .*\(loader, other\).*Pass the DataLoader"
+    ):
+        train_alone(interleaved, max_epochs=1)
+
+
+def test_an_object_that_holds_a_loader_is_shown_with_its_attributes() -> None:
+    run: Any = train_alone(partial(made, "Prefetching"), max_epochs=1)
+    assert run.trainer.train_dataloader.mean == 0.5
+
+
+def chain(folder: Path, name: str) -> list[Link]:
+    stops = [("on_train_batch_end", 0, 2), ("on_train_batch_end", 1, 1)]
+    return chain_of(lambda: made(name), folder, stops, callbacks=lambda: [StatefulDataCallback(seed=5)])
+
+
+def test_ranks_resume_what_each_gives_itself(tmp_path_factory: pytest.TempPathFactory) -> None:
+    ranks = Ranks(2, tmp_path_factory.mktemp("own"))
+    for name in ("MultiEpochs", "TwiceAsLong", "Prefetching"):
+        assert_chains(ranks.of(chain, name))
