@@ -218,6 +218,10 @@ class WrappedSampler:
             note += f" Its earlier passes are begun again as well, because {why}."
         elif self.resume_mode == "fast_forward" and not self.is_known and has_own_state(self):
             note += " Its own state is not used: loaded into a fresh copy, it did not lead to the items that came next."
+        if type(self.sampler) is RandomSampler and vars(self).get("_met", (1, 0))[0] > 1:
+            note += " What it draws is dealt out, where Lightning deals out the whole dataset."
+        if self.whole_batches and callable(getattr(self.sampler, "set_epoch", None)):
+            note += " Its set_epoch is called in every epoch, which Lightning does for samplers alone."
         return f"{note} {self.dealing.note}".rstrip()
 
     @property

@@ -61,6 +61,8 @@ MODES: dict[str, tuple[str, ...]] = {
     "labels": (*_EVEN, "labels of a batch"),
     "counts": _EVEN,
     "padded": ("batches in all but repeats",),
+    "told": (),
+    "drawn": (),
     "runs": (),
 }
 # What the modes mean in the table for readers.
@@ -71,6 +73,8 @@ MEANINGS = {
     "subset": "one subset in all epochs",
     "labels": "as many batches, of as many classes and instances",
     "counts": "as many samples, drawn anew",
+    "drawn": "what the sampler draws, where Lightning deals out the whole dataset; the log says so",
+    "told": "is told the epoch, or tells Lightning its length, where Lightning alone would keep the first",
     "padded": "as many whole batches; fewer than ranks are repeated, which the log says",
     "runs": "runs to its end",
 }

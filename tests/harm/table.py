@@ -146,8 +146,8 @@ OF_TORCH: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "SequentialSampler": ("equal", "multiset", lambda: SequentialSampler(Indices())),
     "RandomSampler": ("multiset", "multiset", lambda: RandomSampler(Indices())),
     "RandomSampler(generator)": ("multiset", "multiset", lambda: RandomSampler(Indices(), generator=generator())),
-    "RandomSampler(replacement)": ("counts", "multiset", lambda: RandomSampler(Indices(), replacement=True)),
-    "RandomSampler(num_samples=12)": ("distinct", "multiset", lambda: RandomSampler(Indices(), num_samples=12)),
+    "RandomSampler(replacement)": ("counts", "drawn", lambda: RandomSampler(Indices(), replacement=True)),
+    "RandomSampler(num_samples=12)": ("distinct", "drawn", lambda: RandomSampler(Indices(), num_samples=12)),
     "SubsetRandomSampler": ("multiset", "multiset", lambda: SubsetRandomSampler(range(6, 18))),
     "WeightedRandomSampler": ("counts", "counts", lambda: WeightedRandomSampler(WEIGHTS, LENGTH)),
 }
@@ -245,7 +245,7 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     ),
     "VITS: DistributedBucketSampler": (
         batches(lambda: known.DistributedBucketSampler(Indices())),
-        "equal",
+        "told",
         itself,
     ),
     "torchtitan: HuggingFaceTextDataset": (over(text), "equal", {**alone, **ends}),
@@ -290,12 +290,16 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
         {"resume": "warned"},
     ),
     # Lightning cuts epochs off at the length of the first.
-    "own: len follows set_epoch": (of(own.Grows), "equal", {**nobody, "on_ranks": "runs"}),
-    "own: batches of tokens, fewer later": (batches(lambda: own.TokenBatches(own.Shuffled(), 16)), "equal", nobody),
+    "own: len follows set_epoch": (of(own.Grows), "told", {**nobody, "on_ranks": "told"}),
+    "own: batches of tokens, fewer later": (
+        batches(lambda: own.TokenBatches(own.Shuffled(), 16)),
+        "equal",
+        {**nobody, "on_ranks": "padded"},
+    ),
     "own: batches of tokens, more later": (
         batches(lambda: own.TokenBatches(own.Shuffled(), 18)),
-        "equal",
-        {**nobody, "on_ranks": "runs"},
+        "told",
+        {**nobody, "on_ranks": "told"},
     ),
     "own: no len": (of(own.WithoutLen), "multiset", nobody),
     "own: len too long": (of(own.SaysTooMuch), "multiset", {**nobody, **refused}),
