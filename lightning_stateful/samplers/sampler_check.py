@@ -365,8 +365,7 @@ def _prove(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing | Non
         for by_dataset in (True, False):
             choose = partial(settings_of_one_rank, by_dataset=by_dataset)
             ones = [_items(order, choose, 1, 0, epoch) for epoch in range(2)]
-            in_turn = not order.is_wrapped
-            if all(yields_as_one(ranks, one, in_turn=in_turn) for ranks, one in zip(told_of, ones, strict=True)):
+            if all(yields_as_one(ranks, one) for ranks, one in zip(told_of, ones, strict=True)):
                 settings, alone = tuple(choose(order.sampler)), check_sampler(order, choose)
                 with told(settings):
                     # They can be set on the sampler itself.

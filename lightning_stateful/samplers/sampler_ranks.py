@@ -147,7 +147,7 @@ class AskedRanks:
         return answer
 
 
-def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any], *, in_turn: bool = True) -> bool:
+def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any]) -> bool:
     """Whether what all ranks yield is what one rank yields, but for what makes their last step equal.
 
     That is fewer repeats than a step has samples, and fewer other items than ranks (lhotse names its repeats anew).
@@ -155,25 +155,14 @@ def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any], *, i
     Args:
         of_ranks: The items of each rank, single samples or batches.
         of_one: The items of a sampler that was told of one rank.
-        in_turn: Whether ranks have to take them in turn, so that dealt out each rank gets what it yields by itself.
     """
     num_ranks = len(of_ranks)
-    turns = len(of_one) // num_ranks * num_ranks if in_turn else 0
-    if any(_samples_in(item) != _samples_in(of_one[place]) for place, item in _in_turn(of_ranks, turns)):
-        return False
     together = Counter(sample for items in of_ranks for item in items for sample in _samples_in(item))
     alone = Counter(sample for item in of_one for sample in _samples_in(item))
     added = together - alone
     step = num_ranks * max((len(_samples_in(item)) for item in of_one), default=1)
     num_others = sum(count for sample, count in added.items() if sample not in alone)
     return not alone - together and added.total() < step and num_others < num_ranks
-
-
-def _in_turn(of_ranks: Sequence[Sequence[Any]], count: int) -> Iterator[tuple[int, Any]]:
-    """The first items that ranks yield in turn, numbered."""
-    for place in range(count):
-        items, number = of_ranks[place % len(of_ranks)], place // len(of_ranks)
-        yield place, items[number] if number < len(items) else ()
 
 
 def _samples_in(item: Any) -> list[Any]:

@@ -211,7 +211,11 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
         "equal",
         itself,
     ),
-    "VISSL: StatefulDistributedSampler": (of(lambda: known.VisslSampler(Indices(), 4)), "equal", on_its_ranks),
+    "VISSL: StatefulDistributedSampler": (
+        of(lambda: known.VisslSampler(Indices(), 4)),
+        "equal",
+        {**on_its_ranks, "on_ranks": "together"},
+    ),
     "lhotse: DynamicBucketingSampler": (
         of(lambda: known.DynamicBucketingSampler(CUTS), dataset=OfCuts(), batch_size=None),
         "equal",
