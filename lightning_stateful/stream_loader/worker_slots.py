@@ -22,8 +22,6 @@ from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.stream_loader.rank_store import Changes, StateEncoder, StateText, complete, decode
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.streams.nodes import NodeState
-from lightning_stateful.streams.stream_state import StreamState
-from lightning_stateful.streams.worker_slot import SlotTask, StreamConfig, WorkerSlot
 from lightning_stateful.user_loaders import copied, is_torchdatas
 
 # Where the worker slots of this rank stand; a worker's is JSON until somebody wants it.
@@ -73,45 +71,41 @@ class SlotDataset(IterableDataset[Delivery]):
         seed: Seeds what ``collate`` draws, by (seed, pass, slot, batch of the slot); None to leave it.
     """
 
-    tasks: list[SlotTask]
+    tasks: list[Any]
     queues: list[Any]
     _process: int | None
 
-    def __init__(self, config: StreamConfig, collate: Callable[[Any], Any], dataset: Any, seed: int | None) -> None:
+    def __init__(self, config: Any, collate: Callable[[Any], Any], dataset: Any, seed: int | None) -> None:
         if seed is not None:
             seed = None if collate in (default_collate, default_convert) else derive_seed("collate", seed)
         # Persistent workers hold a copy of this dataset from their first pass: tasks reach them through queues.
         own: dict[str, Any] = {"tasks": [], "queues": [], "_process": None}
         vars(self).update(own, _config=config, _collate=collate, _dataset=dataset, _seed=seed)
 
-    def __iter__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> Iterator[Delivery]:
-        info = get_worker_info()
-        encode: Callable[[NodeState], OpaqueState | Changes] = OpaqueState
-        if info is None:
-            task = self.tasks[0]
-        else:
-            # The number of this process, before it takes on that of its slot.
-            self._process = info.id if self._process is None else self._process
-            task = self.queues[self._process].get() if self.queues else self.tasks[self._process]
-            # Datasets that divide themselves see the number of the slot; in what all slots read they must not.
-            hides = any(source.shards.hides_workers for source in self._config.sources.values())
-            seen = {"id": 0, "num_workers": 1} if hides else {"id": task.worker}
-            # A dataclass in newer versions of torch only.
-            given = {name: getattr(info, name) for name in type(info).__annotations__}
-            torch_worker._worker_info = type(info)(**{**given, **seen, "dataset": self._dataset})
-            encode = StateEncoder().encode_changes
-        slot = WorkerSlot(self._config, task)
-        try:
-            for samples in slot:
-                state = slot.state()
-                yield Delivery(task.worker, encode(state), self._collated(samples, task, state["batches"]), False)
-            yield Delivery(task.worker, encode(slot.state()), None, True)
-        finally:
-            # As Python exits modules are gone already, and what is open is closed with the process.
-            if not is_exiting():
-                slot.close()
+    def __iter__(self) -> Iterator[Delivery]:
+        return _Deliveries(self)
 
-    def _collated(self, samples: list[Any], task: SlotTask, number: int) -> Any:
+    def task(self) -> tuple[Any, Callable[[NodeState], OpaqueState | Changes]]:
+        """What this process reads, and what makes of a slot's state what is handed over."""
+        info = get_worker_info()
+        if info is None:
+            return self.tasks[0], OpaqueState
+        # The number of this process, before it takes on that of its slot.
+        self._process = info.id if self._process is None else self._process
+        task = self.queues[self._process].get() if self.queues else self.tasks[self._process]
+        # Datasets that divide themselves see the number of the slot; in what all slots read they must not.
+        seen = {"id": 0, "num_workers": 1} if self._config.hides_workers else {"id": task.worker}
+        # A dataclass in newer versions of torch only.
+        given = {name: getattr(info, name) for name in type(info).__annotations__}
+        torch_worker._worker_info = type(info)(**{**given, **seen, "dataset": self._dataset})
+        return task, StateEncoder().encode_changes
+
+    def open(self, task: Any) -> Any:
+        """What reads the batches of a worker slot."""
+        return self._config.open(task)
+
+    def collated(self, samples: list[Any], task: Any, number: int) -> Any:
+        """The batch of a slot of that number."""
         if self._seed is not None:
             seed_randomness(mixed_seed(self._seed, task.epoch, task.slot, task.steps_before, number))
         return self._collate(samples if self._config.is_batched else samples[0])
@@ -133,6 +127,48 @@ class SlotDataset(IterableDataset[Delivery]):
             setattr(self._dataset, name, value)
 
 
+class _Deliveries:
+    """The deliveries of a slot: the batches, and one that says where it ended. Behind an error they go on.
+
+    Args:
+        dataset: The dataset whose slot it is.
+    """
+
+    def __init__(self, dataset: SlotDataset) -> None:
+        self._dataset = dataset
+        self._slot: Any = None
+        self._is_over = False
+
+    def __iter__(self) -> _Deliveries:
+        return self
+
+    def __next__(self) -> Delivery:
+        if self._is_over:
+            raise StopIteration
+        is_first = self._slot is None
+        if is_first:
+            self._task, self._encode = self._dataset.task()
+            self._slot = self._dataset.open(self._task)
+        slot, task = self._slot, self._task
+        if is_first and task.waits:
+            return Delivery(task.worker, self._encode(slot.state()), None, True)
+        # What raises is over, as a generator is, unless it goes on; a batch that cannot be collated is left out.
+        self._is_over = not slot.goes_on
+        for samples in slot:
+            self._is_over = False
+            state = slot.state()
+            batch = self._dataset.collated(samples, task, state["batches"])
+            return Delivery(task.worker, self._encode(state), batch, False)
+        self._is_over = True
+        slot.close()
+        return Delivery(task.worker, self._encode(slot.state()), None, True)
+
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # As Python exits modules are gone already, and what is open is closed with the process.
+        if self._slot is not None and not is_exiting():
+            self._slot.close()
+
+
 class SlotLoader:
     """Runs the worker slots of a rank in a copy of the user's loader, of its class and with its options.
 
@@ -145,7 +181,7 @@ class SlotLoader:
         loader: The copy.
     """
 
-    def __init__(self, loader: DataLoader[Any], config: StreamConfig, seed: int | None) -> None:
+    def __init__(self, loader: DataLoader[Any], config: Any, seed: int | None) -> None:
         self._original = loader
         self._dataset = SlotDataset(config, loader.collate_fn, loader.dataset, seed)
         self._generator = torch.Generator()
@@ -164,12 +200,13 @@ class SlotLoader:
             generator=self._generator,
             _dataset_kind=_DatasetKind.Iterable,
             _iterator=None,
+            _IterableDataset_len_called=None,  # Of batches, and not of deliveries.
         )
         if loader.num_workers and loader.persistent_workers:
             context: Any = loader.multiprocessing_context or torch.multiprocessing
             self._dataset.queues = [context.SimpleQueue() for _ in range(loader.num_workers)]
 
-    def read(self, tasks: Sequence[SlotTask], seed: int) -> Iterator[Delivery]:
+    def read(self, tasks: Sequence[Any], seed: int) -> Iterator[Delivery]:
         """Begin to read; workers that are not persistent end as soon as nobody holds the iterator.
 
         Args:
@@ -186,6 +223,11 @@ class SlotLoader:
         deliveries: Iterator[Any] = iter(self.loader)
         self._dataset.send_tasks()
         return map(Delivery._make, deliveries)
+
+    def num_outstanding(self, process: int) -> int:
+        """Deliveries that a persistent worker was asked for and that nobody has received."""
+        tasks = getattr(self.loader._iterator, "_task_info", {})
+        return sum(1 for task in tasks.values() if task[0] == process)
 
     def shut_down(self) -> None:
         """End persistent workers."""
@@ -236,7 +278,7 @@ class StreamRun:
 
     def __init__(
         self,
-        begun: StreamState,
+        begun: Any,
         slots: SlotLoader,
         topology: Topology,
         connect: Callable[[Callable[[int, Record], str]], RankSync] | None,
@@ -254,10 +296,10 @@ class StreamRun:
         self._error: Exception | None = None
         self._broken: Exception | None = None
         self._sure = -1  # The step of which it is known that it happens.
-        rank, num_replicas = topology.rank, begun.num_replicas
-        tasks = [begun.task(worker * num_replicas + rank) for worker in begun.workers_in_turn(rank)]
+        rank = topology.rank
+        tasks = begun.tasks(rank)
         self._states: SlotStates = [
-            WorkerSlot(begun.config, task).state() if task.state is None else task.state
+            begun.config.open(task).state() if task.state is None else task.state
             for task in sorted(tasks, key=lambda task: task.worker)
         ]
         seed = derive_seed("stream", seed, begun.epoch, begun.steps_before, rank)
@@ -275,8 +317,13 @@ class StreamRun:
         if not self.has_next():
             raise StopIteration
         if self._broken is not None:
-            self.close()
-            raise self._broken
+            broken = self._broken
+            if self._deliveries is None:
+                self.close()
+            else:
+                # As torch, it goes on behind the error, if anybody asks.
+                self._error = self._broken = None
+            raise broken
         batch, self.states = self._buffer.popleft()
         self.num_served += 1
         return batch
@@ -309,7 +356,7 @@ class StreamRun:
         """Whether the next batch is the one after ``num_served``."""
         return num_served == self.num_served and not self._is_closed
 
-    def state_at(self, num_served: int, states: SlotStates) -> StreamState:
+    def state_at(self, num_served: int, states: SlotStates) -> Any:
         """Where all worker slots stood after ``num_served`` batches of each rank.
 
         Args:
@@ -326,11 +373,23 @@ class StreamRun:
         return self._state_alone(states, num_served)
 
     @cached_property
-    def final_state(self) -> StreamState:
+    def final_state(self) -> Any:
         """Where all worker slots stand at the end; with other ranks, all ask for it."""
         if self._sync is not None:
             return self._state_of(self._sync.final_records(self.num_served), self.num_served)
         return self._state_alone(self._states, self.num_served)
+
+    def left(self) -> Any:
+        """Where all worker slots stand as a pass is left, be it at its end; with other ranks, all ask for it."""
+        return self.final_state if self.is_over else self.state_at(self.num_served, self.states)
+
+    def num_ahead(self) -> list[int]:
+        """By worker of this rank, the batches that it was asked for beyond those of :meth:`left`."""
+        left = self.left().slots[self._topology.rank :: self.begun.num_replicas]
+        return [
+            _decoded(read)["batches"] - (state or {"batches": 0})["batches"] + self._slots.num_outstanding(worker)
+            for worker, (read, state) in enumerate(zip(self._states, left, strict=True))
+        ]
 
     @property
     def gave_nothing(self) -> bool:
@@ -386,8 +445,9 @@ class StreamRun:
                 if not delivery.is_end:
                     return delivery.batch, self._states
         except Exception as error:
-            self._deliveries = None
             explained = self._slots.explained(error, lambda: self._shards_in(rank, list(map(_decoded, self._states))))
+            if explained is not error or self._sync is not None:
+                self._deliveries = None
             raise explained from explained.__cause__
         self._deliveries = None
         return None
@@ -413,7 +473,7 @@ class StreamRun:
     def _describe(self, rank: int, record: Record) -> str:
         return f"last known to read {', '.join(self._shards_in(rank, record)) or 'nothing more'}"
 
-    def _state_of(self, records: Sequence[Record | None], num_served: int) -> StreamState:
+    def _state_of(self, records: Sequence[Record | None], num_served: int) -> Any:
         """The state in which all ranks stand at their records."""
         begun = self.begun
         slots: list[NodeState | None] = list(begun.slots)
@@ -422,7 +482,7 @@ class StreamRun:
                 slots[rank :: begun.num_replicas] = record
         return begun.at(tuple(slots), begun.steps + num_served)
 
-    def _state_alone(self, states: SlotStates, num_served: int) -> StreamState:
+    def _state_alone(self, states: SlotStates, num_served: int) -> Any:
         """The state of this rank; where the others stand by now, it does not know."""
         slots: list[NodeState | None] = [None] * self.begun.num_slots
         slots[self._topology.rank :: self.begun.num_replicas] = map(_decoded, states)

@@ -156,6 +156,10 @@ class StreamState:
             assignments[name] = left
         return self._assigned_anew(assignments, epoch=self.epoch + 1, steps_before=0)
 
+    def tasks(self, rank: int) -> list[SlotTask]:
+        """What the worker slots of a rank read, the one first whose batch comes next."""
+        return [self.task(worker * self.num_replicas + rank) for worker in self.workers_in_turn(rank)]
+
     def workers_in_turn(self, rank: int) -> list[int]:
         """A rank's workers, the one first whose batch comes next."""
         slots = [self.slots[slot] or {} for slot in range(rank, self.num_slots, self.num_replicas)]

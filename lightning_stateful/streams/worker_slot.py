@@ -54,6 +54,15 @@ class StreamConfig:
         """Whether the sources cut their batches themselves."""
         return self.is_batched and self.batch_size is None
 
+    @property
+    def hides_workers(self) -> bool:
+        """Whether a dataset in a source, which would divide itself among workers, is told that there is one."""
+        return any(source.shards.hides_workers for source in self.sources.values())
+
+    def open(self, task: SlotTask) -> WorkerSlot:
+        """What reads the batches of a worker slot."""
+        return WorkerSlot(self, task)
+
     def at(self, path: str) -> StreamConfig:
         """The same stream as one of several that are read side by side, whose randomness it does not share."""
         sources = {name: source.at(path) for name, source in self.sources.items()}
@@ -106,6 +115,7 @@ class SlotTask(NamedTuple):
         state: Where to begin; None for the beginning.
         epoch: The pass, which chooses the order of sources.
         steps_before: Batches of each rank in the pass before shards were assigned.
+        waits: False: tasks come in the order in which batches do.
     """
 
     slot: int
@@ -114,6 +124,7 @@ class SlotTask(NamedTuple):
     state: NodeState | None
     epoch: int
     steps_before: int
+    waits: bool = False
 
 
 class SourceReader:
@@ -233,7 +244,10 @@ class WorkerSlot:
 
     Attributes:
         epoch: The pass.
+        goes_on: Whether there is something behind an error.
     """
+
+    goes_on = False
 
     def __init__(self, config: StreamConfig, task: SlotTask) -> None:
         self._config, self._task, self.epoch = config, task, task.epoch

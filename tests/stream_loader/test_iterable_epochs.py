@@ -1,0 +1,81 @@
+"""What an iterable dataset remembers from epoch to epoch is what it remembers in torch, with and without a resume."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+from support.iterable_cases import ENDLESS, KINDS
+from support.stream_cases import plain
+from torch.utils.data import DataLoader
+
+from lightning_stateful import patch_dataloader
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*were read again"), pytest.mark.filterwarnings("ignore:.*no batch")]
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "no workers": {},
+    "fresh workers": {"num_workers": 2, "multiprocessing_context": "fork"},
+    "persistent workers": {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
+}
+CASES = [
+    pytest.param(kind, workers, limit, id=f"{kind.__name__}-{workers}-{limit}")
+    for kind in KINDS
+    for workers in WORKERS
+    for limit in (None, 3)
+    if limit or kind not in ENDLESS
+]
+
+
+def user_loader(kind: Any, workers: str) -> DataLoader[Any]:
+    return DataLoader(kind(), batch_size=2, **WORKERS[workers])
+
+
+def epochs_of(loader: Any, dataset: Any, limit: int | None, epochs: range) -> list[list[Any]]:
+    """The batches of epochs, as a loop has them that tells the epoch."""
+    found = []
+    for epoch in epochs:
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        found.append([plain(batch) for batch in islice(loader, limit)])
+    return found
+
+
+def in_torch(kind: Any, workers: str, limit: int | None) -> list[list[Any]]:
+    if workers == "persistent workers" and hasattr(kind, "set_epoch"):
+        # In torch nobody can tell them; here they are told.
+        workers = "fresh workers"
+    loader = user_loader(kind, workers)
+    return epochs_of(loader, loader.dataset, limit, range(3))
+
+
+@pytest.mark.parametrize(("kind", "workers", "limit"), CASES)
+def test_epochs_are_those_of_torch_and_so_are_they_after_a_resume(kind: Any, workers: str, limit: int | None) -> None:
+    expected = in_torch(kind, workers, limit)
+    loader: Any = patch_dataloader(user_loader(kind, workers))
+    states: dict[tuple[int, int], Any] = {}
+    found: list[list[Any]] = []
+    for epoch in range(3):
+        found.append([])
+        for step, batch in enumerate(islice(loader, limit), 1):
+            found[-1].append(plain(batch))
+            states[epoch, step] = loader.state_dict()
+        if limit:
+            loader.order.end_at(loader.plan(epoch).progress_after(limit))
+            loader.set_epoch(epoch + 1)
+        states[epoch + 1, 0] = loader.state_dict()
+
+    assert found == expected
+    for (epoch, step), state in states.items():
+        if epoch == 3 or step not in (0, 1, 2, len(expected[epoch]) - 1):
+            continue
+        resumed: Any = patch_dataloader(user_loader(kind, workers))
+        resumed.load_state_dict(state)
+        rest = [] if limit is None else [limit - step]
+        again = [[plain(batch) for batch in islice(resumed, *(rest or [None]))]]
+        if epoch < 2:
+            if limit:
+                resumed.set_epoch(epoch + 1)
+            again.append([plain(batch) for batch in islice(resumed, limit)])
+        assert again == [expected[epoch][step:], *expected[epoch + 1 : epoch + 2]], (epoch, step)
