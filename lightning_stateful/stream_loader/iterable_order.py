@@ -114,8 +114,14 @@ class IterableOrder(StreamReader):
 
     kind: ClassVar[str] = "iterable"
     setup: IterableSetup
+    # The epoch of the latest run.
+    _epoch = -1
     # Where a state was loaded that the datasets were not brought to yet.
     _moves_to: tuple[int, int] | None = None
+
+    def __init__(self, setup: IterableSetup, num_steps: int = UNKNOWN) -> None:
+        super().__init__(setup, num_steps)
+        self.recent.lag = self._num_back
 
     @property
     def begins_anew(self) -> bool:
@@ -143,10 +149,14 @@ class IterableOrder(StreamReader):
             yield batch
         if not step and self._limit:
             self.setup.warn_of_nothing()
-        if step == self._limit and self.begins_anew and run.goes_on(num_served):
+        if step == self._limit and self.begins_anew and run.goes_on(num_served) and not run.is_over:
             # Asked for one more than the limit, as of a loader without length: torch's would have read it.
             run.has_next()
         self._end(epoch, step, run)
+
+    def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
+        """Serve a trainer; see :meth:`StreamReader.prepare`. Every epoch begins anew, also to overfit on a part."""
+        super().prepare(label, limit=limit, lag=lag + self._num_back)
 
     def begin_at(self, progress: Progress) -> None:
         """Let a pass begin at a progress of which no state says where the dataset stood."""
@@ -159,7 +169,8 @@ class IterableOrder(StreamReader):
 
     def _beginning_of_run(self, epoch: int, step: int) -> IterableState:
         is_moved, self._moves_to = (epoch, step) == self._moves_to, None
-        state: IterableState = self.state_at(epoch, step)
+        state = self.state_at(epoch, step)
+        self._epoch = epoch
         # The datasets of this process stand where the epochs before have left them.
         is_here = self.begins_anew and not step and not is_moved
         return replace(state, is_here=True) if is_here else state
@@ -180,16 +191,33 @@ class IterableOrder(StreamReader):
         if not self.begins_anew:
             self.recent.copy(epoch + 1, 0, epoch, step)
             return
-        state: IterableState = self.state_at(epoch, step)
-        ahead = [0] * state.num_workers
-        if run is not None and run.goes_on(run.num_served):
-            state, ahead = run.left(), run.num_ahead()
-        elif step == self.num_steps and self._limit == UNKNOWN:
-            # A loop that asks for the next batch will find none.
-            state = state.ended()
-        # A batch of each worker before: a generator that was brought to its state has begun once it gives one.
-        earlier = self.recent.get(epoch, step - self.setup.num_workers) if step > self.setup.num_workers else None
-        self.recent.note(epoch + 1, 0, state.following(ahead, earlier))
+        if self._run is None or self._epoch != epoch or self._run.is_closed:
+            state: IterableState = self.state_at(epoch, step)
+            self.recent.note(epoch + 1, 0, state.following([0] * state.num_workers))
+        else:
+            self.recent.note(epoch + 1, 0, self._left(self._run))
+
+    def state_at(self, epoch: int, step: int) -> IterableState:
+        """Where all worker slots stand before ``step`` of ``epoch``; see :meth:`StreamReader.state_at`."""
+        is_left = not step and (epoch, 0) not in self.recent and self._epoch == epoch - 1 and self.begins_anew
+        if is_left and self._run is not None and not self._run.is_closed:
+            # A loop has left the epoch before.
+            return self._left(self._run)
+        state: IterableState = super().state_at(epoch, step)
+        return state
+
+    def _left(self, run: StreamRun) -> IterableState:
+        """The beginning of the pass after the one that a run reads, which is left where it is."""
+        # A generator that was brought to its state has begun once it gives another batch.
+        step = run.begun.steps + run.num_served
+        known = (self.recent.get(self._epoch, step - back) for back in range(1, self._num_back + 1) if step > back)
+        left: IterableState = run.left()
+        return left.following(run.num_ahead(), [state for state in known if state is not None])
+
+    @property
+    def _num_back(self) -> int:
+        """So many steps before its end hold a batch of every worker that is not its last."""
+        return 2 * self.setup.num_workers
 
 
 def is_sized(loader: Any) -> bool:

@@ -65,11 +65,11 @@ class StreamLoader(Tracked, Pickled, DataLoader[Any]):
         config, dataset = options.config, self._original.dataset
         if config is None and (stream := as_stream(dataset, self.seed, seed_samples=options.seed_samples)) is not None:
             config = stream.config(**batching_of(self._original))
+        steps = options.steps_per_epoch or UNKNOWN
         if config is not None:
-            setup = StreamSetup(self._original, options, config)
-            return StreamOrder(setup, options.steps_per_epoch or UNKNOWN)
+            return StreamOrder(StreamSetup(self._original, options, config), steps)
         self._divides_itself = True
-        return IterableOrder(IterableSetup(self._original, options), len(self) if self.is_sized else UNKNOWN)
+        return IterableOrder(IterableSetup(self._original, options), steps)
 
     def fresh_copy(self, **changes: Any) -> StreamLoader:
         """A loader of the same stream that nobody has read yet.
@@ -123,7 +123,10 @@ class StreamLoader(Tracked, Pickled, DataLoader[Any]):
         Raises:
             StateError: The stream cannot go on from there.
         """
-        return self.order.plan(epoch, self.topology.num_replicas, progress)
+        plan = self.order.plan(epoch, self.topology.num_replicas, progress)
+        if self.is_sized:
+            plan.length = len(self)
+        return plan
 
     def batches(self, plan: Any, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
         """Read the batches of this rank from a step of a plan to the end of the epoch, without moving the loader.

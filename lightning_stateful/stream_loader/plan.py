@@ -20,16 +20,20 @@ class StreamEpochPlan:
         order: The stream.
         epoch: Which epoch.
         consumed: Steps of the epoch that were taken before.
+
+    Attributes:
+        length: Steps of an epoch by the length of its loader, as a trainer counts them.
     """
 
     def __init__(self, order: StreamReader, epoch: int, consumed: int = 0) -> None:
         self.order, self.epoch, self.consumed = order, epoch, consumed
+        self.length = order.num_steps
 
     @property
     def num_steps(self) -> int:
         """Steps to the end of the epoch; UNKNOWN until it has been seen, if the stream does not say."""
         ended = self.order.ended
-        end = ended[1] if ended is not None and ended[0] == self.epoch else self.order.num_steps
+        end = ended[1] if ended is not None and ended[0] == self.epoch else self.length
         return UNKNOWN if end == UNKNOWN else max(end - self.consumed, 0)
 
     def read(self, first_step: int = 0) -> Iterator[Any]:

@@ -273,6 +273,7 @@ class StreamRun:
         begun: Where it began.
         num_served: Batches that were handed over.
         states: Where the slots of this rank stood after the latest of them.
+        is_closed: Whether it reads no more.
         is_over: Whether :meth:`has_next` has found that there is no further batch on all ranks.
     """
 
@@ -285,7 +286,7 @@ class StreamRun:
         *,
         seed: int = 0,
     ) -> None:
-        self.begun, self.num_served, self._is_closed = begun, 0, False
+        self.begun, self.num_served, self.is_closed = begun, 0, False
         self._slots, self._topology = slots, topology
         self._sync = None if connect is None else connect(self._describe)
         # Batches that were read ahead, and where this rank's slots stand after each.
@@ -354,7 +355,7 @@ class StreamRun:
 
     def goes_on(self, num_served: int) -> bool:
         """Whether the next batch is the one after ``num_served``."""
-        return num_served == self.num_served and not self._is_closed
+        return num_served == self.num_served and not self.is_closed
 
     def state_at(self, num_served: int, states: SlotStates) -> Any:
         """Where all worker slots stood after ``num_served`` batches of each rank.
@@ -398,7 +399,7 @@ class StreamRun:
 
     def close(self) -> None:
         """Stop reading; where it stood can still be asked for until another run has a batch on all ranks."""
-        self._deliveries, self._is_closed = None, True
+        self._deliveries, self.is_closed = None, True
 
     def _skip_unknown(self) -> None:
         """Read again what this rank was given, if the state does not say where its slots stood."""

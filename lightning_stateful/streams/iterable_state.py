@@ -79,32 +79,30 @@ class IterableState:
         """The same pass, with slots standing elsewhere."""
         return replace(self, slots=slots, steps=steps, is_here=False)
 
-    def ended(self) -> IterableState:
-        """The same with every slot at the end of the pass."""
-        return self.at(tuple(None if slot is None else {**slot, "over": True} for slot in self.slots), self.steps)
-
-    def following(self, ahead: Sequence[int], earlier: IterableState | None = None) -> IterableState:
+    def following(self, ahead: Sequence[int], earlier: Sequence[IterableState] = ()) -> IterableState:
         """The beginning of the next pass, of which it depends on the datasets how they were left.
 
         Args:
             ahead: By worker, the batches that it was asked for beyond those of this state.
-            earlier: A state in the same pass, from which its end is read again; None for this one.
+            earlier: States in the same pass, the latest first, from which its last batches are read again.
         """
         begun = self.beginning(self.config, self.epoch + 1, self.num_replicas, self.num_workers)
         if not self.config.stays:
             return begun
         slots = []
         for number, slot in enumerate(self.slots):
-            before = None if earlier is None else earlier.slots[number]
-            slots.append(None if slot is None else self._left(slot, ahead[number // self.num_replicas], before or slot))
+            if slot is not None:
+                before = (state.slots[number] or slot for state in earlier)
+                from_ = next((one for one in before if one["batches"] < slot["batches"] and one["state"]), slot)
+                slot = self._left(slot, ahead[number // self.num_replicas], from_)
+            slots.append(slot)
         return begun.at(tuple(slots))
 
-    def _left(self, slot: NodeState, ahead: int, before: NodeState) -> NodeState:
+    def _left(self, slot: NodeState, ahead: int, from_: NodeState) -> NodeState:
         """The state of a slot that is to begin the next pass."""
         fresh = fresh_state()
         batches = slot["batches"] + (0 if slot["over"] else ahead)
         if has_state(self.config.dataset):
-            from_ = slot if before["state"] is None else before
             since = from_["since"] + batches - from_["batches"]
             return {**fresh, "ended": {"state": from_["state"], "since": since, "over": slot["over"]}}
         if self.config.counts_passes:

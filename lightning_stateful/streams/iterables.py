@@ -7,8 +7,8 @@ import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain, islice, repeat
+from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,7 @@ _FEW, _SOME_MORE = 1, 3
 _FRESH: NodeState = {
     "batches": 0,
     "item": 0,
+    "exhausted": False,
     "over": False,
     "state": None,
     "since": 0,
@@ -144,7 +145,7 @@ class IterableSlot:
         task: What the slot reads.
 
     State:
-        ``batches`` and ``item``, the batches and samples given in the pass; ``over``. ``state``: ``{"dataset": its
+        ``batches`` and ``item``, the batches and samples given in the pass; ``exhausted`` once the end was met, and ``over`` once it was asked for more. ``state``: ``{"dataset": its
         state_dict(), "iterator": that of its iterator}``, each or None, that was taken ``since`` batches ago; of one
         that is its own iterator, as torchdata has it, the latter alone. Without a state ``first``, a digest of samples,
         and ``passes``: of each pass before, in the same process, the batches read, as ``-1 - batches`` if read to its
@@ -165,6 +166,8 @@ class IterableSlot:
         self._samples: Any = None
         self._iterator: Any = None
         self._is_exhausted = False
+        # Of the pass, where that was found to have begun already.
+        self._found: list[Any] = []
 
     def __iter__(self) -> IterableSlot:
         return self
@@ -204,6 +207,7 @@ class IterableSlot:
             self._begin_pass(self.epoch)
         if held["since"]:
             self._read_again(held)
+        self._is_exhausted = self._is_exhausted or held["exhausted"]
         # Beside a state nothing is compared.
         self._held = {**held, "ended": None, "passes": self._history[:-1] if self._config.counts_passes else []}
 
@@ -253,9 +257,9 @@ class IterableSlot:
             if not self._read_batch(self.epoch - 1, 0):
                 break
         # From a state at its end some begin anew at once, and others once they have found nothing.
-        found = list(islice(self._samples, 1)) if ended["over"] and not self._is_exhausted else []
+        found = [] if self._is_exhausted or not ended["over"] else self._read_samples(1)
         if found:
-            self._samples = chain(found, self._samples)
+            self._found = found
         else:
             self.close()
 
@@ -276,16 +280,16 @@ class IterableSlot:
     def _begins_alike(self) -> bool:
         """Whether a pass begins in the same way however much of the one before was read, as copies tell."""
         firsts = []
-        for number in (_FEW, _SOME_MORE):
-            try:
-                dataset = copy.deepcopy(self._dataset)
-            except Exception:
-                return False
-            samples: list[Any] = []
-            for taken in (number, _NUM_FIRST):
-                self._seed(len(self._history), 0)
-                samples = list(islice(iter(dataset), taken))
-            firsts.append([digest_of_sample(sample) for sample in samples])
+        try:
+            copies = [IterableSlot(replace(self._config, dataset=copy.deepcopy(self._dataset)), self._task)]
+            copies.append(IterableSlot(replace(self._config, dataset=copy.deepcopy(self._dataset)), self._task))
+        except Exception:
+            return False
+        for copied, number in zip(copies, (_FEW, _SOME_MORE), strict=True):
+            copied._begin_pass(len(self._history))
+            copied._read_samples(number)
+            copied._begin_pass(len(self._history) + 1)
+            firsts.append([digest_of_sample(sample) for sample in copied._read_samples(_NUM_FIRST)])
         return firsts[0] == firsts[1]
 
     def _read_again(self, held: NodeState) -> None:
@@ -315,9 +319,19 @@ class IterableSlot:
         if self._is_exhausted:
             return []
         self._seed(epoch, number)
-        batch = list(islice(self._samples, size))
-        self._is_exhausted = len(batch) < size
+        batch, self._found = self._found, []
+        batch += self._read_samples(size - len(batch))
         return [] if self._is_exhausted and self._config.drop_last else batch
+
+    def _read_samples(self, number: int) -> list[Any]:
+        """The next samples, up to ``number``; not by islice(), because some begin anew at every iter()."""
+        samples: list[Any] = []
+        try:
+            while len(samples) < number:
+                samples.append(next(self._samples))
+        except StopIteration:
+            self._is_exhausted = True
+        return samples
 
     def _note(self, batch: list[Any]) -> None:
         """Note where the slot stands after a batch, or at the end of the pass."""
@@ -325,6 +339,7 @@ class IterableSlot:
         number, item = held["batches"] + bool(batch), held["item"] + len(batch)
         self._history[-1] = number if batch else -1 - number
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
+        changes["exhausted"] = self._is_exhausted
         if self._remembers:
             changes["since"] = held["since"] + bool(batch)
             if held["state"] is None or (batch and self._is_due(held["state"], changes["since"])):
