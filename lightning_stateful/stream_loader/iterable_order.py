@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader
-from torchdata.nodes import BaseNode
 
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
@@ -49,10 +48,9 @@ class IterableSetup(LoaderSetup):
             beginning=None if gives_batches else beginning_of(self.dataset),
             **batching_of(loader),
         )
-        root = getattr(self.dataset, "root", None)
         if gives_batches:
             self.items = "batches"
-        if gives_batches and isinstance(root, BaseNode) and draws_orders(root):
+        if gives_batches and draws_orders(getattr(self.dataset, "root", None)):
             self.warning = (
                 f"{self.name} has a sampler that draws its order from a generator, and its state does "
                 "not say which order: a resume within an epoch repeats samples and leaves out others. Train on the "

@@ -110,7 +110,7 @@ class StreamLoader(Tracked, Pickled, DataLoader[Any]):
     def __len__(self) -> int:
         if self.options.steps_per_epoch is not None:
             return self.options.steps_per_epoch
-        if self._divides_itself:
+        if self.is_sized:
             return len(self._sized)
         raise TypeError(f"{self.order.name} is a stream; how many batches it gives is known at its end.")
 

@@ -100,10 +100,6 @@ class SlotDataset(IterableDataset[Delivery]):
         torch_worker._worker_info = type(info)(**{**given, **seen, "dataset": self._dataset})
         return task, StateEncoder().encode_changes
 
-    def open(self, task: Any) -> Any:
-        """What reads the batches of a worker slot."""
-        return self._config.open(task)
-
     def collated(self, samples: list[Any], task: Any, number: int) -> Any:
         """The batch of a slot of that number."""
         if self._seed is not None:
@@ -148,7 +144,7 @@ class _Deliveries:
         is_first = self._slot is None
         if is_first:
             self._task, self._encode = self._dataset.task()
-            self._slot = self._dataset.open(self._task)
+            self._slot = self._dataset._config.open(self._task)
         slot, task = self._slot, self._task
         if is_first and task.waits:
             return Delivery(task.worker, self._encode(slot.state()), None, True)
