@@ -15,7 +15,7 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.stream_loader.options import LoaderSetup, StreamOptions, batching_of
 from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
-from lightning_stateful.stream_loader.worker_slots import StreamRun
+from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.streams.iterable_state import IterableState
 from lightning_stateful.streams.iterables import IterableBatches, IterableConfig, beginning_of, has_state
 from lightning_stateful.streams.node_shards import draws_orders
@@ -191,7 +191,7 @@ class IterableOrder(StreamReader):
             return
         if self._run is None or self._epoch != epoch or self._run.is_closed:
             state: IterableState = self.state_at(epoch, step)
-            self.recent.note(epoch + 1, 0, state.following([0] * state.num_workers))
+            self.recent.note(epoch + 1, 0, state.following())
         else:
             self.recent.note(epoch + 1, 0, self._left(self._run))
 
@@ -210,7 +210,7 @@ class IterableOrder(StreamReader):
         step = run.begun.steps + run.num_served
         known = (self.recent.get(self._epoch, step - back) for back in range(1, self._num_back + 1) if step > back)
         left: IterableState = run.left()
-        return left.following(run.num_ahead(), [state for state in known if state is not None])
+        return left.following(run.num_asked(), [state for state in known if state is not None])
 
     @property
     def _num_back(self) -> int:

@@ -105,7 +105,7 @@ class StreamLoader(Tracked, Pickled, DataLoader[Any]):
     @property
     def resume_note(self) -> str:
         """How a resume goes on, in words."""
-        return self.order.setup.describe()
+        return str(self.order.setup.describe())
 
     def __len__(self) -> int:
         if self.options.steps_per_epoch is not None:

@@ -10,7 +10,7 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.stream_loader.options import StreamSetup
 from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
-from lightning_stateful.stream_loader.worker_slots import StreamRun
+from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.streams.stream_state import StreamState
 
 # Passes without a step, one after the other, that are put up with.

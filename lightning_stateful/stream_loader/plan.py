@@ -93,7 +93,8 @@ class StreamDetails(Mapping[str, Any]):
 
     @cached_property
     def _data(self) -> dict[str, Any]:
-        return self.order.state_at(self._epoch, self._step).to_dict()
+        data: dict[str, Any] = self.order.state_at(self._epoch, self._step).to_dict()
+        return data
 
     def __getitem__(self, name: str) -> Any:
         return self._data[name]

@@ -31,7 +31,8 @@ from lightning_stateful.state import differences
 from lightning_stateful.stream_loader.plan import StreamDetails, StreamEpochPlan
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.recent_states import RecentStates, ServedState
-from lightning_stateful.stream_loader.worker_slots import SlotLoader, StreamRun
+from lightning_stateful.stream_loader.stream_run import StreamRun
+from lightning_stateful.stream_loader.worker_slots import SlotLoader
 
 # Of each name, loaders in this process that have met those of other ranks.
 _COUNTED: Counter[str] = Counter()

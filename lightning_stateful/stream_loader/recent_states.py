@@ -6,7 +6,7 @@ from collections import OrderedDict
 from functools import cached_property
 from typing import Any
 
-from lightning_stateful.stream_loader.worker_slots import StreamRun
+from lightning_stateful.stream_loader.stream_run import StreamRun
 
 # Steps that a trainer may have fetched beyond those that the model was trained on, and some more.
 _READ_AHEAD = 16

@@ -79,29 +79,30 @@ class IterableState:
         """The same pass, with slots standing elsewhere."""
         return replace(self, slots=slots, steps=steps, is_here=False)
 
-    def following(self, ahead: Sequence[int], earlier: Sequence[IterableState] = ()) -> IterableState:
+    def following(self, asked: Sequence[int] = (), earlier: Sequence[IterableState] = ()) -> IterableState:
         """The beginning of the next pass, of which it depends on the datasets how they were left.
 
         Args:
-            ahead: By worker, the batches that it was asked for beyond those of this state.
+            asked: By worker, the batches of the pass that it was asked for; none but those of this state by default.
             earlier: States in the same pass, the latest first, from which its last batches are read again.
         """
         begun = self.beginning(self.config, self.epoch + 1, self.num_replicas, self.num_workers)
         if not self.config.stays:
             return begun
-        slots = []
+        slots: list[NodeState | None] = []
         for number, slot in enumerate(self.slots):
             if slot is not None:
                 before = (state.slots[number] or slot for state in earlier)
                 from_ = next((one for one in before if one["batches"] < slot["batches"] and one["state"]), slot)
-                slot = self._left(slot, ahead[number // self.num_replicas], from_)
-            slots.append(slot)
+                slots.append(self._left(slot, asked[number // self.num_replicas] if asked else 0, from_))
+            else:
+                slots.append(None)
         return begun.at(tuple(slots))
 
-    def _left(self, slot: NodeState, ahead: int, from_: NodeState) -> NodeState:
+    def _left(self, slot: NodeState, asked: int, from_: NodeState) -> NodeState:
         """The state of a slot that is to begin the next pass."""
         fresh = fresh_state()
-        batches = slot["batches"] + (0 if slot["over"] else ahead)
+        batches = slot["batches"] if slot["over"] else max(slot["batches"], asked)
         if has_state(self.config.dataset):
             since = from_["since"] + batches - from_["batches"]
             return {**fresh, "ended": {"state": from_["state"], "since": since, "over": slot["over"]}}

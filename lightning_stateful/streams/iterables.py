@@ -22,7 +22,7 @@ from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams.nodes import NodeState
 
-# A state is taken after a batch, and the next one after one more sample, or batch of an iterable of batches, for each so
+# A state is taken after the first batch, and then after one more sample, or batch of an iterable of them, for each so
 # many of its characters as JSON: what was read since is read again on a resume.
 _CHARACTERS_A_SAMPLE, _CHARACTERS_A_BATCH = 16, 2**14
 # The first samples of a pass, and those at powers of two behind them, tell it from others.
@@ -145,9 +145,10 @@ class IterableSlot:
         task: What the slot reads.
 
     State:
-        ``batches`` and ``item``, the batches and samples given in the pass; ``exhausted`` once the end was met, and ``over`` once it was asked for more. ``state``: ``{"dataset": its
-        state_dict(), "iterator": that of its iterator}``, each or None, that was taken ``since`` batches ago; of one
-        that is its own iterator, as torchdata has it, the latter alone. Without a state ``first``, a digest of samples,
+        ``batches`` and ``item``, the batches and samples given in the pass; ``exhausted`` once the end was met, and
+        ``over`` once it was asked for more. ``state``: ``{"dataset": its state_dict(), "iterator": that of its
+        iterator}``, each or None, that was taken ``since`` batches ago; of one that is its own iterator, as torchdata
+        has it, the latter alone. Without a state ``first``, a digest of samples,
         and ``passes``: of each pass before, in the same process, the batches read, as ``-1 - batches`` if read to its
         end. Before the first batch ``ended``: state of the pass before, ``since`` and ``over``.
 
@@ -321,7 +322,7 @@ class IterableSlot:
         self._seed(epoch, number)
         batch, self._found = self._found, []
         batch += self._read_samples(size - len(batch))
-        return [] if self._is_exhausted and self._config.drop_last else batch
+        return [] if len(batch) < size and self._config.drop_last else batch
 
     def _read_samples(self, number: int) -> list[Any]:
         """The next samples, up to ``number``; not by islice(), because some begin anew at every iter()."""

@@ -221,9 +221,7 @@ class SourceReader:
         if not self._slices[self._index].reader:
             self._skipped = [before + now for before, now in zip(self._skipped, skipped_in(state), strict=True)]
         self.close()
-        # The next pass over a loader goes on from where this one has ended.
-        self._begin = state if self._source.shards.is_loader else None
-        self._index, self._opened = self._index + 1, 0
+        self._index, self._begin, self._opened = self._index + 1, None, 0
 
 
 def skipped_in(state: NodeState | None) -> list[int]:
@@ -342,11 +340,11 @@ class WorkerSlot:
             self._states[name] = reader.state()
             return found[0] if found else []
         batch = self._with_tail(name) if self._keeps_tails else reader.next_many(self._size)
-        drops = bool(batch) and len(batch) < self._size and self._config.drop_last
-        if not drops or self._config.sources[name].shards.pinned:
-            # Else they stay where they are, for the next epoch; what has no shards would be read again for them.
-            self._states[name] = reader.state()
-        return [] if drops else batch
+        if batch and len(batch) < self._size and self._config.drop_last:
+            # They stay where they are, for the next epoch.
+            return []
+        self._states[name] = reader.state()
+        return batch
 
     def _with_tail(self, name: str) -> list[Any]:
         """What the round before had left, and what makes a batch of it, as much as there is."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_stateful.errors import PositionError
-from lightning_stateful.stream_loader import worker_slots
+from lightning_stateful.stream_loader import stream_run
 from lightning_stateful.stream_loader.rank_store import Changes
 
 
@@ -38,8 +38,8 @@ def test_a_delivery_is_small_unless_the_state_has_changed(monkeypatch: pytest.Mo
         delivered.append(changes)
         return completes(changes, before)
 
-    completes = worker_slots.complete
-    monkeypatch.setattr(worker_slots, "complete", complete)
+    completes = stream_run.complete
+    monkeypatch.setattr(stream_run, "complete", complete)
     loader = much(num_workers=2, kind=InThisProcess)
     for _ in range(2):
         delivered.clear()
