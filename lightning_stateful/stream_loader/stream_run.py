@@ -84,7 +84,7 @@ class StreamRun:
                 self.close()
             else:
                 # As torch, it goes on behind the error, if anybody asks.
-                self._error = self._broken = None
+                self._error, self._broken, self._sure = None, None, -1
             try:
                 raise broken
             finally:

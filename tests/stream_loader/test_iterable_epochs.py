@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import pytest
-from support.iterable_cases import ENDLESS, KINDS, Told, ToldWithState
-from support.stream_cases import plain
+from support.iterable_cases import ENDLESS, KINDS, Itself, Numbers, Told, ToldWithState
+from support.stream_cases import chunks, plain, read_numbers, stream_loader
 from torch.utils.data import DataLoader
 
 from lightning_stateful import patch_dataloader
@@ -84,3 +85,59 @@ def test_epochs_are_those_of_torch_and_so_are_they_after_a_resume(kind: Any, wor
         # Where nothing is left of an epoch, the first loop is that of the next.
         left = [batches for batches in (expected[epoch][step:], *expected[epoch + 1 :]) if batches]
         assert again[: len(left)] == left[:2], (epoch, step)
+
+
+class Fails(Itself):
+    """Cannot give its fourth number."""
+
+    def __next__(self) -> Any:
+        if (number := super().__next__()) % 100 == 3:
+            raise OSError("broken")
+        return number
+
+
+class FailsForGood(Numbers):
+    """A generator, of which nothing is left behind an error."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.share():
+            if number % 100 == 3:
+                raise OSError("broken")
+            yield number
+
+
+def taken(loader: Any) -> list[Any]:
+    """Batches of two passes of a loop that catches errors."""
+    found: list[Any] = []
+    for _ in range(2):
+        batches = iter(loader)
+        while len(found) < 40:
+            try:
+                found.append(plain(next(batches)))
+            except StopIteration:
+                found.append("end")
+                break
+            except Exception as error:
+                found.append("OSError" in f"{type(error)} {error}")
+    return found
+
+
+@pytest.mark.parametrize("kind", [Fails, FailsForGood])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_loop_that_catches_an_error_goes_on_behind_it_as_in_torch(kind: Any, workers: str) -> None:
+    expected = taken(user_loader(kind, workers))
+    assert True in expected
+    assert taken(patch_dataloader(user_loader(kind, workers))) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_of_shards_that_fails_is_over_for_that_worker_as_in_torch(num_workers: int) -> None:
+    def read(ref: Any) -> Iterator[int]:
+        if ref[0] == 3:
+            raise OSError("broken")
+        return read_numbers(ref)
+
+    found = taken(stream_loader(chunks(read=read, shuffle=False), num_workers=num_workers))
+    assert found.count(True) == found.count("end") == 2
+    # With two, the other worker has read its shards.
+    assert len([batch for batch in found if isinstance(batch, list)]) >= 1 + 3 * num_workers
