@@ -201,24 +201,28 @@ class _Batches:
 
     def __init__(self, loader: StreamLoader) -> None:
         self._loader, self._batches = loader, loader.tracker.iterate(loader.batches)
-        self._number = 0
+        # Whether nothing has come of an epoch that was resumed within; None until it is read.
+        self._may_be_over: bool | None = None
 
     def __iter__(self) -> _Batches:
         return self
 
     def __next__(self) -> Any:
-        tracker, began = self._loader.tracker, self._loader.tracker.progress
+        tracker = self._loader.tracker
+        if self._may_be_over is None:
+            self._may_be_over = tracker.progress.consumed > 0
         try:
             batch = next(self._batches)
         except StopIteration:
-            if self._number or not began.consumed:
+            if not self._may_be_over:
                 raise
             self._batches = tracker.iterate(self._loader.batches)
             batch = next(self._batches)
         except Exception:
             self._batches = tracker.iterate(self._loader.batches, resumes=True)
             raise
-        self._number += 1
+        finally:
+            self._may_be_over = False
         return batch
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -16,7 +18,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lightning_stateful.core.seeding import mixed_seed
-from lightning_stateful.errors import PositionError, ShardError, StateError
+from lightning_stateful.errors import PositionError, ShardError, StateError, StatefulWarning
 from lightning_stateful.samplers.fast_forward import digest
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
@@ -257,6 +259,14 @@ class IterableSlot:
         for _ in range(ended["since"]):
             if not self._read_batch(self.epoch - 1, 0):
                 break
+        if not ended["since"] and not ended["over"] and inspect.isgenerator(self._samples):
+            warnings.warn(
+                f"{self._name()} was left behind the first batch of pass {self.epoch - 1}, with its state of there. A "
+                "generator that uses that state only when it is read begins the next pass with it, so a resume from "
+                "here may not be exact. Let an epoch have more batches than workers, or resume within one.",
+                StatefulWarning,
+                stacklevel=2,
+            )
         # From a state at its end some begin anew at once, and others once they have found nothing.
         found = [] if self._is_exhausted or not ended["over"] else self._read_samples(1)
         if found:

@@ -229,13 +229,13 @@ class TestFollowing:
 
 
 class TestOtherSlots:
-        config = alone([6] * 8, buffer_size=4, of={"state_size": 0}, batching={"batch_size": 1})
-        _, state = take(StreamState.beginning(config, 0, 2, 1), 5, 7)
-        other = state.on(1, 3)
-        # A block of slot 1 reaches into its second shard.
-        assert [piece.shards for piece in other.assignments[ALONE].begun] == [(0, 2), (1, 3)]
-        assert other.assignments[ALONE].whole == ((0, 4), (0, 5), (0, 6), (0, 7))
-        assert (other.steps, other.steps_before, other.slots) == (0, 1, (None,) * 3)
+    config = alone([6] * 8, buffer_size=4, of={"state_size": 0}, batching={"batch_size": 1})
+    _, state = take(StreamState.beginning(config, 0, 2, 1), 5, 7)
+    other = state.on(1, 3)
+    # A block of slot 1 reaches into its second shard.
+    assert [piece.shards for piece in other.assignments[ALONE].begun] == [(0, 2), (1, 3)]
+    assert other.assignments[ALONE].whole == ((0, 4), (0, 5), (0, 6), (0, 7))
+    assert (other.steps, other.steps_before, other.slots) == (0, 1, (None,) * 3)
 
 
 class TestStates:
