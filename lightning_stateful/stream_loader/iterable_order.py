@@ -126,6 +126,11 @@ class IterableOrder(StreamReader):
         """Whether every epoch begins the dataset by ``iter()``."""
         return self.setup.options.steps_per_epoch is None
 
+    @property
+    def begun_anew(self) -> Any:
+        """The dataset that every epoch begins by ``iter()``; None where epochs go on."""
+        return self.setup.dataset if self.begins_anew else None
+
     def read(self, epoch: int, step: int) -> Iterator[Any]:
         """The batches from ``step`` to the end of the epoch; see :meth:`StreamReader.read`."""
         self._forget_end(epoch)
