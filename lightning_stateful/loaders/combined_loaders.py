@@ -155,6 +155,9 @@ class CombinedLoaders:
             before = other.loaders.get(path)
             if before is None or not loader.order.carries_over or not before.order.carries_over:
                 continue
+            if getattr(loader.order, "begun_anew", None) is not getattr(before.order, "begun_anew", None):
+                # Another object begins as the first, as in torch.
+                continue
             state = before.tracker.state_dict(other._plan(path, epoch).progress_after(0))
             now = loader.tracker.state_dict(loader.plan(epoch).progress_after(0))
             changed = format_.differences(state, now, accept=loader.accept, fingerprints=False)

@@ -9,11 +9,15 @@ from typing import Any, cast
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
-from lightning_stateful.samplers.rng import keep_if_drawn
+from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker
-from lightning_stateful.stream_loader.options import StreamOptions, StreamSetup
-from lightning_stateful.stream_loader.order import StreamEpochPlan, StreamOrder
+from lightning_stateful.stream_loader.iterable_order import IterableOrder, IterableSetup, is_sized
+from lightning_stateful.stream_loader.options import StreamOptions, StreamSetup, batching_of
+from lightning_stateful.stream_loader.order import StreamOrder
+from lightning_stateful.stream_loader.plan import StreamEpochPlan
+from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.streams.iterables import IterableBatches
+from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import Pickled, copied
 
 _END = object()
@@ -45,16 +49,27 @@ class StreamLoader(Tracked, Pickled, DataLoader[Any]):
     """
 
     state_name = "The loader's state"
+    _divides_itself = False
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions | None = None) -> None:
         # Not torch's constructor: the copy has been constructed.
         self.__dict__["_original"] = copied(loader)
         vars(self._original).update(_iterator=None)
         self.options = options = StreamOptions() if options is None else options
-        setup = StreamSetup(self._original, options)
-        self.seed = setup.seed
-        order = StreamOrder(setup, len(self) if self.is_sized else UNKNOWN)
+        self.seed = seed_or_default(options.seed)
+        order = self._reader(options)
         self.tracker = Tracker(order, num_replicas=options.num_replicas, rank=options.rank, accept=options.accept)
+
+    def _reader(self, options: StreamOptions) -> StreamReader:
+        """What reads the loader's dataset: a stream of shards, or a dataset that divides itself."""
+        config, dataset = options.config, self._original.dataset
+        if config is None and (stream := as_stream(dataset, self.seed, seed_samples=options.seed_samples)) is not None:
+            config = stream.config(**batching_of(self._original))
+        steps = options.steps_per_epoch or UNKNOWN
+        if config is not None:
+            return StreamOrder(StreamSetup(self._original, options, config), steps)
+        self._divides_itself = True
+        return IterableOrder(IterableSetup(self._original, options), steps)
 
     def fresh_copy(self, **changes: Any) -> StreamLoader:
         """A loader of the same stream that nobody has read yet.
@@ -73,27 +88,34 @@ class StreamLoader(Tracked, Pickled, DataLoader[Any]):
         return super(StreamLoader, loader).__reduce_ex__(protocol)
 
     @property
-    def order(self) -> StreamOrder:
-        """The stream's batches as a :class:`~lightning_stateful.core.BatchOrder`; trainers prepare it."""
-        return cast(StreamOrder, self.tracker.order)
+    def order(self) -> StreamReader:
+        """What reads the batches, and offers plans as a :class:`~lightning_stateful.core.BatchOrder` does."""
+        return cast(StreamReader, self.tracker.order)
 
     @property
     def is_sized(self) -> bool:
         """Whether the number of steps of an epoch is known beforehand."""
-        return self.options.steps_per_epoch is not None
+        return self.options.steps_per_epoch is not None or (self._divides_itself and is_sized(self._sized))
+
+    @property
+    def _sized(self) -> Any:
+        """What knows how many batches it has."""
+        return self._original
 
     @property
     def resume_note(self) -> str:
         """How a resume goes on, in words."""
-        return self.order.setup.describe()
+        return str(self.order.setup.describe())
 
     def __len__(self) -> int:
-        if self.options.steps_per_epoch is None:
-            raise TypeError(f"{self.order.name} is a stream; how many batches it gives is known at its end.")
-        return self.options.steps_per_epoch
+        if self.options.steps_per_epoch is not None:
+            return self.options.steps_per_epoch
+        if self.is_sized:
+            return len(self._sized)
+        raise TypeError(f"{self.order.name} is a stream; how many batches it gives is known at its end.")
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
-        return self.tracker.iterate(self.batches)
+        return _Batches(self)
 
     def plan(self, epoch: int, progress: Progress | None = None) -> StreamEpochPlan:
         """The plan of an epoch, or of the rest of it, on the present ranks; the loader stays where it is.
@@ -101,7 +123,10 @@ class StreamLoader(Tracked, Pickled, DataLoader[Any]):
         Raises:
             StateError: The stream cannot go on from there.
         """
-        return self.order.plan(epoch, self.topology.num_replicas, progress)
+        plan = self.order.plan(epoch, self.topology.num_replicas, progress)
+        if self.is_sized:
+            plan.length = len(self)
+        return plan
 
     def batches(self, plan: Any, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
         """Read the batches of this rank from a step of a plan to the end of the epoch, without moving the loader.
@@ -159,21 +184,46 @@ class IterableLoader(StreamLoader):
         super().__init__(loader, replace(options or StreamOptions(), seed_samples=False))
 
     @property
-    def is_sized(self) -> bool:
-        """Whether the iterable says how many batches it has."""
-        try:
-            len(self.iterable)
-        except (TypeError, NotImplementedError):
-            return False
-        return True
-
-    def __len__(self) -> int:
-        return len(self.iterable)
+    def _sized(self) -> Any:
+        return self.iterable
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and hasattr(iterable := vars(self).get("iterable"), name):
             return getattr(iterable, name)
         return super().__getattr__(name)
+
+
+class _Batches:
+    """One pass over a loader, which goes on behind a batch that could not be read, as torch does.
+
+    Where nothing is left of an epoch that was resumed, it is the pass over the next one.
+    """
+
+    def __init__(self, loader: StreamLoader) -> None:
+        self._loader, self._batches = loader, loader.tracker.iterate(loader.batches)
+        # Whether nothing has come of an epoch that was resumed within; None until it is read.
+        self._may_be_over: bool | None = None
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Any:
+        tracker = self._loader.tracker
+        if self._may_be_over is None:
+            self._may_be_over = tracker.progress.consumed > 0
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            if not self._may_be_over:
+                raise
+            self._batches = tracker.iterate(self._loader.batches)
+            batch = next(self._batches)
+        except Exception:
+            self._batches = tracker.iterate(self._loader.batches, resumes=True)
+            raise
+        finally:
+            self._may_be_over = False
+        return batch
 
 
 def of_batches(iterable: Any) -> DataLoader[Any]:

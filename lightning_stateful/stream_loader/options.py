@@ -1,10 +1,10 @@
-"""How a user's loader over a stream is read and served, and what that means on the present ranks and workers."""
+"""How a user's loader over an iterable dataset is read and served, and what a stream of shards makes of it."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,18 +19,11 @@ from lightning_stateful.errors import ConfigurationError, Difference, ShardError
 from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names
-from lightning_stateful.streams.iterables import (
-    IterableBatches,
-    IterableShards,
-    LoaderShards,
-    beginning_of,
-    digest_of_sample,
-)
+from lightning_stateful.streams.iterable_state import IterableState
+from lightning_stateful.streams.iterables import IterableBatches, digest_of_sample
 from lightning_stateful.streams.shard_reader import ShardReader
-from lightning_stateful.streams.source import Source
-from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.streams.stream_state import StreamState
-from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
+from lightning_stateful.streams.worker_slot import StreamConfig
 
 Replay = Literal["warn", "refuse"]
 
@@ -82,8 +75,8 @@ class StreamOptions:
             raise ConfigurationError(f"replay must be one of ('warn', 'refuse'), got {self.replay!r}.")
 
 
-class StreamSetup:
-    """A user's loader with options: its stream, as it is read on the present ranks and workers.
+class LoaderSetup:
+    """A user's loader over an iterable dataset, with options.
 
     Args:
         loader: The user's loader, which nobody has read yet.
@@ -91,31 +84,24 @@ class StreamSetup:
 
     Attributes:
         dataset: What is read: the dataset, or the iterable of batches.
-        is_loader: Whether it is an iterable of batches that every epoch begins anew.
-        name: What people know the stream by.
+        name: What people know it by.
         num_workers: Worker slots of a rank: its workers, or itself.
         seed: The user's.
         own_seed: That of this loader among several.
+        items: What the reader reads, in words.
+        warning: What a user should know before training, and what to do about it; empty for nothing.
     """
+
+    items = "samples"
+    warning = ""
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions) -> None:
         self.loader, self.options = loader, options
-        self.is_loader = isinstance(loader.dataset, IterableBatches)
         self.dataset: Any = loader.dataset.iterable if isinstance(loader.dataset, IterableBatches) else loader.dataset
         self.name = type(self.dataset).__qualname__
         self.num_workers = max(loader.num_workers, 1)
         self.seed = seed_or_default(options.seed)
         self.own_seed = loader_seed(self.seed, options.path)
-        self._has_warned = False
-        self._empty: set[str] = set()  # Sources that were warned of.
-        size = loader.batch_size
-        self._batching: dict[str, Any] = {
-            "batch_size": size,
-            "is_batched": size is not None,
-            "drop_last": loader.drop_last,
-        }
-        # Only what divides itself has a state of its own.
-        self._beginning = beginning_of(loader.dataset) if self._shared_config is None else None
 
     @property
     def topology(self) -> Topology:
@@ -123,41 +109,63 @@ class StreamSetup:
         return detect_topology(self.options.num_replicas, self.options.rank)
 
     @property
-    def config(self) -> StreamConfig:
-        """How the stream is read on the present ranks and workers."""
-        return self.config_on(self.topology.num_replicas, self.num_workers)
+    def first_samples(self) -> dict[str, str]:
+        """Digests of what has to be the same on all ranks."""
+        return {}
 
-    def config_on(self, num_replicas: int, num_workers: int) -> StreamConfig:
-        """How the stream is read on some ranks and workers: what divides itself has a shard for each of their slots."""
-        if self._shared_config is not None:
-            return self._shared_config
-        options, is_checked = self.options, "nondeterministic" not in self.options.accept
-        if self.is_loader:
-            shards: IterableShards = LoaderShards(self.dataset, num_replicas, is_checked=is_checked)
-        else:
-            stays = not self.loader.num_workers or self.loader.persistent_workers
-            shards = IterableShards(
-                self.dataset, num_replicas, num_workers, self._beginning, stays=stays, is_checked=is_checked
+    def mismatch(self, state: StreamState | IterableState, where: str) -> StateMismatchError:
+        """The error that what is left of a pass cannot be given to other ranks or workers."""
+        # A state does not tell one worker from none.
+        workers: int | str = "0 or 1" if state.num_workers == 1 else state.num_workers
+        remedy = (
+            f"What {self.name} gives to one rank and worker cannot be given to others: resume on "
+            f"{state.num_replicas} ranks with num_workers={workers}, or from a checkpoint at the end of an epoch."
+        )
+        changed, ranks = [], self.topology.num_replicas
+        if ranks != state.num_replicas:
+            changed.append(Difference(path="ranks", saved=state.num_replicas, present=ranks, remedy=remedy))
+        if self.num_workers != state.num_workers:
+            now = self.loader.num_workers
+            changed.append(Difference(path="num_workers", saved=workers, present=now, remedy=remedy))
+        return StateMismatchError(changed, where=where)
+
+    def warn_of_nothing(self) -> None:
+        """Say that an epoch had no step; nothing is said in evaluation, as by torch and Lightning."""
+        if not self.options.exact:
+            warnings.warn(
+                f"{self.name} has given no batch in an epoch, so nothing was trained on. Look for shards that are "
+                "empty or missing, a filter that keeps no sample, or drop_last=True with less than a batch.",
+                StatefulWarning,
+                stacklevel=3,
             )
-        source = Source(shards=shards, seed=self.seed, path=options.path, seed_samples=options.seed_samples)
-        return StreamConfig(sources={ALONE: source}, **self._batching)
 
-    @cached_property
-    def _shared_config(self) -> StreamConfig | None:
-        """The configuration of a stream whose shards any slot can read; None for what divides itself."""
-        config, options = self.options.config, self.options
-        if config is None:
-            stream = as_stream(self.loader.dataset, self.seed, seed_samples=options.seed_samples)
-            if stream is None:
-                return None
-            config = stream.config(**self._batching)
+
+class StreamSetup(LoaderSetup):
+    """A user's loader over a stream of shards, as it is read on the present ranks and workers.
+
+    Args:
+        loader: The user's loader, which nobody has read yet.
+        options: How it is read and served.
+        config: How the stream is read, but for the options.
+
+    Attributes:
+        config: How the stream is read.
+    """
+
+    def __init__(self, loader: DataLoader[Any], options: StreamOptions, config: StreamConfig) -> None:
+        super().__init__(loader, options)
+        self._has_warned = False
+        self._empty: set[str] = set()  # Sources that were warned of.
         if not options.seed_samples:
             sources = {name: replace(source, seed_samples=False) for name, source in config.sources.items()}
             config = replace(config, sources=sources)
         if config.mixing is not None and options.exact:
             # Each sample once.
             config = replace(config, mixing=replace(config.mixing, stop="all_exhausted"))
-        return config.at(options.path)
+        self.config: StreamConfig = config.at(options.path)
+        self.warning = " ".join(
+            dict.fromkeys(one.shards.warning for one in self.config.sources.values() if one.shards.warning)
+        )
 
     @cached_property
     def first_samples(self) -> dict[str, str]:
@@ -179,21 +187,12 @@ class StreamSetup:
 
     def describe(self) -> str:
         """How the stream is divided and resumed, in words."""
-        sources = self.config.sources.values()
-        divides_itself = any(source.shards.pinned for source in sources)
-        if self.is_loader:
-            divided = "is no DataLoader: each rank trains on what its own gives, without seed_samples"
-        elif divides_itself:
-            divided = "is a stream: every rank and worker trains on what its own dataset gives it"
-        else:
-            number = sum(source.shards.num_shards for source in sources)
-            divided = f"is a stream: its {number} shards are shared evenly among ranks and workers"
+        number = sum(source.shards.num_shards for source in self.config.sources.values())
         reasons = self.reasons_to_read_again()
-        if reasons:
-            resumes = f"reads it again, because {reasons}"
-        else:
-            resumes = "is as exact as its own state_dict" if divides_itself else "goes on within it"
-        return f"{self.name} {divided}, and a resume {resumes}."
+        return (
+            f"{self.name} is a stream: its {number} shards are shared evenly among ranks and workers, and a resume "
+            f"{f'reads it again, because {reasons}' if reasons else 'goes on within it'}."
+        )
 
     def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:
         """Why a resume reads samples again, if need be once functions have drawn; empty if it does not."""
@@ -203,6 +202,10 @@ class StreamSetup:
     def beginning(self, epoch: int) -> StreamState:
         """The beginning of a pass before which nothing was left, on the present ranks and workers."""
         return StreamState.beginning(self.config, epoch, self.topology.num_replicas, self.num_workers)
+
+    def state_from(self, data: Mapping[str, Any]) -> StreamState:
+        """Read a state from plain data."""
+        return StreamState.from_dict(data, self.config)
 
     def moved_here(self, state: StreamState, where: str) -> StreamState:
         """A state, perhaps of other ranks and workers, on the present ones.
@@ -215,37 +218,11 @@ class StreamSetup:
             StateMismatchError: What is left cannot be assigned to others.
         """
         present = self.topology.num_replicas, self.num_workers
-        saved = state.num_replicas, state.num_workers
-        if present == saved:
+        if present == (state.num_replicas, state.num_workers):
             return state
-        pinned = any(source.shards.pinned for source in state.config.sources.values())
-        if not pinned and (state.is_known or not state.steps):
-            return state.on(*present)
-        if pinned and not state.has_begun:
-            return self.beginning(state.epoch)
-        # A state does not tell one worker from none.
-        workers: int | str = "0 or 1" if saved[1] == 1 else saved[1]
-        remedy = (
-            f"What {self.name} gives to one rank and worker cannot be given to others: resume on {saved[0]} ranks "
-            f"with num_workers={workers}, or from a checkpoint at the end of an epoch."
-        )
-        changed = []
-        if present[0] != saved[0]:
-            changed.append(Difference(path="ranks", saved=saved[0], present=present[0], remedy=remedy))
-        if present[1] != saved[1]:
-            now = self.loader.num_workers
-            changed.append(Difference(path="num_workers", saved=workers, present=now, remedy=remedy))
-        raise StateMismatchError(changed, where=where)
-
-    def warn_of_nothing(self) -> None:
-        """Say that an epoch had no step; nothing is said in evaluation, as by torch and Lightning."""
-        if not self.options.exact:
-            warnings.warn(
-                f"{self.name} has given no batch in an epoch, so nothing was trained on. Look for shards that are "
-                "empty or missing, a filter that keeps no sample, or drop_last=True with less than a batch.",
-                StatefulWarning,
-                stacklevel=3,
-            )
+        if not state.is_known and state.steps:
+            raise self.mismatch(state, where)
+        return state.on(*present)
 
     def warn_of_empty_sources(self, state: StreamState) -> None:
         """Say once of each source of a mixture that a whole pass over it, which has ended, gave nothing."""
@@ -286,3 +263,12 @@ class StreamSetup:
                 StatefulWarning,
                 stacklevel=2,
             )
+
+
+def batching_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a loader makes batches of samples."""
+    return {
+        "batch_size": loader.batch_size,
+        "is_batched": loader.batch_size is not None,
+        "drop_last": loader.drop_last,
+    }

@@ -1,12 +1,10 @@
-"""Reads the worker slots of a rank, in this process or in torch's workers, in step with the other ranks."""
+"""Reads the worker slots of a rank, in this process or in torch's workers."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -16,18 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, defau
 from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
-from lightning_stateful.core.steps import Topology
-from lightning_stateful.errors import PositionError, StatefulError, StreamError
+from lightning_stateful.errors import StatefulError, StreamError
 from lightning_stateful.samplers.rng import seed_randomness
-from lightning_stateful.stream_loader.rank_store import Changes, StateEncoder, StateText, complete, decode
-from lightning_stateful.stream_loader.rank_sync import RankSync, Record
+from lightning_stateful.stream_loader.rank_store import Changes, StateEncoder
 from lightning_stateful.streams.nodes import NodeState
-from lightning_stateful.streams.stream_state import StreamState
-from lightning_stateful.streams.worker_slot import SlotTask, StreamConfig, WorkerSlot
 from lightning_stateful.user_loaders import copied, is_torchdatas
 
-# Where the worker slots of this rank stand; a worker's is JSON until somebody wants it.
-SlotStates = list[NodeState | StateText]
 # What torch says when a worker is gone, or slow.
 _OF_WORKERS = re.compile(r"DataLoader (worker|timed out)|Pin memory thread")
 
@@ -73,45 +65,37 @@ class SlotDataset(IterableDataset[Delivery]):
         seed: Seeds what ``collate`` draws, by (seed, pass, slot, batch of the slot); None to leave it.
     """
 
-    tasks: list[SlotTask]
+    tasks: list[Any]
     queues: list[Any]
     _process: int | None
 
-    def __init__(self, config: StreamConfig, collate: Callable[[Any], Any], dataset: Any, seed: int | None) -> None:
+    def __init__(self, config: Any, collate: Callable[[Any], Any], dataset: Any, seed: int | None) -> None:
         if seed is not None:
             seed = None if collate in (default_collate, default_convert) else derive_seed("collate", seed)
         # Persistent workers hold a copy of this dataset from their first pass: tasks reach them through queues.
         own: dict[str, Any] = {"tasks": [], "queues": [], "_process": None}
         vars(self).update(own, _config=config, _collate=collate, _dataset=dataset, _seed=seed)
 
-    def __iter__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> Iterator[Delivery]:
-        info = get_worker_info()
-        encode: Callable[[NodeState], OpaqueState | Changes] = OpaqueState
-        if info is None:
-            task = self.tasks[0]
-        else:
-            # The number of this process, before it takes on that of its slot.
-            self._process = info.id if self._process is None else self._process
-            task = self.queues[self._process].get() if self.queues else self.tasks[self._process]
-            # Datasets that divide themselves see the number of the slot; in what all slots read they must not.
-            hides = any(source.shards.hides_workers for source in self._config.sources.values())
-            seen = {"id": 0, "num_workers": 1} if hides else {"id": task.worker}
-            # A dataclass in newer versions of torch only.
-            given = {name: getattr(info, name) for name in type(info).__annotations__}
-            torch_worker._worker_info = type(info)(**{**given, **seen, "dataset": self._dataset})
-            encode = StateEncoder().encode_changes
-        slot = WorkerSlot(self._config, task)
-        try:
-            for samples in slot:
-                state = slot.state()
-                yield Delivery(task.worker, encode(state), self._collated(samples, task, state["batches"]), False)
-            yield Delivery(task.worker, encode(slot.state()), None, True)
-        finally:
-            # As Python exits modules are gone already, and what is open is closed with the process.
-            if not is_exiting():
-                slot.close()
+    def __iter__(self) -> Iterator[Delivery]:
+        return _Deliveries(self)
 
-    def _collated(self, samples: list[Any], task: SlotTask, number: int) -> Any:
+    def task(self) -> tuple[Any, Callable[[NodeState], OpaqueState | Changes]]:
+        """What this process reads, and what makes of a slot's state what is handed over."""
+        info = get_worker_info()
+        if info is None:
+            return self.tasks[0], OpaqueState
+        # The number of this process, before it takes on that of its slot.
+        self._process = info.id if self._process is None else self._process
+        task = self.queues[self._process].get() if self.queues else self.tasks[self._process]
+        # Datasets that divide themselves see the number of the slot; in what all slots read they must not.
+        seen = {"id": 0, "num_workers": 1} if self._config.hides_workers else {"id": task.worker}
+        # A dataclass in newer versions of torch only.
+        given = {name: getattr(info, name) for name in type(info).__annotations__}
+        torch_worker._worker_info = type(info)(**{**given, **seen, "dataset": self._dataset})
+        return task, StateEncoder().encode_changes
+
+    def collated(self, samples: list[Any], task: Any, number: int) -> Any:
+        """The batch of a slot of that number."""
         if self._seed is not None:
             seed_randomness(mixed_seed(self._seed, task.epoch, task.slot, task.steps_before, number))
         return self._collate(samples if self._config.is_batched else samples[0])
@@ -133,6 +117,48 @@ class SlotDataset(IterableDataset[Delivery]):
             setattr(self._dataset, name, value)
 
 
+class _Deliveries:
+    """The deliveries of a slot: the batches, and one that says where it ended. Behind an error they go on.
+
+    Args:
+        dataset: The dataset whose slot it is.
+    """
+
+    def __init__(self, dataset: SlotDataset) -> None:
+        self._dataset = dataset
+        self._slot: Any = None
+        self._is_over = False
+
+    def __iter__(self) -> _Deliveries:
+        return self
+
+    def __next__(self) -> Delivery:
+        if self._is_over:
+            raise StopIteration
+        is_first = self._slot is None
+        if is_first:
+            self._task, self._encode = self._dataset.task()
+            self._slot = self._dataset._config.open(self._task)
+        slot, task = self._slot, self._task
+        if is_first and task.waits:
+            return Delivery(task.worker, self._encode(slot.state()), None, True)
+        # What raises is over, as a generator is, unless it goes on; a batch that cannot be collated is left out.
+        self._is_over = not slot.goes_on
+        for samples in slot:
+            self._is_over = False
+            state = slot.state()
+            batch = self._dataset.collated(samples, task, state["batches"])
+            return Delivery(task.worker, self._encode(state), batch, False)
+        self._is_over = True
+        slot.close()
+        return Delivery(task.worker, self._encode(slot.state()), None, True)
+
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # As Python exits modules are gone already, and what is open is closed with the process.
+        if self._slot is not None and not is_exiting():
+            self._slot.close()
+
+
 class SlotLoader:
     """Runs the worker slots of a rank in a copy of the user's loader, of its class and with its options.
 
@@ -145,7 +171,7 @@ class SlotLoader:
         loader: The copy.
     """
 
-    def __init__(self, loader: DataLoader[Any], config: StreamConfig, seed: int | None) -> None:
+    def __init__(self, loader: DataLoader[Any], config: Any, seed: int | None) -> None:
         self._original = loader
         self._dataset = SlotDataset(config, loader.collate_fn, loader.dataset, seed)
         self._generator = torch.Generator()
@@ -164,12 +190,13 @@ class SlotLoader:
             generator=self._generator,
             _dataset_kind=_DatasetKind.Iterable,
             _iterator=None,
+            _IterableDataset_len_called=None,  # Of batches, and not of deliveries.
         )
         if loader.num_workers and loader.persistent_workers:
             context: Any = loader.multiprocessing_context or torch.multiprocessing
             self._dataset.queues = [context.SimpleQueue() for _ in range(loader.num_workers)]
 
-    def read(self, tasks: Sequence[SlotTask], seed: int) -> Iterator[Delivery]:
+    def read(self, tasks: Sequence[Any], seed: int) -> Iterator[Delivery]:
         """Begin to read; workers that are not persistent end as soon as nobody holds the iterator.
 
         Args:
@@ -186,6 +213,16 @@ class SlotLoader:
         deliveries: Iterator[Any] = iter(self.loader)
         self._dataset.send_tasks()
         return map(Delivery._make, deliveries)
+
+    def num_outstanding(self, process: int) -> int:
+        """Deliveries that a persistent worker was asked for and that nobody has received."""
+        tasks = getattr(self.loader._iterator, "_task_info", {})
+        return sum(1 for task in tasks.values() if task[0] == process)
+
+    @property
+    def num_prefetched(self) -> int:
+        """Deliveries that workers are asked for before any is received."""
+        return int((self.loader.prefetch_factor or 0) * self.loader.num_workers)
 
     def shut_down(self) -> None:
         """End persistent workers."""
@@ -214,224 +251,6 @@ class SlotLoader:
         )
         broken_off.__cause__ = error
         return broken_off
-
-
-class StreamRun:
-    """The batches of this rank from a stream's state on, until the first rank has nothing left.
-
-    Args:
-        begun: Where to begin.
-        slots: Reads this rank's worker slots.
-        topology: The ranks.
-        connect: Makes what synchronizes the ranks, from what says in words what a rank reads; None if there is nobody
-            to be in step with.
-        seed: Seeds the workers.
-
-    Attributes:
-        begun: Where it began.
-        num_served: Batches that were handed over.
-        states: Where the slots of this rank stood after the latest of them.
-        is_over: Whether :meth:`has_next` has found that there is no further batch on all ranks.
-    """
-
-    def __init__(
-        self,
-        begun: StreamState,
-        slots: SlotLoader,
-        topology: Topology,
-        connect: Callable[[Callable[[int, Record], str]], RankSync] | None,
-        *,
-        seed: int = 0,
-    ) -> None:
-        self.begun, self.num_served, self._is_closed = begun, 0, False
-        self._slots, self._topology = slots, topology
-        self._sync = None if connect is None else connect(self._describe)
-        # Batches that were read ahead, and where this rank's slots stand after each.
-        self._buffer: deque[tuple[Any, SlotStates]] = deque()
-        self._num_read = 0
-        self._is_read = self.is_over = False
-        # Met where this rank reads ahead, and where it has to be raised.
-        self._error: Exception | None = None
-        self._broken: Exception | None = None
-        self._sure = -1  # The step of which it is known that it happens.
-        rank, num_replicas = topology.rank, begun.num_replicas
-        tasks = [begun.task(worker * num_replicas + rank) for worker in begun.workers_in_turn(rank)]
-        self._states: SlotStates = [
-            WorkerSlot(begun.config, task).state() if task.state is None else task.state
-            for task in sorted(tasks, key=lambda task: task.worker)
-        ]
-        seed = derive_seed("stream", seed, begun.epoch, begun.steps_before, rank)
-        self._deliveries: Iterator[Delivery] | None = slots.read(tasks, seed)
-        self._skip_unknown()
-        self.states = self._states
-
-    def next(self) -> Any:
-        """The next batch.
-
-        Raises:
-            StopIteration: Some rank has no further batch.
-            StreamError: A stream broke off, here or on another rank.
-        """
-        if not self.has_next():
-            raise StopIteration
-        if self._broken is not None:
-            self.close()
-            raise self._broken
-        batch, self.states = self._buffer.popleft()
-        self.num_served += 1
-        return batch
-
-    def has_next(self) -> bool:
-        """Whether another batch follows on all ranks, or an error in its place."""
-        if self._sure == self.num_served or self.is_over or self._broken is not None:
-            return not self.is_over
-        sync, step = self._sync, self.num_served
-        self._read_until(step + 1 if sync is None else sync.horizon(step))
-        if self._error is not None and not self._buffer:
-            self._broken = self._error
-        elif sync is None:
-            self.is_over = not self._buffer
-        else:
-            try:
-                self.is_over = not sync.happens(step)
-            except StreamError as error:
-                self._broken = error
-        if not self.is_over:
-            self._sure = step
-        return not self.is_over
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether asking for the next batch raises."""
-        return self._broken is not None
-
-    def goes_on(self, num_served: int) -> bool:
-        """Whether the next batch is the one after ``num_served``."""
-        return num_served == self.num_served and not self._is_closed
-
-    def state_at(self, num_served: int, states: SlotStates) -> StreamState:
-        """Where all worker slots stood after ``num_served`` batches of each rank.
-
-        Args:
-            num_served: The number of batches.
-            states: :attr:`states` after these.
-
-        Raises:
-            StreamError: That is too long ago, or what other ranks have published is not there.
-        """
-        if not num_served:
-            return self.begun
-        if self._sync is not None:
-            return self._state_of(self._sync.records_at(num_served), num_served)
-        return self._state_alone(states, num_served)
-
-    @cached_property
-    def final_state(self) -> StreamState:
-        """Where all worker slots stand at the end; with other ranks, all ask for it."""
-        if self._sync is not None:
-            return self._state_of(self._sync.final_records(self.num_served), self.num_served)
-        return self._state_alone(self._states, self.num_served)
-
-    @property
-    def gave_nothing(self) -> bool:
-        """Whether no rank had a batch in a run that is over; all ranks ask for it."""
-        return not self.num_served and all(state is not None for state in self.final_state.slots)
-
-    def close(self) -> None:
-        """Stop reading; where it stood can still be asked for until another run has a batch on all ranks."""
-        self._deliveries, self._is_closed = None, True
-
-    def _skip_unknown(self) -> None:
-        """Read again what this rank was given, if the state does not say where its slots stood."""
-        begun, rank = self.begun, self._topology.rank
-        if not begun.steps or any(state is not None for state in begun.slots[rank :: begun.num_replicas]):
-            return
-        for number in range(begun.steps):
-            if self._read() is None:
-                raise PositionError(
-                    f"The state says that each rank was given {begun.steps} batches, but not where rank {rank} stood, "
-                    f"and this rank has only {number}. Ranks without a process group, and in evaluation, write down "
-                    "only where they stood themselves: resume each from its own state, or have the process group begin "
-                    "before the stream is read."
-                )
-
-    def _read_until(self, number: int) -> None:
-        """Read ahead until so many batches were read, and publish where that leads."""
-        sync = self._sync
-        while self._num_read < number and self._error is None and not self._is_read:
-            try:
-                read = self._read()
-            except Exception as error:
-                # What was read before comes first.
-                self._error = error
-                if sync is not None:
-                    sync.publish_failure(f"{type(error).__name__}: {error}")
-                return
-            if read is None:
-                self._is_read = True
-                if sync is not None:
-                    sync.publish(self._states, is_end=True)
-                return
-            self._num_read += 1
-            self._buffer.append(read)
-            if sync is not None:
-                sync.publish(self._states)
-
-    def _read(self) -> tuple[Any, SlotStates] | None:
-        """The next batch of this rank, and where its slots stand then; None at its end."""
-        rank = self._topology.rank
-        try:
-            for delivery in () if self._deliveries is None else self._deliveries:
-                self._note(delivery)
-                if not delivery.is_end:
-                    return delivery.batch, self._states
-        except Exception as error:
-            self._deliveries = None
-            explained = self._slots.explained(error, lambda: self._shards_in(rank, list(map(_decoded, self._states))))
-            raise explained from explained.__cause__
-        self._deliveries = None
-        return None
-
-    def _note(self, delivery: Delivery) -> None:
-        """Note where the slot that has delivered stands now."""
-        state, before = delivery.state, self._states[delivery.worker]
-        # A new list: the old one is part of the history.
-        self._states = list(self._states)
-        if isinstance(state, OpaqueState):
-            self._states[delivery.worker] = state.state
-        else:
-            self._states[delivery.worker] = complete(state, before if isinstance(before, StateText) else None)
-
-    def _shards_in(self, rank: int, states: Sequence[NodeState]) -> list[str]:
-        """The shards that a rank's slots have open, by name."""
-        begun = self.begun
-        slots = range(rank, begun.num_slots, begun.num_replicas)
-        return sorted(
-            {name for slot, state in zip(slots, states, strict=True) for name in begun.shards_at(slot, state)}
-        )
-
-    def _describe(self, rank: int, record: Record) -> str:
-        return f"last known to read {', '.join(self._shards_in(rank, record)) or 'nothing more'}"
-
-    def _state_of(self, records: Sequence[Record | None], num_served: int) -> StreamState:
-        """The state in which all ranks stand at their records."""
-        begun = self.begun
-        slots: list[NodeState | None] = list(begun.slots)
-        for rank, record in enumerate(records):
-            if record is not None:
-                slots[rank :: begun.num_replicas] = record
-        return begun.at(tuple(slots), begun.steps + num_served)
-
-    def _state_alone(self, states: SlotStates, num_served: int) -> StreamState:
-        """The state of this rank; where the others stand by now, it does not know."""
-        slots: list[NodeState | None] = [None] * self.begun.num_slots
-        slots[self._topology.rank :: self.begun.num_replicas] = map(_decoded, states)
-        return self.begun.at(tuple(slots), self.begun.steps + num_served)
-
-
-def _decoded(state: NodeState | StateText) -> NodeState:
-    """The state of a worker slot, which may be JSON."""
-    return decode(state.text, state.large) if isinstance(state, StateText) else state
 
 
 def _forget_frames(error: BaseException | None) -> None:

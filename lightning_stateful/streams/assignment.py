@@ -129,7 +129,7 @@ class Assignment:
         return cls(epoch, (), tuple((epoch, shard) for shard in order))
 
     def slots(
-        self, num_replicas: int, num_workers: int, *, sizes: Sequence[int] | None = None, is_pinned: bool = False
+        self, num_replicas: int, num_workers: int, *, sizes: Sequence[int] | None = None
     ) -> list[list[SlotSlice]]:
         """What each worker slot reads, in that order; slot ``worker * num_replicas + rank`` is a worker of a rank.
 
@@ -142,14 +142,9 @@ class Assignment:
             num_workers: Worker slots of a rank.
             sizes: Samples of each shard, if they are known: of those given out together, the largest goes to the slot
                 with the least to read.
-            is_pinned: Each shard belongs to the slot of its own number, as in streams that divide themselves.
         """
         number = num_replicas * num_workers
         slots: list[list[SlotSlice]] = [[] for _ in range(number)]
-        if is_pinned:
-            for piece in (*self.begun, *(ShardSlice(epoch, (shard,)) for epoch, shard in self.whole)):
-                slots[piece.shards[0]].append(SlotSlice(piece))
-            return slots
         for piece in self.begun:
             if piece.slot >= 0:
                 slots[piece.slot].append(SlotSlice(piece))
@@ -220,7 +215,7 @@ class SlotProgress(NamedTuple):
     Attributes:
         slices: The slices.
         current: Which of them it reads; as many as there are if all are served.
-        state: Where it stands in that, as its node says; None if it has not begun it. Of a loader also where it ended.
+        state: Where it stands in that, as its node says; None if it has not begun it.
         num_opened: How many shards of that it has opened: what it has read ahead lies in them.
     """
 

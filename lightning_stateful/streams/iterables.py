@@ -1,165 +1,406 @@
-"""Iterable datasets, and iterables of batches, as the shards of a stream."""
+"""Iterable datasets that divide themselves, and iterables of batches: the batches that one worker of a rank reads."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import json
+import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice, repeat
-from typing import Any, TypeAlias
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
-from torchdata.nodes import BaseNode
 
+from lightning_stateful.core.seeding import mixed_seed
+from lightning_stateful.errors import PositionError, ShardError, StateError, StatefulWarning
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
-from lightning_stateful.streams.node_shards import draws_orders
-from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode
+from lightning_stateful.streams.nodes import NodeState
 
-# Samples by which a pass is told from others, and what of each counts.
+# A state is taken after the first batch, and then after one more sample, or batch of an iterable of them, for each so
+# many of its characters as JSON: what was read since is read again on a resume.
+_CHARACTERS_A_SAMPLE, _CHARACTERS_A_BATCH = 16, 2**14
+# The first samples of a pass, and those at powers of two behind them, tell it from others.
 _NUM_FIRST = 8
 _MOST_NESTED = 8
 _MOST_NUMBERS = 2**14
 # Labels and tokens; bytes are mostly images.
 _LABEL_TYPES = (torch.int16, torch.int32, torch.int64)
-# How many passes over a dataset were begun in this process, by its id, beside a reference to it.
-_begun: dict[int, tuple[Callable[[], Any], int]] = {}
-# The samples of a pass, the dataset, and its iterator: either may have a state.
-_Pass: TypeAlias = tuple[Iterator[Any], Any, Any]
+# A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
+_FEW, _SOME_MORE = 1, 3
+_FRESH: NodeState = {
+    "batches": 0,
+    "item": 0,
+    "exhausted": False,
+    "over": False,
+    "state": None,
+    "since": 0,
+    "first": None,
+    "passes": [],
+    "ended": None,
+}
+# By the id of a dataset: a reference to it, and its passes in this process as states have them.
+_histories: dict[int, tuple[Callable[[], Any], list[int]]] = {}
 
 
-class IterableShards(Shards):
-    """An iterable dataset that divides itself; what it gives to one worker of one rank is a shard.
+@dataclass(frozen=True, kw_only=True)
+class IterableConfig:
+    """How an iterable dataset is read, pickled into workers together with the dataset.
 
-    The dataset may find out its worker from ``torch.utils.data.get_worker_info()``. If it, or its iterator, has
-    ``state_dict`` and ``load_state_dict``, a resume goes on from that state. One without may count its passes itself,
-    as by ``self.epoch += 1`` in its ``__iter__``: the earlier ones are begun again then.
-
-    Args:
-        dataset: The dataset. With a ``set_epoch`` it is told the epoch.
-        num_replicas: Ranks.
-        num_workers: Worker slots of a rank.
-        beginning: What :func:`beginning_of` gave for the dataset before anybody read it.
+    Attributes:
+        dataset: The dataset, or the iterable of batches.
+        seed: The user's seed.
+        sample_seed: Seeds torch, NumPy and ``random`` before each batch is read, by (seed, pass, slot, batch of the
+            slot); None to leave them.
+        batch_size: Samples in a batch; None to hand over samples one by one.
+        is_batched: Whether the loader collates batches.
+        drop_last: Leave out the samples of a batch that is not full.
+        gives_batches: Whether it is an iterable of batches, whose samplers are told the epoch too.
         stays: Whether the same object is read in every pass, and not a copy in a worker that ends with the pass.
-        is_checked: Whether its first samples tell that it is read again as before.
+        is_checked: Whether its samples tell that it is read again as before.
+        beginning: The state that it had before anybody read it, as plain data; None if it had none.
+        hides_workers: False: it finds out its worker from ``torch.utils.data.get_worker_info()``.
     """
 
-    draws = True
-    pinned = True
-
-    def __init__(
-        self,
-        dataset: Any,
-        num_replicas: int,
-        num_workers: int,
-        beginning: Any = None,
-        *,
-        stays: bool = True,
-        is_checked: bool = True,
-    ) -> None:
-        self._dataset, self._num_replicas, self._num_workers = dataset, num_replicas, num_workers
-        self._beginning, self._stays, self._is_checked = beginning, stays, is_checked
-        if not has_state(dataset):
-            self.reread = "it has no state_dict and load_state_dict"
-
-    @property
-    def num_shards(self) -> int:
-        """Worker slots of all ranks."""
-        return self._num_replicas * self._num_workers
-
-    def node(self, shard: int, epoch: int) -> BaseNode[Any]:
-        """The samples of a pass in this process."""
-        return IterableNode(self._open_pass, epoch, is_checked=self._is_checked, counts=self.is_loader)
-
-    def begin_passes(self, epoch: int, *, surely: bool = False) -> None:
-        """Begin the passes before ``epoch`` for a dataset without state and ``set_epoch``, unless two begin alike."""
-        dataset = self._dataset
-        begins_at_its_state = has_state(dataset) and not self.is_loader
-        if not self._stays or begins_at_its_state or callable(getattr(dataset, "set_epoch", None)):
-            return
-        before: str | None = None
-        while (begun := _num_begun(dataset)) < epoch:
-            node = IterableNode(self._open_pass, begun, is_checked=True, counts=False)
-            node.reset()
-            node.next_many(_NUM_FIRST)
-            if begun and node.first() == before and not surely:
-                _note_begun(dataset, epoch)
-            before = node.first()
-            node.close()
-
-    def name(self, shard: int) -> str:
-        """The dataset's class, rank and worker."""
-        worker, rank = divmod(shard, self._num_replicas)
-        return f"{type(self._dataset).__qualname__} (rank {rank}, worker {worker})"
+    dataset: Any
+    seed: int = 0
+    sample_seed: int | None = None
+    batch_size: int | None = 1
+    is_batched: bool = True
+    drop_last: bool = False
+    gives_batches: bool = False
+    stays: bool = True
+    is_checked: bool = True
+    beginning: Any = None
+    hides_workers: bool = False
 
     def describe(self) -> dict[str, Any]:
+        """Plain data to be compared."""
+        described = {"dataset": {"class": self.name}, "seed": self.seed, "drop_last": self.drop_last}
+        return described if self.batch_size is None else {**described, "batch_size": self.batch_size}
+
+    @property
+    def name(self) -> str:
         """The dataset's class."""
-        return {"class": type(self._dataset).__qualname__}
+        return type(self.dataset).__qualname__
 
-    def _open_pass(self, node: IterableNode, state: NodeState | None) -> _Pass:
-        dataset = self._dataset
-        if has_state(dataset):
-            # What it counts while it is read stays in a copy: the next pass begins from the beginning.
-            dataset = copy.copy(dataset)
-        if callable(getattr(dataset, "set_epoch", None)):
-            dataset.set_epoch(node.epoch)
-        iterator = _begin_pass(self._dataset, dataset, state or {"dataset": self._beginning, "iterator": None})
-        return iterator, dataset, iterator
+    @property
+    def counts_passes(self) -> bool:
+        """Whether earlier passes may decide what a pass gives, and no state and no ``set_epoch`` says so."""
+        is_told = has_state(self.dataset) or callable(getattr(self.dataset, "set_epoch", None))
+        return self.stays and not is_told
+
+    def open(self, task: IterableTask) -> IterableSlot:
+        """What reads the batches of a worker slot."""
+        return IterableSlot(self, task)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset its epoch, and the sampler that an iterable of batches has, as Lightning does."""
+        holders = [self.dataset]
+        if self.gives_batches:
+            batches = getattr(self.dataset, "batch_sampler", None)
+            holders += [getattr(self.dataset, "sampler", None), getattr(batches, "sampler", None)]
+        for holder in holders:
+            if callable(set_epoch := getattr(holder, "set_epoch", None)):
+                set_epoch(epoch)
 
 
-class LoaderShards(IterableShards):
-    """An iterable of batches that is no DataLoader; what it gives to a rank is a shard.
+class IterableTask(NamedTuple):
+    """What a worker slot is to read.
 
-    Every epoch begins it anew by ``iter()``, as Lightning does. Where it or its iterator has a state, that is kept for
-    each batch, and the state at the end of a pass is what the next one goes on from in another process: its node is
-    reset to ``{"after": state, "since": batches since that state, "pass": epoch of the state, "is_ended": bool}``.
-
-    Args:
-        loader: The iterable.
-        num_replicas: Ranks, each of which has its own.
-        is_checked: Whether its first batches tell that it is read again as before.
+    Attributes:
+        slot: Its number: ``worker * num_replicas + rank``.
+        worker: Which of its rank's workers it is.
+        rank: Its rank.
+        epoch: The pass.
+        state: Where to begin; None for the beginning of the pass.
+        is_here: Whether its dataset stands there already, so that the pass is just begun.
+        waits: Whether its first turn is left out, because the batch that comes next is that of a later worker.
+        steps_before: 0: a pass is never divided anew.
     """
 
-    draws = False
-    is_loader = True
+    slot: int
+    worker: int
+    rank: int
+    epoch: int
+    state: NodeState | None = None
+    is_here: bool = True
+    waits: bool = False
+    steps_before: int = 0
 
-    def __init__(self, loader: Any, num_replicas: int, *, is_checked: bool = True) -> None:
-        super().__init__(loader, num_replicas, 1, is_checked=is_checked)
-        root = getattr(loader, "root", None)
-        if isinstance(root, BaseNode) and draws_orders(root):
-            self.warning = (
-                f"{type(loader).__qualname__} has a sampler that draws its order from a generator, and its state does "
-                "not say which order: a resume within an epoch repeats samples and leaves out others. Train on the "
-                "graph, with StreamDataModule(graph), which seeds the sampler by epoch; or give it a sampler with "
-                "set_epoch."
+
+class IterableSlot:
+    """The batches that one worker of a rank reads of an iterable dataset, by ``iter()`` as torch reads it.
+
+    A dataset that stands where the pass begins is just begun. Otherwise it is brought there: by its state, or that of
+    its iterator, as torchdata does; or its earlier passes are begun again, and this one is read up to there.
+
+    Args:
+        config: How the dataset is read.
+        task: What the slot reads.
+
+    State:
+        ``batches`` and ``item``, the batches and samples given in the pass; ``exhausted`` once the end was met, and
+        ``over`` once it was asked for more. ``state``: ``{"dataset": its state_dict(), "iterator": that of its
+        iterator}``, each or None, that was taken ``since`` batches ago; of one that is its own iterator, as torchdata
+        has it, the latter alone. Without a state ``first``, a digest of samples,
+        and ``passes``: of each pass before, in the same process, the batches read, as ``-1 - batches`` if read to its
+        end. Before the first batch ``ended``: state of the pass before, ``since`` and ``over``.
+
+    Raises:
+        ShardError: The dataset could not be read.
+        PositionError: It does not give again what it gave before.
+        StateError: Its state cannot be kept in a checkpoint.
+    """
+
+    goes_on = True
+
+    def __init__(self, config: IterableConfig, task: IterableTask) -> None:
+        self._config, self._dataset, self._task, self.epoch = config, config.dataset, task, task.epoch
+        self._held: NodeState = {**_FRESH, **(task.state or {})}
+        self._history = history_of(self._dataset)
+        self._samples: Any = None
+        self._iterator: Any = None
+        self._is_exhausted = False
+        # Of the pass, where that was found to have begun already.
+        self._found: list[Any] = []
+
+    def __iter__(self) -> IterableSlot:
+        return self
+
+    def __next__(self) -> list[Any]:
+        if self._held["over"]:
+            raise StopIteration
+        try:
+            if self._samples is None:
+                self._open()
+            batch = self._read_batch(self.epoch, self._held["batches"])
+        except (PositionError, StateError):
+            raise
+        except Exception as error:
+            raise ShardError(
+                f"{self._name()} could not be read at its sample {self._held['item']}: {type(error).__name__}: "
+                f"{error}. A resume from any state taken before loses nothing: mend the dataset and resume."
+            ) from error
+        self._note(batch)
+        if not batch:
+            raise StopIteration
+        return batch
+
+    def state(self) -> NodeState:
+        """Where the slot stands after the latest batch: plain data that later batches leave as it is."""
+        return self._held
+
+    def close(self) -> None:
+        """Let go of the iterator."""
+        self._samples = self._iterator = None
+
+    def _open(self) -> None:
+        held, task = self._held, self._task
+        if not task.is_here:
+            self._bring(held)
+        if self._samples is None:
+            self._begin_pass(self.epoch)
+        if held["since"]:
+            self._read_again(held)
+        self._is_exhausted = self._is_exhausted or held["exhausted"]
+        # Beside a state nothing is compared.
+        self._held = {**held, "ended": None, "passes": self._history[:-1] if self._config.counts_passes else []}
+
+    def _begin_pass(self, epoch: int) -> None:
+        """Begin a pass as torch does, with the dataset as it stands."""
+        self._config.set_epoch(epoch)
+        self._seed(epoch, 0)
+        self._history.append(0)
+        self._set_iterator(iter(self._dataset))
+
+    def _set_iterator(self, iterator: Any) -> None:
+        self._samples = self._iterator = iterator
+        self._is_exhausted = False
+
+    def _bring(self, held: NodeState) -> None:
+        """Bring the dataset to where the pass begins, or to the state in it."""
+        if self._config.counts_passes:
+            self._begin_earlier_passes(held["passes"])
+        if held["state"] is not None:
+            self._load(held["state"], self.epoch)
+        elif has_state(self._dataset) and held["ended"] is not None and held["ended"]["state"] is not None:
+            self._end_pass_before(held["ended"])
+        elif self._history and self._config.beginning is not None and not held["passes"]:
+            # It was read in this process, and is to begin as one that nobody has read.
+            self._dataset.load_state_dict(from_plain(self._config.beginning))
+
+    def _load(self, state: NodeState, epoch: int) -> None:
+        """Begin a pass at a state, as torchdata does: that of the dataset, ``iter()``, that of the iterator."""
+        self._config.set_epoch(epoch)
+        dataset, of_iterator = self._dataset, state["iterator"]
+        if state["dataset"] is not None:
+            dataset.load_state_dict(from_plain(state["dataset"]))
+        elif has_state(dataset):
+            # It is its own iterator; some open there, at iter(), what they go on in, and others have no state before.
+            with suppress(Exception):
+                dataset.load_state_dict(from_plain(of_iterator))
+        self._history.append(0)
+        iterator = iter(dataset)
+        if of_iterator is not None and not (iterator is dataset and to_plain(iterator.state_dict()) == of_iterator):
+            iterator.load_state_dict(from_plain(of_iterator))
+        self._set_iterator(iterator)
+
+    def _end_pass_before(self, ended: NodeState) -> None:
+        """Bring the dataset to where the pass before has left it."""
+        self._load(ended["state"], self.epoch - 1)
+        for _ in range(ended["since"]):
+            if not self._read_batch(self.epoch - 1, 0):
+                break
+        if not ended["since"] and not ended["over"] and inspect.isgenerator(self._samples):
+            warnings.warn(
+                f"{self._name()} was left behind the first batch of pass {self.epoch - 1}, with its state of there. A "
+                "generator that uses that state only when it is read begins the next pass with it, so a resume from "
+                "here may not be exact. Let an epoch have more batches than workers, or resume within one.",
+                StatefulWarning,
+                stacklevel=2,
             )
-        # The node that was reset last in this process.
-        self._latest: IterableNode | None = None
+        # From a state at its end some begin anew at once, and others once they have found nothing.
+        found = [] if self._is_exhausted or not ended["over"] else self._read_samples(1)
+        if found:
+            self._found = found
+        else:
+            self.close()
 
-    def name(self, shard: int) -> str:
-        """The iterable's class, and the rank."""
-        return f"{type(self._dataset).__qualname__} (rank {shard})"
+    def _begin_earlier_passes(self, passes: list[int]) -> None:
+        """Begin the passes that training has begun, of one without state; where that changes the next, read them."""
+        missing = passes[len(self._history) :]
+        are_read = bool(missing) and not self._begins_alike()
+        for number in missing:
+            epoch, many = len(self._history), number if number >= 0 else -1 - number
+            self._begin_pass(epoch)
+            if not are_read:
+                next(self._samples, None)
+            for batch in range(many + (number < 0)) if are_read else ():
+                self._read_batch(epoch, batch)
+            self._history[-1] = number
+            self.close()
 
-    def _open_pass(self, node: IterableNode, state: NodeState | None) -> _Pass:
-        loader, epoch = self._dataset, node.epoch
-        latest, self._latest = self._latest, node
-        _set_epoch(loader, epoch)
-        if state is not None and "after" in state:
-            stood = state["pass"], state["after"]["batches"] + state["since"]
-            if latest is None or (latest.epoch, latest.num_given) != stood:
-                iterator = _begin_pass(loader, loader, state["after"])
-                deque(islice(iterator, state["since"]), maxlen=0)
-                # At the end some loaders begin anew at once, and others once they have found nothing.
-                found = list(islice(iterator, 1))
-                if found and state["is_ended"]:
-                    return chain(found, iterator), loader, iterator
-                _set_epoch(loader, epoch)
-            state = None
-        iterator = _begin_pass(loader, loader, state)
-        return iterator, loader, iterator
+    def _begins_alike(self) -> bool:
+        """Whether a pass begins in the same way however much of the one before was read, as copies tell."""
+        firsts = []
+        try:
+            copies = [IterableSlot(replace(self._config, dataset=copy.deepcopy(self._dataset)), self._task)]
+            copies.append(IterableSlot(replace(self._config, dataset=copy.deepcopy(self._dataset)), self._task))
+        except Exception:
+            return False
+        for copied, number in zip(copies, (_FEW, _SOME_MORE), strict=True):
+            copied._begin_pass(len(self._history))
+            copied._read_samples(number)
+            copied._begin_pass(len(self._history) + 1)
+            firsts.append([digest_of_sample(sample) for sample in copied._read_samples(_NUM_FIRST)])
+        return firsts[0] == firsts[1]
+
+    def _read_again(self, held: NodeState) -> None:
+        """Read, and leave out, what was given since the state, or the beginning of the pass."""
+        found, first = 0, None
+        begin = held["batches"] - held["since"]
+        for number in range(begin, held["batches"]):
+            batch = self._read_batch(self.epoch, number)
+            if not batch:
+                raise PositionError(
+                    f"{held['batches']} batches of {self._name()} were used, but now it ends after {number}. Read the "
+                    "same data, or resume from another checkpoint."
+                )
+            first = self._looked_at(batch, found, first)
+            found += len(batch)
+        if self._config.is_checked and held["state"] is None and held["first"] not in (None, first):
+            raise PositionError(
+                f"{self._name()} begins pass {self.epoch} with other samples than before the resume, so that nobody "
+                f"can say which of its samples {held['item']} were. Give it state_dict and load_state_dict, or an "
+                "order that follows from set_epoch(epoch), and make it anew for a resume; or resume from the end of "
+                'an epoch. accept=("nondeterministic",) reads on behind as many samples.'
+            )
+
+    def _read_batch(self, epoch: int, number: int) -> list[Any]:
+        """The samples of a batch; fewer at the end, and then none."""
+        size = 1 if self._config.batch_size is None or not self._config.is_batched else self._config.batch_size
+        if self._is_exhausted:
+            return []
+        self._seed(epoch, number)
+        batch, self._found = self._found, []
+        batch += self._read_samples(size - len(batch))
+        return [] if len(batch) < size and self._config.drop_last else batch
+
+    def _read_samples(self, number: int) -> list[Any]:
+        """The next samples, up to ``number``; not by islice(), because some begin anew at every iter()."""
+        samples: list[Any] = []
+        try:
+            while len(samples) < number:
+                samples.append(next(self._samples))
+        except StopIteration:
+            self._is_exhausted = True
+        return samples
+
+    def _note(self, batch: list[Any]) -> None:
+        """Note where the slot stands after a batch, or at the end of the pass."""
+        held = self._held
+        number, item = held["batches"] + bool(batch), held["item"] + len(batch)
+        self._history[-1] = number if batch else -1 - number
+        changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
+        changes["exhausted"] = self._is_exhausted
+        if self._remembers:
+            changes["since"] = held["since"] + bool(batch)
+            if held["state"] is None or (batch and self._is_due(held["state"], changes["since"])):
+                changes |= {"state": self._state_of_dataset(), "since": 0}
+        elif self._config.is_checked and batch:
+            changes["first"] = self._looked_at(batch, held["item"], held["first"])
+        self._held = {**held, **changes}
+
+    @property
+    def _remembers(self) -> bool:
+        return has_state(self._dataset) or has_state(self._iterator)
+
+    def _is_due(self, state: NodeState, since: int) -> bool:
+        """Whether a state is due, so many batches after one of this size."""
+        size = len(json.dumps(state))
+        if self._config.gives_batches:
+            return since > size // _CHARACTERS_A_BATCH
+        return since * (self._config.batch_size or 1) >= size // _CHARACTERS_A_SAMPLE
+
+    def _state_of_dataset(self) -> NodeState:
+        is_own = self._iterator is self._dataset
+        holders = {"dataset": None if is_own else self._dataset, "iterator": self._iterator}
+        try:
+            return {
+                name: to_plain(holder.state_dict(), owner=name) if has_state(holder) else None
+                for name, holder in holders.items()
+            }
+        except Exception as error:
+            raise StateError(
+                f"state_dict() of {self._name()} gave nothing that can be kept in a checkpoint: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _looked_at(self, batch: list[Any], item: int, first: str | None) -> str | None:
+        """The digest of the first samples of a pass, and of those at powers of two, after another batch."""
+        numbers = set(range(item, min(item + len(batch), _NUM_FIRST)))
+        power = 1 << max(item - 1, 0).bit_length()
+        while power < item + len(batch):
+            numbers |= {power} if power >= item else set()
+            power *= 2
+        for number in sorted(numbers):
+            first = digest_of_sample(batch[number - item], first)
+        return first
+
+    def _seed(self, epoch: int, number: int) -> None:
+        if self._config.sample_seed is not None:
+            seed_randomness(mixed_seed(self._config.sample_seed, epoch, self._task.slot, number))
+
+    def _name(self) -> str:
+        return name_of_slot(self._config, self._task.rank, self._task.worker)
 
 
 class IterableBatches(IterableDataset[Any]):
@@ -176,73 +417,14 @@ class IterableBatches(IterableDataset[Any]):
         return iter(self.iterable)
 
 
-class IterableNode(StreamNode[Any]):
-    """The samples of one pass over an iterable dataset.
+def fresh_state() -> NodeState:
+    """The state of a worker slot before it has read anything."""
+    return dict(_FRESH)
 
-    Args:
-        open_pass: Begins the pass, at a state or at the beginning, for this node.
-        epoch: The epoch.
-        is_checked: Whether the first samples tell the pass from others.
-        counts: Whether samples are counted.
 
-    State:
-        ``dataset`` and ``iterator``: their ``state_dict()``, or None; ``batches`` given, where they are counted. None
-        where neither has a state.
-    """
-
-    def __init__(
-        self, open_pass: Callable[[IterableNode, Any], _Pass], epoch: int, *, is_checked: bool, counts: bool
-    ) -> None:
-        super().__init__()
-        self.epoch, self.num_given = epoch, 0
-        self._open_pass, self._is_checked, self._counts = open_pass, is_checked, counts
-        self._samples: Any = None
-        self._first: str | None = None
-
-    def reset(self, initial_state: NodeState | None = None) -> None:
-        """Begin the pass, or go to where a state was taken."""
-        super().reset(initial_state)
-        self.close()
-        self._samples, dataset, iterator = self._open_pass(self, initial_state)
-        self.num_given = (initial_state or {}).get("batches", 0)
-        self._holders = {"dataset": dataset, "iterator": None if iterator is dataset else iterator}
-        # What has a state is not read again.
-        is_read_again = not any(map(has_state, self._holders.values()))
-        self._num_looked_at = _NUM_FIRST if self._is_checked and is_read_again else 0
-        self._first = None
-
-    def __iter__(self) -> Iterator[Any]:
-        # Without a call in between, once there is nothing to count.
-        return self if self._samples is None or self._counts or self._num_looked_at else self._samples
-
-    def next(self) -> Any:
-        """The next sample."""
-        sample = next(self._samples)
-        self.num_given += 1
-        if self._num_looked_at:
-            self._num_looked_at -= 1
-            self._first = digest_of_sample(sample, self._first)
-        return sample
-
-    def first(self) -> str | None:
-        """Digest of the first samples of what is read again, as it has no state."""
-        return self._first
-
-    def get_state(self) -> Any:
-        """The states of the dataset and the iterator."""
-        if not any(map(has_state, self._holders.values())):
-            return None
-        states = {
-            name: to_plain(holder.state_dict(), owner=name) if has_state(holder) else None
-            for name, holder in self._holders.items()
-        }
-        return {**states, "batches": self.num_given} if self._counts else states
-
-    def close(self) -> None:
-        """Close a generator."""
-        if callable(close := getattr(self._samples, "close", None)):
-            close()
-        self._samples = None
+def name_of_slot(config: IterableConfig, rank: int, worker: int) -> str:
+    """The dataset's class, rank and worker, for errors."""
+    return f"{config.name} (rank {rank})" if config.gives_batches else f"{config.name} (rank {rank}, worker {worker})"
 
 
 def digest_of_sample(sample: Any, before: str | None = None) -> str:
@@ -271,42 +453,19 @@ def _parts_of(value: Any, *, only_labels: bool, depth: int = 0) -> list[Any]:
     return parts if is_label or not only_labels else []
 
 
-def _begin_pass(counted: Any, dataset: Any, state: NodeState | None = None) -> Any:
-    """The iterator of a dataset, or of a copy of it, where a state was taken; the pass is counted."""
-    held = None if state is None else state["dataset"]
-    if held is not None:
-        dataset.load_state_dict(from_plain(held))
-    _note_begun(counted, _num_begun(counted) + 1)
-    iterator = iter(dataset)
-    if state is not None and state["iterator"] is not None:
-        iterator.load_state_dict(from_plain(state["iterator"]))
-    elif iterator is dataset and held is not None and to_plain(dataset.state_dict()) != held:
-        # It is its own iterator, and has begun anew at iter().
-        dataset.load_state_dict(from_plain(held))
-    return iterator
-
-
-def _num_begun(dataset: Any) -> int:
-    held, number = _begun.get(id(dataset), (None, 0))
-    return number if held is not None and held() is dataset else 0
-
-
-def _note_begun(dataset: Any, number: int) -> None:
+def history_of(dataset: Any) -> list[int]:
+    """The passes over a dataset in this process: of each the batches read, or ``-1 - batches`` of one that ended."""
     key = id(dataset)
-    try:
-        held: Callable[[], Any] = weakref.ref(dataset, lambda _: _begun.pop(key, None))
-    except TypeError:
-        # Its class has no weak references: it is held for good.
-        held = repeat(dataset).__next__
-    _begun[key] = held, number
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader its epoch, and the sampler that it has, as Lightning does."""
-    batches = getattr(loader, "batch_sampler", None)
-    for holder in (loader, getattr(loader, "sampler", None), getattr(batches, "sampler", None)):
-        if callable(set_epoch := getattr(holder, "set_epoch", None)):
-            set_epoch(epoch)
+    holder, history = _histories.get(key, (None, []))
+    if holder is None or holder() is not dataset:
+        history = []
+        try:
+            held: Callable[[], Any] = weakref.ref(dataset, lambda _: _histories.pop(key, None))
+        except TypeError:
+            # Its class has no weak references: it is held for good.
+            held = repeat(dataset).__next__
+        _histories[key] = held, history
+    return history
 
 
 def beginning_of(dataset: Any) -> Any:

@@ -206,9 +206,10 @@ class GraphNode(StreamNode[Any]):
             nodes.close(graph)
 
 
-def draws_orders(graph: BaseNode[Any]) -> bool:
-    """Whether a sampler in a graph draws its order from a generator, whose state torchdata's states do not have."""
-    return any(isinstance(node, SamplerWrapper) and isinstance(node.sampler, _DRAWING) for node in _nodes_of(graph))
+def draws_orders(graph: Any) -> bool:
+    """Whether it is a graph with a sampler that draws its order from a generator, which torchdata's states lack."""
+    nodes_of_graph = _nodes_of(graph) if isinstance(graph, BaseNode) else ()
+    return any(isinstance(node, SamplerWrapper) and isinstance(node.sampler, _DRAWING) for node in nodes_of_graph)
 
 
 def _nodes_of(graph: BaseNode[Any]) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torchdata.nodes import BaseNode
 
@@ -29,8 +29,6 @@ class Shards(ABC):
 
     Attributes:
         draws: Whether code of the user's runs at every sample, which may draw random numbers.
-        pinned: Whether each shard belongs to the worker slot of its own number, because the stream divides itself.
-        is_loader: Whether what it gives are batches, and every epoch begins it anew, as a trainer does with loaders.
         hides_workers: Whether a dataset in it, which would divide itself among workers, is told that there is one.
         warning: What a user should know before training, and what to do about it; empty for nothing.
         reread: Why a shard has to be read again from its beginning on a resume, in words; empty where that is quick.
@@ -38,8 +36,6 @@ class Shards(ABC):
     """
 
     draws: bool = False
-    pinned: bool = False
-    is_loader: bool = False
     hides_workers: bool = False
     warning: str = ""
     reread: str = ""
@@ -71,14 +67,6 @@ class Shards(ABC):
         """Samples of each shard, where that is known without reading."""
         return None
 
-    def begin_passes(self, epoch: int, *, surely: bool = False) -> None:  # noqa: B027  # most do not count them
-        """Begin the passes before ``epoch`` that training has begun, for what counts its passes itself.
-
-        Args:
-            epoch: The pass that is to be read next.
-            surely: Begin all of them, even if the first ones begin alike.
-        """
-
 
 class StreamNode(BaseNode[T]):
     """A torchdata node that can give many items at once, leave items out, and close what it reads.
@@ -89,7 +77,13 @@ class StreamNode(BaseNode[T]):
     which its buffer was begun and the number of items given since. Code that raised has left a node between two items:
     it has to be reset before it is read again. ``next()`` and ``state_dict()`` reset a node that never was; all else
     wants one that has been.
+
+    Attributes:
+        context: What else than the node that it reads from a stream gives its constructor: ``"seed"``, ``"on_error"``,
+            ``"where"``.
     """
+
+    context: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata annotates only some of its methods

@@ -21,8 +21,6 @@ OnError = Literal["raise", "skip"]
 # again on a resume, which costs less than states of every batch would.
 _LEAST_GAP = 256
 _CHARACTERS_A_SAMPLE = 16
-# The same of batches.
-_CHARACTERS_A_BATCH = 2**14
 # So many samples more since a state are there only where the node has none any more.
 _MANY = 1024
 # Samples that are read together under one seed: to seed each costs more than many take to read.
@@ -56,9 +54,7 @@ class ShardReader(StreamNode[Any]):
 
     State:
         ``shard``, the index in ``numbers``, and ``item``, the number of the next sample in it; ``state``, the latest
-        state of the shard's node that was worth its size, and ``since``, the samples since; ``skipped_shards``. Of
-        pinned shards also ``first``, what tells the pass from others. At the end of a loader ``state`` is what its next
-        pass goes on from.
+        state of the shard's node that was worth its size, and ``since``, the samples since; ``skipped_shards``.
 
     Raises:
         ShardError: A shard could not be read; with its name.
@@ -95,7 +91,6 @@ class ShardReader(StreamNode[Any]):
         self._state_item: int = begun["item"] - begun["since"]
         self._state: Any = begun["state"]
         self._skipped: int = begun["skipped_shards"]
-        self._first: str | None = begun.get("first")
         self._gap = self._gap_after(self._state)
 
     def next_many(self, number: int) -> list[Any]:
@@ -121,18 +116,13 @@ class ShardReader(StreamNode[Any]):
         """Where the next sample comes from, as fresh plain data."""
         if self._node is not None and not self._draws:
             self._take_state(self._node, self._item)
-        state = {
+        return {
             "shard": self._at,
             "item": self._item,
             "since": self._item - self._state_item,
             "state": self._state,
             "skipped_shards": self._skipped,
         }
-        if self._shards.pinned:
-            if self._node is not None:
-                self._first = _first_of(self._node) or self._first
-            state["first"] = self._first
-        return state
 
     def close(self) -> None:
         """Close the shard that is open."""
@@ -153,28 +143,7 @@ class ShardReader(StreamNode[Any]):
         return f"{self._name()}, at its sample {self._item}"
 
     def _open(self) -> None:
-        if not self._item and self._state is None:
-            self._shards.begin_passes(self._epoch)
-        found = self._read_up_to_item()
-        if found is not None and self._first not in (None, found):
-            # It counts its passes itself.
-            self.close()
-            self._shards.begin_passes(self._epoch, surely=True)
-            if self._read_up_to_item() != self._first:
-                raise PositionError(
-                    f"{self._name()} begins pass {self._epoch} with other samples than before the resume, however "
-                    f"often it is begun, so that nobody can say which of its samples {self._item} were. Give it "
-                    "state_dict and load_state_dict, or an order that follows from set_epoch(epoch), and make it "
-                    'anew for a resume; or resume from the end of an epoch. accept=("nondeterministic",) reads on '
-                    "behind as many samples."
-                )
-
-    def _read_up_to_item(self) -> str | None:
-        """Open a shard where its state was taken, and leave out what was given since.
-
-        Returns:
-            What tells the pass from others, if it was read from its beginning.
-        """
+        """Open a shard where its state was taken, and leave out what was given since."""
         if self._seed is not None:
             seed_randomness(mixed_seed(self._seed, self._numbers[self._at], 0))
         node: Any = self._shards.node(self._numbers[self._at], self._epoch)
@@ -195,7 +164,6 @@ class ShardReader(StreamNode[Any]):
                 f"{self._item} samples of {self._name()} were used, but now it ends after {self._state_item + found}. "
                 "Read the same data, or resume from another checkpoint."
             )
-        return _first_of(node) if self._state is None else None
 
     def _in_runs(self, node: BaseNode[Any]) -> Iterator[Any]:
         """The samples of a shard, of which some are always read together, under one seed."""
@@ -237,19 +205,11 @@ class ShardReader(StreamNode[Any]):
 
     def _gap_after(self, state: Any) -> int:
         """Samples after which a state of this size is worth being taken again."""
-        if state is None or (self._shards.is_loader and "after" in state):
-            # One that is there at all is taken at once where only reading all again would lead there otherwise.
-            return 0 if self._shards.pinned else _LEAST_GAP
-        size = len(json.dumps(state))
-        if self._shards.is_loader:
-            return 1 + size // _CHARACTERS_A_BATCH
-        return _LEAST_GAP + size // _CHARACTERS_A_SAMPLE
+        return _LEAST_GAP + (0 if state is None else len(json.dumps(state)) // _CHARACTERS_A_SAMPLE)
 
     def _advance(self) -> None:
-        state = self._state_of(self._node) if self._shards.is_loader and self._node is not None else None
         self.close()
-        self._at, self._item, self._state_item, self._first = self._at + 1, 0, 0, None
-        self._state = state and {"after": state, "since": 0, "pass": self._epoch, "is_ended": True}
+        self._at, self._item, self._state_item, self._state = self._at + 1, 0, 0, None
         self._gap = self._gap_after(None)
 
     def _leave_out_shard(self, error: Exception) -> None:
@@ -289,8 +249,3 @@ def _lacks_source_state(state: Any) -> bool:
     # By torchdata's names for them.
     sources = [state.get("source", state), *state.get("dataset_node_states", {}).values()]
     return None in sources or any(map(_lacks_source_state, state.values()))
-
-
-def _first_of(node: Any) -> str | None:
-    """Digest of the first samples of a pass, of a node that has it."""
-    return node.first() if hasattr(node, "first") else None

@@ -115,7 +115,7 @@ class Source:
     def slices_again(self, epoch: int, slot: int, num_slots: int) -> list[SlotSlice]:
         """What a worker slot reads of another pass when it begins the source again: its part of all shards."""
         order = self.order(epoch)
-        if len(order) < num_slots and not self.shards.pinned:
+        if len(order) < num_slots:
             return [SlotSlice(ShardSlice(epoch, tuple(order)), slot, num_slots)]
         return [SlotSlice(ShardSlice(epoch, tuple(order[slot::num_slots])))] if order[slot::num_slots] else []
 

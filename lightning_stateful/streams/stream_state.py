@@ -75,7 +75,6 @@ class StreamState:
                 self.num_replicas,
                 self.num_workers,
                 sizes=self.config.sources[name].shards.sizes(),
-                is_pinned=self.config.sources[name].shards.pinned,
             )
             for name, assignment in self.assignments.items()
         }
@@ -143,18 +142,18 @@ class StreamState:
         was_shared = self.num_replicas > 1 and (mixing is None or mixing.stop == "all_exhausted")
         assignments = {}
         for name, source in self.config.sources.items():
-            latest = self._latest(name)
-            if source.shards.is_loader:
-                assignments[name] = self._begun_anew(name, latest + 1)
-                continue
-            left = self._left(name) if source.shards.pinned else self._left(name).shared()
+            latest, left = self._latest(name), self._left(name).shared()
             if not self._has_plenty(left, source):
-                if was_shared and not source.shards.pinned:
+                if was_shared:
                     left = left.unshared(self.num_slots)
                 order = tuple((latest + 1, shard) for shard in source.order(latest + 1))
                 left = Assignment(latest + 1, left.begun, (*left.whole, *order))
             assignments[name] = left
         return self._assigned_anew(assignments, epoch=self.epoch + 1, steps_before=0)
+
+    def tasks(self, rank: int) -> list[SlotTask]:
+        """What the worker slots of a rank read, the one first whose batch comes next."""
+        return [self.task(worker * self.num_replicas + rank) for worker in self.workers_in_turn(rank)]
 
     def workers_in_turn(self, rank: int) -> list[int]:
         """A rank's workers, the one first whose batch comes next."""
@@ -172,16 +171,6 @@ class StreamState:
     def is_known(self) -> bool:
         """Whether each slot that was assigned something has said where it stands."""
         return all(state is not None or not self._has_slices(slot) for slot, state in enumerate(self.slots))
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether something of the pass was served, or left of the one before."""
-        begun = [(name, piece.state) for name, assignment in self.assignments.items() for piece in assignment.begun]
-        # A loader's next pass begins with the state that the one before has left.
-        return bool(self.steps + self.steps_before) or any(
-            not self.config.sources[name].shards.is_loader or (state is not None and innermost(state)["item"])
-            for name, state in begun
-        )
 
     @property
     def left_out(self) -> tuple[int, ...]:
@@ -332,8 +321,8 @@ class StreamState:
 
     def _is_uneven(self, name: str) -> bool:
         """Whether slots have served all of a source that others have something left of; always of a single source."""
-        source, mixing = self.config.sources[name], self.config.mixing
-        if source.shards.pinned or (mixing is not None and mixing.stop == "cycle"):
+        mixing = self.config.mixing
+        if mixing is not None and mixing.stop == "cycle":
             return False
         slots = [self._progress(name, slot) for slot in range(self.num_slots)]
         return mixing is None or any(here.reading is None for here in slots)
@@ -346,17 +335,6 @@ class StreamState:
         of = {name: slot["of"][name] if name in names else FRESH for name in self.assignments}
         ended = [name for name in slot["ended"] if name in names]
         return {"batches": 0, "over": False, "turn": turn, "ended": ended, "again": [], "gone": [], "of": of}
-
-    def _begun_anew(self, name: str, epoch: int) -> Assignment:
-        """The next pass over loaders: each goes on from the state that its pass has left, read to its end or not."""
-        source = self.config.sources[name]
-        begun: list[ShardSlice] = []
-        fresh = _fresh_state(source)
-        for slot, state in enumerate(self.slots):
-            if state is not None and (carried := _carried(state["of"][name], epoch - 1)) is not None:
-                begun.append(ShardSlice(epoch, (slot,), _with_leaf(fresh, {"state": copy_plain(carried)})))
-        others = set(range(self.num_slots)) - {piece.shards[0] for piece in begun}
-        return Assignment(epoch, tuple(begun), tuple((epoch, slot) for slot in sorted(others)))
 
     def _has_plenty(self, left: Assignment, source: Source) -> bool:
         """Whether so much is left of a source that it is not begun anew yet, lest passes grow longer and longer."""
@@ -406,18 +384,3 @@ def _check_state(saved: NodeState | None, fresh: NodeState, shards: Sequence[int
         saved, fresh = saved["source"], fresh["source"]
     if not 0 <= saved["shard"] <= len(shards):
         raise PositionError(f"A state in a stream lies in shard {saved['shard']} of {len(shards)}.")
-
-
-def _with_leaf(state: NodeState, changes: Mapping[str, Any]) -> NodeState:
-    """A state with changes in the innermost one."""
-    if "source" in state:
-        return {**state, "source": _with_leaf(state["source"], changes)}
-    return {**state, **changes}
-
-
-def _carried(held: NodeState, epoch: int) -> Any:
-    """The state that the next pass over a loader begins with; None where the loader has none."""
-    state = None if held["state"] is None else innermost(held["state"])
-    if state is None or state["state"] is None or "after" in state["state"]:
-        return state and state["state"]
-    return {"after": state["state"], "since": state["since"], "pass": epoch, "is_ended": False}

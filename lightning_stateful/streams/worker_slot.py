@@ -54,6 +54,15 @@ class StreamConfig:
         """Whether the sources cut their batches themselves."""
         return self.is_batched and self.batch_size is None
 
+    @property
+    def hides_workers(self) -> bool:
+        """Whether a dataset in a source, which would divide itself among workers, is told that there is one."""
+        return any(source.shards.hides_workers for source in self.sources.values())
+
+    def open(self, task: SlotTask) -> WorkerSlot:
+        """What reads the batches of a worker slot."""
+        return WorkerSlot(self, task)
+
     def at(self, path: str) -> StreamConfig:
         """The same stream as one of several that are read side by side, whose randomness it does not share."""
         sources = {name: source.at(path) for name, source in self.sources.items()}
@@ -106,6 +115,7 @@ class SlotTask(NamedTuple):
         state: Where to begin; None for the beginning.
         epoch: The pass, which chooses the order of sources.
         steps_before: Batches of each rank in the pass before shards were assigned.
+        waits: False: tasks come in the order in which batches do.
     """
 
     slot: int
@@ -114,6 +124,7 @@ class SlotTask(NamedTuple):
     state: NodeState | None
     epoch: int
     steps_before: int
+    waits: bool = False
 
 
 class SourceReader:
@@ -210,9 +221,7 @@ class SourceReader:
         if not self._slices[self._index].reader:
             self._skipped = [before + now for before, now in zip(self._skipped, skipped_in(state), strict=True)]
         self.close()
-        # The next pass over a loader goes on from where this one has ended.
-        self._begin = state if self._source.shards.is_loader else None
-        self._index, self._opened = self._index + 1, 0
+        self._index, self._begin, self._opened = self._index + 1, None, 0
 
 
 def skipped_in(state: NodeState | None) -> list[int]:
@@ -233,7 +242,10 @@ class WorkerSlot:
 
     Attributes:
         epoch: The pass.
+        goes_on: Whether there is something behind an error.
     """
+
+    goes_on = False
 
     def __init__(self, config: StreamConfig, task: SlotTask) -> None:
         self._config, self._task, self.epoch = config, task, task.epoch
@@ -328,11 +340,11 @@ class WorkerSlot:
             self._states[name] = reader.state()
             return found[0] if found else []
         batch = self._with_tail(name) if self._keeps_tails else reader.next_many(self._size)
-        drops = bool(batch) and len(batch) < self._size and self._config.drop_last
-        if not drops or self._config.sources[name].shards.pinned:
-            # Else they stay where they are, for the next epoch; what has no shards would be read again for them.
-            self._states[name] = reader.state()
-        return [] if drops else batch
+        if batch and len(batch) < self._size and self._config.drop_last:
+            # They stay where they are, for the next epoch.
+            return []
+        self._states[name] = reader.state()
+        return batch
 
     def _with_tail(self, name: str) -> list[Any]:
         """What the round before had left, and what makes a batch of it, as much as there is."""

@@ -61,7 +61,7 @@ LAWS_OF_A_RANK = [law for law in LAWS if law not in ("rank-free", "steady")]
 def outer_keys(state: Any) -> list[str]:
     """The keys of a state, but for those of a worker slot's state."""
     position = state["progress"]
-    sources = [f"{name}.{key}" for name, source in position["sources"].items() for key in source]
+    sources = [f"{name}.{key}" for name, source in position.get("sources", {}).items() for key in source]
     return [*state, *(f"position.{name}" for name in position), *sources]
 
 

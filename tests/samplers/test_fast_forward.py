@@ -20,7 +20,7 @@ from torch.utils.data import Sampler
 from lightning_stateful.core import Progress
 from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers import fast_forward
-from lightning_stateful.samplers.fast_forward import digest
+from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 
 

@@ -229,47 +229,13 @@ class TestFollowing:
 
 
 class TestOtherSlots:
-    def test_what_nobody_has_begun_is_assigned_whole_and_what_is_open_is_shared(self) -> None:
-        config = alone([6] * 8, buffer_size=4, of={"state_size": 0}, batching={"batch_size": 1})
-        _, state = take(StreamState.beginning(config, 0, 2, 1), 5, 7)
-        other = state.on(1, 3)
-        # A block of slot 1 reaches into its second shard.
-        assert [piece.shards for piece in other.assignments[ALONE].begun] == [(0, 2), (1, 3)]
-        assert other.assignments[ALONE].whole == ((0, 4), (0, 5), (0, 6), (0, 7))
-        assert (other.steps, other.steps_before, other.slots) == (0, 1, (None,) * 3)
-        assert other.has_begun
-
-
-class TestPinned:
-    """Streams that divide themselves among the slots, and loaders, of which each goes on from its own state."""
-
-    def config(self, sizes: list[int], *, is_loader: bool = False, **batching: Any) -> StreamConfig:
-        config = alone(sizes, of={"state_size": 0}, batching=batching)
-        shards: Any = config.sources[ALONE].shards
-        shards.pinned, shards.is_loader = True, is_loader
-        return config
-
-    def test_each_shard_is_its_slots_own_in_every_pass(self) -> None:
-        state = StreamState.beginning(self.config([4, 9, 4]), 0, 3, 1)
-        for epoch in range(3):
-            steps, state, _ = serve(state)
-            assert state.shared_anew() is None
-            assert all(sample[1] == rank for step in steps for rank, batch in enumerate(step) for sample in batch)
-            assert (epoch, 0, 0) in flat(steps)
-            state = round_trip(state.following())
-        assert [{piece.of.shards for piece in slot} for slot in state.slices[ALONE]] == [{(0,)}, {(1,)}, {(2,)}]
-
-    def test_the_next_pass_over_a_loader_begins_with_the_state_that_the_one_before_has_left(self) -> None:
-        begun = StreamState.beginning(self.config([4, 9], is_loader=True, batch_size=1), 0, 2, 1)
-        _, state = take(begun, None, 3)
-        following = round_trip(state.following())
-        states = [piece.state["source"]["state"] for piece in following.assignments[ALONE].begun if piece.state]
-        assert states == [
-            {"after": {"next": 4, "padding": ""}, "since": 0, "pass": 0, "is_ended": True},
-            {"after": {"next": 3, "padding": ""}, "since": 0, "pass": 0, "is_ended": False},
-        ]
-        assert not following.has_begun
-        assert state.has_begun
+    config = alone([6] * 8, buffer_size=4, of={"state_size": 0}, batching={"batch_size": 1})
+    _, state = take(StreamState.beginning(config, 0, 2, 1), 5, 7)
+    other = state.on(1, 3)
+    # A block of slot 1 reaches into its second shard.
+    assert [piece.shards for piece in other.assignments[ALONE].begun] == [(0, 2), (1, 3)]
+    assert other.assignments[ALONE].whole == ((0, 4), (0, 5), (0, 6), (0, 7))
+    assert (other.steps, other.steps_before, other.slots) == (0, 1, (None,) * 3)
 
 
 class TestStates:
@@ -372,16 +338,10 @@ class TestReports:
         begun = StreamState.beginning(mixture({"a": small, "b": [50, 50]}, stop="cycle"), 0, 2, 1)
         assert take(begun, *batches)[1].left_out == (expected, 0, 0)
 
-    def test_what_is_known_and_begun(self) -> None:
+    def test_what_is_known(self) -> None:
         begun = StreamState.beginning(alone([3, 3], batching={"batch_size": 1}), 0, 2, 1)
-        _, state, _ = serve(begun, 1)
-        assert (begun.is_known, begun.has_begun) == (False, False)
-        assert (state.is_known, state.has_begun) == (True, True)
-        assert state.following().has_begun
-        assert state.on(1, 1).has_begun
-        assert not serve_epoch(begun)[1].following().has_begun
-        _, in_a_block, _ = serve(StreamState.beginning(alone([9], buffer_size=9), 0, 1, 1), 1)
-        assert in_a_block.following().has_begun
+        assert not begun.is_known
+        assert serve(begun, 1)[1].is_known
 
 
 def _fails_at_two(sample: Any) -> Any:
@@ -391,22 +351,11 @@ def _fails_at_two(sample: Any) -> Any:
 
 
 class TestWorkersInTurn:
-    def test_a_rank_without_anything_has_its_workers_in_their_order(self) -> None:
-        config = alone([2])
-        config.sources[ALONE].shards.pinned = True
-        assert StreamState.beginning(config, 0, 2, 3).workers_in_turn(1) == [0, 1, 2]
-
     @pytest.mark.parametrize("batches", [[3, 9], [6, 0]])
     def test_torch_asks_its_workers_in_the_order_that_these_tests_do(self, batches: list[int]) -> None:
         loader = DataLoader(Uneven(batches), batch_size=None, num_workers=2, multiprocessing_context="fork")
-        state = StreamState.beginning(_pinned([2 * number for number in batches]), 0, 1, 2)
+        state = StreamState.beginning(alone([2 * number for number in batches]), 0, 1, 2)
         assert list(loader) == [batch[0][1] for step in serve(state)[0] for batch in step]
-
-
-def _pinned(sizes: list[int]) -> StreamConfig:
-    config = alone(sizes)
-    config.sources[ALONE].shards.pinned = True
-    return config
 
 
 class Uneven(IterableDataset[int]):

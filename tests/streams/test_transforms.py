@@ -25,8 +25,10 @@ from support.node_cases import (
 )
 from torchdata.nodes import BaseNode
 
+from lightning_stateful import ChunkedDataset
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
 from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.streams.nodes import StreamNode
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import ShardReader
 from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
@@ -239,3 +241,34 @@ class TestFailures:
         said = r"fail failed on the sample \(0, 1, 0, .{70}\.\.\. \(.* read up to shard-1\.bin, at its sample 1\)"
         with pytest.raises(ShardError, match=said):
             next(kind(blown_up, fail, where=reader.where))
+
+
+class Doubled(StreamNode[Any]):
+    """A node as the guide describes it, with nothing but what that names."""
+
+    def __init__(self, source: Any, times: int = 2) -> None:
+        super().__init__()
+        self.source, self.times = source, times
+
+    def reset(self, initial_state: Any = None) -> None:
+        super().reset(initial_state)
+        self.source.reset(None if initial_state is None else initial_state["source"])
+
+    def next(self) -> Any:
+        return next(self.source) * self.times
+
+    def get_state(self) -> Any:
+        return {"source": self.source.state_dict()}
+
+    def describe(self) -> list[Any]:
+        return ["doubled", self.times]
+
+
+def test_a_node_of_the_users_comes_behind_the_samples_of_a_stream() -> None:
+    stream = ChunkedDataset(range(3), range, shuffle=False).then(Doubled, times=3)
+    iterator = iter(stream)
+    assert next(iterator) == 0
+    state = stream.state_dict()
+    assert list(iterator) == [0, 3]
+    stream.load_state_dict(state)
+    assert list(stream) == [0, 3]

@@ -78,13 +78,6 @@ class TestBatches:
         at = slot.state()["of"][ALONE]["state"]["source"]
         assert (at["shard"], at["item"]) == (1, 3)
 
-    def test_a_stream_that_divides_itself_leaves_nothing_for_the_next_epoch(self) -> None:
-        config = alone([5], batching={"batch_size": 4, "drop_last": True})
-        config.sources[ALONE].shards.pinned = True
-        slot = slot_of(config)
-        assert [len(batch) for batch in slot] == [4]
-        assert slot.state()["of"][ALONE]["slice"] == 1
-
 
 def test_sizes_that_decide_who_reads_a_shard_are_part_of_the_configuration() -> None:
     described = [alone(sizes, of={"knows_sizes": True}).describe() for sizes in ([1, 2], [2, 1], [1, 2])]

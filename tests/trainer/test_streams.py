@@ -11,7 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.runs import assert_goes_on_from_every_moment, train_alone
+from support.iterable_cases import Counts, CountsWithState, EndlessTokens, GoesOn, GoesOnWithState, Sized
+from support.ledger import batches
+from support.runs import assert_goes_on_from_every_moment, train, train_alone
 from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -78,3 +80,43 @@ def test_a_stream_that_counts_its_passes_goes_on_in_the_order_of_its_pass(tmp_pa
     assert_goes_on_from_every_moment(tmp_path, partial(counting, **options), MOMENTS[3:], train_alone)
     options["persistent_workers"] = True
     assert_goes_on_from_every_moment(tmp_path, partial(counting, **options), MOMENTS[3:], train_alone)
+
+
+def collated(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """A batch of numbers, of lists of them, or of pairs of the pass and a number."""
+    numbers = [sample[-1] if isinstance(sample, (tuple, list)) else sample for sample in samples]
+    return {"id": torch.tensor(numbers), "x": torch.tensor([[number / 1000] * 4 for number in numbers])}
+
+
+def remembering(kind: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(kind(), batch_size=2, collate_fn=collated, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:Your .IterableDataset. has .__len__. defined")
+@pytest.mark.parametrize(
+    ("kind", "options", "limit"),
+    [
+        (Sized, {}, 1.0),
+        (Counts, {}, 4),
+        (CountsWithState, {}, 1.0),
+        (GoesOnWithState, {}, 4),
+        (GoesOn, {}, 4),
+        (EndlessTokens, {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}, 4),
+    ],
+)
+def test_what_a_dataset_remembers_is_what_it_remembers_in_lightning(
+    tmp_path: Path, kind: Any, options: dict[str, Any], limit: float
+) -> None:
+    make = partial(remembering, kind, **options)
+    trained = {"limit_train_batches": limit}
+    assert batches(train_alone(make, **trained).ledger) == batches(train(make, **trained).ledger)
+    moments = [("on_train_batch_end", 1, 2), ("on_train_epoch_end", 0, 0)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, **trained)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_length_is_not_lost() -> None:
+    run = train_alone(partial(remembering, Sized), val_check_interval=0.5)
+    assert run.trainer.fit_loop.max_batches == 4

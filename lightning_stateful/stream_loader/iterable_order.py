@@ -1,0 +1,231 @@
+"""Reads iterable datasets that divide themselves, and iterables of batches, pass by pass as torch reads them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch.utils.data import DataLoader
+
+from lightning_stateful.core.order import UNKNOWN, Progress
+from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.stream_loader.options import LoaderSetup, StreamOptions, batching_of
+from lightning_stateful.stream_loader.reader import StreamReader
+from lightning_stateful.stream_loader.recent_states import ServedState
+from lightning_stateful.stream_loader.stream_run import StreamRun
+from lightning_stateful.streams.iterable_state import IterableState
+from lightning_stateful.streams.iterables import IterableBatches, IterableConfig, beginning_of, has_state
+from lightning_stateful.streams.node_shards import draws_orders
+
+# Passes without a step, one after the other, that are put up with.
+_MOST_EMPTY = 4
+
+
+class IterableSetup(LoaderSetup):
+    """A user's loader over an iterable dataset that divides itself, or over an iterable of batches.
+
+    Args:
+        loader: The user's loader, which nobody has read yet.
+        options: How it is read and served.
+
+    Attributes:
+        config: How the dataset is read.
+    """
+
+    def __init__(self, loader: DataLoader[Any], options: StreamOptions) -> None:
+        super().__init__(loader, options)
+        gives_batches = isinstance(loader.dataset, IterableBatches)
+        self.config = IterableConfig(
+            dataset=self.dataset,
+            seed=self.seed,
+            sample_seed=derive_seed("iterable", self.own_seed) if options.seed_samples else None,
+            gives_batches=gives_batches,
+            stays=not loader.num_workers or loader.persistent_workers,
+            is_checked="nondeterministic" not in options.accept,
+            beginning=None if gives_batches else beginning_of(self.dataset),
+            **batching_of(loader),
+        )
+        if gives_batches:
+            self.items = "batches"
+        if gives_batches and draws_orders(getattr(self.dataset, "root", None)):
+            self.warning = (
+                f"{self.name} has a sampler that draws its order from a generator, and its state does "
+                "not say which order: a resume within an epoch repeats samples and leaves out others. Train on the "
+                "graph, with StreamDataModule(graph), which seeds the sampler by epoch; or give it a sampler with "
+                "set_epoch."
+            )
+
+    def describe(self) -> str:
+        """How the dataset is divided and resumed, in words."""
+        if self.config.gives_batches:
+            divided = "is no DataLoader: each rank trains on what its own gives, without seed_samples"
+        else:
+            divided = "is a stream: every rank and worker trains on what its own dataset gives it"
+        reasons = self.reasons_to_read_again()
+        resumes = f"reads it again, because {reasons}" if reasons else "is as exact as its own state_dict"
+        return f"{self.name} {divided}, and a resume {resumes}."
+
+    def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:
+        """Why a resume reads samples again; empty if it does not."""
+        return "" if has_state(self.dataset) else "it has no state_dict and load_state_dict"
+
+    def beginning(self, epoch: int) -> IterableState:
+        """The beginning of a pass, on the present ranks and workers."""
+        return IterableState.beginning(self.config, epoch, self.topology.num_replicas, self.num_workers)
+
+    def state_from(self, data: Mapping[str, Any]) -> IterableState:
+        """Read a state from plain data."""
+        return IterableState.from_dict(data, self.config)
+
+    def moved_here(self, state: IterableState, where: str) -> IterableState:
+        """A state on the present ranks and workers, if it is one of them or the beginning of a pass.
+
+        Args:
+            state: Where worker slots stand.
+            where: How an error calls that.
+
+        Raises:
+            StateMismatchError: What a rank or worker gives cannot be given to others.
+        """
+        if (self.topology.num_replicas, self.num_workers) == (state.num_replicas, state.num_workers):
+            return state
+        if state.steps:
+            raise self.mismatch(state, where)
+        if state.has_begun:
+            warnings.warn(
+                f"{self.name} goes on from pass to pass, and is read by other ranks or workers than before: they begin "
+                f"pass {state.epoch} as the first, so a resume from here is not exact.",
+                StatefulWarning,
+                stacklevel=3,
+            )
+        return self.beginning(state.epoch)
+
+
+class IterableOrder(StreamReader):
+    """Reads an iterable dataset as torch does: every epoch begins it by ``iter()``, as it stands.
+
+    With ``steps_per_epoch`` an epoch goes on where the last has ended, and ``iter()`` begins the dataset where it ends.
+    """
+
+    kind: ClassVar[str] = "iterable"
+    setup: IterableSetup
+    # The epoch of the latest run.
+    _epoch = -1
+    # Where a state was loaded that the datasets were not brought to yet.
+    _moves_to: tuple[int, int] | None = None
+
+    def __init__(self, setup: IterableSetup, num_steps: int = UNKNOWN) -> None:
+        super().__init__(setup, num_steps)
+        self.recent.lag = self._num_back
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether every epoch begins the dataset by ``iter()``."""
+        return self.setup.options.steps_per_epoch is None
+
+    @property
+    def begun_anew(self) -> Any:
+        """The dataset that every epoch begins by ``iter()``; None where epochs go on."""
+        return self.setup.dataset if self.begins_anew else None
+
+    def read(self, epoch: int, step: int) -> Iterator[Any]:
+        """The batches from ``step`` to the end of the epoch; see :meth:`StreamReader.read`."""
+        self._forget_end(epoch)
+        run = self._run_at(epoch, step)
+        num_served = run.num_served
+        while step < self._limit:
+            if not run.goes_on(num_served):
+                # Another iteration has taken over what is read.
+                run = self._run_at(epoch, step)
+            if not run.has_next() and not self.begins_anew:
+                run = self._next_pass(run)
+            if not run.has_next():
+                break
+            batch = run.next()
+            step, num_served = step + 1, run.num_served
+            self.recent.note(epoch, step, ServedState(run))
+            if step == self._limit:
+                self._end(epoch, step, run)
+            yield batch
+        if not step and self._limit:
+            self.setup.warn_of_nothing()
+        if step == self._limit and self.begins_anew and run.goes_on(num_served) and not run.is_over:
+            # Asked for one more than the limit, as of a loader without length: torch's would have read it.
+            run.has_next()
+        self._end(epoch, step, run)
+
+    def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
+        """Serve a trainer; see :meth:`StreamReader.prepare`. Every epoch begins anew, also to overfit on a part."""
+        super().prepare(label, limit=limit, lag=lag + self._num_back)
+
+    def begin_at(self, progress: Progress) -> None:
+        """Let a pass begin at a progress of which no state says where the dataset stood."""
+        super().begin_at(progress)
+        self._moves_to = None
+
+    def _load(self, progress: Progress) -> None:
+        super()._load(progress)
+        self._moves_to = progress.epoch, progress.consumed
+
+    def _beginning_of_run(self, epoch: int, step: int) -> IterableState:
+        is_moved, self._moves_to = (epoch, step) == self._moves_to, None
+        state = self.state_at(epoch, step)
+        self._epoch = epoch
+        # The datasets of this process stand where the epochs before have left them.
+        is_here = self.begins_anew and not step and not is_moved
+        return replace(state, is_here=True) if is_here else state
+
+    def _next_pass(self, run: StreamRun) -> StreamRun:
+        """The run of the next pass that has a batch on all ranks, within an epoch of so many steps."""
+        for _ in range(_MOST_EMPTY):
+            run = self._begin_after(run, self.setup.beginning(run.begun.epoch + 1))
+            if run.has_next():
+                return run
+        raise ConfigurationError(
+            f"{self.name} has given no batch to all ranks in {_MOST_EMPTY} passes. Look for shards that are "
+            "empty or missing, or a filter that keeps no sample; else use fewer ranks and workers, or fuller shards."
+        )
+
+    def _end(self, epoch: int, step: int, run: StreamRun | None = None) -> None:
+        self.ended = epoch, step
+        if not self.begins_anew:
+            self.recent.copy(epoch + 1, 0, epoch, step)
+            return
+        if self._run is None or self._epoch != epoch or self._run.is_closed:
+            state: IterableState = self.state_at(epoch, step)
+            self.recent.note(epoch + 1, 0, state.following())
+        else:
+            self.recent.note(epoch + 1, 0, self._left(self._run))
+
+    def state_at(self, epoch: int, step: int) -> IterableState:
+        """Where all worker slots stand before ``step`` of ``epoch``; see :meth:`StreamReader.state_at`."""
+        is_left = not step and (epoch, 0) not in self.recent and self._epoch == epoch - 1 and self.begins_anew
+        if is_left and self._run is not None and not self._run.is_closed:
+            # A loop has left the epoch before.
+            return self._left(self._run)
+        state: IterableState = super().state_at(epoch, step)
+        return state
+
+    def _left(self, run: StreamRun) -> IterableState:
+        """The beginning of the pass after the one that a run reads, which is left where it is."""
+        # A generator that was brought to its state has begun once it gives another batch.
+        step = run.begun.steps + run.num_served
+        known = (self.recent.get(self._epoch, step - back) for back in range(1, self._num_back + 1) if step > back)
+        left: IterableState = run.left()
+        return left.following(run.num_asked(), [state for state in known if state is not None])
+
+    @property
+    def _num_back(self) -> int:
+        """So many steps before its end hold a batch of every worker that is not its last."""
+        return 2 * self.setup.num_workers
+
+
+def is_sized(loader: Any) -> bool:
+    """Whether a loader, or an iterable of batches, says how many batches it has."""
+    try:
+        return len(loader) < UNKNOWN
+    except (TypeError, NotImplementedError):
+        return False

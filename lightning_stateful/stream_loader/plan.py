@@ -1,0 +1,112 @@
+"""Plans of a stream's epochs, and the progress in them, which looks up where the stream stood when it is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lightning_stateful.core.order import UNKNOWN, Progress
+from lightning_stateful.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning_stateful.stream_loader.reader import StreamReader
+
+
+class StreamEpochPlan:
+    """The rest of an epoch of a stream on the present ranks.
+
+    Args:
+        order: The stream.
+        epoch: Which epoch.
+        consumed: Steps of the epoch that were taken before.
+
+    Attributes:
+        length: Steps of an epoch by the length of its loader, as a trainer counts them.
+    """
+
+    def __init__(self, order: StreamReader, epoch: int, consumed: int = 0) -> None:
+        self.order, self.epoch, self.consumed = order, epoch, consumed
+        self.length = order.num_steps
+
+    @property
+    def num_steps(self) -> int:
+        """Steps to the end of the epoch; UNKNOWN until it has been seen, if the stream does not say."""
+        ended = self.order.ended
+        end = ended[1] if ended is not None and ended[0] == self.epoch else self.length
+        return UNKNOWN if end == UNKNOWN else max(end - self.consumed, 0)
+
+    def read(self, first_step: int = 0) -> Iterator[Any]:
+        """Read the batches of this rank from a step on; when the last is handed over, :attr:`num_steps` is known.
+
+        Raises:
+            StreamError: The stream broke off, here or on another rank.
+            PositionError: Nobody knows where the stream stands at that step.
+        """
+        return self.order.read(self.epoch, self.consumed + first_step)
+
+    def batches(self, rank: int, first_step: int = 0) -> NoReturn:
+        """A stream has no indices: :meth:`read` gives its batches.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise ConfigurationError(
+            f"{self.order.name} is a stream, which has no indices. Iterate over its loader, or loader.batches(plan)."
+        )
+
+    def progress_after(self, steps: int) -> Progress:
+        """The progress after ``steps`` steps; its details are looked up when they are asked for."""
+        step = self.consumed + steps
+        return Progress(epoch=self.epoch, consumed=step, details=StreamDetails(self.order, self.epoch, step))
+
+    def report_after(self, steps: int) -> dict[str, Any]:
+        """Steps of the epoch, pass over the stream, and shards not read to their end or left out.
+
+        Raises:
+            StreamError: It is too long ago.
+        """
+        step = self.consumed + steps
+        return {"batches": step, **self.order.state_at(self.epoch, step).report()}
+
+    def repeats(self) -> str:
+        """Nothing is served twice."""
+        return ""
+
+
+class StreamDetails(Mapping[str, Any]):
+    """Where every worker slot stands before a step, looked up when it is first asked for: a read-only dict.
+
+    Nothing is gathered for the many steps of which nobody writes a state. Copies and pickles are plain dicts.
+
+    Args:
+        order: The stream.
+        epoch: The epoch of the step.
+        step: The number of the step.
+
+    Raises:
+        PositionError, StreamError: When asked for what nobody knows, or not any more.
+    """
+
+    def __init__(self, order: StreamReader, epoch: int, step: int) -> None:
+        self.order, self._epoch, self._step = order, epoch, step
+
+    @cached_property
+    def _data(self) -> dict[str, Any]:
+        data: dict[str, Any] = self.order.state_at(self._epoch, self._step).to_dict()
+        return data
+
+    def __getitem__(self, name: str) -> Any:
+        return self._data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self._data,)

@@ -1,0 +1,177 @@
+"""Where the workers of all ranks stand in a pass over an iterable dataset that divides itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_stateful.errors import DamagedStateError, PositionError
+from lightning_stateful.state import copy_plain
+from lightning_stateful.streams.iterables import IterableConfig, IterableTask, fresh_state, has_state, name_of_slot
+from lightning_stateful.streams.nodes import NodeState
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterableState:
+    """A pass over an iterable dataset: where each worker slot stands, which is slot ``worker * num_replicas + rank``.
+
+    Attributes:
+        config: How the dataset is read.
+        epoch: The number of the pass.
+        num_replicas: Ranks.
+        num_workers: Worker slots of a rank.
+        slots: The state of each slot; None for a slot that has not begun.
+        steps: Batches of each rank in the pass.
+        is_here: Whether the datasets stand there already, so that the pass is just begun.
+    """
+
+    config: IterableConfig
+    epoch: int
+    num_replicas: int
+    num_workers: int
+    slots: tuple[NodeState | None, ...]
+    steps: int = 0
+    is_here: bool = False
+
+    @classmethod
+    def beginning(cls, config: IterableConfig, epoch: int, num_replicas: int, num_workers: int) -> IterableState:
+        """The beginning of a pass over datasets as they stand."""
+        slots = (None,) * (num_replicas * num_workers)
+        ranks = {"num_replicas": num_replicas, "num_workers": num_workers}
+        return cls(config=config, epoch=epoch, slots=slots, is_here=True, **ranks)
+
+    @property
+    def num_slots(self) -> int:
+        """Worker slots of all ranks."""
+        return self.num_replicas * self.num_workers
+
+    @property
+    def steps_before(self) -> int:
+        """0: a pass is never divided anew."""
+        return 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something of the pass was served, or one before has left something that it depends on."""
+        return bool(self.steps) or any(slot and (slot["ended"] or slot["passes"]) for slot in self.slots)
+
+    def tasks(self, rank: int) -> list[IterableTask]:
+        """What the worker slots of a rank read; those before the one whose batch comes next leave out a turn."""
+        slots = [self.slots[worker * self.num_replicas + rank] for worker in range(self.num_workers)]
+        served = {worker: (slot or {}).get("batches", 0) for worker, slot in enumerate(slots)}
+        going = [worker for worker, slot in enumerate(slots) if not (slot or {}).get("over")]
+        first = min(going, key=lambda worker: (served[worker], worker), default=0)
+        return [
+            IterableTask(
+                slot=worker * self.num_replicas + rank,
+                worker=worker,
+                rank=rank,
+                epoch=self.epoch,
+                state=slot,
+                is_here=self.is_here,
+                waits=worker < first,
+            )
+            for worker, slot in enumerate(slots)
+        ]
+
+    def at(self, slots: tuple[NodeState | None, ...], steps: int = 0) -> IterableState:
+        """The same pass, with slots standing elsewhere."""
+        return replace(self, slots=slots, steps=steps, is_here=False)
+
+    def following(self, asked: Sequence[int] = (), earlier: Sequence[IterableState] = ()) -> IterableState:
+        """The beginning of the next pass, of which it depends on the datasets how they were left.
+
+        Args:
+            asked: By worker, the batches of the pass that it was asked for; none but those of this state by default.
+            earlier: States in the same pass, the latest first, from which its last batches are read again.
+        """
+        begun = self.beginning(self.config, self.epoch + 1, self.num_replicas, self.num_workers)
+        if not self.config.stays:
+            return begun
+        slots: list[NodeState | None] = []
+        for number, slot in enumerate(self.slots):
+            if slot is not None:
+                before = (state.slots[number] or slot for state in earlier)
+                from_ = next((one for one in before if one["batches"] < slot["batches"] and one["state"]), slot)
+                slots.append(self._left(slot, asked[number // self.num_replicas] if asked else 0, from_))
+            else:
+                slots.append(None)
+        return begun.at(tuple(slots))
+
+    def _left(self, slot: NodeState, asked: int, from_: NodeState) -> NodeState:
+        """The state of a slot that is to begin the next pass."""
+        fresh = fresh_state()
+        batches = slot["batches"] if slot["over"] else max(slot["batches"], asked)
+        if has_state(self.config.dataset):
+            since = from_["since"] + batches - from_["batches"]
+            return {**fresh, "ended": {"state": from_["state"], "since": since, "over": slot["over"]}}
+        if self.config.counts_passes:
+            return {**fresh, "passes": [*slot["passes"], -1 - batches if slot["over"] else batches]}
+        return fresh
+
+    def shards_at(self, slot: int, state: NodeState | None) -> list[str]:
+        """The dataset, rank and worker of a slot, unless its pass is over."""
+        return [] if state is not None and state["over"] else [self._name(slot)]
+
+    def read_again(self, slots: Iterable[int] | None = None) -> dict[str, int]:
+        """Samples, or batches, that are read again for want of a state, by the slot that reads them.
+
+        Args:
+            slots: Of these; None for all.
+        """
+        found: dict[str, int] = {}
+        for number in range(self.num_slots) if slots is None else slots:
+            slot = self.slots[number]
+            if slot is not None and slot["state"] is None and slot["item"]:
+                found[self._name(number)] = slot["item"]
+        return found
+
+    def begun_again(self) -> IterableState:
+        """The same pass, with every slot at its beginning."""
+        return self.at((fresh_state(),) * self.num_slots, self.steps)
+
+    def report(self) -> dict[str, int]:
+        """The pass."""
+        return {"pass": self.epoch}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a state."""
+        return {
+            "num_replicas": self.num_replicas,
+            "pass": self.epoch,
+            "workers": self.num_workers,
+            "steps": self.steps,
+            "slots": [copy_plain(slot) for slot in self.slots],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], config: IterableConfig) -> IterableState:
+        """Read what :meth:`to_dict` wrote.
+
+        Args:
+            data: The plain data.
+            config: How the dataset is read.
+
+        Raises:
+            DamagedStateError, PositionError: It is no state of worker slots.
+        """
+        slots = tuple(copy_plain(slot) for slot in data["slots"])
+        state = cls(
+            config=config,
+            epoch=data["pass"],
+            num_replicas=data["num_replicas"],
+            num_workers=data["workers"],
+            slots=slots,
+            steps=data["steps"],
+        )
+        if len(slots) != state.num_slots:
+            raise PositionError(f"A dataset's progress has {len(slots)} worker slots of {state.num_slots}.")
+        for slot in slots:
+            if slot is not None and (not isinstance(slot, Mapping) or slot.keys() != fresh_state().keys()):
+                raise DamagedStateError(f"The state of a worker holds {', '.join(fresh_state())}, got {slot!r}.")
+        return state
+
+    def _name(self, slot: int) -> str:
+        worker, rank = divmod(slot, self.num_replicas)
+        return name_of_slot(self.config, rank, worker)

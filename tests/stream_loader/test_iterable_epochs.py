@@ -1,0 +1,150 @@
+"""What an iterable dataset remembers from epoch to epoch is what it remembers in torch, with and without a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+from support.iterable_cases import ENDLESS, KINDS, Itself, Numbers, Told, ToldWithState
+from support.stream_cases import InThisProcess, chunks, plain, read_numbers, stream_loader
+from torch.utils.data import DataLoader
+
+from lightning_stateful import patch_dataloader
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*were read again"), pytest.mark.filterwarnings("ignore:.*no batch")]
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "no workers": {},
+    "fresh workers": {"num_workers": 2, "multiprocessing_context": "fork"},
+    "persistent workers": {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
+}
+CASES = [
+    pytest.param(kind, workers, limit, id=f"{kind.__name__}-{workers}-{limit}")
+    for kind in KINDS
+    for workers in WORKERS
+    for limit in (None, 3)
+    if limit or kind not in ENDLESS
+]
+
+
+def user_loader(kind: Any, workers: str) -> DataLoader[Any]:
+    return DataLoader(kind(), batch_size=2, **WORKERS[workers])
+
+
+def patched(kind: Any, workers: str) -> Any:
+    """The loader of this package; workers that end with an epoch run in this process, which takes less time."""
+    if workers == "fresh workers":
+        return stream_loader(kind(), kind=InThisProcess, **WORKERS[workers])
+    return patch_dataloader(user_loader(kind, workers))
+
+
+def epochs_of(loader: Any, dataset: Any, limit: int | None, epochs: range) -> list[list[Any]]:
+    """The batches of epochs, as a loop has them that tells the epoch."""
+    found = []
+    for epoch in epochs:
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        found.append([plain(batch) for batch in islice(loader, limit)])
+    return found
+
+
+def in_torch(kind: Any, workers: str, limit: int | None) -> list[list[Any]]:
+    if workers == "persistent workers" and kind is Told:
+        # In torch nobody can tell them; here they are told.
+        workers = "fresh workers"
+    loader = user_loader(kind, workers)
+    return epochs_of(loader, loader.dataset, limit, range(3))
+
+
+@pytest.mark.parametrize(("kind", "workers", "limit"), CASES)
+def test_epochs_are_those_of_torch_and_so_are_they_after_a_resume(kind: Any, workers: str, limit: int | None) -> None:
+    expected = in_torch(kind, workers, limit)
+    loader = patched(kind, workers)
+    states: dict[tuple[int, int], Any] = {}
+    found: list[list[Any]] = []
+    for epoch in range(3):
+        found.append([])
+        for step, batch in enumerate(islice(loader, limit), 1):
+            found[-1].append(plain(batch))
+            states[epoch, step] = loader.state_dict()
+        if limit:
+            loader.set_epoch(epoch + 1)
+        states[epoch + 1, 0] = loader.state_dict()
+
+    if (kind, workers) == (ToldWithState, "persistent workers"):
+        # In torch nobody can tell them the epoch.
+        expected = found
+    assert found == expected
+    for (epoch, step), state in states.items():
+        last = len(expected[epoch]) - 1 if epoch < 2 else 0
+        # Processes take long.
+        steps = (0, 1, last) if not WORKERS[workers] else (1, last) if epoch else (last,)
+        if epoch > 1 or step not in (*steps, 0) or (limit and not expected[epoch][step:]):
+            continue
+        resumed = patched(kind, workers)
+        resumed.load_state_dict(state)
+        again = [[plain(batch) for batch in islice(resumed, *([None] if limit is None else [limit - step]))]]
+        if limit:
+            resumed.set_epoch(epoch + 1)
+        again.append([plain(batch) for batch in islice(resumed, limit)])
+        # Where nothing is left of an epoch, the first loop is that of the next.
+        left = [batches for batches in (expected[epoch][step:], *expected[epoch + 1 :]) if batches]
+        assert again[: len(left)] == left[:2], (epoch, step)
+
+
+class Fails(Itself):
+    """Cannot give its fourth number."""
+
+    def __next__(self) -> Any:
+        if (number := super().__next__()) % 100 == 3:
+            raise OSError("broken")
+        return number
+
+
+class FailsForGood(Numbers):
+    """A generator, of which nothing is left behind an error."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.share():
+            if number % 100 == 3:
+                raise OSError("broken")
+            yield number
+
+
+def taken(loader: Any) -> list[Any]:
+    """Batches of two passes of a loop that catches errors."""
+    found: list[Any] = []
+    for _ in range(2):
+        batches = iter(loader)
+        while len(found) < 40:
+            try:
+                found.append(plain(next(batches)))
+            except StopIteration:
+                found.append("end")
+                break
+            except Exception as error:
+                found.append("OSError" in f"{type(error)} {error}")
+    return found
+
+
+@pytest.mark.parametrize("kind", [Fails, FailsForGood])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_loop_that_catches_an_error_goes_on_behind_it_as_in_torch(kind: Any, workers: str) -> None:
+    expected = taken(user_loader(kind, workers))
+    assert True in expected
+    assert taken(patch_dataloader(user_loader(kind, workers))) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_of_shards_that_fails_is_over_for_that_worker_as_in_torch(num_workers: int) -> None:
+    def read(ref: Any) -> Iterator[int]:
+        if ref[0] == 3:
+            raise OSError("broken")
+        return read_numbers(ref)
+
+    found = taken(stream_loader(chunks(read=read, shuffle=False), num_workers=num_workers))
+    assert found.count(True) == found.count("end") == 2
+    # With two, the other worker has read its shards.
+    assert len([batch for batch in found if isinstance(batch, list)]) >= 1 + 3 * num_workers

@@ -1,0 +1,172 @@
+"""Worker slots of iterable datasets: states of all kinds, passes begun again, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.iterable_cases import Counts, GoesOn, GoesOnWithState, ItselfWithState, Numbers, OnIterator, Tokens
+
+from lightning_stateful.errors import PositionError, ShardError, StateError
+from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.streams.iterables import IterableConfig, IterableSlot, IterableTask, digest_of_sample
+
+
+@pytest.fixture(autouse=True)
+def _isolated() -> Iterator[None]:
+    with keep_randomness():
+        yield
+
+
+def slot_of(dataset: Any, state: Any = None, epoch: int = 0, **config: Any) -> IterableSlot:
+    """A slot at the beginning of a pass, or where a state was taken."""
+    task = IterableTask(0, 0, 0, epoch, json.loads(json.dumps(state)), is_here=state is None)
+    return IterableConfig(**{"dataset": dataset, "sample_seed": 1, "batch_size": 2, **config}).open(task)
+
+
+class Rich(GoesOnWithState):
+    """Its state has what JSON does not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": np.int64(self.at), 3: (1, b"\0"), "t": torch.tensor([self.at]), "s": {1, 2}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert isinstance(state["at"], np.int64)
+        assert (state[3], state["s"]) == ((1, b"\0"), {1, 2})
+        self.at = int(state["t"])
+
+
+class OnBoth(OnIterator):
+    """The dataset has a state too, in which the position is not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"files": self.num_passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_passes = state["files"] - 1
+
+
+@pytest.mark.parametrize("kind", [Rich, OnBoth, OnIterator, ItselfWithState, Tokens, Numbers])
+def test_a_state_leads_to_the_very_sample_and_stays_as_it_is(kind: Any) -> None:
+    slot = slot_of(kind())
+    first = [next(slot) for _ in range(2)]
+    state = slot.state()
+    saved = json.dumps(state)
+    following = next(slot)
+
+    resumed = slot_of(kind(), state)
+    assert next(resumed) == following != first[-1]
+    assert json.dumps(state) == saved
+
+
+@pytest.mark.parametrize("kind", [Rich, OnIterator])
+def test_a_state_that_nothing_takes_any_more_is_refused(kind: Any) -> None:
+    slot = slot_of(kind())
+    next(slot)
+    with pytest.raises(ShardError, match=r"Numbers \(rank 0, worker 0\) .*load_state_dict"):
+        next(slot_of(Numbers(), slot.state()))
+
+
+def test_a_state_that_is_no_plain_data_is_refused() -> None:
+    class Odd(GoesOnWithState):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": object()}
+
+    with pytest.raises(StateError, match=r"Odd \(rank 0, worker 0\) gave nothing that can be kept"):
+        next(slot_of(Odd()))
+
+
+def test_an_endless_source_without_state_is_read_again_from_its_first_pass_where_it_goes_on() -> None:
+    class Held(GoesOn):
+        """Cannot be copied to find out."""
+
+        def __init__(self) -> None:
+            self.made = 0
+            self.source = iter(lambda: self.made, -1)
+
+        def __iter__(self) -> Iterator[Any]:
+            for number in super().__iter__():
+                self.made += 1
+                yield number, self.made
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("it holds an open file")
+
+    for kind, fewest in ((Held, 7), (GoesOn, 7), (Counts, 2)):
+        dataset = kind()
+        state = {**slot_of(kind()).state(), "passes": [3], "ended": None}
+        slot = slot_of(dataset, state, 1)
+        next(slot)
+        assert slot.state()["passes"] == [3]
+        assert getattr(dataset, "at", getattr(dataset, "num_passes", 0)) in (fewest, fewest + 1)
+
+
+def test_other_samples_are_refused_unless_accepted() -> None:
+    class AtRandom(Numbers):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([random.SystemRandom().randrange(10**9) for _ in range(9)])
+
+    slot = slot_of(AtRandom())
+    next(slot), next(slot)
+    with pytest.raises(PositionError, match=r"AtRandom \(rank 0, worker 0\) begins pass 0 with other samples"):
+        next(slot_of(AtRandom(), slot.state()))
+    assert len(list(slot_of(AtRandom(), slot.state(), is_checked=False))) == 3
+
+
+def test_an_order_that_differs_behind_the_first_samples_is_refused() -> None:
+    class Late(Numbers):
+        def __init__(self, seed: int) -> None:
+            self.seed = seed
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter([*range(100), *random.Random(self.seed).sample(range(100, 200), 100)])
+
+    slot = slot_of(Late(0))
+    for _ in range(70):
+        next(slot)
+    with pytest.raises(PositionError, match="begins pass 0 with other samples"):
+        next(slot_of(Late(1), slot.state()))
+
+
+def test_a_pass_that_is_shorter_now_is_refused() -> None:
+    class Short(Numbers):
+        def share(self) -> list[int]:
+            return [0, 1]
+
+    slot = slot_of(Numbers())
+    next(slot), next(slot)
+    with pytest.raises(PositionError, match=r"2 batches of .*Short \(rank 0, worker 0\) were used, but now it ends"):
+        next(slot_of(Short(), slot.state()))
+
+
+def test_it_goes_on_behind_a_sample_that_fails_as_in_torch() -> None:
+    class Fails(ItselfWithState):
+        def __next__(self) -> Any:
+            if (number := super().__next__()) == 2:
+                raise OSError("broken")
+            return number
+
+    slot = slot_of(Fails())
+    found = [next(slot)]
+    with pytest.raises(ShardError, match=r"Fails \(rank 0, worker 0\) could not be read at its sample 2: OSError"):
+        next(slot)
+    assert [*found, *slot] == [[0, 1], [3, 4], [5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ((torch.rand(3), torch.tensor(3)), (torch.rand(3), torch.tensor(3)), True),
+        (torch.ones(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16), False),
+        (np.zeros((2, 3), "u1"), np.zeros((3, 2), "u1"), False),
+        ([1, 23], [12, 3], False),
+        ({"x": 0.5}, {"x": 0.5}, True),
+    ],
+)
+def test_samples_are_told_apart_by_labels_or_else_by_all_that_they_hold(one: Any, other: Any, is_same: bool) -> None:
+    assert (digest_of_sample(one) == digest_of_sample(other)) is is_same
