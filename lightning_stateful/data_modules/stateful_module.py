@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.mixture_samplers import refuse_splits
+from lightning_stateful.samplers.wrapped_sampler import Tail
 from lightning_stateful.state import check, pack_combined, refuse_differences, walk
 from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.checkpoint import STATE_KEY, data_state_in
@@ -81,6 +82,9 @@ class StatefulDataModule(pl.LightningDataModule):
         seed_samples: Make what torch, NumPy and ``random`` draw inside datasets a function of (seed, path of the
             loader, epoch, batch).
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
+        tail: What becomes of the last items of a training sampler of yours that are fewer than a step of all ranks
+            takes: ``"split"`` (the default; whole batches are repeated), ``"pad"`` or ``"drop"``. See
+            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper`.
         accept: Names of differences between a checkpoint and the present data to let pass.
         log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and the padding of
             batches of like lengths.
@@ -114,6 +118,7 @@ class StatefulDataModule(pl.LightningDataModule):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed_samples: bool = True,
         seed_model: bool = True,
+        tail: Tail | None = None,
         accept: Collection[str] = (),
         log_data: bool = False,
         **loader_options: Any,
@@ -126,7 +131,12 @@ class StatefulDataModule(pl.LightningDataModule):
         # The latest training loaders, by path.
         self._built: dict[str, Any] = {}
         self._settings = Settings(
-            seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept, log_data=log_data
+            seed=seed,
+            seed_samples=seed_samples,
+            seed_model=seed_model,
+            tail=tail,
+            accept=accept,
+            log_data=log_data,
         )
         super().__init__()
         self.batch_size = batch_size

@@ -15,7 +15,7 @@ from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.fingerprint import describe_dataset
-from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+from lightning_stateful.samplers.wrapped_sampler import Tail, WrappedSampler
 from lightning_stateful.user_loaders import is_torchdatas
 
 
@@ -106,6 +106,7 @@ def describe_loader(
     is_dealt_out: bool = True,
     accept: tuple[str, ...] = (),
     drop_last: bool = False,
+    tail: Tail | None = None,
 ) -> LoaderDescription:
     """Read the order of a loader over a map-style dataset.
 
@@ -117,6 +118,7 @@ def describe_loader(
         is_dealt_out: As in :meth:`LoaderDescription.adapted`.
         accept: Names of differences to let pass, ``"nondeterministic"`` among them.
         drop_last: Leave out an incomplete last step of samples that are not collated, for which torch has no option.
+        tail: What becomes of the last items of a sampler that is no computed order; None for ``drop_last``.
 
     Raises:
         ConfigurationError: A sampler cannot be iterated.
@@ -125,6 +127,7 @@ def describe_loader(
     dataset: Any = loader.dataset
     batches: Any = without_lightnings(loader.batch_sampler)
     how: dict[str, Any] = {"seed": seed, "accept": accept, "exact": exact, "is_dealt_out": is_dealt_out}
+    how |= {} if tail is None or exact else {"tail": tail}
     if isinstance(batches, StatefulBatchSampler):
         tracker = batches.tracker
         found = LoaderDescription(tracker.order, True, tracker.num_replicas, tracker.rank, tracker.accept)
@@ -142,7 +145,7 @@ def describe_loader(
         how["exact"] = exact = exact and batch_size is not None
         samples = _plain_samples(dataset, sampler, seed, loader.generator)
         if samples is None:
-            how |= {"tail": "drop"} if drop_last else {}
+            how |= {"tail": "drop"} if drop_last and "tail" not in how else {}
             found = _wrapped(dataset, sampler, **how, batch_size=batch_size)
         else:
             order = SampleBatchOrder(samples=samples, batch_size=batch_size, drop_last=drop_last, exact=exact)

@@ -28,7 +28,7 @@ from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+from lightning_stateful.samplers.wrapped_sampler import Tail, WrappedSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
@@ -53,6 +53,7 @@ def build_patched(
     seed_samples: bool = True,
     shuffle: bool = True,
     exact: bool = False,
+    tail: Tail | None = None,
     accept: Collection[str] = (),
     where: str = "the loader",
 ) -> StatefulLoader | StreamLoader:
@@ -70,6 +71,7 @@ def build_patched(
         seed_samples: As in :class:`StatefulLoader`.
         shuffle: False to serve the samples in order, whatever the sampler.
         exact: As in :class:`StatefulLoader`.
+        tail: As in :func:`patch_dataloader`.
         accept: Names of differences to let pass.
         where: A name for the loader in errors.
 
@@ -128,16 +130,16 @@ def build_patched(
             accept = (*loader.accept, *accept)
         else:
             seed = seed_or_default(seed)
-            description = describe_loader(loader, seed=seed, accept=accept, **use)
+            description = describe_loader(loader, seed=seed, accept=accept, tail=tail, **use)
+        if own_rank is not None:
+            how["path"] = _own_path(path, own_rank, description)
+        kind: type[StatefulLoader] = class_of_patched(StatefulLoader, type(loader))
+        # Not the constructor of a user's class, which may ask for anything.
+        made = kind.__new__(kind)
+        how |= {"seed": seed, "seed_samples": seed_samples, "accept": accept, "exact": exact}
+        made.set_up(loader, description, LoaderSettings(**how), holder)
     except UnsupportedLoaderError as error:
         raise UnsupportedLoaderError(f"Cannot patch {where}: {error}") from None
-    if own_rank is not None:
-        how["path"] = _own_path(path, own_rank, description)
-    kind: type[StatefulLoader] = class_of_patched(StatefulLoader, type(loader))
-    # Not the constructor of a user's class, which may ask for anything.
-    made = kind.__new__(kind)
-    how |= {"seed": seed, "seed_samples": seed_samples, "accept": accept, "exact": exact}
-    made.set_up(loader, description, LoaderSettings(**how), holder)
     if own_rank is not None:
         # Ranks draw apart at their samples.
         made.own_rank, made._own_seed = own_rank, loader_seed(seed, f"{path}@{own_rank}")
@@ -151,6 +153,7 @@ def patch_dataloader(
     num_replicas: int | None = None,
     rank: int | None = None,
     seed_samples: bool = True,
+    tail: Tail | None = None,
     accept: Collection[str] = (),
 ) -> StatefulLoader | StreamLoader:
     """Make a DataLoader deal its batches out to the ranks and resume exactly, whatever its sampler.
@@ -168,6 +171,9 @@ def patch_dataloader(
         rank: This rank; by default taken from the process group, or 0.
         seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, epoch,
             batch).
+        tail: What becomes of the last items of a sampler of yours that are fewer than a step of all ranks takes, as in
+            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper`; None for ``drop_last``, else
+            ``"split"``.
         accept: Names of differences to let pass when a state is loaded; ``"nondeterministic"`` lets pass a sampler
             that yields something else every time.
 
@@ -188,6 +194,7 @@ def patch_dataloader(
         num_replicas=num_replicas,
         rank=rank,
         seed_samples=seed_samples,
+        tail=tail,
         accept=accept,
     )
 

@@ -14,15 +14,16 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress, SampleCountingPlan
 from lightning_stateful.core.samples import ShuffledOrder
 from lightning_stateful.core.seeding import derive_seed, loader_seed
-from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.errors import ConfigurationError, RankMismatchError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, known_steps, options_of
 from lightning_stateful.loaders.description import LoaderDescription, describe_loader
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
+from lightning_stateful.samplers.rank_exchange import exchanged
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker, detect_topology
 from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
-from lightning_stateful.state import accepted_names
+from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
 
 
@@ -155,6 +156,8 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         vars(self).update(options_of(loader), dataset=loader.dataset, generator=loader.generator)
         # Whether a data module has made it for the Trainer that asks, which reads this very loader, on its own ranks.
         self.is_for_trainer = False
+        # Whether the ranks have compared what they have; a Trainer's do before they train.
+        self._is_compared = False
         self._reader: BatchReader | None = None
         self.seed, self.path, self.seed_samples = settings.seed, settings.path, settings.seed_samples
         self._own_seed = loader_seed(settings.seed, settings.path)
@@ -265,6 +268,27 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
             return plan.num_steps
         return self._reader_with(options_of(self)).length(plan)
 
+    def compare_ranks(self) -> None:
+        """Make sure, once, that all processes of the group deal out the same data.
+
+        Raises:
+            RankMismatchError: They do not.
+        """
+        if self._is_compared or self.tracker.num_replicas is not None:
+            return
+        self._is_compared = True
+        mine = self.tracker.state_dict(Progress())
+        states = exchanged(f"the data of {type(self.dataset).__qualname__} {self.path}".rstrip(), mine) or []
+        found = [differences(state, mine, accept=self.accept, fingerprints=False) for state in states]
+        if differing := next(filter(None, found), []):
+            said = "; ".join(f"{one.path}: {one.saved!r} and {one.present!r}" for one in differing)
+            raise RankMismatchError(
+                f"The ranks have other data, so that samples would be lost ({said}). Build the same dataset with the "
+                "same settings on every rank: the loader deals out the samples. Where each rank has a part of its own, "
+                "as split_dataset_by_node gives it: patch_dataloader(loader, num_replicas=1, rank=0). Where they hold "
+                f"the same all the same: accept=({differing[0].path!r},)."
+            )
+
     @property
     def _iterator(self) -> Any:
         # Where torch keeps persistent workers, and Lightning looks to end them after training.
@@ -314,6 +338,7 @@ class _Pass:
     """
 
     def __init__(self, loader: StatefulLoader) -> None:
+        self._loader: StatefulLoader | None = loader
         self._tracker, self._read = loader.tracker, loader.batches
         self._batches = self._tracker.iterate(self._read)
 
@@ -321,6 +346,9 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
+        if self._loader is not None:
+            self._loader.compare_ranks()
+            self._loader = None
         try:
             batch = next(self._batches)
         except StopIteration:

@@ -317,7 +317,8 @@ def deal(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing:
         )
     note = (
         f"{order.name} deals out to ranks by itself, and what one rank would yield is not provably what all yield "
-        f"together: each of the {num_replicas} ranks iterates its own, and a resume needs as many ranks."
+        f"together: each of the {num_replicas} ranks iterates its own. A resume needs as many ranks, and compares no "
+        "more than how the first epoch begins on each."
     )
     return Dealing(is_own=True, begins=[_beginning_in(of) for of in reports], note=note)
 

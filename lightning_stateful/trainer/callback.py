@@ -27,6 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import StateError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.samplers.wrapped_sampler import Tail
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import loop_progress, other_callbacks
 from lightning_stateful.trainer.checkpoint import (
@@ -123,6 +124,9 @@ class StatefulDataCallback(pl.Callback):
         seed_samples: Make what torch, NumPy and ``random`` draw inside datasets a function of (seed, path of the
             loader, epoch, batch).
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
+        tail: What becomes of the last items of a training sampler of yours that are fewer than a step of all ranks
+            takes: ``"split"`` (the default; whole batches are repeated), ``"pad"`` or ``"drop"``. See
+            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper`.
         accept: Names of differences between a checkpoint and the present data to let pass, for example
             ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
         log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and
@@ -147,11 +151,17 @@ class StatefulDataCallback(pl.Callback):
         seed: int | None = None,
         seed_samples: bool = True,
         seed_model: bool = True,
+        tail: Tail | None = None,
         accept: Collection[str] = (),
         log_data: bool = False,
     ) -> None:
         self.settings = Settings(
-            seed=seed, seed_samples=seed_samples, seed_model=seed_model, accept=accept, log_data=log_data
+            seed=seed,
+            seed_samples=seed_samples,
+            seed_model=seed_model,
+            tail=tail,
+            accept=accept,
+            log_data=log_data,
         )
         self._trainer: pl.Trainer | None = None
         self._loaders: TrainLoaders | None = None

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import EpochPlan, SampleCountingPlan
-from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.errors import RankMismatchError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.rng import keep_randomness
@@ -115,7 +115,7 @@ def _lengths(structure: Structure) -> dict[str, dict[str, Any]]:
 def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Settings) -> Any:
     try:
         patched = settings.build_patched(trainer, loader, path, stage)
-    except UnsupportedLoaderError as error:
+    except (UnsupportedLoaderError, RankMismatchError) as error:
         if topology_of(trainer).num_replicas > 1 and own_rank(trainer, loader) is None:
             rank_zero_warn(
                 f"{error} It is left to Lightning, which may evaluate some samples twice.", category=StatefulWarning

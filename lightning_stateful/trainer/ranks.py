@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import RankMismatchError, StatefulWarning
 from lightning_stateful.loaders.patching import deals_itself
+from lightning_stateful.samplers.rank_exchange import failing_together
 from lightning_stateful.state import fingerprint_warning, is_accepted, is_fingerprint
 from lightning_stateful.trainer.lightning import pl
 
@@ -75,7 +76,8 @@ def build_alike(
         return build()
     failure: Exception | None = None
     try:
-        built = build()
+        with failing_together():
+            built = build()
         report: tuple[str, Any] = ("built", describe(built))
     except Exception as error:
         failure, report = error, ("failed", f"{type(error).__name__}: {error}")

@@ -22,6 +22,7 @@ from lightning_stateful.loaders.patching import AnyLoader, build_patched, is_pat
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.samplers.wrapped_sampler import TAILS, Tail
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
@@ -46,6 +47,7 @@ class Settings:
         seed: Chooses orders and randomness; None for the seed of ``seed_everything``, or 0.
         seed_samples: Seed the samples' randomness.
         seed_model: Seed the model's randomness.
+        tail: What becomes of the last items of a sampler that are fewer than a step takes; None for the default.
         accept: Names of differences to let pass on load.
         log_data: Log what has been served and how it was padded.
     """
@@ -53,11 +55,14 @@ class Settings:
     seed: int | None = None
     seed_samples: bool = True
     seed_model: bool = True
+    tail: Tail | None = None
     accept: Collection[str] = ()
     log_data: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept", accepted_names(self.accept))
+        if self.tail not in (None, *TAILS):
+            raise ConfigurationError(f"tail must be one of {TAILS}, got {self.tail!r}.")
 
     def build_patched(self, trainer: pl.Trainer, loader: Any, path: str, stage: str) -> AnyLoader:
         """Patch a loader for the ranks of a trainer; see ``build_patched`` in ``loaders/patching.py``.
@@ -77,6 +82,7 @@ class Settings:
             rank=topology.rank,
             own_rank=own_rank(trainer, loader),
             seed_samples=self.seed_samples,
+            tail=self.tail,
             shuffle=not overfits(trainer),
             exact=stage != "training",
             accept=self.accept,
