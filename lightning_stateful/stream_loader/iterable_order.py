@@ -154,7 +154,7 @@ class IterableOrder(StreamReader):
             self.setup.warn_of_nothing()
         if step == self._limit and self.begins_anew and run.goes_on(num_served) and not run.is_over:
             # Asked for one more than the limit, as of a loader without length: torch's would have read it.
-            run.has_next()
+            run.read_beyond()
         self._end(epoch, step, run)
 
     def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
@@ -177,6 +177,9 @@ class IterableOrder(StreamReader):
         # The datasets of this process stand where the epochs before have left them.
         is_here = self.begins_anew and not step and not is_moved
         return replace(state, is_here=True) if is_here else state
+
+    def _limit_after(self, state: IterableState) -> int:
+        return self._limit - state.steps if self.begins_anew and self._limit < UNKNOWN else UNKNOWN
 
     def _next_pass(self, run: StreamRun) -> StreamRun:
         """The run of the next pass that has a batch on all ranks, within an epoch of so many steps."""

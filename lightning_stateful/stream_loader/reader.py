@@ -261,6 +261,10 @@ class StreamReader(ABC):
         """The state at which a run is to begin."""
         return self.state_at(epoch, step)
 
+    def _limit_after(self, state: Any) -> int:
+        """Batches that a run from a state on is asked for at most."""
+        return UNKNOWN
+
     def _begin(self, state: Any) -> StreamRun:
         setup = self.setup
         if self._run is not None:
@@ -268,7 +272,9 @@ class StreamReader(ABC):
         if self._slots is None:
             self._slots = SlotLoader(setup.loader, setup.config, setup.own_seed if setup.options.seed_samples else None)
         connect = partial(self._connect, state) if self._is_joined else None
-        self._run = StreamRun(state, self._slots, setup.topology, connect, seed=setup.own_seed)
+        self._run = StreamRun(
+            state, self._slots, setup.topology, connect, seed=setup.own_seed, limit=self._limit_after(state)
+        )
         return self._run
 
     def _begin_after(self, run: StreamRun, state: Any) -> StreamRun:

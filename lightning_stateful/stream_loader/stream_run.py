@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
+from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import PositionError, StreamError
@@ -29,6 +31,7 @@ class StreamRun:
         connect: Makes what synchronizes the ranks, from what says in words what a rank reads; None if there is nobody
             to be in step with.
         seed: Seeds the workers.
+        limit: Batches that nobody asks more than, and that no rank reads more than to be in step with the others.
 
     Attributes:
         begun: Where it began.
@@ -46,13 +49,14 @@ class StreamRun:
         connect: Callable[[Callable[[int, Record], str]], RankSync] | None,
         *,
         seed: int = 0,
+        limit: int = UNKNOWN,
     ) -> None:
-        self.begun, self.num_served, self.is_closed = begun, 0, False
+        self.begun, self.num_served, self.is_closed, self._limit = begun, 0, False, limit
         self._slots, self._topology = slots, topology
         self._sync = None if connect is None else connect(self._describe)
         # Batches that were read ahead, and where this rank's slots stand after each.
         self._buffer: deque[tuple[Any, SlotStates]] = deque()
-        self._num_read = 0
+        self._num_read = self._num_beyond = 0
         self._is_read = self.is_over = False
         # Met where this rank reads ahead, and where it has to be raised.
         self._error: Exception | None = None
@@ -144,6 +148,15 @@ class StreamRun:
             return self._state_of(self._sync.final_records(self.num_served), self.num_served)
         return self._state_alone(self._states, self.num_served)
 
+    def read_beyond(self) -> None:
+        """Read a batch that is not served, as of a loader that is asked for one more than the limit."""
+        if self._sync is None:
+            self.has_next()
+        elif not self._num_beyond and self._error is None:
+            self._num_beyond = 1
+            with suppress(Exception):
+                self._read()
+
     def left(self) -> Any:
         """Where all worker slots stand as a pass is left, be it at its end; with other ranks, all ask for it."""
         return self.final_state if self.is_over else self.state_at(self.num_served, self.states)
@@ -157,7 +170,8 @@ class StreamRun:
                 for worker, state in enumerate(self._states)
             ]
         # As every rank can tell of the others: nobody has read further than to know that a step happens.
-        asked = begun.steps + sync.horizon(self.num_served if self.is_over else max(self._sure, 0))
+        ahead = min(sync.horizon(self.num_served if self.is_over else max(self._sure, 0)), self._limit)
+        asked = begun.steps + ahead + self._num_beyond
         asked += self._slots.num_prefetched
         return [-(-(asked - worker) // begun.num_workers) for worker in range(begun.num_workers)]
 
@@ -188,6 +202,10 @@ class StreamRun:
         """Read ahead until so many batches were read, and publish where that leads."""
         sync = self._sync
         while self._num_read < number and self._error is None and not self._is_read:
+            if sync is not None and self._num_read == self._limit:
+                self._is_read = True
+                sync.publish(self._states, is_end=True)
+                return
             try:
                 read = self._read()
             except Exception as error:

@@ -174,7 +174,7 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     **{f"torch: BatchSampler({name})": (in_batches(make), same, nobody) for name, (same, _, make) in OF_TORCH.items()},
     "torch: DistributedSampler": (of(distributed), "equal", subclass),
     "torch: BatchSampler(DistributedSampler)": (in_batches(distributed), "equal", itself),
-    "torch: DistributedSampler of rank 1 of 3": (of(distributed_alone), "equal", on_its_ranks),
+    "torch: DistributedSampler of rank 1 of 3": (of(distributed_alone), "equal", {**on_its_ranks, **refused}),
     "torchdata: StatefulDistributedSampler": (
         of(lambda: of_torchdata(num_replicas=num_ranks(), rank=own_rank())),
         "equal",
@@ -202,7 +202,7 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     "timm: RepeatAugSampler": (of(known.RepeatAugSampler), "equal", itself),
     "timm: MultiEpochsDataLoader": (
         of(own.Distributed, kind=loaders.MultiEpochsDataLoader),
-        "multiset",
+        "together",
         {**subclass, **refused},
     ),
     "torchvision: RASampler": (of(known.RASampler), "equal", itself),
@@ -262,7 +262,11 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     "own: rank in slots": (of(own.InSlots), "equal", itself),
     "own: rank in properties": (of(own.InProperties), "equal", itself),
     "own: rank asked of torch in iter": (of(own.AsksTorch), "equal", itself),
-    "own: distributed, each sample three times": (of(own.RepeatsThrice), "equal", on_its_ranks),
+    "own: distributed, each sample three times": (
+        of(own.RepeatsThrice),
+        "equal",
+        {**on_its_ranks, "on_ranks": "together"},
+    ),
     "own: distributed, 40 a rank with replacement": (
         of(own.DrawsWithReplacement, batch_size=8),
         "equal",
@@ -318,7 +322,7 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     "own: state that is right": (of(own.RightState), "equal", {}),
     "own: state that is ignored": (of(own.IgnoresState), "equal", {}),
     "own: state one off": (of(own.StateOneOff), "equal", {}),
-    "own: DataLoader that yields twice": (shuffled(loaders.YieldsTwice), "multiset", {}),
+    "own: DataLoader that yields twice": (shuffled(loaders.YieldsTwice), "multiset", {"elsewhere": "refused"}),
     "own: thread before a DataLoader": (
         lambda workers: loaders.Prefetches(loader(workers, shuffle=True)),
         "multiset",
