@@ -151,8 +151,8 @@ class IsolatedReads:
 class OwnRandomness:
     """CPU generators of torch, NumPy and ``random`` that one piece of code runs on in place of the process's.
 
-    Within :meth:`entered` the code draws from its own, which go on where it left them; outside nothing of that can be
-    seen. While the code does not draw from NumPy, swapping takes a few microseconds.
+    Within a ``with`` block the code draws from its own, which go on where it left them; outside nothing of that can be
+    seen. It takes a few microseconds.
 
     Args:
         seed: Seeds them.
@@ -162,38 +162,35 @@ class OwnRandomness:
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Seed them; not within :meth:`entered`."""
+        """Seed them; not within a block."""
         with keep_randomness():
             seed_randomness(seed)
             self._own, self._memory = Randomness.now(), _memory()
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Swap the generators for the block."""
-        before = _memory()
-        if before is None or self._memory is None:
-            with keep_randomness():
-                self._own.restore()
-                try:
-                    yield
-                finally:
-                    self._own = Randomness.now()
+    def __enter__(self) -> None:
+        self._before = _memory()
+        if self._before is None or self._memory is None:
+            self._others = Randomness.now()
+            self._own.restore()
             return
-        of_torch = torch.default_generator.get_state()
+        self._of_torch = torch.default_generator.get_state()
         torch.default_generator.set_state(self._own.of_torch)
         _put_back(self._memory)
-        try:
-            yield
-        finally:
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is None or self._memory is None:
+            self._own = Randomness.now()
+            self._others.restore()
+        else:
             after = _memory()
-            if after is not None and after[1] != self._memory[1]:
-                # NumPy keeps a second normal number elsewhere than in this memory.
-                self._own, self._memory = Randomness.now(), None
+            if after is None or after[1] != self._memory[1]:
+                self._own = Randomness.now()
             else:
                 self._own = self._own._replace(of_torch=torch.default_generator.get_state())
-                self._memory = after
-            torch.default_generator.set_state(of_torch)
-            _put_back(before)
+            # NumPy keeps a second normal number, if it has drawn one, elsewhere than in this memory.
+            self._memory = None if self._own.of_numpy[3] else after
+            torch.default_generator.set_state(self._of_torch)
+            _put_back(self._before)
 
 
 _NUM_WORDS = 624

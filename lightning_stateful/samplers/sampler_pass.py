@@ -9,7 +9,7 @@ import weakref
 from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
@@ -111,15 +111,13 @@ class IteratedSampler:
         with self.entered():
             return to_plain(self.sampler.state_dict(), f"{type(self.sampler).__qualname__}.state_dict()")
 
+    def entered(self) -> AbstractContextManager[None]:
+        """A block in which to run the sampler's code: it sees its own randomness, and the ranks that it is told of."""
+        return self._told_of_ranks() if self._settings or self._asked is not None else self._random
+
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run the sampler's code: it sees its own randomness, and the ranks that it is told of."""
-        with ExitStack() as stack:
-            stack.enter_context(self._random.entered())
-            if self._settings:
-                stack.enter_context(told(self._settings))
-            if self._asked is not None:
-                stack.enter_context(self._asked.answering())
+    def _told_of_ranks(self) -> Iterator[None]:
+        with self._random, told(self._settings), nullcontext() if self._asked is None else self._asked.answering():
             yield
 
     def _reseed(self, *labels: int) -> None:

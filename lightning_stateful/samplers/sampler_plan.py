@@ -144,6 +144,12 @@ class SamplerEpochPlan:
             end = self._length
             if end is not None and not rule.num_steps(end - index):
                 break
+            if end is not None and end - index >= 2 * full and not is_first and walk.look_ahead(full) == full:
+                # Most steps are alike.
+                items = self._in_order(walk.take(full), index)
+                yield index + rank, items[rank :: rule.num_replicas]
+                index += full
+                continue
             ready = walk.look_ahead(ahead * full if end is None else min(full, end - index))
             if is_first and walk.end is None:
                 # Some samplers know their length when a pass has begun.

@@ -268,7 +268,10 @@ class WrappedSampler:
 
     @property
     def yields_containers(self) -> bool:
-        """Whether what it yields may be filled again by it, and has to be copied."""
+        """Whether what it yields may be filled again by it before it is used, and has to be copied."""
+        if vars(self).get("_met", (1, 0))[0] == 1 and not self.exact:
+            # Nothing is drawn ahead.
+            return False
         return self.whole_batches or not (self.is_known or isinstance(self.facts.first, int))
 
     def copied(self) -> SamplerCopy:
