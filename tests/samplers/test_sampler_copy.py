@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import threading
 from collections import deque, namedtuple
@@ -143,7 +144,7 @@ def test_what_cannot_be_copied_or_holds_data_is_shared(make: Any) -> None:
     assert copied([held])[0] is held
 
 
-@pytest.mark.parametrize("make", [lambda: (n for n in range(3)), lambda: iter([1]), lambda: open(__file__)])
+@pytest.mark.parametrize("make", [lambda: (n for n in range(3)), lambda: iter([1]), lambda: io.StringIO("1")])
 def test_a_copy_that_shares_an_iterator_or_a_file_is_not_apart(make: Any) -> None:
     held = make()
     found = SamplerCopy(Bag(held=held))
