@@ -124,7 +124,10 @@ THEIRS: dict[str, Make] = {
     "wrapper, length not believed": wrapper(ShuffledBatches(), length="unknown"),
     "wrapper, names": wrapper(Names()),
     "wrapper, one batch": wrapper([[7, 8]]),
-    **{f"patched, {name}": patched(make) for name, make in LOADERS.items() if name != "torchdata's distributed"},
+    **{
+        f"patched, {name}": patched(LOADERS[name])
+        for name in ("random", "weighted", "own state", "class balanced", "unbatched", "torchdata's loader")
+    },
     "loader, without len, tail dropped": over_samples(sampler=WithoutLen(), drop_last=True),
     "loader, sampler for evaluation": loader(list(range(22)), sampler=GlobalRandom(), exact=True),
     "loader, one by one": loader(list(range(22)), sampler=GlobalRandom(), batch_size=None),
@@ -136,7 +139,7 @@ THEIRS: dict[str, Make] = {
 IMPLEMENTERS = {**OURS, **OF_STEPS, **THEIRS}
 WHOLE_BATCHES = {
     *("wrapper, between ranks", "wrapper, length not believed", "wrapper, one batch"),
-    *("patched, batches handed on", "patched, torchdata's loader"),
+    "patched, torchdata's loader",
     *(f"{how}, {name}" for how in ("wrapper", "patched") for name in BATCHED),
 }
 # One of each way obeys all laws wherever it is stopped; the others go on on as many and on other ranks from a spread of

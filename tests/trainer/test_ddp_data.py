@@ -171,7 +171,7 @@ def fails_on_one_rank(folder: Path) -> None:
     ("case", "words"),
     [
         (fails_on_one_rank, "OSError: disk not mounted"),
-        (refused_by_one_rank, "ConfigurationError: Cannot patch the training loader: SaysTooMuch"),
+        (refused_by_one_rank, "ConfigurationError: SaysTooMuch yields only 8 items"),
     ],
 )
 def test_16_a_rank_that_cannot_build_its_data_stops_all_ranks(ranks: Ranks, case: Any, words: str) -> None:

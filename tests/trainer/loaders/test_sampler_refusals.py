@@ -29,9 +29,9 @@ def by_the_clock() -> Any:
     return loader(sampler=samplers.ByTheClock())
 
 
-def test_a_sampler_that_cannot_be_right_is_refused_by_its_path_before_training() -> None:
+def test_a_sampler_that_cannot_be_right_is_refused_by_name_before_training() -> None:
     model = LedgerModel()
-    with pytest.raises(ConfigurationError, match="the training loader 'bad.0': SaysTooMuch yields only 8 items"):
+    with pytest.raises(ConfigurationError, match="SaysTooMuch yields only 8 items"):
         train_with(
             lambda: {"good": LOADERS["weighted"](), "bad": [loader(batch_sampler=samplers.SaysTooMuch())]}, model=model
         )
@@ -41,7 +41,7 @@ def test_a_sampler_that_cannot_be_right_is_refused_by_its_path_before_training()
 def test_what_cannot_be_repeated_is_trained_on_with_a_warning_and_not_resumed(tmp_path: Path) -> None:
     with pytest.warns(StatefulWarning, match="ByTheClock yields something else at item"):
         stopped(tmp_path / "stop.ckpt", by_the_clock, run=train_with, batch=3, max_epochs=1)
-    with pytest.raises(StateMismatchError, match="ByTheClock|sequence"), pytest.warns(StatefulWarning):
+    with pytest.raises(StateMismatchError, match="sequence: saved"):
         train_with(by_the_clock, ckpt_path=tmp_path / "stop.ckpt", max_epochs=1)
 
 
