@@ -16,6 +16,8 @@ from lightning_stateful.samplers.tracker import detect_topology
 
 # Of each name, values that were exchanged so far; all processes exchange the same in the same order.
 _COUNTED: Counter[str] = Counter()
+# Blocks of failing_together() that were entered or left so far, after which names are counted anew; odd within one.
+_BLOCKS = [0]
 _FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.05
 
 
@@ -38,14 +40,14 @@ def exchanged(name: str, value: Any, *, timeout: float = 300.0) -> list[Any] | N
     if world.num_replicas == 1:
         return None
     store = torch.distributed.distributed_c10d._get_default_store()
-    key = f"lightning_stateful/{name} {_COUNTED[name]}"
+    key = f"lightning_stateful/{_BLOCKS[0]}/{name} {_COUNTED[name]}"
     _COUNTED[name] += 1
     store.set(f"{key}/{world.rank}", json.dumps(value))
     ends, values = time.monotonic() + timeout, []
     for rank in range(world.num_replicas):
         wait = _FIRST_WAIT
         while not store.check([f"{key}/{rank}"]):
-            if store.check([failure := _failure_key()]):
+            if _BLOCKS[0] % 2 and store.check([failure := _failure_key()]):
                 raise RankMismatchError(store.get(failure).decode())
             if time.monotonic() > ends:
                 raise RankMismatchError(
@@ -61,14 +63,21 @@ def exchanged(name: str, value: Any, *, timeout: float = 300.0) -> list[Any] | N
 @contextmanager
 def failing_together() -> Iterator[None]:
     """Let processes that wait in :func:`exchanged` hear of an error in this block, which all of them run."""
-    _COUNTED["failing_together"] += 1
+    _begin_block()
     try:
         yield
     except Exception as error:
         store = torch.distributed.distributed_c10d._get_default_store()
         store.set(_failure_key(), f"rank {detect_topology().rank} failed: {type(error).__name__}: {error}")
         raise
+    finally:
+        _begin_block()
+
+
+def _begin_block() -> None:
+    _BLOCKS[0] += 1
+    _COUNTED.clear()
 
 
 def _failure_key() -> str:
-    return f"lightning_stateful/failed {_COUNTED['failing_together']}"
+    return f"lightning_stateful/{_BLOCKS[0]}/failed"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 ResumeMode = Literal["fast_forward", "own_state"]
 
 # Items by which the beginning of an epoch is known, items drawn at a time, and the most of an epoch that is looked at.
-_COMPARED, _DRAWN, _MOST = 64, 4096, 2**20
+_COMPARED, _DRAWN, _MOST, _MOST_ENDLESS = 64, 4096, 2**20, 2**14
 # Seconds: an epoch that begins faster is begun twice more where that tells something; all ranks are simulated for less.
 _QUICK, _PATIENCE = 2.0, 20.0
 
@@ -151,7 +151,7 @@ def _follow(
     most = _MOST if facts.says is None else min(facts.says + (not order.is_cut), _MOST)
     while drawn < most:
         is_endless = facts.says is None and drawn >= _DRAWN
-        if is_endless and time.perf_counter() - started > _QUICK:
+        if is_endless and (drawn >= _MOST_ENDLESS or time.perf_counter() - started > _QUICK):
             break
         size = STATE_STRIDE if has_states and drawn < STATE_STRIDE else _COMPARED if drawn < _COMPARED else _DRAWN
         size = min(size - drawn % size, most - drawn)
@@ -366,11 +366,14 @@ def _prove(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing | Non
         for by_dataset in (True, False):
             choose = partial(settings_of_one_rank, by_dataset=by_dataset)
             ones = [_items(order, choose, 1, 0, epoch) for epoch in range(2)]
-            if all(yields_as_one(ranks, one) for ranks, one in zip(told_of, ones, strict=True)):
+            # Those that torch and Lightning leave to their ranks may have data there that others lack.
+            in_turn = isinstance(order.sampler, DistributedSampler) and not order.is_wrapped
+            if all(yields_as_one(ranks, one, in_turn=in_turn) for ranks, one in zip(told_of, ones, strict=True)):
                 settings, alone = tuple(choose(order.sampler)), check_sampler(order, choose)
                 with told(settings):
                     # They can be set on the sampler itself.
-                    return Dealing(settings=settings, answers=facts.asks, facts=alone, begins=alone.begins)
+                    note = "It is told that there is one rank, which provably yields what all ranks yield together."
+                    return Dealing(settings=settings, answers=facts.asks, facts=alone, begins=alone.begins, note=note)
     return None
 
 

@@ -93,8 +93,9 @@ def told(settings: Sequence[Setting]) -> Iterator[None]:
     try:
         for holder, name, value in settings:
             held = holder if type(holder) is dict else attributes_of(holder)
-            before.append((holder, name, held[name]))
+            kept = (holder, name, held[name])
             tell([(holder, name, value)])
+            before.append(kept)
         yield
     finally:
         tell(before[::-1])
@@ -147,7 +148,7 @@ class AskedRanks:
         return answer
 
 
-def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any]) -> bool:
+def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any], *, in_turn: bool) -> bool:
     """Whether what all ranks yield is what one rank yields, but for what makes their last step equal.
 
     That is fewer repeats than a step has samples, and fewer other items than ranks (lhotse names its repeats anew).
@@ -155,7 +156,12 @@ def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any]) -> b
     Args:
         of_ranks: The items of each rank, single samples or batches.
         of_one: The items of a sampler that was told of one rank.
+        in_turn: Whether ranks have to take them in turn, so that dealt out each rank gets what it yields by itself.
     """
+    turns = len(of_one) // len(of_ranks) if in_turn else 0
+    for rank, items in enumerate(of_ranks):
+        if list(map(_samples_in, items[:turns])) != list(map(_samples_in, of_one[rank :: len(of_ranks)][:turns])):
+            return False
     num_ranks = len(of_ranks)
     together = Counter(sample for items in of_ranks for item in items for sample in _samples_in(item))
     alone = Counter(sample for item in of_one for sample in _samples_in(item))

@@ -22,7 +22,6 @@ from lightning_stateful.errors import (
     PositionError,
     StatefulWarning,
     StateMismatchError,
-    UnsupportedLoaderError,
 )
 
 
@@ -30,12 +29,20 @@ def by_the_clock() -> Any:
     return loader(sampler=samplers.ByTheClock())
 
 
-def test_what_cannot_be_resumed_exactly_is_refused_by_its_path_before_training() -> None:
+def test_a_sampler_that_cannot_be_right_is_refused_by_name_before_training() -> None:
     model = LedgerModel()
-    words = "the training loader 'bad.0': ByTheClock yields something else .* accept=.'nondeterministic',."
-    with pytest.raises(UnsupportedLoaderError, match=words):
-        train_with(lambda: {"good": LOADERS["weighted"](), "bad": [by_the_clock()]}, model=model)
+    with pytest.raises(ConfigurationError, match="SaysTooMuch yields only 8 items"):
+        train_with(
+            lambda: {"good": LOADERS["weighted"](), "bad": [loader(batch_sampler=samplers.SaysTooMuch())]}, model=model
+        )
     assert model.ledger == []
+
+
+def test_what_cannot_be_repeated_is_trained_on_with_a_warning_and_not_resumed(tmp_path: Path) -> None:
+    with pytest.warns(StatefulWarning, match="ByTheClock yields something else at item"):
+        stopped(tmp_path / "stop.ckpt", by_the_clock, run=train_with, batch=3, max_epochs=1)
+    with pytest.raises(StateMismatchError, match="sequence: saved"):
+        train_with(by_the_clock, ckpt_path=tmp_path / "stop.ckpt", max_epochs=1)
 
 
 def test_what_cannot_be_repeated_is_accepted_on_request_with_a_warning_at_each_resume(tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""A copy of a sampler is tried before training: what it yields, remembers and knows, or why it is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import samplers as theirs
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
+
+from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+
+
+class OwnIterator(theirs.OwnState):
+    """Is its own iterator, and begins anew at iter()."""
+
+    def __iter__(self) -> Any:
+        self.served = 0
+        return self
+
+    def __next__(self) -> int:
+        if self.served == 9:
+            raise StopIteration
+        self.served += 1
+        return self.served
+
+
+class Counts(Sampler[int]):
+    """Counts its passes, what it yields, and what it is asked, but yields the same."""
+
+    def __init__(self, length: int, log: list[int] | None = None) -> None:
+        self.length, self.times, self.log = length, 0, log
+
+    def __iter__(self) -> Iterator[int]:
+        self.times += 1
+        for index in range(self.length):
+            if self.log is not None:
+                self.log.append(index)
+            yield index
+
+
+class ChangesData(Sampler[int]):
+    """Changes objects in a long list of its own."""
+
+    def __init__(self) -> None:
+        self.data = [SimpleNamespace(number=number) for number in range(1250)]
+
+    def __iter__(self) -> Iterator[int]:
+        for datum in self.data:
+            datum.number += 1
+            yield datum.number
+
+
+def test_the_sampler_itself_is_not_iterated_and_a_copy_once() -> None:
+    sampler = Counts(200, log=[])
+    order = WrappedSampler(sampler)
+    facts = order.facts
+
+    assert (facts.first, facts.says, facts.length, facts.error) == (0, None, 200, "")
+    assert facts.begins == digest(list(range(64)))
+    assert order.facts is facts
+    assert (sampler.times, sampler.log) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("make", "remembers", "is_harmless"),
+    [
+        (theirs.GlobalRandom, False, False),
+        (theirs.ByTheClock, False, False),
+        (theirs.ClassBalanced, False, False),
+        (lambda: Counts(30), False, True),
+        (theirs.CountsEpochs, True, False),
+        (theirs.ShufflesInPlace, True, False),
+        (lambda: theirs.Proxy(theirs.CountsEpochs()), True, False),
+        (lambda: theirs.KeepsItsPlace(9), False, False),
+        (theirs.Fails, True, False),
+        (lambda: iter(range(5)), True, False),
+        (lambda: (n for n in range(3)), True, False),
+    ],
+)
+def test_it_is_found_out_whether_what_comes_depends_on_earlier_passes(
+    make: Callable[[], Any], remembers: bool, is_harmless: bool
+) -> None:
+    facts = WrappedSampler(make()).facts
+
+    assert (facts.remembers, facts.is_harmless) == (remembers, is_harmless)
+
+
+def test_what_cannot_be_tried_says_why_and_is_left_where_it_was() -> None:
+    items = iter(range(5))
+
+    assert WrappedSampler(items).facts.error.startswith("it holds an iterator, a file or")
+    assert WrappedSampler(theirs.Fails()).facts.error == "it raised KeyError: 'theirs'"
+    assert list(items) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.usefixtures("rank_2_of_4")
+def test_whether_it_asks_torch_for_its_rank_is_noted() -> None:
+    sampler = theirs.GlobalRandom()
+    assert not WrappedSampler(sampler).facts.asks
+    sampler.__class__ = type("Asks", (theirs.GlobalRandom,), {"__len__": lambda _: 12 * dist.get_world_size() - 26})
+    assert WrappedSampler(sampler).facts.asks
+
+
+def test_generators_of_the_process_are_left_alone() -> None:
+    before = random.getstate(), torch.get_rng_state().tolist()
+    assert WrappedSampler(theirs.BatchesWithoutLen(), batch_size=None).facts.length
+
+    assert (random.getstate(), torch.get_rng_state().tolist()) == before
+
+
+def test_torchs_own_samplers_are_not_tried_but_a_users_within_them_is() -> None:
+    assert WrappedSampler(BatchSampler(RandomSampler(range(9)), 2, False)).facts.length is None
+    assert WrappedSampler(BatchSampler(theirs.CountsEpochs(), 2, False)).facts.remembers
+
+
+def test_to_overfit_on_its_first_epoch_a_sampler_may_count_epochs() -> None:
+    order = WrappedSampler(theirs.CountsEpochs()).adapted(shuffle=False)
+
+    assert list(order.plan(2, 1).batches(0)) == list(order.plan(0, 1).batches(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "yields", "says"),
+    [(theirs.SaysTooMuch, "only 8", 9), (theirs.SaysTooLittle, "more than 7", 7)],
+    ids=["too much", "too little"],
+)
+def test_a_sampler_with_a_wrong_length_is_refused_with_both_numbers(make: Any, yields: str, says: int) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{make.__name__} yields {yields} items .* its len\(\) is {says}"):
+        _ = WrappedSampler(make()).facts
+    with pytest.raises(ConfigurationError, match=r"list yields only 6 items in epoch 0, but length=150 was given"):
+        _ = WrappedSampler([*range(6)], length=150).facts
+
+
+def test_a_sampler_that_changes_what_its_copies_share_is_refused() -> None:
+    with pytest.raises(UnsupportedLoaderError, match="ChangesData changes objects in a list of more than 1,024"):
+        _ = WrappedSampler(ChangesData()).facts
+
+
+def test_one_that_begins_anew_for_every_batch_that_torch_cuts_is_refused_and_served_where_torch_cuts_none() -> None:
+    with pytest.raises(UnsupportedLoaderError, match="OwnIterator returns itself from __iter__, and begins anew there"):
+        _ = WrappedSampler(OwnIterator(), length="unknown", is_cut_by_torch=True).facts
+
+    order = WrappedSampler(OwnIterator(), length="unknown", is_cut_by_torch=True, is_wrapped=True)
+    assert [batch for _, batch in order.plan(0, 1).batches(0)] == [[number] for number in range(1, 10)]

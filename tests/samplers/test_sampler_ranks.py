@@ -1,0 +1,204 @@
+"""Samplers that know of ranks: told of one if that is proven to be the same, or left to their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed
+from support.ranks import Ranks
+from torch.utils.data import DistributedSampler
+
+from lightning_stateful.samplers.rank_exchange import exchanged, failing_together
+from lightning_stateful.samplers.sampler_ranks import (
+    AskedRanks,
+    name_of_rank,
+    numbers_in,
+    ranks_held,
+    settings_of_one_rank,
+    told,
+    yields_as_one,
+)
+from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+
+
+class Bag:
+    """Holds whatever it is given, and can be iterated."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Stubborn(Bag):
+    """Does not let its rank be set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
+class Share(Bag):
+    """Yields its rank's share of 12 indices, from wherever that says."""
+
+    def __len__(self) -> int:
+        return 12 // self.world_size  # type: ignore[attr-defined,no-any-return]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 12, self.world_size))  # type: ignore[attr-defined]
+
+
+class FirstOfAll(Share):
+    """Yields something else where it is told of one rank."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12)) if self.world_size > 1 else iter([0] * 12)  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return 12
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ({"num_replicas": 4, "rank": 3}, {"num_replicas": 1, "rank": 0}),
+        ({"world_size": 4, "rank": 3}, {"world_size": 1, "rank": 0}),
+        ({"num_replicas": 2, "rank": 1, "num_samples": 5}, {"num_replicas": 1, "rank": 0, "num_samples": 10}),
+        (
+            {"num_replicas": 4, "rank": 1, "num_samples": 30, "total_size": 120, "num_selected_samples": 10},
+            {"num_replicas": 1, "rank": 0, "num_samples": 120, "total_size": 120, "num_selected_samples": 40},
+        ),
+        ({"num_replicas": 1, "rank": 0, "num_samples": 3}, {"num_replicas": 1, "rank": 0, "num_samples": 3}),
+        ({"rank": 3}, {"rank": 3}),
+    ],
+)
+def test_what_says_that_there_are_ranks_is_set_for_the_block(held: Any, expected: Any) -> None:
+    inner = Bag(**held)
+    with told(settings_of_one_rank(Bag(inner=inner), by_dataset=False)):
+        assert vars(inner) == expected
+
+    assert vars(inner) == held
+
+
+def test_arguments_that_a_sampler_keeps_are_told_too_and_other_objects_are_not() -> None:
+    kept, config = {"world_size": 4, "rank": 3}, SimpleNamespace(world_size=4, rank=3)
+    sampler = Bag(kwargs=kept, config=config)
+    with told(settings_of_one_rank(sampler, by_dataset=True)):
+        assert kept == {"world_size": 1, "rank": 0}
+
+    assert kept == vars(config) == {"world_size": 4, "rank": 3}
+    assert ranks_held(Bag(inner=Bag(**kept), one=Bag(world_size=1, rank=0))) == (4, 3)
+
+
+def test_one_that_does_not_let_itself_be_told_is_left_as_it_was() -> None:
+    stubborn = Stubborn(num_replicas=2, rank=1)
+    with pytest.raises(AttributeError), told(settings_of_one_rank(stubborn, by_dataset=False)):
+        pass
+
+    assert vars(stubborn) == {"num_replicas": 2, "rank": 1}
+
+
+def test_torch_answers_with_other_ranks_within_the_block_alone() -> None:
+    asked = AskedRanks(3, 2)
+    with asked.answering():
+        assert not asked.was_asked
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (2, 3)
+        assert torch.distributed.is_initialized()
+
+    assert asked.was_asked
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "one", "alike"),
+    [
+        ([[0, 2], [1, 3]], [3, 2, 1, 0], True),
+        ([[0, 2], [1, 0]], [0, 1, 2], True),
+        ([[0, 2], [1, 2, 0, 1]], [0, 1, 2], False),
+        ([[0], [1]], [0, 1, 2], False),
+        ([[[0, 1]], [[2, 3]]], [np.array([0, 1]), torch.tensor([3, 2])], True),
+        ([[["a"]], [["b"], ["b again"]]], [["a"], ["b"]], True),
+        ([[0, 1], [0, 1]], [0, 1], False),
+    ],
+)
+def test_ranks_yield_together_what_one_does_but_for_a_last_step(ranks: Any, one: Any, alike: bool) -> None:
+    assert yields_as_one(ranks, one) == alike
+
+
+def test_the_number_that_is_the_rank_on_every_rank_is_found_by_its_name() -> None:
+    found = [numbers_in(Bag(length=2, which=rank, inner=Bag(seed=0))) for rank in range(3)]
+
+    assert name_of_rank(found) == "1.which"
+    assert name_of_rank(found[:1] * 3) is None
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return Ranks(2, tmp_path_factory.mktemp("ranks"))
+
+
+class TestDealing:
+    @pytest.mark.parametrize("make", [lambda: DistributedSampler(range(12), 3, 1), lambda: Share(world_size=3, rank=1)])
+    def test_in_one_process_a_share_of_several_is_left_as_it_is(self, make: Any) -> None:
+        sampler = make()
+        order = WrappedSampler(sampler)
+        found = [index for _, (index,) in order.plan(0, 1).batches(0)]
+
+        assert found == list(make())
+        assert vars(sampler).items() >= {"rank": 1}.items()
+
+    def test_a_torch_sampler_of_the_ranks_that_there_are_is_dealt_out_as_one(self) -> None:
+        orders = [WrappedSampler(DistributedSampler(range(12), 2, rank, shuffle=False)) for rank in range(2)]  # type: ignore[arg-type]
+        for rank, order in enumerate(orders):
+            assert not order.meet(2, rank).is_own
+            assert [index for _, (index,) in order.plan(0, 2).batches(rank)] == list(range(rank, 12, 2))
+
+
+def exchanges(folder: Path) -> Any:
+    """Exchange values, fail on rank 1, and exchange again, beside a process group."""
+    rank = torch.distributed.get_rank()
+    found: list[Any] = [exchanged("number", {"is": rank}), exchanged("number", rank + 10)]
+    try:
+        with failing_together():
+            if rank == 1:
+                raise KeyError("theirs")
+            exchanged("number", rank)
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {error}")
+    with failing_together():
+        found.append(exchanged("another", rank + 20))
+    return found
+
+
+def shares(folder: Path) -> Any:
+    """How samplers that know of ranks come to them."""
+    rank = torch.distributed.get_rank()
+    orders = [WrappedSampler(kind(world_size=2, rank=rank)) for kind in (Share, FirstOfAll)]
+    return [
+        [order.meet(2, rank).is_own, sorted(index for _, (index,) in order.plan(0, 2).batches(rank))]
+        for order in orders
+    ]
+
+
+class TestRanks:
+    def test_ranks_hear_values_and_failures_of_one_another(self, ranks: Ranks) -> None:
+        first, second = ranks.of(exchanges)
+
+        assert first[:2] == second[:2] == [[{"is": 0}, {"is": 1}], [10, 11]]
+        assert first[2:] == ["RankMismatchError: rank 1 failed: KeyError: 'theirs'", [20, 21]]
+        assert second[2:] == ["KeyError: 'theirs'", [20, 21]]
+
+    def test_a_sampler_is_told_of_one_rank_if_that_is_proven_and_left_to_its_ranks_if_not(self, ranks: Ranks) -> None:
+        proven, own = zip(*ranks.of(shares), strict=True)
+
+        assert list(proven) == [[False, [0, 2, 4, 6, 8, 10]], [False, [1, 3, 5, 7, 9, 11]]]
+        assert list(own) == [[True, list(range(12))]] * 2
+
+    def test_without_others_there_is_nothing_to_exchange(self) -> None:
+        assert exchanged("number", 1) is None
