@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from operator import getitem
 from typing import Any, NamedTuple
@@ -246,7 +247,7 @@ class BatchReader:
             try:
                 batch = fetch()
             except StopIteration:
-                if count < _NEVER:
+                if count < _NEVER and first_step + served < plan.num_steps:
                     warnings.warn(
                         f"{type(self._dataset).__qualname__} or its collate_fn raised StopIteration at batch {served} "
                         f"of {count}, which ends the epoch there. Let it raise another error, or give the batch.",
@@ -255,6 +256,9 @@ class BatchReader:
                     )
                 return
             yield batch
+        # Asked for more, as torch at its end: what the sampler does behind its last item is part of it.
+        with suppress(StopIteration):
+            fetch()
 
     def _read_own(self, fetch: Callable[[], Any], plan: EpochPlan, step: int, left_out: int) -> Iterator[Any]:
         """What an ``__iter__`` of the user's gives, to its own end; the plan is told where that is."""

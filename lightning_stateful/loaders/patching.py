@@ -140,6 +140,8 @@ def build_patched(
         made.set_up(loader, description, LoaderSettings(**how), holder)
     except UnsupportedLoaderError as error:
         raise UnsupportedLoaderError(f"Cannot patch {where}: {error}") from None
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from None
     if own_rank is not None:
         # Ranks draw apart at their samples.
         made.own_rank, made._own_seed = own_rank, loader_seed(seed, f"{path}@{own_rank}")

@@ -339,6 +339,7 @@ class _Pass:
 
     def __init__(self, loader: StatefulLoader) -> None:
         self._loader: StatefulLoader | None = loader
+        self._may_be_over = False
         self._tracker, self._read = loader.tracker, loader.batches
         self._batches = self._tracker.iterate(self._read)
 
@@ -349,13 +350,20 @@ class _Pass:
         if self._loader is not None:
             self._loader.compare_ranks()
             self._loader = None
+            self._may_be_over = self._tracker.progress.consumed > 0
         try:
             batch = next(self._batches)
         except StopIteration:
-            raise
+            if not self._may_be_over:
+                raise
+            # Nothing was left of an epoch that was resumed behind its last batch.
+            self._may_be_over = False
+            self._batches = self._tracker.iterate(self._read)
+            batch = next(self._batches)
         except Exception:
             self._batches = self._tracker.iterate(self._read, resumes=True)
             raise
+        self._may_be_over = False
         if isinstance(batch, FailedBatch):
             raise batch.error
         return batch

@@ -90,6 +90,16 @@ def seed_generator(generator: object, seed: int) -> None:
         generator.seed(seed)
 
 
+def state_of_generator(generator: Any) -> str:
+    """The present state of one of :data:`GENERATORS`, as text that is equal for equal states."""
+    if isinstance(generator, torch.Generator):
+        return str(generator.get_state().tolist())
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    state = generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False)
+    return repr([*map(str, state["state"]["key"])] if isinstance(state, dict) else state)
+
+
 @contextmanager
 def keep_if_drawn() -> Iterator[None]:
     """Restore the CPU generators at the end of the block, at little cost if nothing was drawn or seeded in it."""

@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rank_exchange import exchanged
-from lightning_stateful.samplers.sampler_copy import digest_of_contents
+from lightning_stateful.samplers.sampler_copy import digest_of_contents, digest_of_surroundings
 from lightning_stateful.samplers.sampler_pass import STATE_STRIDE, IteratedSampler, next_digest_index
 from lightning_stateful.samplers.sampler_ranks import (
     AskedRanks,
@@ -91,7 +91,7 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
     copied = order.copied()
     if not copied.is_apart:
         return SamplerFacts(error="it holds an iterator, a file or an object that cannot be copied", remembers=True)
-    facts, shared = SamplerFacts(), digest_of_contents(order.sampler, order.dataset, of_shared=True)
+    facts, shared = SamplerFacts(), digest_of_surroundings(order.sampler, order.dataset)
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
     tried = _iterated(order, copied.sampler, choose, asked)
     with suppress(Exception), tried.entered():
@@ -104,7 +104,7 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
-    if digest_of_contents(order.sampler, order.dataset, of_shared=True) != shared:
+    if digest_of_surroundings(order.sampler, order.dataset) != shared:
         raise UnsupportedLoaderError(order.name + _CHANGES_DATA)
     if not facts.error:
         _refuse_wrong_length(order, facts)
@@ -238,8 +238,9 @@ _BEGINS_ANEW = (
     "return iter(list)."
 )
 _CHANGES_DATA = (
-    " changes objects in a list of more than 1,024 while it is iterated, which no copy of it can try before training "
-    "without changing them too. Let it keep what it changes in arrays or dicts of its own, or copy the objects first."
+    " changes its dataset, its class or module, or objects in a list of more than 1,024 while it is iterated, which no "
+    "copy of it can try before training without changing them too. Let it keep what it changes in attributes of its "
+    "own."
 )
 
 

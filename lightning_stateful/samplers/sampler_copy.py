@@ -6,6 +6,9 @@ import copy
 import hashlib
 import io
 import random
+import sys
+from array import array
+from collections import UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -15,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from lightning_stateful.samplers.rng import GENERATORS
+from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 
 T = TypeVar("T")
 Path: TypeAlias = tuple[Any, ...]
@@ -23,6 +26,7 @@ Path: TypeAlias = tuple[Any, ...]
 _LONG, _VERY_LONG, _MOST_BYTES, _SPREAD = 1024, 2**16, 2**28, 4096
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), range, np.int64, np.int32, np.float64, np.bool_})
 _CONTAINERS = (list, tuple, dict, set, np.ndarray, torch.Tensor)
+_SEQUENCES = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray)
 _SHARED = (
     *(type, FunctionType, BuiltinFunctionType, ModuleType),
     *(Dataset, torch.nn.Module, torch.nn.Parameter, np.generic, random.SystemRandom),
@@ -82,9 +86,9 @@ def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
     if type(value) in (list, tuple, set, dict) and _is_data(value.values() if type(value) is dict else value):
         return ()
     items: list[tuple[Any, Any]] = []
-    if isinstance(value, dict) and len(value) <= _LONG:
+    if isinstance(value, dict) and (len(value) <= _LONG or type(value) is dict):
         items = [*value.items(), *(("key", key) for key in value)]
-    elif isinstance(value, (list, tuple, set)) and len(value) <= _LONG:
+    elif isinstance(value, (list, tuple, set, deque)) and (len(value) <= _LONG or type(value) in (list, tuple, set)):
         items = list(enumerate(value))
     # A subclass of a container has attributes beside its items.
     return [*attributes_of(value).items(), *items]
@@ -167,15 +171,18 @@ class SamplerCopy:
         for part in parts.found:
             self._copied(part)
         self.sampler = self._copied(sampler)
-        self.is_apart = self.is_apart and self.sampler is not sampler
+        self.is_apart = self.is_apart and (self.sampler is not sampler or type(sampler) in (*_PLAIN, tuple))
 
     def _copied(self, value: Any) -> Any:
         if id(value) in self._memo:
             return self._memo[id(value)]
+        kept = dict(self._memo)
         try:
             made = self._copied_at_once(value)
             made = copy.deepcopy(value, self._memo) if made is None else made
         except Exception:
+            # It holds halves of copies.
+            self._memo = kept
             # Of samplers, a proxy that hands every attribute on, or a class that cannot be called or pickled.
             made = self._rebuilt(value) if _is_sampler(value) else value
             self.is_apart = self.is_apart and not _moves(made)
@@ -240,12 +247,13 @@ def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1, of
     """
     hashed, parts = hashlib.blake2b(digest_size=16), SamplerParts(sampler, dataset)
     for part in parts.found:
+        if isinstance(part, _SEQUENCES) and (len(part) > _LONG or not of_shared):
+            keys = _spread(part) if isinstance(part, (dict, UserDict)) else []
+            values = _spread(part.values() if isinstance(part, (dict, UserDict)) else part)
+            hashed.update(f"{len(part)}{[_shown(item) for item in (*keys, *values)]}".encode())
         if type(part) in (list, tuple, dict, set):
-            if len(part) > _LONG or not of_shared:
-                keys = _spread(part) if type(part) is dict else []
-                values = _spread(part.values() if type(part) is dict else part)
-                hashed.update(f"{len(part)}{[_shown(item) for item in (*keys, *values)]}".encode())
-        elif isinstance(part, (torch.Tensor, np.ndarray)) and not of_shared:
+            continue
+        if isinstance(part, (torch.Tensor, np.ndarray)) and not of_shared:
             array = part.detach().cpu().numpy() if isinstance(part, torch.Tensor) and _has_numpy(part) else part
             if isinstance(array, np.ndarray) and not array.dtype.hasobject and array.nbytes <= _MOST_BYTES:
                 hashed.update(array.tobytes())
@@ -253,6 +261,30 @@ def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1, of
             for name, item in attributes_of(part).items():
                 is_epoch = type(item) is int and item == epoch
                 hashed.update(f"{name}={'epoch' if is_epoch else _shown(item)};".encode())
+    return hashed.hexdigest()
+
+
+def digest_of_generators(*holders: Any) -> str:
+    """Digest of the states of all random generators that objects hold; empty if they hold none."""
+    found = [generator for holder in holders for generator in SamplerParts(holder).generators.values()]
+    found += [holder for holder in holders if isinstance(holder, GENERATORS)]
+    states = [state_of_generator(generator) for generator in dict.fromkeys(found)]
+    return hashlib.blake2b("".join(states).encode(), digest_size=16).hexdigest() if states else ""
+
+
+def digest_of_surroundings(sampler: Any, dataset: Any = None) -> str:
+    """Digest of what copies of a sampler share with it: long lists, datasets, and attributes of classes and modules."""
+    hashed = hashlib.blake2b(digest_of_contents(sampler, dataset, of_shared=True).encode(), digest_size=16)
+    parts = SamplerParts(sampler, dataset)
+    holders = [part for part in parts.shared if not isinstance(part, (type, ModuleType, torch.nn.Module))]
+    for kind in dict.fromkeys(kind for part in parts.samplers for kind in type(part).__mro__):
+        if kind.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins", "typing", "collections", "abc"):
+            holders += [kind, sys.modules.get(kind.__module__)]
+    for holder in holders:
+        for name, item in attributes_of(holder).items():
+            if type(item) in _PLAIN or isinstance(item, _SEQUENCES):
+                shown = [_shown(one) for one in _spread(item)] if isinstance(item, _SEQUENCES) else item
+                hashed.update(f"{name}={shown};".encode())
     return hashed.hexdigest()
 
 

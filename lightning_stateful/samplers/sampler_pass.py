@@ -146,6 +146,7 @@ class SamplerPass:
     Attributes:
         drawn: Items of the pass that the sampler has yielded.
         end: Items of the pass once the sampler was seen to end; None before that.
+        has_states: Whether items are noted with the sampler's own state.
         label: Epoch and cycle by which it is seeded.
     """
 
@@ -157,7 +158,7 @@ class SamplerPass:
         self.label = (0, 0) if order.repeats_first_epoch else (epoch, cycle)
         self._order, self._epoch, self._first, self._earlier = order, epoch, first, earlier
         self._expected = noted or (0, "", None)
-        self._has_states = order.resume_mode == "own_state"
+        self.has_states = order.resume_mode == "own_state"
         self._iterated: IteratedSampler | None = None
         self._iterator: Iterator[Any] = iter(())
         self._ready: list[Any] = []
@@ -231,7 +232,7 @@ class SamplerPass:
         """Let the sampler yield items as far as the next one that is noted, or that one alone."""
         began, before, state = self.drawn, len(self._ready), None
         is_noted = began == (noted := self._next_note(began))
-        if is_noted and self._has_states:
+        if is_noted and self.has_states:
             index, _, state = self._expected
             if began != index:
                 state = iterated.state(*self.label, began) if began else None
@@ -256,11 +257,11 @@ class SamplerPass:
 
     def _next_note(self, index: int) -> int:
         """The first item at or after ``index`` that is noted."""
-        return -(-index // STATE_STRIDE) * STATE_STRIDE if self._has_states else next_digest_index(index)
+        return -(-index // STATE_STRIDE) * STATE_STRIDE if self.has_states else next_digest_index(index)
 
     def _note(self, index: int, item: Any, state: Any) -> None:
         # Chained where a resume comes by the same notes again, and so sees all of them changed.
-        found = digest(item, self._notes[-1][1] if self._notes and not self._has_states else "")
+        found = digest(item, self._notes[-1][1] if self._notes and not self.has_states else "")
         self._notes.append([index, found, state])
         order, (at, expected, _) = self._order, self._expected
         order.memory.compare_with_check(order, self, index, found)
@@ -316,9 +317,13 @@ class SamplerMemory:
 
     def note_begin(self, order: WrappedSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
         """A pass begins: begin those before it, where the sampler remembers them and this process has not."""
+        if self._latest is not None and not self._ended_with and order.is_trained_on:
+            # It was left within a pass.
+            left = digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
+            self.has_changed = self.has_changed or left != self._began_with
         self._close()
         if earlier is not None and order.remembers and order.is_trained_on:
-            self._begin_again(order, begun.label[0], _spelled_out(earlier))
+            self.begin_again(order, begun.label[0], earlier)
         elif not self.passes and begun.label[0] and order.remembers and order.is_trained_on and not begun.has_state:
             self._warn(
                 f"{order.name} changes itself while it is iterated, and begins here with epoch {begun.label[0]}, as if "
@@ -338,6 +343,12 @@ class SamplerMemory:
     def note_contents(self, order: WrappedSampler, begun: SamplerPass) -> None:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""
         self._began_with = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
+
+    def note_last(self, order: WrappedSampler, latest: SamplerPass) -> None:
+        """The last item that an epoch serves was drawn: what the sampler holds now, only its end and others change."""
+        if self._latest is latest:
+            self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=latest.label[0])
+            self.has_changed = self.has_changed or self._ended_with != self._began_with
 
     def note_end(self, order: WrappedSampler, ended: SamplerPass) -> None:
         """A pass has come to the sampler's end."""
@@ -383,7 +394,18 @@ class SamplerMemory:
                 told.append([*known[first], 1])
         return told
 
-    def _begin_again(self, order: WrappedSampler, epoch: int, earlier: list[list[int]]) -> None:
+    def begin_again(self, order: WrappedSampler, epoch: int, told_of: list[list[int]]) -> None:
+        """Begin the passes before an epoch as often as training has, but for those that were begun in this process.
+
+        Args:
+            order: The sampler.
+            epoch: The epoch.
+            told_of: The passes, as :meth:`passes_before` has them.
+
+        Raises:
+            PositionError: Others were begun in this process.
+        """
+        earlier = _spelled_out(told_of)
         started, known = time.perf_counter(), len(self.passes)
         if self.passes != earlier[:known]:
             raise PositionError(

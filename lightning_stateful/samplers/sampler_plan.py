@@ -40,15 +40,20 @@ class SamplerEpochPlan:
     def __init__(self, *, order: WrappedSampler, num_replicas: int, begun: Progress) -> None:
         self.order, self._num_replicas, self._begun = order, num_replicas, begun
         self._latest: SamplerPass | None = None
+        # Items of the epoch, once a pass has begun or ended before its time; until then the sampler is asked.
+        self._fixed: tuple[int | None] | None = None
 
     @property
     def epoch(self) -> int:
         """The epoch that is planned."""
         return self._begun.epoch
 
-    @cached_property
+    @property
     def _length(self) -> int | None:
         """Items of the epoch; None where that is not known."""
+        if self._fixed is not None:
+            return self._fixed[0]
+        self.order.bring_to(self.epoch, self._begun.details.get("passes"))
         return self.order.num_items_in(self.epoch)
 
     @cached_property
@@ -144,7 +149,7 @@ class SamplerEpochPlan:
             end = self._length
             if end is not None and not rule.num_steps(end - index):
                 break
-            if end is not None and end - index >= 2 * full and not is_first and walk.look_ahead(full) == full:
+            if not (rule.pad or is_first or end is None or end - index < 2 * full) and walk.look_ahead(full) == full:
                 # Most steps are alike.
                 items = self._in_order(walk.take(full), index)
                 yield index + rank, items[rank :: rule.num_replicas]
@@ -162,15 +167,20 @@ class SamplerEpochPlan:
             if not step:
                 break
             items = self._in_order(walk.take(step), index)
+            if not rule.num_steps(left - step):
+                self.order.memory.note_last(self.order, walk)
+                if rule.num_replicas > 1:
+                    # Lightning iterates a sampler that it deals out to its end.
+                    self._look_behind_end(walk, index + step)
             share = _share(items, rank, rule)
             yield index + int(share[0]), [items[offset] for offset in share]
             index += step
         self._look_behind_end(walk, index)
 
     def _begun_length(self) -> int | None:
-        if self._length is not None and not self.order.is_cut:
-            self._length = self.order.num_items
-        return self._length
+        known = self._length
+        self._fixed = (known if known is None or self.order.is_cut else self.order.num_items,)
+        return self._fixed[0]
 
     def _in_order(self, items: list[Any], index: int) -> list[Any]:
         """The items of a step that begins at ``index``, in the order in which ranks take them."""
@@ -186,7 +196,7 @@ class SamplerEpochPlan:
         order = self.order
         if self._length is not None:
             warn(f"{order.name} ended epoch {self.epoch} after {end} {order.unit}, and its len() is {self._length}.")
-        self._length = end
+        self._fixed = (end,)
 
     def _look_behind_end(self, walk: SamplerPass, index: int) -> None:
         """Let a sampler with a length come to its end, as code behind its last item may count."""

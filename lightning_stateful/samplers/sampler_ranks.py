@@ -148,7 +148,7 @@ class AskedRanks:
         return answer
 
 
-def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any], *, in_turn: bool) -> bool:
+def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any], *, in_turn: bool = False) -> bool:
     """Whether what all ranks yield is what one rank yields, but for what makes their last step equal.
 
     That is fewer repeats than a step has samples, and fewer other items than ranks (lhotse names its repeats anew).

@@ -33,7 +33,7 @@ from lightning_stateful.samplers.sampler_check import (
     has_own_state,
 )
 from lightning_stateful.samplers.sampler_copy import SamplerCopy, SamplerParts
-from lightning_stateful.samplers.sampler_pass import IteratedSampler, SamplerMemory, memory_of
+from lightning_stateful.samplers.sampler_pass import STATE_STRIDE, IteratedSampler, SamplerMemory, memory_of
 from lightning_stateful.samplers.sampler_plan import SamplerEpochPlan
 from lightning_stateful.samplers.sampler_ranks import AskedRanks, Setting, told
 from lightning_stateful.samplers.tracker import detect_topology
@@ -216,7 +216,7 @@ class WrappedSampler:
         if self.remembers:
             why = self.facts.error or "a pass over it changes it"
             note += f" Its earlier passes are begun again as well, because {why}."
-        elif self.resume_mode == "fast_forward" and not self.is_known and has_own_state(self):
+        elif has_own_state(self) and not self.facts.leads_back and (self.facts.length or STATE_STRIDE) >= STATE_STRIDE:
             note += " Its own state is not used: loaded into a fresh copy, it did not lead to the items that came next."
         if type(self.sampler) is RandomSampler and vars(self).get("_met", (1, 0))[0] > 1:
             note += " What it draws is dealt out, where Lightning deals out the whole dataset."
@@ -226,9 +226,10 @@ class WrappedSampler:
 
     @property
     def remembers(self) -> bool:
-        """Whether a resume begins earlier passes again, because what it yields depends on them."""
-        if self.resume_mode == "own_state":
-            return False
+        """Whether a resume begins earlier passes again, because what it yields depends on them.
+
+        One with a state of its own is brought by that to an item, and by its passes to the beginning of an epoch.
+        """
         return self.facts.remembers or (self.memory.has_changed and not self.facts.is_harmless)
 
     @cached_property
@@ -348,6 +349,8 @@ class WrappedSampler:
         here = progress if progress is not None and progress.epoch == epoch else Progress(epoch=epoch)
         if vars(self).get("_met", (1, 0))[0] != num_replicas:
             self.meet(num_replicas, detect_topology(num_replicas).rank if num_replicas == 1 else _rank_of_process())
+        if here.consumed:
+            self.bring_to(epoch, here.details.get("passes"))
         num_items = self.num_items_in(epoch) if here.consumed else None
         if num_items is not None and here.consumed > num_items:
             raise PositionError(
@@ -356,6 +359,13 @@ class WrappedSampler:
             )
         ranks = 1 if self.dealing.is_own else num_replicas
         return SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
+
+    def bring_to(self, epoch: int, passes: Any) -> None:
+        """Begin the passes before an epoch that a state tells of, where the sampler remembers them."""
+        if type(passes) is not list or not self.is_trained_on or not self.remembers:
+            return
+        if len(self.memory.passes) < sum(count for *_, count in passes):
+            self.memory.begin_again(self, epoch, passes)
 
     def num_items_in(self, epoch: int) -> int | None:
         """Items of an epoch, by the ``len()`` of a sampler that is told the epoch; None where it has none."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
 from lightning_stateful.core.seeding import derive_seed
@@ -22,6 +22,7 @@ from lightning_stateful.loaders.patching import AnyLoader, build_patched, is_pat
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.samplers.sampler_copy import digest_of_generators
 from lightning_stateful.samplers.wrapped_sampler import TAILS, Tail
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import StreamLoader
@@ -64,7 +65,9 @@ class Settings:
         if self.tail not in (None, *TAILS):
             raise ConfigurationError(f"tail must be one of {TAILS}, got {self.tail!r}.")
 
-    def build_patched(self, trainer: pl.Trainer, loader: Any, path: str, stage: str) -> AnyLoader:
+    def build_patched(
+        self, trainer: pl.Trainer, loader: Any, path: str, stage: str, *, drawn_as: str | None = None
+    ) -> AnyLoader:
         """Patch a loader for the ranks of a trainer; see ``build_patched`` in ``loaders/patching.py``.
 
         Args:
@@ -72,12 +75,13 @@ class Settings:
             loader: The loader.
             path: Where it stands among others.
             stage: ``"training"``, ``"val"``, ``"test"`` or ``"predict"``.
+            drawn_as: The path of a loader whose random order it shares; None for its own.
         """
         topology = topology_of(trainer)
         return build_patched(
             loader,
             seed=self.seed,
-            path=path,
+            path=path if drawn_as is None else drawn_as,
             num_replicas=topology.num_replicas,
             rank=topology.rank,
             own_rank=own_rank(trainer, loader),
@@ -109,6 +113,8 @@ class TrainLoaders:
         step = trainer.lightning_module.training_step
         self._step_fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
         structure = Structure.of(raw)
+        # By the state of the generators that a loader was given: the path of the first such loader.
+        self._drawn_as: dict[str, str] = {}
         self.combined = CombinedLoaders(
             {path: self._build_patched(loader, path) for path, loader in structure.loaders.items()},
             structure.mode or "max_size_cycle",
@@ -250,7 +256,11 @@ class TrainLoaders:
             )
 
     def _build_patched(self, loader: Any, path: str) -> AnyLoader:
-        patched = self._settings.build_patched(self._trainer, loader, path, "training")
+        # Loaders with generators of one state draw the same orders in torch, and pairs of samples may depend on that.
+        drawn = isinstance(loader, DataLoader) and not isinstance(loader, (StatefulLoader, StreamLoader))
+        key = digest_of_generators(loader.generator, loader.sampler, loader.batch_sampler) if drawn else ""
+        drawn_as = self._drawn_as.setdefault(key, path) if key else None
+        patched = self._settings.build_patched(self._trainer, loader, path, "training", drawn_as=drawn_as)
         held = held_loader(loader)
         loader = getattr(loader, held) if held else loader
         if overfits(self._trainer) and not isinstance(patched, StreamLoader) and _is_shuffled(loader):
