@@ -43,6 +43,14 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    folders = (ROOT / "lightning_stateful", ROOT / "tests", ROOT / "examples", ROOT / "benchmarks")
+    files = "".join(f"/{path.relative_to(ROOT).as_posix()}\n" for folder in folders for path in folder.rglob("*.py"))
+    missing = {name for name in re.findall(r"\w[\w/]*\.py\b", page.read_text()) if f"/{name}\n" not in files}
+    assert not missing
+
+
 def test_the_readme_shows_the_commands_that_the_makefile_has() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for name in re.findall(r"make (\w+)", (ROOT / "README.md").read_text()):
