@@ -57,6 +57,7 @@ class SamplerFacts:
         asks: Whether it asks torch.distributed for its rank.
         remembers: Whether what it yields depends on its earlier passes, or nobody knows.
         is_harmless: Whether a pass changes the sampler, but not what a later one yields.
+        contents: Digest of what the sampler held then, to tell whether it was changed since.
         leads_back: Whether its own state, loaded into a fresh copy, leads to the items that came next.
         error: The reason why it could not be tried; empty if it was.
     """
@@ -71,6 +72,7 @@ class SamplerFacts:
     asks: bool = False
     remembers: bool = False
     is_harmless: bool = False
+    contents: str = ""
     leads_back: bool = False
     error: str = ""
 
@@ -92,6 +94,7 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
     if not copied.is_apart:
         return SamplerFacts(error="it holds an iterator, a file or an object that cannot be copied", remembers=True)
     facts, shared = SamplerFacts(), digest_of_surroundings(order.sampler, order.dataset)
+    facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0)
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
     tried = _iterated(order, copied.sampler, choose, asked)
     with suppress(Exception), tried.entered():

@@ -313,6 +313,8 @@ class SamplerMemory:
         self._told: dict[int, Any] = {}
         # What the sampler held when the latest pass began, and when it ended.
         self._began_with = self._ended_with = ""
+        # Whether nobody has changed the sampler between its trial and its first pass.
+        self._is_as_tried = False
         self._warned: set[str] = set()
 
     def note_begin(self, order: WrappedSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
@@ -337,6 +339,9 @@ class SamplerMemory:
                     f"{order.name} was changed between two epochs by something else than its own iteration. A resume "
                     "from here on is exact only if the same is set again before its first batch, in on_train_start."
                 )
+        if not self.passes and not order.is_known:
+            now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
+            self._is_as_tried = now == order.facts.contents
         self.passes.append([*begun.label, 0])
         self._latest, self._ended_with = begun, ""
 
@@ -369,15 +374,16 @@ class SamplerMemory:
     def compare_with_check(self, order: WrappedSampler, at: SamplerPass, index: int, found: str) -> None:
         """Compare the digest of an item of the first pass with what a copy of the sampler yielded before training."""
         expected = order.facts.notes.get(index)
-        is_first = self.passes == [[0, 0, 0]] and self._latest is at and order.is_trained_on
+        is_first = self.passes == [[0, 0, 0]] and self._latest is at and order.is_trained_on and self._is_as_tried
         if index and at.has_states != order.facts.leads_back:
             # Noted in another way.
             return
         if is_first and expected not in (None, found) and "nondeterministic" not in order.accept:
             self._warn(
                 f"{order.name} yields something else at item {index} of its first epoch than when it was tried before "
-                "training: it was changed since, or depends on training, time, a thread or another process. A resume "
-                "from here is exact only if it yields the same again; otherwise it is refused."
+                "training: it depends on training, time, a thread or another process. A resume from here is exact only "
+                "if it yields the same again; otherwise it is refused.",
+                once="trial",
             )
 
     def passes_before(self, epoch: int, cycle: int) -> PassesHere:
@@ -436,9 +442,9 @@ class SamplerMemory:
             return self.passes[-1]
         return [*self.passes[-1][:2], latest.drawn if latest.end is None else -1]
 
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+    def _warn(self, message: str, once: str = "") -> None:
+        if (once or message) not in self._warned:
+            self._warned.add(once or message)
             warn(message)
 
 
