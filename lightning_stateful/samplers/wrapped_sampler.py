@@ -33,7 +33,8 @@ from lightning_stateful.samplers.sampler_check import (
     has_own_state,
 )
 from lightning_stateful.samplers.sampler_copy import SamplerCopy, SamplerParts
-from lightning_stateful.samplers.sampler_pass import STATE_STRIDE, IteratedSampler, SamplerMemory, memory_of
+from lightning_stateful.samplers.sampler_memory import SamplerMemory, memory_of
+from lightning_stateful.samplers.sampler_pass import STATE_STRIDE, IteratedSampler
 from lightning_stateful.samplers.sampler_plan import SamplerEpochPlan
 from lightning_stateful.samplers.sampler_ranks import AskedRanks, Setting, told
 from lightning_stateful.samplers.tracker import detect_topology

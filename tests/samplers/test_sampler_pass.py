@@ -289,7 +289,7 @@ def test_iterating_without_end_keeps_little() -> None:
 
 
 def test_a_long_fast_forward_is_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_pass, "_LONG_FAST_FORWARD", 0)
+    monkeypatch.setattr(sampler_pass, "LONG_FAST_FORWARD", 0)
     batches = order_of(theirs.Endless()).plan(0, 1, Progress(consumed=100)).batches(0)
     with pytest.warns(StatefulWarning, match=r"Endless was fast-forwarded by 100 items to item 100 of epoch 0"):
         next(batches)

@@ -1,0 +1,207 @@
+"""Remembers what was iterated of a user's sampler in this process, and begins earlier passes again on a resume."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice, repeat
+from typing import TYPE_CHECKING, Any
+
+from lightning_stateful.errors import PositionError
+from lightning_stateful.samplers.sampler_copy import Path, SamplerParts, attributes_of, digest_of_contents
+from lightning_stateful.samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
+
+if TYPE_CHECKING:
+    from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+
+# Memories of samplers by their id, beside a reference to each.
+_MEMORIES: dict[int, tuple[Callable[[], Any], SamplerMemory]] = {}
+
+
+class PassesHere(list[list[int]]):
+    """Passes that were begun in this process; a state holds them as a plain list."""
+
+
+class SamplerMemory:
+    """Passes that were begun over a sampler in this process, and whether something has changed it between or in them.
+
+    A sampler that changes itself while it is iterated yields what follows from its earlier passes. Their number is kept
+    in the state, and a resume begins them again.
+
+    Args:
+        generators: Where the generators are that the sampler holds.
+
+    Attributes:
+        generators: The same.
+        passes: Of each pass its epoch, its cycle, and the items drawn of one that was broken off, or -1.
+        has_changed: Whether a pass has changed the sampler.
+    """
+
+    def __init__(self, generators: Collection[Path]) -> None:
+        self.generators = tuple(generators)
+        self.passes: list[list[int]] = []
+        self.has_changed = False
+        self._latest: SamplerPass | None = None
+        # By number of a sampler in it, the epoch that it holds.
+        self._told: dict[int, Any] = {}
+        # What the sampler held when the latest pass began, and when it ended.
+        self._began_with = self._ended_with = ""
+        # Whether nobody has changed the sampler between its trial and its first pass.
+        self._is_as_tried = False
+        self._warned: set[str] = set()
+
+    def note_begin(self, order: WrappedSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
+        """A pass begins: begin those before it, where the sampler remembers them and this process has not."""
+        if self._latest is not None and not self._ended_with and order.is_trained_on:
+            # It was left within a pass.
+            left = digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
+            self.has_changed = self.has_changed or left != self._began_with
+        self._close()
+        if earlier is not None and order.remembers and order.is_trained_on:
+            self.begin_again(order, begun.label[0], earlier)
+        elif not self.passes and begun.label[0] and order.remembers and order.is_trained_on and not begun.has_state:
+            self._warn(
+                f"{order.name} changes itself while it is iterated, and begins here with epoch {begun.label[0]}, as if "
+                "the epochs before had not been: that is not what an uninterrupted run trains on."
+            )
+        if self._ended_with and order.is_trained_on and not order.has_set_epoch:
+            epochs = (begun.label[0], self.passes[-1][0])
+            before = {digest_of_contents(order.sampler, order.dataset, epoch=epoch) for epoch in epochs}
+            if self._ended_with not in before:
+                self._warn(
+                    f"{order.name} was changed between two epochs by something else than its own iteration. A resume "
+                    "from here on is exact only if the same is set again before its first batch, in on_train_start."
+                )
+        if not self.passes and not order.is_known:
+            now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
+            self._is_as_tried = now == order.facts.contents
+        self.passes.append([*begun.label, 0])
+        self._latest, self._ended_with = begun, ""
+
+    def note_contents(self, order: WrappedSampler, begun: SamplerPass) -> None:
+        """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""
+        self._began_with = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
+
+    def note_last(self, order: WrappedSampler, latest: SamplerPass) -> None:
+        """The last item that an epoch serves was drawn: what the sampler holds now, only its end and others change."""
+        if self._latest is latest:
+            self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=latest.label[0])
+            self.has_changed = self.has_changed or self._ended_with != self._began_with
+
+    def note_end(self, order: WrappedSampler, ended: SamplerPass) -> None:
+        """A pass has come to the sampler's end."""
+        if self._latest is ended:
+            self._close()
+            self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=ended.label[0])
+            self.has_changed = self.has_changed or self._ended_with != self._began_with
+
+    def tell_epoch(self, sampler: Any, dataset: Any, epoch: int) -> None:
+        """Call ``set_epoch`` of a sampler and of those in it, but of one that somebody else has told another epoch."""
+        for place, part in enumerate(SamplerParts(sampler, dataset).samplers):
+            if callable(getattr(part, "set_epoch", None)):
+                held = attributes_of(part).get("epoch", epoch)
+                if held in (epoch, self._told.get(place, 0)):
+                    part.set_epoch(epoch)
+                self._told[place] = attributes_of(part).get("epoch", epoch)
+
+    def compare_with_check(self, order: WrappedSampler, at: SamplerPass, index: int, found: str) -> None:
+        """Compare the digest of an item of the first pass with what a copy of the sampler yielded before training."""
+        expected = order.facts.notes.get(index)
+        is_first = self.passes == [[0, 0, 0]] and self._latest is at and order.is_trained_on and self._is_as_tried
+        if index and at.has_states != order.facts.leads_back:
+            # Noted in another way.
+            return
+        if is_first and expected not in (None, found) and "nondeterministic" not in order.accept:
+            self._warn(
+                f"{order.name} yields something else at item {index} of its first epoch than when it was tried before "
+                "training: it depends on training, time, a thread or another process. A resume from here is exact only "
+                "if it yields the same again; otherwise it is refused.",
+                once="trial",
+            )
+
+    def passes_before(self, epoch: int, cycle: int) -> PassesHere:
+        """The passes before one, for a state: ``[epoch, cycle, items or -1, number of epochs that follow alike]``."""
+        known = [*self.passes[:-1], self._closed()] if self.passes else []
+        labels = [of[:2] for of in known]
+        if [epoch, cycle] in labels:
+            known = known[: len(labels) - 1 - labels[::-1].index([epoch, cycle])]
+        told = PassesHere()
+        for first, passed in enumerate(known):
+            if told and passed == [told[-1][0] + told[-1][3], *told[-1][1:3]]:
+                told[-1][3] += 1
+            else:
+                told.append([*known[first], 1])
+        return told
+
+    def begin_again(self, order: WrappedSampler, epoch: int, told_of: list[list[int]]) -> None:
+        """Begin the passes before an epoch as often as training has, but for those that were begun in this process.
+
+        Args:
+            order: The sampler.
+            epoch: The epoch.
+            told_of: The passes, as :meth:`passes_before` has them.
+
+        Raises:
+            PositionError: Others were begun in this process.
+        """
+        earlier = _spelled_out(told_of)
+        started, known = time.perf_counter(), len(self.passes)
+        if self.passes != earlier[:known]:
+            raise PositionError(
+                f"{order.name} changes itself while it is iterated, and was iterated in this process already "
+                f"({known} times), so that the {len(earlier)} passes before epoch {epoch} cannot be begun "
+                "again. Build a new one for the resumed run."
+            )
+        for epoch, cycle, items in earlier[known:]:
+            iterated = order.iterated()
+            drawn = iterated.begin(epoch, cycle)
+            with iterated.entered():
+                deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
+            self.passes.append([epoch, cycle, items])
+        seconds = time.perf_counter() - started
+        if seconds > LONG_FAST_FORWARD:
+            warn(
+                f"{order.name} changes itself while it is iterated, so its {len(earlier)} earlier passes were begun "
+                f"again, by indices alone, which took {seconds:.1f} s."
+            )
+
+    def _close(self) -> None:
+        if self._latest is not None:
+            self.passes[-1] = self._closed()
+
+    def _closed(self) -> list[int]:
+        latest = self._latest
+        if latest is None:
+            return self.passes[-1]
+        return [*self.passes[-1][:2], latest.drawn if latest.end is None else -1]
+
+    def _warn(self, message: str, once: str = "") -> None:
+        if (once or message) not in self._warned:
+            self._warned.add(once or message)
+            warn(message)
+
+
+def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
+    """The memory of a sampler, the same for all that iterate it in this process.
+
+    Args:
+        sampler: The sampler.
+        dataset: An object in it that is not looked into.
+    """
+    held, memory = _MEMORIES.get(id(sampler), (None, None))
+    if held is not None and memory is not None and held() is sampler:
+        return memory
+    key, made = id(sampler), SamplerMemory(SamplerParts(sampler, dataset).generators)
+    try:
+        reference: Callable[[], Any] = weakref.ref(sampler, lambda _: _MEMORIES.pop(key, None))
+    except TypeError:
+        # Its class has no weak references: it is held for good.
+        reference = repeat(sampler).__next__
+    _MEMORIES[key] = reference, made
+    return made
+
+
+def _spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[first + number, cycle, items] for first, cycle, items, count in told for number in range(count)]
