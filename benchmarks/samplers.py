@@ -23,8 +23,8 @@ from benchmarks.checkpoint import json_bytes, torch_bytes
 from benchmarks.measure import Row, in_child, interleave, median_ratio, report, seconds, short, target, with_memory
 from benchmarks.throughput import Images, Ints
 from lightning_stateful import DDPSamplerWrapper, patch_dataloader
-from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import pack
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 CLAIM = (
     "Fast-forwarding a sampler costs what iterating it costs, and a patched loader is as fast as the loader that it "

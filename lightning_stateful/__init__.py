@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from lightning_stateful.mixture import WeightSchedule
     from lightning_stateful.samplers import (
         BucketBatchSampler,
-        DDPSamplerWrapper,
         MixtureBatchSampler,
         RoundRobinBatchSampler,
         StatefulDistributedSampler,
     )
     from lightning_stateful.streams import ChunkedDataset, MixedStream
     from lightning_stateful.trainer import StatefulDataCallback
+    from lightning_stateful.user_samplers import DDPSamplerWrapper
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,7 @@ _FOLDERS = {
     "BucketDataModule": "data_modules",
     "Budget": "bucketing",
     "ChunkedDataset": "streams",
-    "DDPSamplerWrapper": "samplers",
+    "DDPSamplerWrapper": "user_samplers",
     "MixtureBatchSampler": "samplers",
     "MixedStream": "streams",
     "MixtureDataModule": "data_modules",

@@ -7,7 +7,7 @@ its checkpoint holds.
 
 Orders of samples are in :mod:`lightning_stateful.core.samples`, of several datasets in
 :mod:`lightning_stateful.mixture`, of like lengths in :mod:`lightning_stateful.bucketing`, of any other sampler in
-:mod:`lightning_stateful.samplers.wrapped_sampler`.
+:mod:`lightning_stateful.user_samplers.wrapped_sampler`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.mixture_samplers import refuse_splits
-from lightning_stateful.samplers.wrapped_sampler import Tail
 from lightning_stateful.state import check, pack_combined, refuse_differences, walk
 from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.checkpoint import STATE_KEY, data_state_in
@@ -29,6 +28,7 @@ from lightning_stateful.trainer.lightning import (
 )
 from lightning_stateful.trainer.loader_proxy import Structure
 from lightning_stateful.trainer.train_loaders import Settings
+from lightning_stateful.user_samplers.wrapped_sampler import Tail
 
 # Types of single samples: a list of these is one dataset, and not several.
 _SAMPLES = (str, bytes, list, tuple, dict)
@@ -84,7 +84,7 @@ class StatefulDataModule(pl.LightningDataModule):
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         tail: What becomes of the last items of a training sampler of yours that are fewer than a step of all ranks
             takes: ``"split"`` (the default; whole batches are repeated), ``"pad"`` or ``"drop"``. See
-            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper`.
+            :class:`~lightning_stateful.user_samplers.ddp_wrapper.DDPSamplerWrapper`.
         accept: Names of differences between a checkpoint and the present data to let pass.
         log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and the padding of
             batches of like lengths.

@@ -12,11 +12,11 @@ from lightning_stateful.core.samples import SampleBatchOrder, SampleOrder, Seque
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.source_datasets import describe_sources
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
-from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.fingerprint import describe_dataset
-from lightning_stateful.samplers.wrapped_sampler import Tail, WrappedSampler
 from lightning_stateful.user_loaders import is_torchdatas
+from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
+from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
 
 
 class LoaderDescription(NamedTuple):

@@ -25,15 +25,15 @@ from lightning_stateful.loaders.description import (
 from lightning_stateful.loaders.own_iteration import held_loader, warn_of_held_loaders, without_repeats
 from lightning_stateful.loaders.stateful_loader import LoaderSettings, StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
-from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.wrapped_sampler import Tail, WrappedSampler
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
 from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import class_of_patched, is_torchdatas, iterates_as_torch
+from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
+from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
 
 # A patched DataLoader, over a map-style dataset or a stream.
 AnyLoader = StatefulLoader | StreamLoader
@@ -165,8 +165,8 @@ def patch_dataloader(
 
     Args:
         loader: A DataLoader over a map-style dataset, with any sampler or batch sampler, which may be wrapped in a
-            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper` to say how it is dealt out; or over an
-            iterable dataset, which is read again on a resume.
+            :class:`~lightning_stateful.user_samplers.ddp_wrapper.DDPSamplerWrapper` to say how it is dealt out; or over
+            an iterable dataset, which is read again on a resume.
         seed: Chooses the orders, and the randomness of samplers and samples; by default that of Lightning's
             ``seed_everything``, or 0.
         num_replicas: Data-parallel ranks; by default taken from the process group at the first batch, or 1.
@@ -174,7 +174,7 @@ def patch_dataloader(
         seed_samples: Make what torch, NumPy and ``random`` draw inside the dataset a function of (seed, epoch,
             batch).
         tail: What becomes of the last items of a sampler of yours that are fewer than a step of all ranks takes, as in
-            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper`; None for ``drop_last``, else
+            :class:`~lightning_stateful.user_samplers.ddp_wrapper.DDPSamplerWrapper`; None for ``drop_last``, else
             ``"split"``.
         accept: Names of differences to let pass when a state is loaded; ``"nondeterministic"`` lets pass a sampler
             that yields something else every time.

@@ -19,12 +19,12 @@ from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, kn
 from lightning_stateful.loaders.description import LoaderDescription, describe_loader
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
-from lightning_stateful.samplers.rank_exchange import exchanged
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker, detect_topology
-from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
+from lightning_stateful.user_samplers.rank_exchange import exchanged
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         batch_size: Samples in a batch of one rank; None to pass the sampler's items to the dataset as they are.
         shuffle: True for another random order in each epoch, False for the dataset's order.
         sampler: In place of ``shuffle``: any sampler, perhaps in a
-            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper`, or a
+            :class:`~lightning_stateful.user_samplers.ddp_wrapper.DDPSamplerWrapper`, or a
             :class:`~lightning_stateful.core.samples.SampleOrder`.
         batch_sampler: In place of ``batch_size``, ``sampler`` and ``drop_last``: any batch sampler, perhaps wrapped
             likewise, or a :class:`~lightning_stateful.core.order.BatchOrder`. If it is one of this package, its batch

@@ -1,7 +1,6 @@
 """Samplers and batch samplers with a state, for torch's DataLoader and for this package's loaders."""
 
 from lightning_stateful.samplers.batch_samplers import BucketBatchSampler, StatefulBatchSampler
-from lightning_stateful.samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.fingerprint import describe_dataset
 from lightning_stateful.samplers.mixture_samplers import MixtureBatchSampler, RoundRobinBatchSampler
@@ -9,7 +8,6 @@ from lightning_stateful.samplers.tracker import Tracker, detect_topology
 
 __all__ = [
     "BucketBatchSampler",
-    "DDPSamplerWrapper",
     "MixtureBatchSampler",
     "RoundRobinBatchSampler",
     "StatefulBatchSampler",

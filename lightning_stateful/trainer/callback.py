@@ -27,7 +27,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import StateError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.wrapped_sampler import Tail
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import loop_progress, other_callbacks
 from lightning_stateful.trainer.checkpoint import (
@@ -50,6 +49,7 @@ from lightning_stateful.trainer.other_callbacks import monitored_metrics, restor
 from lightning_stateful.trainer.ranks import topology_of
 from lightning_stateful.trainer.signals import HeldSignals
 from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders, seed_model
+from lightning_stateful.user_samplers.wrapped_sampler import Tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class StatefulDataCallback(pl.Callback):
         seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
         tail: What becomes of the last items of a training sampler of yours that are fewer than a step of all ranks
             takes: ``"split"`` (the default; whole batches are repeated), ``"pad"`` or ``"drop"``. See
-            :class:`~lightning_stateful.samplers.ddp_wrapper.DDPSamplerWrapper`.
+            :class:`~lightning_stateful.user_samplers.ddp_wrapper.DDPSamplerWrapper`.
         accept: Names of differences between a checkpoint and the present data to let pass, for example
             ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
         log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and

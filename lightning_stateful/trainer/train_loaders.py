@@ -22,8 +22,6 @@ from lightning_stateful.loaders.patching import AnyLoader, build_patched, is_pat
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.sampler_copy import digest_of_generators
-from lightning_stateful.samplers.wrapped_sampler import TAILS, Tail
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
@@ -38,6 +36,8 @@ from lightning_stateful.trainer.loader_proxy import (
 from lightning_stateful.trainer.loop_progress import LoopProgress
 from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
+from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
+from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,12 +27,12 @@ from lightning_stateful.core import BlockShuffledOrder, SequentialOrder
 from lightning_stateful.loaders import StatefulLoader, build_patched
 from lightning_stateful.samplers import (
     BucketBatchSampler,
-    DDPSamplerWrapper,
     MixtureBatchSampler,
     RoundRobinBatchSampler,
     StatefulDistributedSampler,
 )
 from lightning_stateful.testing import LAWS, Recorder
+from lightning_stateful.user_samplers import DDPSamplerWrapper
 
 SOURCES = {"a": 5, "b": 11, "c": 8}
 TOKENS = {"a": [9] * 5, "b": [2] * 11, "c": list(range(1, 9))}

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful.audit import check_resume
 from lightning_stateful.loaders import StatefulLoader, patch_dataloader
-from lightning_stateful.samplers import DDPSamplerWrapper
+from lightning_stateful.user_samplers import DDPSamplerWrapper
 
 lhotse = pytest.importorskip("lhotse")
 sampling = pytest.importorskip("lhotse.dataset.sampling")

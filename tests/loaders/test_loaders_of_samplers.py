@@ -20,10 +20,10 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning, State
 from lightning_stateful.loaders import StatefulLoader, build_patched, patch_dataloader
 from lightning_stateful.samplers import (
     BucketBatchSampler,
-    DDPSamplerWrapper,
     MixtureBatchSampler,
     RoundRobinBatchSampler,
 )
+from lightning_stateful.user_samplers import DDPSamplerWrapper
 
 DATA = list(range(LENGTH))
 

@@ -14,7 +14,7 @@ from support import samplers as theirs
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from lightning_stateful.errors import StateMismatchError
-from lightning_stateful.samplers import DDPSamplerWrapper
+from lightning_stateful.user_samplers import DDPSamplerWrapper
 
 # One of each way, sized or not, in batches or not; the contract holds for all of them.
 SOME: dict[str, Callable[[], Any]] = {

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
 class OwnIterator(theirs.OwnState):

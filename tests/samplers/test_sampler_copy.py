@@ -18,7 +18,7 @@ from support.ledger import Numbers
 from support.samplers import Unpicklable
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from lightning_stateful.samplers.sampler_copy import SamplerCopy, SamplerParts, digest_of_contents, held_at
+from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts, digest_of_contents, held_at
 
 Point = namedtuple("Point", "x y")
 

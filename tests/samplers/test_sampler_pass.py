@@ -19,8 +19,8 @@ from torch.utils.data import Sampler
 
 from lightning_stateful.core import Progress
 from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
-from lightning_stateful.samplers import sampler_pass
-from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+from lightning_stateful.user_samplers import sampler_pass
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
 class Listed(Sampler[Any]):

@@ -14,8 +14,8 @@ import torch.distributed
 from support.ranks import Ranks
 from torch.utils.data import DistributedSampler
 
-from lightning_stateful.samplers.rank_exchange import exchanged, failing_together
-from lightning_stateful.samplers.sampler_ranks import (
+from lightning_stateful.user_samplers.rank_exchange import exchanged, failing_together
+from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
     name_of_rank,
     numbers_in,
@@ -24,7 +24,7 @@ from lightning_stateful.samplers.sampler_ranks import (
     told,
     yields_as_one,
 )
-from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
 class Bag:

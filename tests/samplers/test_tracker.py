@@ -22,8 +22,8 @@ from lightning_stateful.errors import (
 from lightning_stateful.mixture import MixtureOrder, Sources
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
-from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.state import sealed
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 Batches = list[list[int]]
 WHERE = "The train state"

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler, Sampler
 from lightning_stateful.core import UNKNOWN, Progress
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, PositionError, UnsupportedLoaderError
-from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
 class Items(Sampler[Any]):

@@ -24,7 +24,9 @@ from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, PositionError
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.samplers.sampler_check import (
+from lightning_stateful.samplers.tracker import detect_topology
+from lightning_stateful.state import accepted_names
+from lightning_stateful.user_samplers.sampler_check import (
     Dealing,
     ResumeMode,
     SamplerFacts,
@@ -32,13 +34,11 @@ from lightning_stateful.samplers.sampler_check import (
     deal,
     has_own_state,
 )
-from lightning_stateful.samplers.sampler_copy import SamplerCopy, SamplerParts
-from lightning_stateful.samplers.sampler_memory import SamplerMemory, memory_of
-from lightning_stateful.samplers.sampler_pass import STATE_STRIDE, IteratedSampler
-from lightning_stateful.samplers.sampler_plan import SamplerEpochPlan
-from lightning_stateful.samplers.sampler_ranks import AskedRanks, Setting, told
-from lightning_stateful.samplers.tracker import detect_topology
-from lightning_stateful.state import accepted_names
+from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts
+from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
+from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, IteratedSampler
+from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
+from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
 
 # What to say of each resume mode.
 RESUME_MODES: dict[ResumeMode, str] = {

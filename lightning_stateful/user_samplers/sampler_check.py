@@ -15,10 +15,10 @@ from torch.utils.data import DistributedSampler
 
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.samplers.rank_exchange import exchanged
-from lightning_stateful.samplers.sampler_copy import digest_of_contents, digest_of_surroundings
-from lightning_stateful.samplers.sampler_pass import STATE_STRIDE, IteratedSampler, next_digest_index
-from lightning_stateful.samplers.sampler_ranks import (
+from lightning_stateful.user_samplers.rank_exchange import exchanged
+from lightning_stateful.user_samplers.sampler_copy import digest_of_contents, digest_of_surroundings
+from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, IteratedSampler, next_digest_index
+from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
     Setting,
     is_given_ranks,
@@ -32,7 +32,7 @@ from lightning_stateful.samplers.sampler_ranks import (
 )
 
 if TYPE_CHECKING:
-    from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+    from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 ResumeMode = Literal["fast_forward", "own_state"]
 

@@ -20,12 +20,12 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import Difference, PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rng import OwnRandomness, seed_generator
-from lightning_stateful.samplers.sampler_copy import Path, SamplerParts, held_at
-from lightning_stateful.samplers.sampler_ranks import AskedRanks, Setting, told
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, held_at
+from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
 
 if TYPE_CHECKING:
-    from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+    from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16

@@ -16,10 +16,10 @@ from lightning_stateful.core.order import UNKNOWN, Progress, say_repeats
 from lightning_stateful.core.permutation import keyed_permutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
-from lightning_stateful.samplers.sampler_pass import SamplerPass, warn
+from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 
 if TYPE_CHECKING:
-    from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+    from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # What the numbers of batches are apart from one pass of an epoch to the next.
 _MANY_ITEMS = 2**40

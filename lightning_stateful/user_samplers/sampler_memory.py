@@ -10,11 +10,11 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
 from lightning_stateful.errors import PositionError
-from lightning_stateful.samplers.sampler_copy import Path, SamplerParts, attributes_of, digest_of_contents
-from lightning_stateful.samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
+from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, attributes_of, digest_of_contents
+from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
 
 if TYPE_CHECKING:
-    from lightning_stateful.samplers.wrapped_sampler import WrappedSampler
+    from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Memories of samplers by their id, beside a reference to each.
 _MEMORIES: dict[int, tuple[Callable[[], Any], SamplerMemory]] = {}
