@@ -8,7 +8,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +65,7 @@ class IterableConfig:
         is_checked: Whether its samples tell that it is read again as before.
         beginning: The state that it had before anybody read it, as plain data; None if it had none.
         hides_workers: False: it finds out its worker from ``torch.utils.data.get_worker_info()``.
+        told: The ``epoch`` that each of those that have ``set_epoch`` had when it was told last, or at first.
     """
 
     dataset: Any
@@ -78,6 +79,11 @@ class IterableConfig:
     is_checked: bool = True
     beginning: Any = None
     hides_workers: bool = False
+    told: dict[int, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.told:
+            self.told.update((place, getattr(holder, "epoch", None)) for place, holder in enumerate(self._holders()))
 
     def describe(self) -> dict[str, Any]:
         """Plain data to be compared."""
@@ -100,14 +106,18 @@ class IterableConfig:
         return IterableSlot(self, task)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset its epoch, and the sampler that an iterable of batches has, as Lightning does."""
-        holders = [self.dataset]
-        if self.gives_batches:
-            batches = getattr(self.dataset, "batch_sampler", None)
-            holders += [getattr(self.dataset, "sampler", None), getattr(batches, "sampler", None)]
-        for holder in holders:
+        """Tell all that have ``set_epoch`` the epoch, but those that somebody else has told another ``epoch``."""
+        for place, holder in enumerate(self._holders()):
             if callable(set_epoch := getattr(holder, "set_epoch", None)):
-                set_epoch(epoch)
+                if getattr(holder, "epoch", None) in (None, epoch, self.told.get(place)):
+                    set_epoch(epoch)
+                self.told[place] = getattr(holder, "epoch", None)
+
+    def _holders(self) -> list[Any]:
+        """The dataset, and the samplers that an iterable of batches has, as Lightning looks for them."""
+        batches = getattr(self.dataset, "batch_sampler", None) if self.gives_batches else None
+        sampler = getattr(self.dataset, "sampler", None) if self.gives_batches else None
+        return [self.dataset, sampler, getattr(batches, "sampler", None)]
 
 
 class IterableTask(NamedTuple):
@@ -154,7 +164,8 @@ class IterableSlot:
         state of the pass before, ``since`` and ``over``.
 
     Raises:
-        ShardError: The dataset could not be read.
+        ShardError: The dataset could not be brought to a state.
+        Exception: It could not be read; its own error.
         PositionError: It does not give again what it gave before.
         StateError: Its state cannot be kept in a checkpoint.
     """
@@ -179,17 +190,20 @@ class IterableSlot:
     def __next__(self) -> list[Any]:
         if self._held["over"]:
             raise StopIteration
+        is_brought = self._samples is None and not self._task.is_here
         try:
             if self._samples is None:
                 self._open()
+                is_brought = False
             batch = self._read_batch(self.epoch, self._held["batches"])
-        except (PositionError, StateError):
-            raise
         except Exception as error:
-            raise ShardError(
-                f"{self._name()} could not be read at its sample {self._held['item']}: {type(error).__name__}: "
-                f"{error}. A resume from any state taken before loses nothing: mend the dataset and resume."
-            ) from error
+            where = f"{self._name()} could not be read at its sample {self._held['item']}"
+            if is_brought and not isinstance(error, StateError):
+                raise ShardError(f"{where}, where a state was taken: {type(error).__name__}: {error}") from error
+            # As it is, for a loop that catches it; Python 3.10 has no notes.
+            if hasattr(error, "add_note"):
+                error.add_note(where)
+            raise
         self._note(batch)
         if not batch:
             raise StopIteration

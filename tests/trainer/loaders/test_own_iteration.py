@@ -16,6 +16,7 @@ from support.runs import assert_goes_on_from_every_moment, train, train_alone
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, check_resume, patch_dataloader
+from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.errors import StatefulWarning, StateMismatchError, UnsupportedLoaderError
 from lightning_stateful.loaders.patching import build_patched
 
@@ -74,6 +75,18 @@ def test_an_epoch_with_fewer_batches_ends_there(tmp_path: Path) -> None:
     moments = [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0), ("on_train_epoch_start", 1, 0)]
     whole = assert_goes_on_from_every_moment(tmp_path, partial(made, "LeavesOut"), moments, train_alone)
     assert len(ids(whole)) == 2 * 4
+
+
+def test_the_rest_of_an_epoch_has_no_length_where_the_epoch_has_none() -> None:
+    class HandsOnUnsized(own.Unsized):
+        def __iter__(self) -> Any:
+            yield from self.loader
+
+    loader = build_patched(HandsOnUnsized(DataLoader(Numbers(12), batch_size=2)))
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    assert loader.plan(0, loader.progress).num_steps == UNKNOWN
 
 
 def test_what_is_read_again_takes_the_same_ranks_and_batch_size(tmp_path: Path) -> None:
