@@ -1,7 +1,8 @@
 """Loaders that iterate in a way of their own: subclasses of DataLoader with ``__iter__``, and objects that hold one.
 
 Batches are counted as such a loader gives them. As long as it gives one for each that DataLoader reads, a resume begins
-DataLoader at the next one. Otherwise its epoch is read again, up to where the model stood.
+DataLoader at the next one. Otherwise its epoch is read again, up to where the model stood. Attributes that it changes
+are compared too: what it keeps from epoch to epoch a new loader has not, and a resume there is refused.
 """
 
 from __future__ import annotations

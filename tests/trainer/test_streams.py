@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from support.iterable_cases import Counts, CountsWithState, EndlessTokens, GoesOn, GoesOnWithState, Sized
 from support.ledger import batches
 from support.runs import assert_goes_on_from_every_moment, train, train_alone
@@ -127,7 +128,8 @@ def test_a_length_is_not_lost() -> None:
 def test_two_loaders_over_one_dataset_are_warned_of_at_the_start() -> None:
     def shared() -> Any:
         dataset = Counts()
-        return [DataLoader(dataset, batch_size=2), DataLoader(dataset, batch_size=2)]
+        loaders = [DataLoader(dataset, batch_size=2), DataLoader(dataset, batch_size=2)]
+        return CombinedLoader(loaders, "min_size")
 
     with pytest.warns(StatefulWarning, match=r"'0' and '1' read one Counts object in turn"):
         train_alone(shared, max_epochs=1)
