@@ -127,9 +127,9 @@ def test_a_length_is_not_lost() -> None:
 
 def test_two_loaders_over_one_dataset_are_warned_of_at_the_start() -> None:
     def shared() -> Any:
-        dataset = Counts()
+        dataset = Stream()
         loaders = [DataLoader(dataset, batch_size=2), DataLoader(dataset, batch_size=2)]
         return CombinedLoader(loaders, "min_size")
 
-    with pytest.warns(StatefulWarning, match=r"'0' and '1' read one Counts object in turn"):
+    with pytest.warns(StatefulWarning, match=r"'0' and '1' read one Stream object in turn"):
         train_alone(shared, max_epochs=1)
