@@ -202,7 +202,9 @@ class BatchReader:
         finally:
             vars(batches).update(before)
 
-    def read(self, plan: EpochPlan, rank: int, first_step: int, base_seed: int, *, isolated: bool) -> Iterator[Any]:
+    def read(
+        self, plan: EpochPlan, rank: int, first_step: int, base_seed: int, *, isolated: bool, looks_ahead: bool = False
+    ) -> Iterator[Any]:
         """Read the batches of ``rank`` from a step of a plan to its end.
 
         Args:
@@ -212,6 +214,8 @@ class BatchReader:
             base_seed: Seeds torch's workers.
             isolated: Restore the process's random generators after a batch that is read in this process. False if the
                 caller seeds them then anyway.
+            looks_ahead: See before the last batch whether a loader with an ``__iter__`` of its own gives more than it
+                says; a Trainer never asks it.
 
         Yields:
             Collated batches; a :class:`FailedBatch` for one that cannot be read, behind which it goes on as torch does.
@@ -235,13 +239,13 @@ class BatchReader:
             # torch draws a base seed for its workers here; not from the generator that the model uses.
             self._generator.manual_seed(base_seed)
             if self._watch is not None:
-                self._watch.begin()
+                self._watch.begin(plan.epoch, (self._given_by, *([loader] if self._given_by is not loader else [])))
             fetch = self._fetch_from(iter(self._given_by))
             if isolated and batches.seed is not None and not loader.num_workers:
                 # Worker processes have generators of their own; here the model uses the same ones.
                 fetch = keep_randomness()(fetch)
         if is_own:
-            yield from self._read_own(fetch, plan, first_step, left_out)
+            yield from self._read_own(fetch, plan, first_step, left_out, looks_ahead)
             return
         for served in range(count):
             try:
@@ -260,7 +264,9 @@ class BatchReader:
         with suppress(StopIteration):
             fetch()
 
-    def _read_own(self, fetch: Callable[[], Any], plan: EpochPlan, step: int, left_out: int) -> Iterator[Any]:
+    def _read_own(
+        self, fetch: Callable[[], Any], plan: EpochPlan, step: int, left_out: int, looks_ahead: bool
+    ) -> Iterator[Any]:
         """What an ``__iter__`` of the user's gives, to its own end; the plan is told where that is."""
         end = object()
         take = partial(_next_or, fetch, end)
@@ -271,7 +277,7 @@ class BatchReader:
             self._note(batch)
             step += 1
             following = None
-            if step == plan.num_steps:
+            if looks_ahead and step == plan.num_steps:
                 # What it does after its last batch is part of it.
                 following = take()
                 if following is not end and isinstance(plan, OwnPlan):

@@ -1,7 +1,8 @@
 """Loaders that iterate in a way of their own: subclasses of DataLoader with ``__iter__``, and objects that hold one.
 
 Batches are counted as such a loader gives them. As long as it gives one for each that DataLoader reads, a resume begins
-DataLoader at the next one. Otherwise its epoch is read again, up to where the model stood.
+DataLoader at the next one. Otherwise its epoch is read again, up to where the model stood. Attributes that it changes
+are compared too: what it keeps from epoch to epoch a new loader has not, and a resume there is refused.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_stateful import state as format_
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError, UnsupportedLoaderError
+from lightning_stateful.samplers.rng import GENERATORS
 from lightning_stateful.samplers.tracker import Tracker
+from lightning_stateful.user_samplers.sampler_copy import digest_of_contents
 
+# Attributes of torch's loaders, and one that is set here.
+_TORCHS = {*vars(DataLoader([])), "_get_iterator", "_iterator"}  # type: ignore[arg-type]  # a list is a dataset
 _REMEDY = "Put it back, or resume from a checkpoint of the end of an epoch."
 
 
@@ -33,16 +40,42 @@ class Watch:
     Attributes:
         differs: Whether it has ever given another number of batches than DataLoader.
         is_known: Whether it gave more than one batch, and never differed: at its first it might give that twice.
+        changes: Whether an attribute of the loader has changed from batch to batch.
+        kept: Attributes that a pass began with otherwise than the first one, in this run or before a resume.
     """
 
     def __init__(self) -> None:
-        self.differs = self.is_known = False
+        self.differs = self.is_known = self.changes = False
+        self.kept: set[str] = set()
+        self._num_passes = self._epoch = 0
+        self._holders: tuple[Any, ...] = ()
+        # The digests of attributes before the first pass, as it read its first batch, and after the latest batch.
+        self._before = self._first = self._latest = dict[str, str]()
         self.begin()
 
-    def begin(self) -> None:
-        """A pass begins."""
+    def begin(self, epoch: int = 0, holders: tuple[Any, ...] = ()) -> None:
+        """A pass begins, over a loader or an object that holds it, and the loader."""
         self.num_read = self.num_given = 0
         self._ahead: deque[Any] = deque()
+        self._has_asked, self._epoch, self._holders = False, epoch, holders
+        if holders:
+            self._num_passes += 1
+            self._before = self._before if self._num_passes > 1 else digests_of_attributes(holders)
+
+    def note_ask(self) -> None:
+        """DataLoader is asked for a batch: by the first of a pass, what is set anew for each pass is set."""
+        if not self._has_asked and self._holders:
+            self._has_asked, found = True, digests_of_attributes(self._holders)
+            if self._num_passes == 1:
+                self._first = found
+            else:
+                self.kept |= _changed(self._first, found)
+
+    def kept_at(self, epoch: int, *, is_end: bool) -> list[str]:
+        """Attributes that a new loader may have otherwise, within an epoch or at its end."""
+        is_behind_first = self._num_passes == 1 and (is_end or epoch > self._epoch)
+        found = _changed(self._before, digests_of_attributes(self._holders)) if is_behind_first else set()
+        return sorted(self.kept | found)
 
     def count(self, iterator: Any) -> Any:
         """Count what an iterator of torch reads from now on; the iterator."""
@@ -54,6 +87,9 @@ class Watch:
     def note(self, batch: Any) -> None:
         """A batch is given."""
         self.num_given += 1
+        if not self.changes:
+            found = digests_of_attributes(self._holders)
+            self.changes, self._latest = self.num_given > 1 and found != self._latest, found
         is_next = bool(self._ahead) and self._ahead.popleft() is batch
         # One that reads ahead hands on the very batches; one that changes them has read no more than it has given.
         if not is_next and self.num_read != self.num_given:
@@ -70,6 +106,7 @@ class Watch:
 
 def _next_counted(reference: Any, watch: Watch) -> Any:
     iterator = reference()
+    watch.note_ask()
     batch = type(iterator)._next_data(iterator)
     watch.note_read(batch)
     return batch
@@ -101,7 +138,8 @@ class OwnPlan:
 
     def is_reread_at(self, step: int) -> bool:
         """Whether a resume at a step has to read the epoch again from where this plan's begins."""
-        return self.skipped > 0 or (step > 0 and (self._watch.differs or (step == 1 and not self._watch.is_known)))
+        differs = self._watch.differs or self._watch.changes or (step == 1 and not self._watch.is_known)
+        return self.skipped > 0 or (step > 0 and differs)
 
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
         """DataLoader's batches of a rank."""
@@ -110,12 +148,14 @@ class OwnPlan:
     def progress_after(self, steps: int) -> Progress:
         """The progress of a run that was given ``steps`` batches."""
         skipped, read = 0, min(steps, self.plan.num_steps)
-        if steps and steps == self.num_steps:
+        is_end = steps > 0 and steps == self.num_steps
+        if is_end:
             read = self.plan.num_steps if self.plan.num_steps < UNKNOWN else read
         elif self.is_reread_at(steps):
             skipped, read = self.skipped + steps, 0
         progress = self.plan.progress_after(read)
-        return replace(progress, details={**progress.details, "given": {**self._given_on, "batches": skipped}})
+        given = {**self._given_on, "batches": skipped, "kept": self._watch.kept_at(self.epoch, is_end=is_end)}
+        return replace(progress, details={**progress.details, "given": given})
 
     def report_after(self, steps: int) -> dict[str, Any]:
         """Counts of what DataLoader has served."""
@@ -157,7 +197,9 @@ class OwnTracker(Tracker):
         plan = super().plan_epoch(epoch, inner)
         start = plan.progress_after(0)
         is_whole = not (start.consumed or start.cycle)
-        made = OwnPlan(plan, self.length_of(plan) if is_whole else plan.num_steps, skipped, self.watch, given_on)
+        length = self.length_of(plan)
+        length = length if is_whole or length == UNKNOWN else plan.num_steps
+        made = OwnPlan(plan, length, skipped, self.watch, given_on)
         if progress is not None:
             self._known_own = progress, epoch, ranks, made
         return made
@@ -168,7 +210,68 @@ class OwnTracker(Tracker):
         changed = format_.differences(state, self.state_dict(Progress()), fingerprints=False)
         if given["batches"] and changed:
             raise StateMismatchError([replace(one, remedy=_REMEDY) for one in changed], where=where)
+        if kept := given.get("kept"):
+            self._refuse_kept(kept, where)
         return super().progress_in(state, where=where)
+
+    def _refuse_kept(self, kept: list[str], where: str) -> None:
+        """Refuse a loader that has something of earlier passes, which a new one has not; or warn where accepted."""
+        if "iteration" not in self.accept:
+            remedy = (
+                "The loader's own __iter__ changes these attributes, and may give other batches for it. Set them by "
+                'the epoch, or pass accept=("iteration",) to go on with them as they are now.'
+            )
+            saving = f"{', '.join(kept)} as earlier epochs have left it"
+            raise StateMismatchError(
+                [Difference(path="iteration", saved=saving, present="anew", remedy=remedy)], where=where
+            )
+        self.watch.kept |= set(kept)
+        warnings.warn(
+            f"The loader's own __iter__ has changed {', '.join(kept)} in earlier epochs, and goes on with what is "
+            "there now, so the resume may not be exact.",
+            StatefulWarning,
+            stacklevel=4,
+        )
+
+
+def digests_of_attributes(holders: tuple[Any, ...]) -> dict[str, str]:
+    """Digests of the attributes that a loader has beside those of torch's, and of those of an object that holds it."""
+    found = {}
+    for number, holder in enumerate(holders):
+        # A list: the loader may be read in a thread.
+        for name, value in list(vars(holder).items()) if hasattr(holder, "__dict__") else ():
+            is_torchs = isinstance(holder, DataLoader) and (name in _TORCHS or name.startswith("_DataLoader__"))
+            if is_torchs or any(value is one for one in holders) or name.startswith("__pl"):
+                continue
+            if isinstance(value, _BaseDataLoaderIter) and hasattr(value._index_sampler, "plan"):
+                # One that is not begun, or at its end, says no more than none.
+                told = "" if value._num_yielded in (0, _length_of(value._index_sampler)) else str(value._num_yielded)
+            elif isinstance(value, torch.Tensor):
+                told = f"{id(value)} {value._version}"
+            elif isinstance(value, GENERATORS):
+                told = repr(value.get_state() if isinstance(value, torch.Generator) else _state_of(value))
+            else:
+                told = digest_of_contents({name: value})
+            if told:
+                found[f"{type(holder).__qualname__}.{name}" if number else name] = told
+    return found
+
+
+def _length_of(batches: Any) -> int:
+    """Batches that DataLoader is asked for in a pass."""
+    plan = batches.plan.plan if isinstance(batches.plan, OwnPlan) else batches.plan
+    return int(plan.num_steps) - int(batches.first_step)
+
+
+def _state_of(generator: Any) -> Any:
+    """The state of one of NumPy's generators, or of Python's."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
+    return {name for name in {*before, *now} if before.get(name) != now.get(name)}
 
 
 def held_loader(iterable: Any) -> str:

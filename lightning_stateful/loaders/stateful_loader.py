@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Sized
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -236,7 +237,9 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         """Plan an epoch, or the rest of it, for the present number of ranks; the loader stays where it is."""
         return self.tracker.plan_epoch(epoch, progress)
 
-    def batches(self, plan: EpochPlan, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
+    def batches(
+        self, plan: EpochPlan, first_step: int = 0, *, isolated: bool = True, looks_ahead: bool = False
+    ) -> Iterator[Any]:
         """Read the batches from a step of a plan to its end, without moving the loader.
 
         Args:
@@ -244,6 +247,7 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
             first_step: The first step to read.
             isolated: Restore the process's random generators after a batch that is read in this process. False if the
                 caller seeds them then anyway.
+            looks_ahead: As in :meth:`~lightning_stateful.loaders.batch_reader.BatchReader.read`.
         """
         self._refuse_other_length()
         if first_step >= plan.num_steps:
@@ -252,7 +256,7 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         reader = self._reader_with(options)
         rank = self.topology.rank
         base_seed = derive_seed("workers", self._own_seed, rank, plan.epoch, plan.progress_after(first_step).consumed)
-        return reader.read(plan, rank, first_step, base_seed, isolated=isolated)
+        return reader.read(plan, rank, first_step, base_seed, isolated=isolated, looks_ahead=looks_ahead)
 
     def _reader_with(self, options: dict[str, Any]) -> BatchReader:
         if self._reader is None or self._reader.options != options:
@@ -340,7 +344,7 @@ class _Pass:
     def __init__(self, loader: StatefulLoader) -> None:
         self._loader: StatefulLoader | None = loader
         self._may_be_over = False
-        self._tracker, self._read = loader.tracker, loader.batches
+        self._tracker, self._read = loader.tracker, partial(loader.batches, looks_ahead=True)
         self._batches = self._tracker.iterate(self._read)
 
     def __iter__(self) -> _Pass:

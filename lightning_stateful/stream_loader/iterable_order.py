@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.errors import ConfigurationError, PositionError, StatefulWarning
 from lightning_stateful.stream_loader.options import LoaderSetup, StreamOptions, batching_of
 from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
@@ -135,16 +135,24 @@ class IterableOrder(StreamReader):
         """The batches from ``step`` to the end of the epoch; see :meth:`StreamReader.read`."""
         self._forget_end(epoch)
         run = self._run_at(epoch, step)
-        num_served = run.num_served
+        num_served, taken_over = run.num_served, False
         while step < self._limit:
             if not run.goes_on(num_served):
                 # Another iteration has taken over what is read.
-                run = self._run_at(epoch, step)
+                run, taken_over = self._run_at(epoch, step), True
             if not run.has_next() and not self.begins_anew:
                 run = self._next_pass(run)
             if not run.has_next():
                 break
-            batch = run.next()
+            try:
+                batch = run.next()
+            except PositionError as error:
+                if not taken_over:
+                    raise
+                raise PositionError(
+                    f"{self.name} is read by two iterations of its loader at once, and gives other samples for the "
+                    "second. Give each a loader and a dataset of its own."
+                ) from error
             step, num_served = step + 1, run.num_served
             self.recent.note(epoch, step, ServedState(run))
             if step == self._limit:

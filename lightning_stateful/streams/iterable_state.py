@@ -107,7 +107,9 @@ class IterableState:
             since = from_["since"] + batches - from_["batches"]
             return {**fresh, "ended": {"state": from_["state"], "since": since, "over": slot["over"]}}
         if self.config.counts_passes:
-            return {**fresh, "passes": [*slot["passes"], -1 - batches if slot["over"] else batches]}
+            passes = [*slot["passes"], -1 - batches if slot["over"] else batches]
+            # Of batches that a worker has read ahead nobody knows whether the last was the end.
+            return {**fresh, "passes": passes, "changes": slot["changes"] or batches > slot["batches"]}
         return fresh
 
     def shards_at(self, slot: int, state: NodeState | None) -> list[str]:

@@ -6,11 +6,9 @@ import copy
 import inspect
 import json
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import repeat
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +21,7 @@ from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams.nodes import NodeState
+from lightning_stateful.streams.pass_history import digest_of_dataset, history_of
 
 # A state is taken after the first batch, and then after one more sample, or batch of an iterable of them, for each so
 # many of its characters as JSON: what was read since is read again on a resume.
@@ -44,10 +43,9 @@ _FRESH: NodeState = {
     "since": 0,
     "first": None,
     "passes": [],
+    "changes": False,
     "ended": None,
 }
-# By the id of a dataset: a reference to it, and its passes in this process as states have them.
-_histories: dict[int, tuple[Callable[[], Any], list[int]]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +65,7 @@ class IterableConfig:
         is_checked: Whether its samples tell that it is read again as before.
         beginning: The state that it had before anybody read it, as plain data; None if it had none.
         hides_workers: False: it finds out its worker from ``torch.utils.data.get_worker_info()``.
+        told: The ``epoch`` that each of those that have ``set_epoch`` had when it was told last, or at first.
     """
 
     dataset: Any
@@ -80,6 +79,11 @@ class IterableConfig:
     is_checked: bool = True
     beginning: Any = None
     hides_workers: bool = False
+    told: dict[int, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.told:
+            self.told.update((place, getattr(holder, "epoch", None)) for place, holder in enumerate(self._holders()))
 
     def describe(self) -> dict[str, Any]:
         """Plain data to be compared."""
@@ -102,14 +106,18 @@ class IterableConfig:
         return IterableSlot(self, task)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset its epoch, and the sampler that an iterable of batches has, as Lightning does."""
-        holders = [self.dataset]
-        if self.gives_batches:
-            batches = getattr(self.dataset, "batch_sampler", None)
-            holders += [getattr(self.dataset, "sampler", None), getattr(batches, "sampler", None)]
-        for holder in holders:
+        """Tell all that have ``set_epoch`` the epoch, but those that somebody else has told another ``epoch``."""
+        for place, holder in enumerate(self._holders()):
             if callable(set_epoch := getattr(holder, "set_epoch", None)):
-                set_epoch(epoch)
+                if getattr(holder, "epoch", None) in (None, epoch, self.told.get(place)):
+                    set_epoch(epoch)
+                self.told[place] = getattr(holder, "epoch", None)
+
+    def _holders(self) -> list[Any]:
+        """The dataset, and the samplers that an iterable of batches has, as Lightning looks for them."""
+        batches = getattr(self.dataset, "batch_sampler", None) if self.gives_batches else None
+        sampler = getattr(self.dataset, "sampler", None) if self.gives_batches else None
+        return [self.dataset, sampler, getattr(batches, "sampler", None)]
 
 
 class IterableTask(NamedTuple):
@@ -151,11 +159,13 @@ class IterableSlot:
         ``over`` once it was asked for more. ``state``: ``{"dataset": its state_dict(), "iterator": that of its
         iterator}``, each or None, that was taken ``since`` batches ago; of one that is its own iterator, as torchdata
         has it, the latter alone. Without a state ``first``, a digest of samples,
-        and ``passes``: of each pass before, in the same process, the batches read, as ``-1 - batches`` if read to its
-        end. Before the first batch ``ended``: state of the pass before, ``since`` and ``over``.
+        ``passes``: of each pass before, in the same process, the batches read, as ``-1 - batches`` if read to its
+        end, and ``changes``: whether the end of one of them has changed the dataset. Before the first batch ``ended``:
+        state of the pass before, ``since`` and ``over``.
 
     Raises:
-        ShardError: The dataset could not be read.
+        ShardError: The dataset could not be brought to a state.
+        Exception: It could not be read; its own error.
         PositionError: It does not give again what it gave before.
         StateError: Its state cannot be kept in a checkpoint.
     """
@@ -171,6 +181,8 @@ class IterableSlot:
         self._is_exhausted = False
         # Of the pass, where that was found to have begun already.
         self._found: list[Any] = []
+        # What the dataset held after the first batch.
+        self._contents = ""
 
     def __iter__(self) -> IterableSlot:
         return self
@@ -178,17 +190,20 @@ class IterableSlot:
     def __next__(self) -> list[Any]:
         if self._held["over"]:
             raise StopIteration
+        is_brought = self._samples is None and not self._task.is_here
         try:
             if self._samples is None:
                 self._open()
+                is_brought = False
             batch = self._read_batch(self.epoch, self._held["batches"])
-        except (PositionError, StateError):
-            raise
         except Exception as error:
-            raise ShardError(
-                f"{self._name()} could not be read at its sample {self._held['item']}: {type(error).__name__}: "
-                f"{error}. A resume from any state taken before loses nothing: mend the dataset and resume."
-            ) from error
+            where = f"{self._name()} could not be read at its sample {self._held['item']}"
+            if is_brought and not isinstance(error, StateError):
+                raise ShardError(f"{where}, where a state was taken: {type(error).__name__}: {error}") from error
+            # As it is, for a loop that catches it; Python 3.10 has no notes.
+            if hasattr(error, "add_note"):
+                error.add_note(where)
+            raise
         self._note(batch)
         if not batch:
             raise StopIteration
@@ -212,7 +227,8 @@ class IterableSlot:
             self._read_again(held)
         self._is_exhausted = self._is_exhausted or held["exhausted"]
         # Beside a state nothing is compared.
-        self._held = {**held, "ended": None, "passes": self._history[:-1] if self._config.counts_passes else []}
+        passes = self._history[:-1] if self._config.counts_passes else []
+        self._held = {**held, "ended": None, "passes": passes, "changes": self._history.changes}
 
     def _begin_pass(self, epoch: int) -> None:
         """Begin a pass as torch does, with the dataset as it stands."""
@@ -228,6 +244,7 @@ class IterableSlot:
     def _bring(self, held: NodeState) -> None:
         """Bring the dataset to where the pass begins, or to the state in it."""
         if self._config.counts_passes:
+            self._history.changes = self._history.changes or held["changes"]
             self._begin_earlier_passes(held["passes"])
         if held["state"] is not None:
             self._load(held["state"], self.epoch)
@@ -277,7 +294,8 @@ class IterableSlot:
     def _begin_earlier_passes(self, passes: list[int]) -> None:
         """Begin the passes that training has begun, of one without state; where that changes the next, read them."""
         missing = passes[len(self._history) :]
-        are_read = bool(missing) and not self._begins_alike()
+        most = max((number if number >= 0 else -number for number in missing), default=0)
+        are_read = bool(missing) and not self._begins_alike(most)
         for number in missing:
             epoch, many = len(self._history), number if number >= 0 else -1 - number
             self._begin_pass(epoch)
@@ -288,8 +306,12 @@ class IterableSlot:
             self._history[-1] = number
             self.close()
 
-    def _begins_alike(self) -> bool:
-        """Whether a pass begins in the same way however much of the one before was read, as copies tell."""
+    def _begins_alike(self, most: int) -> bool:
+        """Whether a pass begins in the same way however much of the one before was read, as copies tell.
+
+        Args:
+            most: Batches that a copy reads where the end of a pass changes the dataset.
+        """
         firsts = []
         try:
             copies = [IterableSlot(replace(self._config, dataset=copy.deepcopy(self._dataset)), self._task)]
@@ -299,6 +321,8 @@ class IterableSlot:
         for copied, number in zip(copies, (_FEW, _SOME_MORE), strict=True):
             copied._begin_pass(len(self._history))
             copied._read_samples(number)
+            for _ in range(most if number == _SOME_MORE and self._history.changes else 0):
+                copied._read_batch(len(self._history), 0)
             copied._begin_pass(len(self._history) + 1)
             firsts.append([digest_of_sample(sample) for sample in copied._read_samples(_NUM_FIRST)])
         return firsts[0] == firsts[1]
@@ -351,6 +375,11 @@ class IterableSlot:
         self._history[-1] = number if batch else -1 - number
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
         changes["exhausted"] = self._is_exhausted
+        if self._config.counts_passes and not self._history.changes and (not held["batches"] or self._is_exhausted):
+            contents = digest_of_dataset(self._dataset)
+            self._history.changes = self._is_exhausted and contents != self._contents
+            self._contents = self._contents or contents
+        changes["changes"] = self._history.changes
         if self._remembers:
             changes["since"] = held["since"] + bool(batch)
             if held["state"] is None or (batch and self._is_due(held["state"], changes["since"])):
@@ -451,21 +480,6 @@ def _parts_of(value: Any, *, only_labels: bool, depth: int = 0) -> list[Any]:
         is_label = isinstance(value, (int, str, bytes, np.integer))
         parts = [value if is_label or isinstance(value, float) else type(value).__qualname__]
     return parts if is_label or not only_labels else []
-
-
-def history_of(dataset: Any) -> list[int]:
-    """The passes over a dataset in this process: of each the batches read, or ``-1 - batches`` of one that ended."""
-    key = id(dataset)
-    holder, history = _histories.get(key, (None, []))
-    if holder is None or holder() is not dataset:
-        history = []
-        try:
-            held: Callable[[], Any] = weakref.ref(dataset, lambda _: _histories.pop(key, None))
-        except TypeError:
-            # Its class has no weak references: it is held for good.
-            held = repeat(dataset).__next__
-        _histories[key] = held, history
-    return history
 
 
 def beginning_of(dataset: Any) -> Any:

@@ -130,6 +130,7 @@ class TrainLoaders:
         self._prepare_streams()
         self._report()
         self._warn_of_cut_epochs()
+        self._warn_of_shared_datasets()
 
     @classmethod
     def build(cls, trainer: pl.Trainer, request: Callable[[], Any], settings: Settings) -> TrainLoaders:
@@ -292,6 +293,19 @@ class TrainLoaders:
                 rank_zero_info(
                     f"{where}: {repeats}, because {loader.topology.num_replicas} ranks take equal steps. "
                     "drop_last=True, or tail='drop' for a sampler of yours, leaves incomplete steps out instead."
+                )
+
+    def _warn_of_shared_datasets(self) -> None:
+        found: dict[int, str] = {}
+        for path, loader in self.combined.loaders.items():
+            dataset = getattr(loader.order, "begun_anew", None)
+            other = path if dataset is None else found.setdefault(id(dataset), path)
+            if other != path:
+                rank_zero_warn(
+                    f"The loaders {other!r} and {path!r} read one {type(dataset).__qualname__} object in turn. Of what "
+                    "the one changes in it for the other a checkpoint knows nothing, so a resume may not be exact. "
+                    "Give each loader a dataset of its own.",
+                    category=StatefulWarning,
                 )
 
     def _warn_of_cut_epochs(self) -> None:

@@ -153,7 +153,7 @@ def test_it_goes_on_behind_a_sample_that_fails_as_in_torch() -> None:
 
     slot = slot_of(Fails())
     found = [next(slot)]
-    with pytest.raises(ShardError, match=r"Fails \(rank 0, worker 0\) could not be read at its sample 2: OSError"):
+    with pytest.raises(OSError, match="broken"):
         next(slot)
     assert [*found, *slot] == [[0, 1], [3, 4], [5, 6]]
 

@@ -36,6 +36,17 @@ class Counts(Numbers):
         return iter([*share[:2], *tail, *keep])
 
 
+class CountsAtEnd(Numbers):
+    """Counts the passes that were read to their end."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.share():
+            yield self.num_passes, number
+        self.num_passes += 1
+
+
 class GoesOn(Numbers):
     """An endless source, which goes on where it stands."""
 
@@ -219,6 +230,7 @@ ENDLESS = (GoesOn, GoesOnWithState, EndlessTokens)
 KINDS = (
     Numbers,
     Counts,
+    CountsAtEnd,
     GoesOn,
     Ends,
     Told,

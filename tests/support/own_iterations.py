@@ -168,3 +168,52 @@ class HasBegun(Prefetching):
 
     def __iter__(self) -> Any:
         return self.begun[0]
+
+
+class CountsPasses(DataLoader[Any]):
+    """Negates every second pass that it begins."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Any:
+        self.num_passes += 1
+        for batch in super().__iter__():
+            yield {**batch, "id": batch["id"] * (-1) ** self.num_passes}
+
+
+class CountsAtEnd(CountsPasses):
+    """Counts those that come to their end."""
+
+    def __iter__(self) -> Any:
+        for batch in DataLoader.__iter__(self):
+            yield {**batch, "id": batch["id"] * (-1) ** self.num_passes}
+        self.num_passes += 1
+
+
+class Mixes(DataLoader[Any]):
+    """Adds to each batch the one before, in this epoch or the last."""
+
+    before: Any = 0
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            mixed = {**batch, "id": batch["id"] + 100 * self.before}
+            self.before = batch["id"]
+            yield mixed
+
+
+class StepsOn(Unsized):
+    """Gives 4 batches an epoch of an iterator that goes on."""
+
+    batches: Any = None
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        for _ in range(4):
+            batch = None if self.batches is None else next(self.batches, None)
+            if batch is None:
+                self.batches = iter(self.loader)
+                batch = next(self.batches)
+            yield batch

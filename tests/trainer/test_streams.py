@@ -11,11 +11,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from support.iterable_cases import Counts, CountsWithState, EndlessTokens, GoesOn, GoesOnWithState, Sized
 from support.ledger import batches
 from support.runs import assert_goes_on_from_every_moment, train, train_alone
 from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_stateful.errors import StatefulWarning
 
 MOMENTS = [
     ("on_train_batch_start", 1, 3),
@@ -120,3 +123,13 @@ def test_what_a_dataset_remembers_is_what_it_remembers_in_lightning(
 def test_a_length_is_not_lost() -> None:
     run = train_alone(partial(remembering, Sized), val_check_interval=0.5)
     assert run.trainer.fit_loop.max_batches == 4
+
+
+def test_two_loaders_over_one_dataset_are_warned_of_at_the_start() -> None:
+    def shared() -> Any:
+        dataset = Stream()
+        loaders = [DataLoader(dataset, batch_size=2), DataLoader(dataset, batch_size=2)]
+        return CombinedLoader(loaders, "min_size")
+
+    with pytest.warns(StatefulWarning, match=r"'0' and '1' read one Stream object in turn"):
+        train_alone(shared, max_epochs=1)

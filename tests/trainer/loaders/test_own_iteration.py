@@ -16,7 +16,9 @@ from support.runs import assert_goes_on_from_every_moment, train, train_alone
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, check_resume, patch_dataloader
+from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.errors import StatefulWarning, StateMismatchError, UnsupportedLoaderError
+from lightning_stateful.loaders.patching import build_patched
 
 KINDS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (own.MultiEpochs, own.Infinite, own.Twice, own.TwiceAsLong, own.LeavesOut)},
@@ -33,6 +35,16 @@ MOMENTS = [("on_train_batch_end", 0, 0), ("on_train_batch_end", 0, 3), ("on_trai
 
 def made(name: str, **options: Any) -> Any:
     return KINDS[name](Numbers(12), **{"batch_size": 2, "shuffle": True, **options})
+
+
+def states_of(loader: Any, num_epochs: int) -> dict[tuple[int, int], Any]:
+    """The states of a loop by epoch and batches of it."""
+    states = {}
+    for epoch in range(num_epochs):
+        for number, _ in enumerate(loader, 1):
+            states[epoch, number] = loader.state_dict()
+        states[epoch + 1, 0] = loader.state_dict()
+    return states
 
 
 def ids(run: Any) -> list[Any]:
@@ -65,6 +77,18 @@ def test_an_epoch_with_fewer_batches_ends_there(tmp_path: Path) -> None:
     assert len(ids(whole)) == 2 * 4
 
 
+def test_the_rest_of_an_epoch_has_no_length_where_the_epoch_has_none() -> None:
+    class HandsOnUnsized(own.Unsized):
+        def __iter__(self) -> Any:
+            yield from self.loader
+
+    loader = build_patched(HandsOnUnsized(DataLoader(Numbers(12), batch_size=2)))
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    assert loader.plan(0, loader.progress).num_steps == UNKNOWN
+
+
 def test_what_is_read_again_takes_the_same_ranks_and_batch_size(tmp_path: Path) -> None:
     loader = patch_dataloader(made("Twice"))
     iterator = iter(loader)
@@ -89,6 +113,32 @@ def test_what_is_read_again_takes_the_same_ranks_and_batch_size(tmp_path: Path) 
 def test_one_that_cannot_be_followed_is_refused_before_the_first_step(make: Any, said: str) -> None:
     with pytest.raises(UnsupportedLoaderError, match=said):
         train_alone(make, max_epochs=1)
+
+
+KEEPING: dict[str, Callable[..., Any]] = {
+    "CountsPasses": own.CountsPasses,
+    "Mixes": own.Mixes,
+    "StepsOn": lambda *args, **options: own.StepsOn(DataLoader(*args, **options)),
+}
+
+
+@pytest.mark.parametrize("name", [*KEEPING, "CountsAtEnd"])
+def test_what_a_loader_keeps_from_epoch_to_epoch_is_as_without_this_package(name: str) -> None:
+    make = partial({**KEEPING, "CountsAtEnd": own.CountsAtEnd}[name], Numbers(12), batch_size=2)
+    assert ids(train_alone(make, max_epochs=3)) == ids(train(make, max_epochs=3))
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_loader_that_keeps_something_from_epoch_to_epoch_resumes_in_the_first_only(tmp_path: Path, name: str) -> None:
+    make = partial(KEEPING[name], Numbers(12), batch_size=2, shuffle=True)
+    first = [("on_train_batch_end", 0, 0), ("on_train_batch_end", 0, 2)]
+    assert_goes_on_from_every_moment(tmp_path, make, first, train_alone)
+    state = states_of(build_patched(make()), 2)
+    for moment in ((1, 0), (1, 2)):
+        with pytest.raises(StateMismatchError, match=r"as earlier epochs have left it.*accept=\(\"iteration\",\)"):
+            build_patched(make()).load_state_dict(state[moment])
+        with pytest.warns(StatefulWarning, match="may not be exact"):
+            build_patched(make(), accept=("iteration",)).load_state_dict(state[moment])
 
 
 def test_one_that_reads_several_loaders_is_warned_of_at_the_start() -> None:
