@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OWN = {"lightning_stateful", "benchmarks", "support"}
+OWN = {"lightning_stateful", "benchmarks", "support", "harm"}
 OWN |= {path.stem for folder in ("tests", "examples") for path in (ROOT / folder).rglob("*.py")}
 
 

@@ -79,7 +79,9 @@ class TestFabricOnTwoRanks:
     ) -> None:
         for epoch in range(2):
             own = [rank[name]["whole"]["epochs"][epoch] for rank in ranks]
-            assert sorted(index for batches in own for batch in batches for index in batch) == SAMPLES
+            served = sorted(index for batches in own for batch in batches for index in batch)
+            # Whole batches are never cut: fewer than ranks are repeated.
+            assert served == SAMPLES or (name == "batch sampler" and set(served) == set(SAMPLES))
         begun = [index for rank in ranks for batch in flat(rank[name]["before"]["epochs"]) for index in batch]
         state = ranks[0][name]["before"]["state"]
         assert state == ranks[1][name]["before"]["state"]

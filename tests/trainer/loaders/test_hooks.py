@@ -125,6 +125,7 @@ def test_on_several_ranks_hooks_find_lightnings_sampler_of_this_rank() -> None:
     assert (shown.num_replicas, shown.rank, shown.shuffle) == (2, 1, True)
 
 
+@pytest.mark.filterwarnings("ignore:.* was changed between two epochs")
 def test_a_sampler_that_a_hook_changes_is_the_one_that_is_trained_on() -> None:
     class Chosen(Sampler[int]):
         chosen = 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.runs import quiet_trainer
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 from lightning_stateful import (
     ChunkedDataset,
@@ -70,9 +70,6 @@ CASES: dict[str, Make] = {
     "shuffled": lambda: {name: a_loader(shuffle=True) for name in "ab"},
     "weighted": lambda: {name: a_loader(sampler=WeightedRandomSampler([1.0] * LENGTH, LENGTH)) for name in "ab"},
     "own sampler": lambda: {name: a_loader(sampler=Own()) for name in "ab"},
-    "torch's sampler": lambda: {
-        name: a_loader(sampler=RandomSampler(range(LENGTH), generator=torch.Generator())) for name in "ab"
-    },
     "buckets": lambda: {name: of_buckets() for name in "ab"},
     "module": lambda: StatefulDataModule({name: Noisy() for name in "ab"}, batch_size=4),
     "streams": lambda: StreamDataModule({name: chunks() for name in "ab"}, batch_size=4, steps_per_epoch=16),
