@@ -76,7 +76,7 @@ def build_alike(
         return build()
     failure: Exception | None = None
     try:
-        with failing_together():
+        with failing_together(what):
             built = build()
         report: tuple[str, Any] = ("built", describe(built))
     except Exception as error:

@@ -61,14 +61,16 @@ def exchanged(name: str, value: Any, *, timeout: float = 300.0) -> list[Any] | N
 
 
 @contextmanager
-def failing_together() -> Iterator[None]:
-    """Let processes that wait in :func:`exchanged` hear of an error in this block, which all of them run."""
+def failing_together(what: str = "") -> Iterator[None]:
+    """Let processes that wait in :func:`exchanged` hear of an error in this block, which all run to build ``what``."""
     _begin_block()
     try:
         yield
     except Exception as error:
         store = torch.distributed.distributed_c10d._get_default_store()
-        store.set(_failure_key(), f"rank {detect_topology().rank} failed: {type(error).__name__}: {error}")
+        rank, said = detect_topology().rank, f"{type(error).__name__}: {error}"
+        of_what = f"{what} could not be built on every rank:\n  - rank {rank}: {said}"
+        store.set(_failure_key(), of_what if what else f"rank {rank} failed: {said}")
         raise
     finally:
         _begin_block()
