@@ -21,7 +21,7 @@ from lightning_stateful.loaders.description import LoaderDescription, describe_l
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import Tracked, Tracker, detect_topology
+from lightning_stateful.samplers.tracker import TrackedLoader, Tracker, detect_topology
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
 from lightning_stateful.user_samplers.rank_exchange import exchanged
@@ -41,7 +41,7 @@ class LoaderSettings:
     exact: bool = False
 
 
-class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
+class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
     """A map-style DataLoader that resumes at the very next batch.
 
     A pass begins at the first ``next()``, so a state may still be loaded after ``iter()``. The state counts the batches

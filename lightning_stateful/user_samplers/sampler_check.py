@@ -126,6 +126,8 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
 
 def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
     """Whether a sampler is its own iterator, and ``iter()`` of that begins anew, as torch calls it for every batch."""
+    if not hasattr(type(sampler), "__next__"):
+        return False
     before = contents()
     with suppress(Exception):
         return iter(sampler) is sampler and hasattr(type(sampler).__iter__, "__code__") and contents() != before
@@ -148,7 +150,7 @@ def _follow(
 
     Digests of the items that come after that state are put into ``following``.
     """
-    running, drawn, state, chained = hashlib.blake2b(digest_size=8), 0, None, ""
+    running, drawn, state, chained, noted_next = hashlib.blake2b(digest_size=8), 0, None, "", 0
     has_states, started = has_own_state(order), time.perf_counter()
     beginning: list[Any] = []
     most = _MOST if facts.says is None else min(facts.says + (not order.is_cut), _MOST)
@@ -159,18 +161,18 @@ def _follow(
         size = STATE_STRIDE if has_states and drawn < STATE_STRIDE else _COMPARED if drawn < _COMPARED else _DRAWN
         size = min(size - drawn % size, most - drawn)
         with tried.entered():
-            # Digests at once, because a sampler may change later what it has yielded.
+            # Copies and digests at once, because a sampler may change later what it has yielded.
             chunk = []
             for index, item in enumerate(islice(items, size), drawn):
-                if index == 0:
-                    facts.first = item
-                if index in (0, STATE_STRIDE) if has_states else next_digest_index(index) == index:
+                if index == noted_next:
+                    facts.first = item if index == 0 else facts.first
                     chained = facts.notes[index] = digest(item, "" if has_states else chained)
+                    noted_next = STATE_STRIDE if has_states else next_digest_index(index + 1)
                 if state is not None and len(following) < STATE_STRIDE:
                     following.append(digest(item))
-                chunk.append(told_apart(item))
+                chunk.append(item if type(item) is int else _plain(item))
         drawn += len(chunk)
-        beginning += chunk[: _num_first(order) - len(beginning)]
+        beginning += map(told_apart, chunk[: _num_first(order) - len(beginning)])
         running.update(repr(chunk).encode())
         facts.marks[drawn] = running.hexdigest()
         if len(chunk) < size:
@@ -190,6 +192,11 @@ def _follow(
 def _num_first(order: WrappedSampler) -> int:
     """Items by which the beginning of an epoch is known: as many as come before a state is taken."""
     return STATE_STRIDE if has_own_state(order) else _COMPARED
+
+
+def _plain(item: Any) -> Any:
+    """An item as it is now: a list of numbers, or a digest."""
+    return item.copy() if type(item) is list and set(map(type, item)) <= {int} else told_apart(item)
 
 
 def told_apart(item: Any) -> Any:

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -195,12 +196,17 @@ def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
         return memory
     key, made = id(sampler), SamplerMemory(SamplerParts(sampler, dataset).generators)
     try:
-        reference: Callable[[], Any] = weakref.ref(sampler, lambda _: _MEMORIES.pop(key, None))
+        # Bound to the dict itself: names of the module are gone where the interpreter ends.
+        reference: Callable[[], Any] = weakref.ref(sampler, partial(_forget, _MEMORIES, key))
     except TypeError:
         # Its class has no weak references: it is held for good.
         reference = repeat(sampler).__next__
     _MEMORIES[key] = reference, made
     return made
+
+
+def _forget(memories: dict[int, Any], key: int, _: object) -> None:
+    memories.pop(key, None)
 
 
 def _spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:
