@@ -49,6 +49,30 @@ def seed_randomness(seed: int) -> None:
     random.seed(seed)
 
 
+def seed_devices(seed: int) -> None:
+    """Seed the CPU generators, and torch's on every device that this machine has.
+
+    As ``torch.manual_seed``, which remembers the call, with the stack, for each kind of device that there is not, and
+    so takes longer than a small training step.
+    """
+    seed_randomness(seed)
+    for seed_device in _seed_functions():
+        seed_device(seed)
+
+
+@lru_cache(maxsize=1)
+def _seed_functions() -> list[Callable[[int], None]]:
+    # device_count() asks the driver's library: is_available() may make processes that are forked later unfit for CUDA.
+    found: list[Callable[[int], None]] = [torch.cuda.manual_seed_all] if torch.cuda.device_count() else []
+    for name in ("xpu", "mtia", torch._C._get_privateuse1_backend_name()):
+        device: Any = getattr(torch, name, None)
+        if hasattr(device, "manual_seed_all") and device.is_available():
+            found.append(device.manual_seed_all)
+    if torch.backends.mps.is_available():
+        found.append(torch.mps.manual_seed)
+    return found
+
+
 def seed_or_default(seed: int | None) -> int:
     """The seed itself, or for None the one of Lightning's ``seed_everything`` (``PL_GLOBAL_SEED``), or else 0.
 

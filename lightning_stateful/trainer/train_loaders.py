@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -21,7 +18,7 @@ from lightning_stateful.loaders.own_iteration import held_loader
 from lightning_stateful.loaders.patching import AnyLoader, build_patched, is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
-from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.samplers.rng import seed_devices, seed_or_default
 from lightning_stateful.samplers.tracker import TrackedLoader
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import StreamLoader
@@ -433,7 +430,4 @@ def overfits(trainer: Any) -> bool:
 
 def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:
     """Seed torch on every device, NumPy and ``random`` for what happens from this batch to the next."""
-    derived = derive_seed("model", seed, rank, stage, epoch, batch)
-    torch.manual_seed(derived)
-    np.random.seed(derived & 0xFFFFFFFF)
-    random.seed(derived)
+    seed_devices(derive_seed("model", seed, rank, stage, epoch, batch))
