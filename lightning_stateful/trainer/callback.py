@@ -389,6 +389,8 @@ class StatefulDataCallback(pl.Callback):
                 self._fit_again(trainer, self._phase)
             if isinstance(self._phase, SetUp):
                 self._phase = replace(self._phase, stopped_at=None)
+                if trainer.ckpt_path is None:
+                    loop_progress.forget_restart(trainer)
         if isinstance(self._phase, Resumed):
             loop_progress.lift_max_steps(trainer, self._phase.progress, self._phase.global_step)
 

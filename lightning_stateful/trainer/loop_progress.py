@@ -120,7 +120,7 @@ class BatchBegun:
 def note_batch(trainer: pl.Trainer) -> BatchBegun:
     """Counters as a batch begins."""
     stepped = trainer.fit_loop.epoch_loop._batches_that_stepped
-    return BatchBegun(next_step(trainer)[1], stepped, waits_to_stop(trainer))
+    return BatchBegun(next_step(trainer)[1], stepped, waits_to_stop(trainer, trainer.current_epoch))
 
 
 def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopProgress:
@@ -139,7 +139,9 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
     in_batch_end = _in_batch_end(trainer, begun)
     validated = _validated_before(trainer, progress.epoch)
     validate = progress.running and progress.batch > validated and _validation_is_due(trainer, in_batch_end)
-    stopping = waits_to_stop(trainer) or (in_batch_end and begun is not None and begun.stopping)
+    # Between epochs the one that has just been trained counts for min_epochs.
+    epochs = trainer.current_epoch if progress.running else progress.epoch
+    stopping = waits_to_stop(trainer, epochs) or (in_batch_end and begun is not None and begun.stopping)
     # StochasticWeightAveraging adds an epoch that only updates BatchNorm's statistics. It can be resumed at its
     # beginning only, so it counts as one window.
     window = progress.batch + 1 if fit_loop._skip_backward else trainer.accumulate_grad_batches
@@ -314,6 +316,13 @@ def continue_from(trainer: pl.Trainer, progress: LoopProgress) -> None:
     """Put the loops of a trainer that has trained before at ``progress``, as a checkpoint would."""
     fit_loop = trainer.fit_loop
     fit_loop.load_state_dict(rewritten(fit_loop.state_dict(), progress))
+
+
+def forget_restart(trainer: pl.Trainer) -> None:
+    """Let a fit without a checkpoint begin as any other, where a tuner has restored the loops between two epochs."""
+    if not read_counters(trainer.fit_loop.state_dict()).running:
+        trainer.fit_loop._restarting = False
+        trainer.fit_loop.epoch_loop.restarting = False
 
 
 def prepare_first_epoch(trainer: pl.Trainer, progress: LoopProgress) -> None:
