@@ -19,6 +19,7 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
 
 T = TypeVar("T")
+_MOST_OF_INT64 = 2**63 - 1
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -43,7 +44,11 @@ class Randomness(NamedTuple):
 
 
 def seed_randomness(seed: int) -> None:
-    """Seed the CPU generators of torch, NumPy and ``random``; other devices are left alone."""
+    """Seed the CPU generators of torch, NumPy and ``random``; other devices are left alone.
+
+    Of the seed 63 bits are used, so that ``torch.initial_seed()`` fits into a tensor.
+    """
+    seed &= _MOST_OF_INT64
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
@@ -57,7 +62,7 @@ def seed_devices(seed: int) -> None:
     """
     seed_randomness(seed)
     for seed_device in _seed_functions():
-        seed_device(seed)
+        seed_device(seed & _MOST_OF_INT64)
 
 
 @lru_cache(maxsize=1)
@@ -161,7 +166,7 @@ class IsolatedReads:
         try:
             if self._num_idle is not None and self._num_idle >= self._NUM_TRIED:
                 before = _memory()
-                torch.default_generator.manual_seed(seed)
+                torch.default_generator.manual_seed(seed & _MOST_OF_INT64)
                 try:
                     result = read()
                 finally:
