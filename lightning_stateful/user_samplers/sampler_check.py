@@ -53,6 +53,7 @@ class SamplerFacts:
         marks: Digests of epoch 0 up to some items, by their number, for other ranks to compare.
         says: Items of an epoch by its ``len()``; None where it has none.
         length: Items of epoch 0; None for more than a million, or one that could not be drawn to its end.
+        counts_down: Whether ``len()`` changes while items are drawn, so that only before the first it tells how many.
         seconds: How long that took.
         asks: Whether it asks torch.distributed for its rank.
         remembers: Whether what it yields depends on its earlier passes, or nobody knows.
@@ -68,6 +69,7 @@ class SamplerFacts:
     marks: dict[int, str] = field(default_factory=dict)
     says: int | None = None
     length: int | None = None
+    counts_down: bool = False
     seconds: float = 0.0
     asks: bool = False
     remembers: bool = False
@@ -157,7 +159,7 @@ def _follow(
         if is_endless and (drawn >= _MOST_ENDLESS or time.perf_counter() - started > _QUICK):
             break
         size = STATE_STRIDE if has_states and drawn < STATE_STRIDE else _COMPARED if drawn < _COMPARED else _DRAWN
-        size = min(size - drawn % size, most - drawn)
+        size = min(size - drawn % size if drawn else 2, most - drawn)
         with tried.entered():
             # Digests at once, because a sampler may change later what it has yielded.
             chunk = []
@@ -170,6 +172,9 @@ def _follow(
                     following.append(digest(item))
                 chunk.append(told_apart(item))
         drawn += len(chunk)
+        if drawn <= 2:
+            with suppress(Exception), tried.entered():
+                facts.counts_down = order.length_of(tried.sampler) != facts.says
         beginning += chunk[: _num_first(order) - len(beginning)]
         running.update(repr(chunk).encode())
         facts.marks[drawn] = running.hexdigest()

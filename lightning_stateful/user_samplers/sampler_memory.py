@@ -53,13 +53,13 @@ class SamplerMemory:
         self._warned: set[str] = set()
 
     def note_begin(self, order: WrappedSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
-        """A pass begins: begin those before it, where the sampler remembers them and this process has not."""
+        """A pass begins: begin those before it that a state tells of and this process has not."""
         if self._latest is not None and not self._ended_with and order.is_trained_on:
             # It was left within a pass.
             left = digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
             self.has_changed = self.has_changed or left != self._began_with
         self._close()
-        if earlier is not None and order.remembers and order.is_trained_on:
+        if earlier is not None and order.is_trained_on:
             self.begin_again(order, begun.label[0], earlier)
         elif not self.passes and begun.label[0] and order.remembers and order.is_trained_on and not begun.has_state:
             self._warn(

@@ -362,8 +362,8 @@ class WrappedSampler:
         return SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
 
     def bring_to(self, epoch: int, passes: Any) -> None:
-        """Begin the passes before an epoch that a state tells of, where the sampler remembers them."""
-        if type(passes) is not list or not self.is_trained_on or not self.remembers:
+        """Begin the passes before an epoch that a state tells of."""
+        if type(passes) is not list or not self.is_trained_on:
             return
         if len(self.memory.passes) < sum(count for *_, count in passes):
             self.memory.begin_again(self, epoch, passes)
