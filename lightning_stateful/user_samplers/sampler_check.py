@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -115,7 +116,8 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
         _refuse_wrong_length(order, facts)
         changed = contents() != before[-1]
         fresh = partial(_fresh, order, choose, asked)
-        facts.is_harmless = changed and facts.seconds <= _QUICK and _begins_alike(tried, fresh)
+        is_quick = changed and facts.seconds <= _QUICK
+        facts.is_harmless = is_quick and _begins_alike(tried, fresh) and _begins_alike(_left(fresh(), facts.says), fresh)
         facts.remembers = changed and not facts.is_harmless
         facts.leads_back = state is not None and _leads_back(fresh, state, following)
         if order.cuts_samples and _begins_anew_when_asked(copied.sampler, contents):
@@ -200,6 +202,15 @@ def _num_first(order: WrappedSampler) -> int:
 def told_apart(item: Any) -> Any:
     """A plain value that tells an item from others."""
     return int(item) if isinstance(item, int) else digest(item)
+
+
+def _left(tried: IteratedSampler, num_items: int | None) -> IteratedSampler:
+    """A copy that was iterated up to its last item, where Lightning leaves one with a length."""
+    with suppress(Exception):
+        items = tried.begin(0, 0)
+        with tried.entered():
+            deque(islice(items, num_items), maxlen=0)
+    return tried
 
 
 def _begins_alike(ended: IteratedSampler, fresh: Callable[[], IteratedSampler]) -> bool:

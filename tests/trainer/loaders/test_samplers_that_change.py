@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from harm.basics import LENGTH, permutation
 from harm.laws import is_harm, resumed, uninterrupted
@@ -13,8 +14,6 @@ from harm.own_samplers import CountsAtEnd
 from harm.runs import Trial, train
 from harm.table import Entry, WithCallback, of
 from torch.utils.data import Sampler
-
-import lightning.pytorch as pl
 
 
 class CountsDown(Sampler[int]):
