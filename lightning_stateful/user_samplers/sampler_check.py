@@ -117,7 +117,9 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
         changed = contents() != before[-1]
         fresh = partial(_fresh, order, choose, asked)
         is_quick = changed and facts.seconds <= _QUICK
-        facts.is_harmless = is_quick and _begins_alike(tried, fresh) and _begins_alike(_left(fresh(), facts.says), fresh)
+        facts.is_harmless = (
+            is_quick and _begins_alike(tried, fresh) and _begins_alike(_left(fresh(), facts.says), fresh)
+        )
         facts.remembers = changed and not facts.is_harmless
         facts.leads_back = state is not None and _leads_back(fresh, state, following)
         if order.cuts_samples and _begins_anew_when_asked(copied.sampler, contents):
@@ -204,12 +206,12 @@ def told_apart(item: Any) -> Any:
     return int(item) if isinstance(item, int) else digest(item)
 
 
-def _left(tried: IteratedSampler, num_items: int | None) -> IteratedSampler:
+def _left(tried: IteratedSampler, facts: SamplerFacts) -> IteratedSampler:
     """A copy that was iterated up to its last item, where Lightning leaves one with a length."""
     with suppress(Exception):
         items = tried.begin(0, 0)
         with tried.entered():
-            deque(islice(items, num_items), maxlen=0)
+            deque(islice(items, facts.says), maxlen=0)
     return tried
 
 

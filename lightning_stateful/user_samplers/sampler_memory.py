@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
 from lightning_stateful.errors import PositionError
-from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, attributes_of, digest_of_contents
+from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
+from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
 if TYPE_CHECKING:
     from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
@@ -31,21 +32,20 @@ class SamplerMemory:
     in the state, and a resume begins them again.
 
     Args:
-        generators: Where the generators are that the sampler holds.
+        parts: The sampler's.
 
     Attributes:
-        generators: The same.
+        generators: Where the generators are that the sampler holds.
         passes: Of each pass its epoch, its cycle, and the items drawn of one that was broken off, or -1.
         has_changed: Whether a pass has changed the sampler.
     """
 
-    def __init__(self, generators: Collection[Path]) -> None:
-        self.generators = tuple(generators)
+    def __init__(self, parts: SamplerParts) -> None:
+        self.generators: tuple[Path, ...] = tuple(parts.generators)
         self.passes: list[list[int]] = []
         self.has_changed = False
         self._latest: SamplerPass | None = None
-        # By number of a sampler in it, the epoch that it holds.
-        self._told: dict[int, Any] = {}
+        self._told = ToldEpochs(parts.samplers)
         # What the sampler held when the latest pass began, and when it ended.
         self._began_with = self._ended_with = ""
         # Whether nobody has changed the sampler between its trial and its first pass.
@@ -82,6 +82,8 @@ class SamplerMemory:
 
     def note_contents(self, order: WrappedSampler, begun: SamplerPass) -> None:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""
+        if order.is_trained_on:
+            self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, begun.label[0])
         self._began_with = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
 
     def note_last(self, order: WrappedSampler, latest: SamplerPass) -> None:
@@ -99,12 +101,7 @@ class SamplerMemory:
 
     def tell_epoch(self, sampler: Any, dataset: Any, epoch: int) -> None:
         """Call ``set_epoch`` of a sampler and of those in it, but of one that somebody else has told another epoch."""
-        for place, part in enumerate(SamplerParts(sampler, dataset).samplers):
-            if callable(getattr(part, "set_epoch", None)):
-                held = attributes_of(part).get("epoch", epoch)
-                if held in (epoch, self._told.get(place, 0)):
-                    part.set_epoch(epoch)
-                self._told[place] = attributes_of(part).get("epoch", epoch)
+        self._told.tell(SamplerParts(sampler, dataset).samplers, epoch)
 
     def compare_with_check(self, order: WrappedSampler, at: SamplerPass, index: int, found: str) -> None:
         """Compare the digest of an item of the first pass with what a copy of the sampler yielded before training."""
@@ -193,7 +190,7 @@ def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
     held, memory = _MEMORIES.get(id(sampler), (None, None))
     if held is not None and memory is not None and held() is sampler:
         return memory
-    key, made = id(sampler), SamplerMemory(SamplerParts(sampler, dataset).generators)
+    key, made = id(sampler), SamplerMemory(SamplerParts(sampler, dataset))
     try:
         reference: Callable[[], Any] = weakref.ref(sampler, lambda _: _MEMORIES.pop(key, None))
     except TypeError:
