@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.user_samplers.rank_exchange import exchanged
-from lightning_stateful.user_samplers.sampler_copy import digest_of_contents, digest_of_surroundings
+from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, digest_of_contents, digest_of_surroundings
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, IteratedSampler, next_digest_index
 from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
@@ -62,6 +62,7 @@ class SamplerFacts:
         contents: Digest of what the sampler held then, to tell whether it was changed since.
         leads_back: Whether its own state, loaded into a fresh copy, leads to the items that came next.
         error: The reason why it could not be tried; empty if it was.
+        fresh: A copy of one that remembers, as it was before anybody has iterated it.
     """
 
     first: Any = None
@@ -78,6 +79,7 @@ class SamplerFacts:
     contents: str = ""
     leads_back: bool = False
     error: str = ""
+    fresh: Any = None
 
 
 def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] | None = None) -> SamplerFacts:
@@ -103,10 +105,10 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
     with suppress(Exception), tried.entered():
         facts.says = order.length_of(copied.sampler)
     contents = partial(digest_of_contents, copied.sampler, order.dataset, epoch=0)
-    before, state, following = [""], None, list[str]()
+    before, left, state, following = [""], list[str](), None, list[str]()
     try:
         items = tried.begin(0, 0, before_iter=lambda: before.append(contents()))
-        state = _follow(order, tried, items, facts, following)
+        state = _follow(order, tried, items, facts, following, lambda: left.append(contents()))
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
@@ -114,13 +116,12 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
         raise UnsupportedLoaderError(order.name + _CHANGES_DATA)
     if not facts.error:
         _refuse_wrong_length(order, facts)
-        changed = contents() != before[-1]
+        changed = {*left, contents()} != {before[-1]}
         fresh = partial(_fresh, order, choose, asked)
         is_quick = changed and facts.seconds <= _QUICK
-        facts.is_harmless = (
-            is_quick and _begins_alike(tried, fresh) and _begins_alike(_left(fresh(), facts.says), fresh)
-        )
+        facts.is_harmless = is_quick and _begins_alike(tried, fresh) and _begins_alike(_left(fresh(), facts), fresh)
         facts.remembers = changed and not facts.is_harmless
+        facts.fresh = order.copied().sampler if facts.remembers else None
         facts.leads_back = state is not None and _leads_back(fresh, state, following)
         if order.cuts_samples and _begins_anew_when_asked(copied.sampler, contents):
             raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
@@ -128,6 +129,23 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
             # Its later items are noted otherwise.
             facts.notes = {0: facts.notes[0]} if 0 in facts.notes else {}
     return facts
+
+
+def yields_otherwise(order: WrappedSampler) -> bool:
+    """Whether a copy of a sampler as it is now yields another first epoch than the copy that was tried before training.
+
+    Of one that remembers its passes, it is a copy from before, which shares with the sampler only data and classes.
+    """
+    facts, now = order.facts, SamplerFacts(says=order.facts.says)
+    if facts.error or facts.seconds > _QUICK:
+        return False
+    with told(order.dealing.settings):
+        copied = order.copied() if facts.fresh is None else SamplerCopy(facts.fresh, order.dataset)
+    tried = order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
+    with suppress(Exception):
+        _follow(order, tried, tried.begin(0, 0), now, [])
+    counts = facts.marks.keys() & now.marks.keys()
+    return now.length != facts.length or any(now.marks[count] != facts.marks[count] for count in counts)
 
 
 def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
@@ -148,11 +166,17 @@ def _fresh(order: WrappedSampler, choose: Any, asked: AskedRanks | None) -> Iter
 
 
 def _follow(
-    order: WrappedSampler, tried: IteratedSampler, items: Iterator[Any], facts: SamplerFacts, following: list[str]
+    order: WrappedSampler,
+    tried: IteratedSampler,
+    items: Iterator[Any],
+    facts: SamplerFacts,
+    following: list[str],
+    at_last: Callable[[], object] = tuple,
 ) -> Any:
     """Iterate as far as is looked at, and note items; the sampler's own state on the way, if it has one.
 
-    Digests of the items that come after that state are put into ``following``.
+    Digests of the items that come after that state are put into ``following``. ``at_last`` is called when the last item
+    that ``len()`` says is drawn, and no more was asked for.
     """
     running, drawn, state, chained = hashlib.blake2b(digest_size=8), 0, None, ""
     has_states, started = has_own_state(order), time.perf_counter()
@@ -164,6 +188,8 @@ def _follow(
             break
         size = STATE_STRIDE if has_states and drawn < STATE_STRIDE else _COMPARED if drawn < _COMPARED else _DRAWN
         size = min(size - drawn % size if drawn else 2, most - drawn)
+        if facts.says is not None and drawn < facts.says:
+            size = min(size, facts.says - drawn)
         with tried.entered():
             # Digests at once, because a sampler may change later what it has yielded.
             chunk = []
@@ -182,6 +208,8 @@ def _follow(
         beginning += chunk[: _num_first(order) - len(beginning)]
         running.update(repr(chunk).encode())
         facts.marks[drawn] = running.hexdigest()
+        if drawn == facts.says and chunk:
+            at_last()
         if len(chunk) < size:
             facts.length = drawn
             break

@@ -10,7 +10,8 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
 from lightning_stateful.errors import PositionError
-from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents
+from lightning_stateful.user_samplers.sampler_check import yields_otherwise
+from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents, digest_of_surroundings
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
@@ -48,6 +49,8 @@ class SamplerMemory:
         self._told = ToldEpochs(parts.samplers)
         # What the sampler held when the latest pass began, and when it ended.
         self._began_with = self._ended_with = ""
+        # What decides what it yields, as of the beginning of an epoch.
+        self._contents = ""
         # Whether nobody has changed the sampler between its trial and its first pass.
         self._is_as_tried = False
         self._warned: set[str] = set()
@@ -66,19 +69,50 @@ class SamplerMemory:
                 f"{order.name} changes itself while it is iterated, and begins here with epoch {begun.label[0]}, as if "
                 "the epochs before had not been: that is not what an uninterrupted run trains on."
             )
-        if self._ended_with and order.is_trained_on and not order.has_set_epoch:
-            epochs = (begun.label[0], self.passes[-1][0])
-            before = {digest_of_contents(order.sampler, order.dataset, epoch=epoch) for epoch in epochs}
-            if self._ended_with not in before:
-                self._warn(
-                    f"{order.name} was changed between two epochs by something else than its own iteration. A resume "
-                    "from here on is exact only if the same is set again before its first batch, in on_train_start."
-                )
+        self.compare_epochs(order, begun.label[0])
+        self._contents = self._contents or self._contents_of(order, begun.label[0])
         if not self.passes and not order.is_known:
             now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
             self._is_as_tried = now == order.facts.contents
         self.passes.append([*begun.label, 0])
         self._latest, self._ended_with = begun, ""
+
+    def compare_epochs(self, order: WrappedSampler, epoch: int) -> None:
+        """Warn where something else than its own iteration has changed the sampler, or what it yields, before an epoch.
+
+        What it yields is shown by a copy of it as it is now, which begins the first epoch once more.
+        """
+        if not (self.passes and order.is_trained_on) or "changed" in self._warned or "nondeterministic" in order.accept:
+            return
+        if epoch == self.passes[-1][0]:
+            return
+        self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, epoch)
+        if self._ended_with and not order.has_set_epoch:
+            epochs = (epoch, self.passes[-1][0])
+            before = {digest_of_contents(order.sampler, order.dataset, epoch=epoch) for epoch in epochs}
+            if self._ended_with not in before:
+                self._warn(
+                    f"{order.name} was changed between two epochs by something else than its own iteration. A resume "
+                    "from here on is exact only if the same is set again before its first batch, in on_train_start.",
+                    once="changed",
+                )
+                return
+        now, before = self._contents_of(order, epoch), self._contents
+        self._contents = now
+        if now != before and (order.is_known or yields_otherwise(order)):
+            self._warn(
+                f"{order.name} no longer yields what it did before training: training, its dataset or a callback has "
+                "changed what it draws from. A checkpoint does not hold that, so a resume is exact only if it is set "
+                "again before the first batch, in on_train_start.",
+                once="changed",
+            )
+
+    def _contents_of(self, order: WrappedSampler, epoch: int) -> str:
+        """Digest of what may decide what it yields beside its earlier passes."""
+        if order.is_known:
+            return repr(order.parameters())
+        own = "" if order.facts.remembers else digest_of_contents(order.sampler, order.dataset, epoch=epoch)
+        return own + digest_of_surroundings(order.sampler, order.dataset)
 
     def note_contents(self, order: WrappedSampler, begun: SamplerPass) -> None:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""

@@ -127,6 +127,8 @@ class SamplerEpochPlan:
         details: dict[str, Any] = {order.kind: begun.details.get(order.kind, [])}
         if served and self._latest is not None and not order.dealing.is_own:
             details[order.kind] = self._latest.noted_before(begun.consumed + served) or details[order.kind]
+        if not begun.consumed + steps:
+            order.memory.compare_epochs(order, self.epoch)
         if order.is_trained_on and order.remembers:
             loaded = begun.details.get("passes")
             before = order.memory.passes_before(begun.epoch, begun.cycle)

@@ -308,7 +308,7 @@ class WrappedSampler:
         described: dict[str, Any] = {"class": self.name}
         if self.is_known:
             with told(dealing.settings):
-                described |= self._parameters()
+                described |= self.parameters()
         described["length"] = "unknown" if num_items is None else num_items
         config: dict[str, Any] = {"seed": self.seed, "sampler": described, "drop_last": self.tail == "drop"}
         if dealing.is_own and self.is_dealt_out:
@@ -317,7 +317,7 @@ class WrappedSampler:
         begins = dealing.begins or self.facts.begins
         return config | {"sequence": "" if "nondeterministic" in self.accept else begins}
 
-    def _parameters(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, Any]:
         """The parameters of torch's own samplers, long ones as digests."""
         found, inner = {}, self.sampler
         while inner is not None:

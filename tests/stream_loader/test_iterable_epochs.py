@@ -12,7 +12,7 @@ from support.stream_cases import InThisProcess, chunks, plain, read_numbers, str
 from torch.utils.data import DataLoader
 
 from lightning_stateful import patch_dataloader
-from lightning_stateful.errors import PositionError, ShardError
+from lightning_stateful.errors import PositionError, ShardError, StatefulWarning
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*were read again"), pytest.mark.filterwarnings("ignore:.*no batch")]
 
