@@ -97,9 +97,8 @@ class SamplerMemory:
                     once="changed",
                 )
                 return
-        now, before = self._contents_of(order, epoch), self._contents
-        self._contents = now
-        if now != before and (order.is_known or yields_otherwise(order)):
+        held, self._contents = self._contents, self._contents_of(order, epoch)
+        if held != self._contents and (order.is_known or yields_otherwise(order)):
             self._warn(
                 f"{order.name} no longer yields what it did before training: training, its dataset or a callback has "
                 "changed what it draws from. A checkpoint does not hold that, so a resume is exact only if it is set "

@@ -79,7 +79,7 @@ def test_the_sampler_itself_is_not_iterated_and_a_copy_once() -> None:
         (theirs.CountsEpochs, True, False),
         (theirs.ShufflesInPlace, True, False),
         (lambda: theirs.Proxy(theirs.CountsEpochs()), True, False),
-        (lambda: theirs.KeepsItsPlace(9), False, False),
+        (lambda: theirs.KeepsItsPlace(9), True, False),
         (theirs.Fails, True, False),
         (lambda: iter(range(5)), True, False),
         (lambda: (n for n in range(3)), True, False),
