@@ -367,8 +367,7 @@ def deal(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing:
         )
     note = (
         f"{order.name} deals out to ranks by itself, and what one rank would yield is not provably what all yield "
-        f"together: each of the {num_replicas} ranks iterates its own. A resume needs as many ranks, and compares no "
-        "more than how the first epoch begins on each."
+        f"together: each of the {num_replicas} ranks iterates its own. A resume needs as many ranks."
     )
     return Dealing(is_own=True, begins=[_beginning_in(of) for of in reports], note=note)
 

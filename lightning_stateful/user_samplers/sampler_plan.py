@@ -17,6 +17,7 @@ from lightning_stateful.core.permutation import keyed_permutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import PositionError
+from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 
 if TYPE_CHECKING:
@@ -112,6 +113,9 @@ class SamplerEpochPlan:
         else:
             first_step = 0
         noted, earlier = begun.details[order.kind], self._begun.details.get("passes")
+        if order.dealing.is_own and noted:
+            own_rank = detect_topology().rank
+            noted = noted[own_rank] if own_rank < len(noted) and isinstance(noted[own_rank], list) else []
         self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier)
         for first, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
             yield (
@@ -125,8 +129,10 @@ class SamplerEpochPlan:
         # After 0 steps nothing counts as served, even what drop_last drops here: fewer ranks may still serve it.
         served = steps * self.rule.full if remaining is None or not steps else self.rule.served(remaining, steps)
         details: dict[str, Any] = {order.kind: begun.details.get(order.kind, [])}
-        if served and self._latest is not None and not order.dealing.is_own:
-            details[order.kind] = self._latest.noted_before(begun.consumed + served) or details[order.kind]
+        if served and self._latest is not None:
+            is_own, index = order.dealing.is_own, begun.consumed + served
+            noted = self._latest.noted_by_ranks(index) if is_own else self._latest.noted_before(index)
+            details[order.kind] = noted or details[order.kind]
         if not begun.consumed + steps:
             order.memory.compare_epochs(order, self.epoch)
         if order.is_trained_on and order.remembers:
