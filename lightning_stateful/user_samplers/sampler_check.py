@@ -123,6 +123,9 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
         facts.remembers = changed and not facts.is_harmless
         facts.fresh = order.copied().sampler if facts.remembers else None
         facts.leads_back = state is not None and _leads_back(fresh, state, following)
+        is_seen = not copied.shares_unseen or "nondeterministic" in order.accept
+        if not (is_seen or _begins_alike(fresh(), fresh)):
+            raise UnsupportedLoaderError(order.name + _CHANGES_UNSEEN)
         if order.cuts_samples and _begins_anew_when_asked(copied.sampler, contents):
             raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
         if has_own_state(order) and not facts.leads_back:
@@ -290,6 +293,11 @@ _CHANGES_DATA = (
     " changes its dataset, its class or module, or objects in a list of more than 1,024 while it is iterated, which no "
     "copy of it can try before training without changing them too. Let it keep what it changes in attributes of its "
     "own."
+)
+_CHANGES_UNSEEN = (
+    " yields something else whenever a copy of it is begun, and holds variables of a function, or an object that is "
+    "not copied (a database, say), which to try it before training changes. Let it keep what it changes in attributes "
+    "of its own, or pass accept=('nondeterministic',)."
 )
 
 

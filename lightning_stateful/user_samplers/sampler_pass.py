@@ -193,7 +193,7 @@ class SamplerPass:
 
     def noted_by_ranks(self, index: int) -> list[list[Any]]:
         """The latest notes of an earlier item that all ranks have posted, where each iterates its own sampler."""
-        found = []
+        found: list[list[Any]] = []
         for of_rank in posted(self._posted_as):
             notes = of_rank["notes"] if of_rank is not None and of_rank["label"] == list(self.label) else []
             found.append(next((note for note in reversed(notes) if note[0] < index), []))
