@@ -124,7 +124,7 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
         facts.fresh = order.copied().sampler if facts.remembers else None
         facts.leads_back = state is not None and _leads_back(fresh, state, following)
         is_seen = not copied.shares_unseen or "nondeterministic" in order.accept
-        if not (is_seen or _begins_alike(fresh(), fresh)):
+        if not is_seen and _begins_apart(fresh):
             raise UnsupportedLoaderError(order.name + _CHANGES_UNSEEN)
         if order.cuts_samples and _begins_anew_when_asked(copied.sampler, contents):
             raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
@@ -250,6 +250,13 @@ def _begins_alike(ended: IteratedSampler, fresh: Callable[[], IteratedSampler]) 
     """Whether a copy that was iterated to its end begins the next epoch as a fresh one does."""
     with suppress(Exception):
         return _beginning(ended, 1) == _beginning(fresh(), 1)
+    return False
+
+
+def _begins_apart(fresh: Callable[[], IteratedSampler]) -> bool:
+    """Whether two fresh copies begin the first epoch otherwise."""
+    with suppress(Exception):
+        return _beginning(fresh(), 0) != _beginning(fresh(), 0)
     return False
 
 
