@@ -25,6 +25,7 @@ from lightning_stateful.samplers.tracker import TrackedLoader, Tracker, detect_t
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
 from lightning_stateful.user_samplers.rank_exchange import exchanged
+from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
@@ -159,6 +160,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         self.is_for_trainer = False
         # Whether the ranks have compared what they have; a Trainer's do before they train.
         self._is_compared = False
+        self._told = None if settings.exact else ToldEpochs([loader.dataset])
         self._reader: BatchReader | None = None
         self.seed, self.path, self.seed_samples = settings.seed, settings.path, settings.seed_samples
         self._own_seed = loader_seed(settings.seed, settings.path)
@@ -228,7 +230,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
     @property
     def is_sized(self) -> bool:
         """Whether the number of batches of an epoch is known before its end."""
-        return self.plan(0).num_steps != UNKNOWN
+        order = self.order
+        return order.is_sized if isinstance(order, WrappedSampler) else self.plan(0).num_steps != UNKNOWN
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
         return _Pass(self)
@@ -252,6 +255,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         self._refuse_other_length()
         if first_step >= plan.num_steps:
             return iter(())
+        if self._told is not None:
+            self._told.warn([self.dataset])
         options = options_of(self)
         reader = self._reader_with(options)
         rank = self.topology.rank

@@ -180,6 +180,9 @@ class IterableOrder(StreamReader):
 
     def _beginning_of_run(self, epoch: int, step: int) -> IterableState:
         is_moved, self._moves_to = (epoch, step) == self._moves_to, None
+        if self.setup.num_workers and self.setup.config.stays is False:
+            # Workers read copies of the dataset as it is now.
+            self.setup.config.warn_of_others(epoch)
         state = self.state_at(epoch, step)
         self._epoch = epoch
         # The datasets of this process stand where the epochs before have left them.

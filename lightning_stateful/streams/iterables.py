@@ -22,6 +22,7 @@ from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams.nodes import NodeState
 from lightning_stateful.streams.pass_history import digest_of_dataset, history_of
+from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
 # A state is taken after the first batch, and then after one more sample, or batch of an iterable of them, for each so
 # many of its characters as JSON: what was read since is read again on a resume.
@@ -65,7 +66,7 @@ class IterableConfig:
         is_checked: Whether its samples tell that it is read again as before.
         beginning: The state that it had before anybody read it, as plain data; None if it had none.
         hides_workers: False: it finds out its worker from ``torch.utils.data.get_worker_info()``.
-        told: The ``epoch`` that each of those that have ``set_epoch`` had when it was told last, or at first.
+        told: Tells the epoch to those that have ``set_epoch``.
     """
 
     dataset: Any
@@ -79,11 +80,11 @@ class IterableConfig:
     is_checked: bool = True
     beginning: Any = None
     hides_workers: bool = False
-    told: dict[int, Any] = field(default_factory=dict, compare=False)
+    told: list[ToldEpochs] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         if not self.told:
-            self.told.update((place, getattr(holder, "epoch", None)) for place, holder in enumerate(self._holders()))
+            self.told.append(ToldEpochs(self._holders()))
 
     def describe(self) -> dict[str, Any]:
         """Plain data to be compared."""
@@ -106,12 +107,13 @@ class IterableConfig:
         return IterableSlot(self, task)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell all that have ``set_epoch`` the epoch, but those that somebody else has told another ``epoch``."""
-        for place, holder in enumerate(self._holders()):
-            if callable(set_epoch := getattr(holder, "set_epoch", None)):
-                if getattr(holder, "epoch", None) in (None, epoch, self.told.get(place)):
-                    set_epoch(epoch)
-                self.told[place] = getattr(holder, "epoch", None)
+        """Tell all that have ``set_epoch`` the epoch, but those that somebody else has told another."""
+        self.told[0].tell(self._holders(), epoch)
+        self.warn_of_others(epoch)
+
+    def warn_of_others(self, epoch: int) -> None:
+        """Warn where somebody else has told the dataset of this process another epoch."""
+        self.told[0].warn(self._holders(), epoch)
 
     def _holders(self) -> list[Any]:
         """The dataset, and the samplers that an iterable of batches has, as Lightning looks for them."""

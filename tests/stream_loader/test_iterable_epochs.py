@@ -12,7 +12,7 @@ from support.stream_cases import InThisProcess, chunks, plain, read_numbers, str
 from torch.utils.data import DataLoader
 
 from lightning_stateful import patch_dataloader
-from lightning_stateful.errors import PositionError, ShardError
+from lightning_stateful.errors import PositionError, ShardError, StatefulWarning
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*were read again"), pytest.mark.filterwarnings("ignore:.*no batch")]
 
@@ -100,7 +100,9 @@ def test_an_epoch_that_a_loop_tells_the_dataset_stays(workers: str) -> None:
     expected = user_loader(Told, workers)
     loader = patch_dataloader(user_loader(Told, workers))
     epochs = range(3, 5)
-    assert epochs_of(loader, loader.dataset, None, epochs) == epochs_of(expected, expected.dataset, None, epochs)
+    with pytest.warns(StatefulWarning, match="Something else has called set_epoch of Told"):
+        found = epochs_of(loader, loader.dataset, None, epochs)
+    assert found == epochs_of(expected, expected.dataset, None, epochs)
 
 
 def test_two_iterations_at_once_over_what_counts_its_passes_are_refused_by_name() -> None:
