@@ -6,32 +6,29 @@ import copy
 import inspect
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError, StatefulWarning
-from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams.nodes import NodeState
-from lightning_stateful.streams.pass_history import digest_of_dataset, history_of
+from lightning_stateful.streams.pass_history import (
+    NUM_FIRST,
+    digest_of_dataset,
+    digest_of_first,
+    digest_of_sample,
+    history_of,
+)
 
 # A state is taken after the first batch, and then after one more sample, or batch of an iterable of them, for each so
 # many of its characters as JSON: what was read since is read again on a resume.
 _CHARACTERS_A_SAMPLE, _CHARACTERS_A_BATCH = 16, 2**14
-# The first samples of a pass, and those at powers of two behind them, tell it from others.
-_NUM_FIRST = 8
-_MOST_NESTED = 8
-_MOST_NUMBERS = 2**14
-# Labels and tokens; bytes are mostly images.
-_LABEL_TYPES = (torch.int16, torch.int32, torch.int64)
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
 _FEW, _SOME_MORE = 1, 3
 _FRESH: NodeState = {
@@ -324,7 +321,7 @@ class IterableSlot:
             for _ in range(most if number == _SOME_MORE and self._history.changes else 0):
                 copied._read_batch(len(self._history), 0)
             copied._begin_pass(len(self._history) + 1)
-            firsts.append([digest_of_sample(sample) for sample in copied._read_samples(_NUM_FIRST)])
+            firsts.append([digest_of_sample(sample) for sample in copied._read_samples(NUM_FIRST)])
         return firsts[0] == firsts[1]
 
     def _read_again(self, held: NodeState) -> None:
@@ -338,8 +335,9 @@ class IterableSlot:
                     f"{held['batches']} batches of {self._name()} were used, but now it ends after {number}. Read the "
                     "same data, or resume from another checkpoint."
                 )
-            first = self._looked_at(batch, found, first)
+            first = digest_of_first(batch, found, first)
             found += len(batch)
+            self._watch_contents(is_first=not number)
         if self._config.is_checked and held["state"] is None and held["first"] not in (None, first):
             raise PositionError(
                 f"{self._name()} begins pass {self.epoch} with other samples than before the resume, so that nobody "
@@ -375,18 +373,22 @@ class IterableSlot:
         self._history[-1] = number if batch else -1 - number
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
         changes["exhausted"] = self._is_exhausted
-        if self._config.counts_passes and not self._history.changes and (not held["batches"] or self._is_exhausted):
-            contents = digest_of_dataset(self._dataset)
-            self._history.changes = self._is_exhausted and contents != self._contents
-            self._contents = self._contents or contents
+        self._watch_contents(is_first=not held["batches"])
         changes["changes"] = self._history.changes
         if self._remembers:
             changes["since"] = held["since"] + bool(batch)
             if held["state"] is None or (batch and self._is_due(held["state"], changes["since"])):
                 changes |= {"state": self._state_of_dataset(), "since": 0}
         elif self._config.is_checked and batch:
-            changes["first"] = self._looked_at(batch, held["item"], held["first"])
+            changes["first"] = digest_of_first(batch, held["item"], held["first"])
         self._held = {**held, **changes}
+
+    def _watch_contents(self, *, is_first: bool) -> None:
+        """Note what the dataset holds after the first batch of a pass, and whether that has changed by its end."""
+        if self._config.counts_passes and not self._history.changes and (is_first or self._is_exhausted):
+            contents = digest_of_dataset(self._dataset)
+            self._history.changes = self._is_exhausted and contents != self._contents
+            self._contents = self._contents or contents
 
     @property
     def _remembers(self) -> bool:
@@ -412,17 +414,6 @@ class IterableSlot:
                 f"state_dict() of {self._name()} gave nothing that can be kept in a checkpoint: "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-    def _looked_at(self, batch: list[Any], item: int, first: str | None) -> str | None:
-        """The digest of the first samples of a pass, and of those at powers of two, after another batch."""
-        numbers = set(range(item, min(item + len(batch), _NUM_FIRST)))
-        power = 1 << max(item - 1, 0).bit_length()
-        while power < item + len(batch):
-            numbers |= {power} if power >= item else set()
-            power *= 2
-        for number in sorted(numbers):
-            first = digest_of_sample(batch[number - item], first)
-        return first
 
     def _seed(self, epoch: int, number: int) -> None:
         if self._config.sample_seed is not None:
@@ -454,32 +445,6 @@ def fresh_state() -> NodeState:
 def name_of_slot(config: IterableConfig, rank: int, worker: int) -> str:
     """The dataset's class, rank and worker, for errors."""
     return f"{config.name} (rank {rank})" if config.gives_batches else f"{config.name} (rank {rank}, worker {worker})"
-
-
-def digest_of_sample(sample: Any, before: str | None = None) -> str:
-    """Digest of a sample's labels, or of all that it holds if there are none, chained to that of the samples before.
-
-    Floats and images may be augmented otherwise each time, and are not looked at where a label tells samples apart.
-    """
-    return digest(_parts_of(sample, only_labels=True) or _parts_of(sample, only_labels=False), before or "")
-
-
-def _parts_of(value: Any, *, only_labels: bool, depth: int = 0) -> list[Any]:
-    """The numbers and strings in a sample, and shapes and first numbers of arrays; or only integers and strings."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)) and depth < _MOST_NESTED:
-        return [part for item in value for part in _parts_of(item, only_labels=only_labels, depth=depth + 1)]
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        is_label = value.dtype in _LABEL_TYPES
-        parts = [*value.shape, value.detach().reshape(-1)[:_MOST_NUMBERS]]
-    elif isinstance(value, np.ndarray):
-        is_label = value.dtype.kind in "iuSU" and value.itemsize > 1
-        parts = [*value.shape, value.reshape(-1)[:_MOST_NUMBERS]]
-    else:
-        is_label = isinstance(value, (int, str, bytes, np.integer))
-        parts = [value if is_label or isinstance(value, float) else type(value).__qualname__]
-    return parts if is_label or not only_labels else []
 
 
 def beginning_of(dataset: Any) -> Any:

@@ -14,7 +14,8 @@ from support.iterable_cases import Counts, GoesOn, GoesOnWithState, ItselfWithSt
 
 from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.samplers.rng import keep_randomness
-from lightning_stateful.streams.iterables import IterableConfig, IterableSlot, IterableTask, digest_of_sample
+from lightning_stateful.streams.iterables import IterableConfig, IterableSlot, IterableTask
+from lightning_stateful.streams.pass_history import digest_of_sample
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,7 @@ from support.stream_runs import (
     VAL_FIRST,
     VAL_SAMPLES,
     VAL_SIZES,
+    Batches,
     BatchesWithState,
     OwnWithState,
     chunks,
@@ -168,6 +169,7 @@ SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "short epochs": (partial(on_chunks, steps_per_epoch=4), {"max_epochs": 7}),
     "long epochs": (partial(on_chunks, steps_per_epoch=13), {"val_check_interval": 5}),
     "callback alone": (lambda folder: DataLoader(mapped(files_of("parquet", files(folder))), batch_size=2), CALLBACK),
+    "iterables": (lambda folder: Batches(), CALLBACK),
     "iterables with a state": (lambda folder: BatchesWithState(), CALLBACK),
     "iterables cut": (
         lambda folder: BatchesWithState(),
@@ -176,7 +178,7 @@ SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-BESIDE_CHUNKS = ("side by side", "callback alone", "iterables with a state", "iterables cut")
+BESIDE_CHUNKS = ("side by side", "callback alone", "iterables", "iterables with a state", "iterables cut")
 
 
 def schedule(folder: Path, name: str) -> list[Link]:
