@@ -17,8 +17,9 @@ from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.streams.iterable_state import IterableState
-from lightning_stateful.streams.iterables import IterableBatches, IterableConfig, beginning_of, has_state
+from lightning_stateful.streams.iterables import IterableBatches, IterableConfig
 from lightning_stateful.streams.node_shards import draws_orders
+from lightning_stateful.streams.own_state import beginning_of, has_state
 
 # Passes without a step, one after the other, that are put up with.
 _MOST_EMPTY = 4
@@ -117,10 +118,6 @@ class IterableOrder(StreamReader):
     # Where a state was loaded that the datasets were not brought to yet.
     _moves_to: tuple[int, int] | None = None
 
-    def __init__(self, setup: IterableSetup, num_steps: int = UNKNOWN) -> None:
-        super().__init__(setup, num_steps)
-        self.recent.lag = self._num_back
-
     @property
     def begins_anew(self) -> bool:
         """Whether every epoch begins the dataset by ``iter()``."""
@@ -164,10 +161,6 @@ class IterableOrder(StreamReader):
             # Asked for one more than the limit, as of a loader without length: torch's would have read it.
             run.read_beyond()
         self._end(epoch, step, run)
-
-    def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
-        """Serve a trainer; see :meth:`StreamReader.prepare`. Every epoch begins anew, also to overfit on a part."""
-        super().prepare(label, limit=limit, lag=lag + self._num_back)
 
     def begin_at(self, progress: Progress) -> None:
         """Let a pass begin at a progress of which no state says where the dataset stood."""
@@ -222,16 +215,8 @@ class IterableOrder(StreamReader):
 
     def _left(self, run: StreamRun) -> IterableState:
         """The beginning of the pass after the one that a run reads, which is left where it is."""
-        # A generator that was brought to its state has begun once it gives another batch.
-        step = run.begun.steps + run.num_served
-        known = (self.recent.get(self._epoch, step - back) for back in range(1, self._num_back + 1) if step > back)
         left: IterableState = run.left()
-        return left.following(run.num_asked(), [state for state in known if state is not None])
-
-    @property
-    def _num_back(self) -> int:
-        """So many steps before its end hold a batch of every worker that is not its last."""
-        return 2 * self.setup.num_workers
+        return left.following(run.num_asked())
 
 
 def is_sized(loader: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any
 from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import Topology
-from lightning_stateful.errors import PositionError, StreamError
+from lightning_stateful.errors import PositionError, StatefulWarning, StreamError
 from lightning_stateful.stream_loader.rank_store import StateText, complete, decode
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
@@ -246,6 +247,8 @@ class StreamRun:
     def _note(self, delivery: Delivery) -> None:
         """Note where the slot that has delivered stands now."""
         state, before = delivery.state, self._states[delivery.worker]
+        if delivery.said:
+            warnings.warn(delivery.said, StatefulWarning, stacklevel=2)
         # A new list: the old one is part of the history.
         self._states = list(self._states)
         if isinstance(state, OpaqueState):

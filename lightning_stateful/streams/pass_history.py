@@ -75,12 +75,17 @@ def digest_of_first(batch: list[Any], item: int, first: str | None) -> str | Non
     return first
 
 
-def digest_of_sample(sample: Any, before: str | None = None) -> str:
-    """Digest of a sample's labels, or of all that it holds if there are none, chained to that of the samples before.
+def digest_of_sample(sample: Any, before: str | None = None, *, only_labels: bool | None = None) -> str:
+    """Digest of a sample, chained to that of the samples before.
 
-    Floats and images may be augmented otherwise each time, and are not looked at where a label tells samples apart.
+    Args:
+        sample: The sample, or samples.
+        before: The digest of those before.
+        only_labels: Whether only its labels are looked at; None for all that it holds if it has none. Floats and images
+            may be augmented otherwise each time.
     """
-    return digest(_parts_of(sample, only_labels=True) or _parts_of(sample, only_labels=False), before or "")
+    parts = _parts_of(sample, only_labels=True) if only_labels is not False else []
+    return digest(parts if parts or only_labels else _parts_of(sample, only_labels=False), before or "")
 
 
 def _parts_of(value: Any, *, only_labels: bool, depth: int = 0) -> list[Any]:

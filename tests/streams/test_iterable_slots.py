@@ -68,9 +68,46 @@ def test_a_state_leads_to_the_very_sample_and_stays_as_it_is(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [Rich, OnIterator])
 def test_a_state_that_nothing_takes_any_more_is_refused(kind: Any) -> None:
     slot = slot_of(kind())
-    next(slot)
+    next(slot), next(slot)
     with pytest.raises(ShardError, match=r"Numbers \(rank 0, worker 0\) .*load_state_dict"):
         next(slot_of(Numbers(), slot.state()))
+
+
+class EpochAlone(GoesOnWithState):
+    """Saves its epoch, and not its position."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.share())
+
+
+class NotHeeded(EpochAlone):
+    """Loads its position, and ``iter()`` does not look at it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.share():
+            self.at += 1
+            yield number
+
+
+class Buffered(Tokens):
+    """Its buffer is not in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "buffer": []}
+
+
+@pytest.mark.parametrize("kind", [EpochAlone, NotHeeded, Buffered])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_own_state_that_leads_to_other_samples_is_told(kind: Any, number: int) -> None:
+    slot = slot_of(kind())
+    for _ in range(number):
+        next(slot)
+    resumed = slot_of(kind(), slot.state())
+    is_same = next(resumed, None) == next(slot, None)
+    assert is_same or "is not exact. Its own state_dict and load_state_dict leave something out" in resumed.said
+    silent = slot_of(kind(), slot.state(), is_checked=False)
+    next(silent, None)
+    assert not silent.said
 
 
 def test_a_state_that_is_no_plain_data_is_refused() -> None:

@@ -143,12 +143,23 @@ def test_epochs_are_those_of_lightning_alone(options: dict[str, Any]) -> None:
     assert batches(train_alone(Fixed, **options).ledger) == batches(train(Fixed, **options).ledger)
 
 
-def test_a_state_is_that_of_the_batch_trained_on_and_nothing_is_fetched_again(tmp_path: Path) -> None:
+def test_a_state_is_that_of_the_batch_trained_on_and_one_is_fetched_again_to_compare(tmp_path: Path) -> None:
     before = ended(tmp_path / "middle.ckpt", Remembers, run=train_alone, max_steps=4)
     Remembers.fetched = 0
     resumed = train_alone(Remembers, ckpt_path=tmp_path / "middle.ckpt", max_epochs=1)
-    assert Remembers.fetched == 7
+    assert Remembers.fetched == 8
     assert batches(before.ledger + resumed.ledger) == batches(train_alone(Remembers, max_epochs=1).ledger)
+
+
+@pytest.mark.parametrize("max_steps", [4, 11])
+def test_a_state_that_does_not_lead_back_is_warned_of_by_name(tmp_path: Path, max_steps: int) -> None:
+    class Forgets(Remembers):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.epoch = state["epoch"]
+
+    ended(tmp_path / "middle.ckpt", Forgets, run=train_alone, max_steps=max_steps)
+    with pytest.warns(StatefulWarning, match=r"Forgets \(rank 0\) gives other samples .* is not exact"):
+        train_alone(Forgets, ckpt_path=tmp_path / "middle.ckpt", max_epochs=2)
 
 
 def test_what_is_not_read_again_begins_anew_as_in_lightning(tmp_path: Path) -> None:
