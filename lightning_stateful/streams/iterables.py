@@ -14,6 +14,7 @@ from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain
+from lightning_stateful.streams.hugging_face import forget_loaded
 from lightning_stateful.streams.nodes import NodeState
 from lightning_stateful.streams.own_state import has_state, is_due, iterator_at, own_state
 from lightning_stateful.streams.pass_history import (
@@ -22,6 +23,7 @@ from lightning_stateful.streams.pass_history import (
     digest_of_first,
     digest_of_sample,
     history_of,
+    parts_of,
 )
 
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
@@ -242,6 +244,8 @@ class IterableSlot:
         """Begin a pass as torch does, with the dataset as it stands."""
         self._config.set_epoch(epoch)
         self._seed(epoch, 0)
+        if self._history.loaded:
+            forget_loaded(parts_of(self._dataset))
         self._history.append(0)
         self._set_iterator(iter(self._dataset))
 
@@ -355,17 +359,19 @@ class IterableSlot:
         """Read again what was given since a state of the dataset's own; whether it is the same, and say if not."""
         first = None
         for later in range(number, number + held["since"]):
-            first = self._digest_of(self._read_batch(epoch, later), first)
+            batch = self._read_batch(epoch, later)
+            self._history.loaded = self._history.loaded if first else digest_of_sample(batch, only_labels=False)
+            first = self._digest_of(batch, first)
         is_same = not held["since"] or not self._config.is_checked or first == held["first"]
         if not is_same:
-            self._say_inexact(f"gives other samples from batch {number} of pass {epoch} on")
+            self._say_inexact(f"gives other samples than before from batch {number} of pass {epoch} on")
         return is_same
 
     def _say_inexact(self, what: str) -> None:
         self.said = (
-            f"{self._name()} {what} than before the resume, so the resume is not exact. Its own state_dict and "
-            "load_state_dict leave something out, such as its position in the pass, a buffer, or a generator of "
-            'random numbers. Have them restore it; accept=("nondeterministic",) says nothing.'
+            f"{self._name()} {what}: the resume is not exact. Its own state_dict and load_state_dict leave something "
+            "out, such as its position in the pass, a buffer, or a generator of random numbers, or a state that was "
+            'loaded stays in force for later passes. Have them see to it; accept=("nondeterministic",) is silent.'
         )
 
     def _read_batch(self, epoch: int, number: int) -> list[Any]:
@@ -398,6 +404,7 @@ class IterableSlot:
         self._watch_contents(is_first=not held["batches"])
         changes["changes"] = self._history.changes
         if self._remembers:
+            self._compare_with_loaded(batch)
             changes |= self._state_after(batch)
         elif self._config.is_checked and batch:
             changes["first"] = digest_of_first(batch, held["item"], held["first"])
@@ -425,6 +432,15 @@ class IterableSlot:
         state = held["state"] if next_state is None else next_state
         self._next_state = self._own_state() if self._is_due(state, changes["since"]) else None
         return {**changes, "ended": None}
+
+    def _compare_with_loaded(self, batch: list[Any]) -> None:
+        """Say if a later pass begins where a state was loaded; not where all batches are alike."""
+        loaded, is_behind = self._history.loaded, self._held["batches"] == (self._task.state or {}).get("batches")
+        if loaded and (is_behind or not self._held["batches"]) and self._config.is_checked:
+            is_alike = loaded == digest_of_sample(batch, only_labels=False)
+            self._history.loaded = "" if is_alike else loaded
+            if is_alike and not self._held["batches"]:
+                self._say_inexact(f"begins pass {self.epoch} where the resume began, and not where it would have begun")
 
     def _own_state(self) -> NodeState:
         return own_state(self._dataset, self._iterator, self._name())

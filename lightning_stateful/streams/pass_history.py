@@ -27,19 +27,25 @@ class PassHistory(list[int]):
 
     Attributes:
         changes: Whether the dataset has changed between the first batch of a pass and its end.
+        loaded: Digest of the first batch behind a state that the dataset has loaded; empty if it has loaded none.
     """
 
     changes = False
+    loaded = ""
 
 
 # By the id of a dataset: a reference to it, and its passes in this process.
 _histories: dict[int, tuple[Callable[[], Any], PassHistory]] = {}
 
 
+def parts_of(dataset: Any) -> list[Any]:
+    """A dataset, and the datasets in it."""
+    return [dataset, *(part for part in SamplerParts(dataset).shared if isinstance(part, Dataset))]
+
+
 def digest_of_dataset(dataset: Any) -> str:
     """Digest of what a dataset holds, and the datasets in it."""
-    held = [part for part in SamplerParts(dataset).shared if isinstance(part, Dataset)]
-    return digest(digest_of_contents(dataset), *map(digest_of_contents, held))
+    return digest(*map(digest_of_contents, parts_of(dataset)))
 
 
 def history_of(dataset: Any) -> PassHistory:

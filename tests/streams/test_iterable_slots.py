@@ -104,7 +104,7 @@ def test_an_own_state_that_leads_to_other_samples_is_told(kind: Any, number: int
         next(slot)
     resumed = slot_of(kind(), slot.state())
     is_same = next(resumed, None) == next(slot, None)
-    assert is_same or "is not exact. Its own state_dict and load_state_dict leave something out" in resumed.said
+    assert is_same or "not exact. Its own state_dict and load_state_dict leave something out" in resumed.said
     silent = slot_of(kind(), slot.state(), is_checked=False)
     next(silent, None)
     assert not silent.said

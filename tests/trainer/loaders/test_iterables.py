@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torchdata.nodes as nodes
+from datasets.distributed import split_dataset_by_node
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.ledger import Numbers, batches
 from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, train, train_alone
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
@@ -158,8 +160,69 @@ def test_a_state_that_does_not_lead_back_is_warned_of_by_name(tmp_path: Path, ma
             self.epoch = state["epoch"]
 
     ended(tmp_path / "middle.ckpt", Forgets, run=train_alone, max_steps=max_steps)
-    with pytest.warns(StatefulWarning, match=r"Forgets \(rank 0\) gives other samples .* is not exact"):
+    with pytest.warns(StatefulWarning, match=r"Forgets \(rank 0\) gives other samples .* not exact"):
         train_alone(Forgets, ckpt_path=tmp_path / "middle.ckpt", max_epochs=2)
+
+
+def rows(numbers: list[int]) -> Iterator[Any]:
+    for number in numbers:
+        yield {"id": number, "x": [number / 100] * 4}
+
+
+def of_hugging_face() -> Any:
+    # Nobody told it would give another order, were it told its epoch.
+    made: Any = datasets.IterableDataset.from_generator(rows, gen_kwargs={"numbers": list(range(20))})
+    return made.with_format("torch")
+
+
+class Delegates(IterableDataset[Any]):
+    """Leaves its state to a dataset of Hugging Face's, where a loaded one would begin every later pass."""
+
+    def __init__(self) -> None:
+        self.held = of_hugging_face()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.held)
+
+    def state_dict(self) -> Any:
+        return self.held.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.held.load_state_dict(state)
+
+
+def test_a_state_of_hugging_faces_is_used_by_one_pass(tmp_path: Path) -> None:
+    moments = [("on_train_batch_end", 0, 0), ("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0)]
+    make = lambda: DataLoader(Delegates(), batch_size=2)  # noqa: E731
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, max_epochs=3)
+    assert batches(train_alone(make).ledger) == batches(train(make).ledger)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_part_that_its_user_has_split_off_is_what_torch_reads(rank: int) -> None:
+    make = lambda: DataLoader(split_dataset_by_node(of_hugging_face(), rank=rank, world_size=2), batch_size=2)  # noqa: E731
+    found = batches(train_alone(make, max_epochs=1).ledger)
+    assert found == batches(train(make, max_epochs=1).ledger)
+    assert len(found) == 5
+
+
+class InForce(Remembers):
+    """What it has loaded begins every later pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        first = self.first
+        yield from super().__iter__()
+        self.first = first
+
+
+def test_a_loaded_state_that_stays_in_force_is_warned_of(tmp_path: Path) -> None:
+    class Loads(InForce):
+        def order(self) -> list[list[int]]:
+            return [[number, number + 1] for number in range(0, 22, 2)]
+
+    ended(tmp_path / "middle.ckpt", Loads, run=train_alone, max_steps=4)
+    with pytest.warns(StatefulWarning, match="begins pass 1 where the resume began, and not where it would have begun"):
+        train_alone(Loads, ckpt_path=tmp_path / "middle.ckpt", max_epochs=2)
 
 
 def test_what_is_not_read_again_begins_anew_as_in_lightning(tmp_path: Path) -> None:
