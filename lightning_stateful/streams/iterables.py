@@ -360,7 +360,8 @@ class IterableSlot:
         first = None
         for later in range(number, number + held["since"]):
             batch = self._read_batch(epoch, later)
-            self._history.loaded = self._history.loaded if first else digest_of_sample(batch, only_labels=False)
+            if number and first is None:
+                self._history.loaded = digest_of_sample(batch, only_labels=False)
             first = self._digest_of(batch, first)
         is_same = not held["since"] or not self._config.is_checked or first == held["first"]
         if not is_same:
