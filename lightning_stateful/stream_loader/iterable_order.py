@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.errors import ConfigurationError, PositionError, StatefulWarning
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.stream_loader.options import LoaderSetup, StreamOptions, batching_of
 from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
@@ -115,6 +115,7 @@ class IterableOrder(StreamReader):
     setup: IterableSetup
     # The epoch of the latest run.
     _epoch = -1
+    _has_warned = False
     # Where a state was loaded that the datasets were not brought to yet.
     _moves_to: tuple[int, int] | None = None
 
@@ -132,35 +133,53 @@ class IterableOrder(StreamReader):
         """The batches from ``step`` to the end of the epoch; see :meth:`StreamReader.read`."""
         self._forget_end(epoch)
         run = self._run_at(epoch, step)
-        num_served, taken_over = run.num_served, False
-        while step < self._limit:
-            if not run.goes_on(num_served):
-                # Another iteration has taken over what is read.
-                run, taken_over = self._run_at(epoch, step), True
-            if not run.has_next() and not self.begins_anew:
-                run = self._next_pass(run)
-            if not run.has_next():
-                break
-            try:
+        num_served, run.is_iterated = run.num_served, True
+        try:
+            while step < self._limit:
+                if not run.goes_on(num_served):
+                    # Another iteration has taken over what is read; one iterator of torch's serves persistent workers.
+                    latest = self._run if self._shares_workers else None
+                    run = self._run_at(epoch, step) if latest is None or latest.is_closed else latest
+                if not run.has_next() and not self.begins_anew:
+                    run = self._next_pass(run)
+                if not run.has_next():
+                    break
                 batch = run.next()
-            except PositionError as error:
-                if not taken_over:
-                    raise
-                raise PositionError(
-                    f"{self.name} is read by two iterations of its loader at once, and gives other samples for the "
-                    "second. Give each a loader and a dataset of its own."
-                ) from error
-            step, num_served = step + 1, run.num_served
-            self.recent.note(epoch, step, ServedState(run))
-            if step == self._limit:
-                self._end(epoch, step, run)
-            yield batch
-        if not step and self._limit:
-            self.setup.warn_of_nothing()
-        if step == self._limit and self.begins_anew and run.goes_on(num_served) and not run.is_over:
-            # Asked for one more than the limit, as of a loader without length: torch's would have read it.
-            run.read_beyond()
-        self._end(epoch, step, run)
+                step, num_served = step + 1, run.num_served
+                self.recent.note(epoch, step, ServedState(run))
+                if step == self._limit:
+                    self._end(epoch, step, run)
+                yield batch
+            if not step and self._limit:
+                self.setup.warn_of_nothing()
+            if step == self._limit and self.begins_anew and run.goes_on(num_served) and not run.is_over:
+                # Asked for one more than the limit, as of a loader without length: torch's would have read it.
+                run.read_beyond()
+            self._end(epoch, step, run)
+        finally:
+            run.is_iterated = False
+            if run is not self._run:
+                run.close()
+
+    @property
+    def _shares_workers(self) -> bool:
+        return bool(self.setup.loader.num_workers and self.setup.loader.persistent_workers)
+
+    def _begin(self, state: IterableState) -> StreamRun:
+        run = self._run
+        if run is not None and run.is_iterated and self.begins_anew:
+            if not self._has_warned:
+                warnings.warn(
+                    f"{self.name} is read by two iterations of its loader at once. A checkpoint knows only of the "
+                    "later one, so a resume is not exact. Give each a loader and a dataset of its own.",
+                    StatefulWarning,
+                    stacklevel=4,
+                )
+            self._has_warned = True
+            if not (self._shares_workers or self._is_joined):
+                # Both go on, as in torch.
+                self._run = None
+        return super()._begin(state)
 
     def begin_at(self, progress: Progress) -> None:
         """Let a pass begin at a progress of which no state says where the dataset stood."""

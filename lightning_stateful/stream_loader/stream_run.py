@@ -39,8 +39,11 @@ class StreamRun:
         num_served: Batches that were handed over.
         states: Where the slots of this rank stood after the latest of them.
         is_closed: Whether it reads no more.
+        is_iterated: Whether somebody iterates over it.
         is_over: Whether :meth:`has_next` has found that there is no further batch on all ranks.
     """
+
+    is_iterated = False
 
     def __init__(
         self,

@@ -181,6 +181,8 @@ class IterableSlot:
         self._is_exhausted = False
         # Of the pass, where that was found to have begun already.
         self._found: list[Any] = []
+        # Of the pass, in the history.
+        self._number = 0
         # What the dataset held after the first batch.
         self._contents = ""
         # The dataset's state after the latest batch, if it is kept from the next one on.
@@ -231,7 +233,7 @@ class IterableSlot:
             self._read_again(again)
         self._is_exhausted = self._is_exhausted or held["exhausted"]
         # Beside a state nothing is compared.
-        passes = self._history[:-1] if self._config.counts_passes else []
+        passes = self._history[: self._number] if self._config.counts_passes else []
         ended = held["ended"] if held["batches"] < 2 else None
         self._held = {**held, "ended": ended, "passes": passes, "changes": self._history.changes}
 
@@ -246,8 +248,12 @@ class IterableSlot:
         self._seed(epoch, 0)
         if self._history.loaded:
             forget_loaded(parts_of(self._dataset))
-        self._history.append(0)
+        self._note_pass()
         self._set_iterator(iter(self._dataset))
+
+    def _note_pass(self) -> None:
+        self._number = len(self._history)
+        self._history.append(0)
 
     def _set_iterator(self, iterator: Any) -> None:
         self._samples = self._iterator = iterator
@@ -269,7 +275,7 @@ class IterableSlot:
     def _load(self, state: NodeState, epoch: int) -> None:
         """Begin a pass at a state, as torchdata does: that of the dataset, ``iter()``, that of the iterator."""
         self._config.set_epoch(epoch)
-        self._history.append(0)
+        self._note_pass()
         self._set_iterator(iterator_at(self._dataset, state))
 
     def _end_pass_before(self, ended: NodeState) -> None:
@@ -399,7 +405,7 @@ class IterableSlot:
         """Note where the slot stands after a batch, or at the end of the pass."""
         held = self._held
         number, item = held["batches"] + bool(batch), held["item"] + len(batch)
-        self._history[-1] = number if batch else -1 - number
+        self._history[self._number] = number if batch else -1 - number
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
         changes["exhausted"] = self._is_exhausted
         self._watch_contents(is_first=not held["batches"])
