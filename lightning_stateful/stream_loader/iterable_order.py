@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -36,6 +36,8 @@ class IterableSetup(LoaderSetup):
         config: How the dataset is read.
     """
 
+    state_kind = IterableState
+
     def __init__(self, loader: DataLoader[Any], options: StreamOptions) -> None:
         super().__init__(loader, options)
         gives_batches = isinstance(loader.dataset, IterableBatches)
@@ -67,42 +69,11 @@ class IterableSetup(LoaderSetup):
             divided = "is a stream: every rank and worker trains on what its own dataset gives it"
         reasons = self.reasons_to_read_again()
         resumes = f"reads it again, because {reasons}" if reasons else "is as exact as its own state_dict"
-        return f"{self.name} {divided}, and a resume {resumes}."
+        return f"{self.name} {divided}, and a resume {resumes}.{self.note_of_epochs()}"
 
     def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:
         """Why a resume reads samples again; empty if it does not."""
         return "" if has_state(self.dataset) else "it has no state_dict and load_state_dict"
-
-    def beginning(self, epoch: int) -> IterableState:
-        """The beginning of a pass, on the present ranks and workers."""
-        return IterableState.beginning(self.config, epoch, self.topology.num_replicas, self.num_workers)
-
-    def state_from(self, data: Mapping[str, Any]) -> IterableState:
-        """Read a state from plain data."""
-        return IterableState.from_dict(data, self.config)
-
-    def moved_here(self, state: IterableState, where: str) -> IterableState:
-        """A state on the present ranks and workers, if it is one of them or the beginning of a pass.
-
-        Args:
-            state: Where worker slots stand.
-            where: How an error calls that.
-
-        Raises:
-            StateMismatchError: What a rank or worker gives cannot be given to others.
-        """
-        if (self.topology.num_replicas, self.num_workers) == (state.num_replicas, state.num_workers):
-            return state
-        if state.steps:
-            raise self.mismatch(state, where)
-        if state.has_begun:
-            warnings.warn(
-                f"{self.name} goes on from pass to pass, and is read by other ranks or workers than before: they begin "
-                f"pass {state.epoch} as the first, so a resume from here is not exact.",
-                StatefulWarning,
-                stacklevel=3,
-            )
-        return self.beginning(state.epoch)
 
 
 class IterableOrder(StreamReader):

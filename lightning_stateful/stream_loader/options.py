@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.utils.data import DataLoader
 
@@ -23,6 +23,7 @@ from lightning_stateful.streams.iterable_state import IterableState
 from lightning_stateful.streams.iterables import IterableBatches
 from lightning_stateful.streams.pass_history import digest_of_sample
 from lightning_stateful.streams.shard_reader import ShardReader
+from lightning_stateful.streams.stream import Stream
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.worker_slot import StreamConfig
 
@@ -91,7 +92,12 @@ class LoaderSetup:
         own_seed: That of this loader among several.
         items: What the reader reads, in words.
         warning: What a user should know before training, and what to do about it; empty for nothing.
+        config: How the dataset is read.
+        state_kind: Says where the worker slots stand.
     """
+
+    config: Any
+    state_kind: ClassVar[Any]
 
     items = "samples"
     warning = ""
@@ -113,6 +119,37 @@ class LoaderSetup:
     def first_samples(self) -> dict[str, str]:
         """Digests of what has to be the same on all ranks."""
         return {}
+
+    def beginning(self, epoch: int) -> Any:
+        """The beginning of a pass before which nothing was left, on the present ranks and workers."""
+        return self.state_kind.beginning(self.config, epoch, self.topology.num_replicas, self.num_workers)
+
+    def state_from(self, data: Mapping[str, Any]) -> Any:
+        """Read a state from plain data."""
+        return self.state_kind.from_dict(data, self.config)
+
+    def moved_here(self, state: Any, where: str) -> Any:
+        """A state, perhaps of other ranks and workers, on the present ones.
+
+        Args:
+            state: Where worker slots stand.
+            where: How an error calls that.
+
+        Raises:
+            StateMismatchError: What is left cannot be given to others.
+        """
+        present = self.topology.num_replicas, self.num_workers
+        if present == (state.num_replicas, state.num_workers):
+            return state
+        if not state.is_known and state.steps:
+            raise self.mismatch(state, where)
+        return state.on(*present)
+
+    def note_of_epochs(self) -> str:
+        """That the dataset is told the epoch, for the log; empty if it is not, or is this package's."""
+        if isinstance(self.dataset, Stream) or not callable(getattr(self.dataset, "set_epoch", None)):
+            return ""
+        return " It is told every epoch by set_epoch, in workers too; Lightning alone tells samplers only."
 
     def mismatch(self, state: StreamState | IterableState, where: str) -> StateMismatchError:
         """The error that what is left of a pass cannot be given to other ranks or workers."""
@@ -153,6 +190,8 @@ class StreamSetup(LoaderSetup):
         config: How the stream is read.
     """
 
+    state_kind = StreamState
+
     def __init__(self, loader: DataLoader[Any], options: StreamOptions, config: StreamConfig) -> None:
         super().__init__(loader, options)
         self._has_warned = False
@@ -192,38 +231,13 @@ class StreamSetup(LoaderSetup):
         reasons = self.reasons_to_read_again()
         return (
             f"{self.name} is a stream: its {number} shards are shared evenly among ranks and workers, and a resume "
-            f"{f'reads it again, because {reasons}' if reasons else 'goes on within it'}."
+            f"{f'reads it again, because {reasons}' if reasons else 'goes on within it'}.{self.note_of_epochs()}"
         )
 
     def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:
         """Why a resume reads samples again, if need be once functions have drawn; empty if it does not."""
         shards = [source.shards for source in self.config.sources.values()]
         return "; ".join(sorted({one.reread or (if_drawn and one.reread_if_drawn) or "" for one in shards} - {""}))
-
-    def beginning(self, epoch: int) -> StreamState:
-        """The beginning of a pass before which nothing was left, on the present ranks and workers."""
-        return StreamState.beginning(self.config, epoch, self.topology.num_replicas, self.num_workers)
-
-    def state_from(self, data: Mapping[str, Any]) -> StreamState:
-        """Read a state from plain data."""
-        return StreamState.from_dict(data, self.config)
-
-    def moved_here(self, state: StreamState, where: str) -> StreamState:
-        """A state, perhaps of other ranks and workers, on the present ones.
-
-        Args:
-            state: Where worker slots stand.
-            where: How an error calls that.
-
-        Raises:
-            StateMismatchError: What is left cannot be assigned to others.
-        """
-        present = self.topology.num_replicas, self.num_workers
-        if present == (state.num_replicas, state.num_workers):
-            return state
-        if not state.is_known and state.steps:
-            raise self.mismatch(state, where)
-        return state.on(*present)
 
     def warn_of_empty_sources(self, state: StreamState) -> None:
         """Say once of each source of a mixture that a whole pass over it, which has ended, gave nothing."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_stateful.errors import DamagedStateError, PositionError
+from lightning_stateful.errors import DamagedStateError, PositionError, StatefulWarning
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.iterables import IterableConfig, IterableTask, fresh_state, name_of_slot
 from lightning_stateful.streams.nodes import NodeState
@@ -56,6 +57,27 @@ class IterableState:
     def has_begun(self) -> bool:
         """Whether something of the pass was served, or one before has left something that it depends on."""
         return bool(self.steps) or any(slot and (slot["ended"] or slot["passes"]) for slot in self.slots)
+
+    @property
+    def is_known(self) -> bool:
+        """False: what is left of a pass cannot be given to other ranks or workers."""
+        return False
+
+    def on(self, num_replicas: int, num_workers: int) -> IterableState:
+        """The beginning of the pass on other ranks and workers.
+
+        Args:
+            num_replicas: Ranks.
+            num_workers: Worker slots of a rank.
+        """
+        if self.has_begun:
+            warnings.warn(
+                f"{self.config.name} goes on from pass to pass, and is read by other ranks or workers than before: "
+                f"they begin pass {self.epoch} as the first, so a resume from here is not exact.",
+                StatefulWarning,
+                stacklevel=4,
+            )
+        return self.beginning(self.config, self.epoch, num_replicas, num_workers)
 
     def tasks(self, rank: int) -> list[IterableTask]:
         """What the worker slots of a rank read; those before the one whose batch comes next leave out a turn."""

@@ -274,8 +274,15 @@ class TrainLoaders:
 
     def _prepare_streams(self) -> None:
         streams = {path: loader for path, loader in self.combined.loaders.items() if isinstance(loader, StreamLoader)}
-        steps = self.num_batches(self._next_step()[0])
+        epoch = self._next_step()[0]
+        steps = self.num_batches(epoch)
         for path, loader in streams.items():
+            goes_on = not getattr(loader.order, "begins_anew", False) and not overfits(self._trainer)
+            if steps < self.combined.num_batches(epoch) and goes_on:
+                rank_zero_info(
+                    f"limit_train_batches cuts epochs of {name_of('training', path)} after {steps} steps, and the next "
+                    f"epoch goes on there; Lightning alone begins {loader.order.name} anew."
+                )
             loader.order.prepare(
                 f"training data {path}",
                 limit=steps if steps < UNKNOWN else None,

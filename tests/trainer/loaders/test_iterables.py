@@ -15,6 +15,7 @@ from datasets.distributed import split_dataset_by_node
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.ledger import Numbers, batches
 from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, train, train_alone
+from support.stream_runs import chunks
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful import StatefulDataCallback
@@ -271,12 +272,49 @@ def test_a_list_of_numbers_is_a_loader_as_in_lightning(data: Any) -> None:
     assert seen[1] == seen[0]
 
 
-def test_the_log_says_once_what_is_not_seen_to(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        train_alone(Remembers, max_epochs=3)
+class Told(IterableDataset[Any]):
+    def set_epoch(self, epoch: int) -> None:
+        """Does nothing."""
 
-    said = [record.message for record in caplog.records if "Remembers" in record.message]
-    assert said == [
-        "Training data: Remembers is no DataLoader: each rank trains on what its own gives, without seed_samples, "
-        "and a resume is as exact as its own state_dict."
-    ]
+    def __iter__(self) -> Iterator[Any]:
+        return map(Numbers(6).__getitem__, range(6))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            Remembers,
+            [
+                "Training data: Remembers is no DataLoader: each rank trains on what its own gives, without "
+                "seed_samples, and a resume is as exact as its own state_dict."
+            ],
+        ),
+        (
+            lambda: DataLoader(Told()),
+            [
+                "Training data: Told is a stream: every rank and worker trains on what its own dataset gives it, and a "
+                "resume reads it again, because it has no state_dict and load_state_dict. It is told every epoch by "
+                "set_epoch, in workers too; Lightning alone tells samplers only."
+            ],
+        ),
+        (
+            lambda: DataLoader(chunks()),
+            [
+                "limit_train_batches cuts epochs of the training loader after 3 steps, and the next epoch goes on "
+                "there; Lightning alone begins ChunkedDataset anew.",
+                "Training data: ChunkedDataset is a stream: its 9 shards are shared evenly among ranks and workers, "
+                "and a resume goes on within it.",
+            ],
+        ),
+    ],
+    ids=["iterable", "told", "goes on"],
+)
+def test_the_log_says_once_what_is_done_otherwise(
+    caplog: pytest.LogCaptureFixture, make: Any, expected: list[str]
+) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        train_alone(make, max_epochs=3, limit_train_batches=3)
+
+    said = [record.message for record in caplog.records]
+    assert [text for text in said if text.startswith(("Training data", "limit_train"))] == expected
