@@ -333,6 +333,8 @@ class IterableSlot:
                 copied._read_batch(len(self._history), 0)
             copied._begin_pass(len(self._history) + 1)
             firsts.append([digest_of_sample(sample) for sample in copied._read_samples(NUM_FIRST)])
+            # A part of it that comes later may have changed.
+            firsts[-1] += [digest_of_dataset(copied._dataset)] if self._history.changes else []
         return firsts[0] == firsts[1]
 
     def _read_again(self, held: NodeState) -> None:

@@ -45,7 +45,7 @@ def parts_of(dataset: Any) -> list[Any]:
 
 def digest_of_dataset(dataset: Any) -> str:
     """Digest of what a dataset holds, and the datasets in it."""
-    return digest(*map(digest_of_contents, parts_of(dataset)))
+    return digest([digest_of_contents(part) for part in parts_of(dataset)])
 
 
 def history_of(dataset: Any) -> PassHistory:
