@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
-from lightning_stateful.stream_loader.options import LoaderSetup, StreamOptions, batching_of
+from lightning_stateful.stream_loader.options import IterableBatches, LoaderSetup, StreamOptions, batching_of
 from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.streams.iterable_state import IterableState
-from lightning_stateful.streams.iterables import IterableBatches, IterableConfig
+from lightning_stateful.streams.iterables import IterableConfig
 from lightning_stateful.streams.node_shards import draws_orders
 from lightning_stateful.streams.own_state import beginning_of, has_state
 

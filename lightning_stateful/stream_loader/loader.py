@@ -13,12 +13,11 @@ from lightning_stateful.core.steps import Topology
 from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker, detect_topology
 from lightning_stateful.stream_loader.iterable_order import IterableOrder, IterableSetup, is_sized
-from lightning_stateful.stream_loader.options import StreamOptions, StreamSetup, batching_of
+from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, StreamSetup, batching_of
 from lightning_stateful.stream_loader.order import StreamOrder
 from lightning_stateful.stream_loader.plan import StreamEpochPlan
 from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.streams.hugging_face import is_split_otherwise
-from lightning_stateful.streams.iterables import IterableBatches
 from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import Pickled, copied
 

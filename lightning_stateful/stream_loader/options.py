@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import loader_seed
@@ -20,7 +20,6 @@ from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names
 from lightning_stateful.streams.iterable_state import IterableState
-from lightning_stateful.streams.iterables import IterableBatches
 from lightning_stateful.streams.pass_history import digest_of_sample
 from lightning_stateful.streams.shard_reader import ShardReader
 from lightning_stateful.streams.stream import Stream
@@ -75,6 +74,20 @@ class StreamOptions:
             raise ConfigurationError(f"timeout must be a number of seconds above 0, got {self.timeout!r}.")
         if self.replay not in ("warn", "refuse"):
             raise ConfigurationError(f"replay must be one of ('warn', 'refuse'), got {self.replay!r}.")
+
+
+class IterableBatches(IterableDataset[Any]):
+    """An iterable of batches as the dataset of a DataLoader that hands them over as they are.
+
+    Args:
+        iterable: The iterable.
+    """
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.iterable)
 
 
 class LoaderSetup:

@@ -128,7 +128,8 @@ class IterableState:
         if self.config.counts_passes:
             passes = [*slot["passes"], -1 - batches if slot["over"] else batches]
             # Of batches that a worker has read ahead nobody knows whether the last was the end.
-            return {**fresh, "passes": passes, "changes": slot["changes"] or batches > slot["batches"]}
+            changes = slot["changes"] or batches > slot["batches"]
+            return {**fresh, "passes": passes, "changes": changes, "draws": slot["draws"]}
         return fresh
 
     def shards_at(self, slot: int, state: NodeState | None) -> list[str]:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
-
-from torch.utils.data import IterableDataset
 
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
@@ -25,6 +22,7 @@ from lightning_stateful.streams.pass_history import (
     history_of,
     parts_of,
 )
+from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
 _FEW, _SOME_MORE = 1, 3
@@ -38,6 +36,7 @@ _FRESH: NodeState = {
     "first": None,
     "passes": [],
     "changes": False,
+    "draws": False,
     "ended": None,
 }
 
@@ -155,7 +154,8 @@ class IterableSlot:
         has it, the latter alone. ``first``, a digest of the batches since, or of the first one. Without a state
         ``first`` is a digest of samples,
         ``passes``: of each pass before, in the same process, the batches read, as ``-1 - batches`` if read to its
-        end, and ``changes``: whether the end of one of them has changed the dataset. Before the first batch ``ended``:
+        end, and ``changes``: whether the end of one of them has changed the dataset, and ``draws``: whether
+        samples were drawn from a random generator in it. Before the first batch ``ended``:
         of the pass before ``state``, ``since``, ``first``, ``over``, ``number`` (the batch behind the state) and
         ``more`` (batches that were asked for and never handed over).
 
@@ -183,8 +183,8 @@ class IterableSlot:
         self._found: list[Any] = []
         # Of the pass, in the history.
         self._number = 0
-        # What the dataset held after the first batch.
-        self._contents = ""
+        # What the dataset held after the first batch, and the states of its generators.
+        self._contents = self._drawn = ""
         # The dataset's state after the latest batch, if it is kept from the next one on.
         self._next_state: NodeState | None = None
 
@@ -193,6 +193,7 @@ class IterableSlot:
 
     def __next__(self) -> list[Any]:
         if self._held["over"]:
+            self._history.is_behind |= self._samples is None and not self._task.is_here
             raise StopIteration
         is_brought = self._samples is None and not self._task.is_here
         try:
@@ -222,14 +223,15 @@ class IterableSlot:
         self._samples = self._iterator = None
 
     def _open(self) -> None:
-        held, task = self._held, self._task
-        if not task.is_here:
+        held, is_here = self._held, self._task.is_here and not self._history.is_behind
+        self._history.is_behind = False
+        if not is_here:
             # The state behind the first batch would be used unproven.
             again = {**held, "state": None, "since": 1} if self._can_begin_again(held) else held
             self._bring(again)
         if self._samples is None:
             self._begin_pass(self.epoch)
-        if not task.is_here and again["since"]:
+        if not is_here and again["since"]:
             self._read_again(again)
         self._is_exhausted = self._is_exhausted or held["exhausted"]
         # Beside a state nothing is compared.
@@ -263,6 +265,7 @@ class IterableSlot:
         """Bring the dataset to where the pass begins, or to the state in it."""
         if self._config.counts_passes:
             self._history.changes = self._history.changes or held["changes"]
+            self._history.draws = self._history.draws or held["draws"]
             self._begin_earlier_passes(held["passes"])
         if held["state"] is not None:
             self._load(held["state"], self.epoch)
@@ -304,6 +307,12 @@ class IterableSlot:
         missing = passes[len(self._history) :]
         most = max((number if number >= 0 else -number for number in missing), default=0)
         are_read = bool(missing) and not self._begins_alike(most)
+        if missing and self._history.draws and not are_read:
+            self.said = (
+                f"{self._name()} holds a random generator that goes on from pass to pass. Earlier passes are not read "
+                "again for that, so the resume is not exact in what it draws. Seed it in set_epoch(epoch) or __iter__, "
+                "or give the dataset state_dict and load_state_dict."
+            )
         for number in missing:
             epoch, many = len(self._history), number if number >= 0 else -1 - number
             self._begin_pass(epoch)
@@ -411,7 +420,7 @@ class IterableSlot:
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
         changes["exhausted"] = self._is_exhausted
         self._watch_contents(is_first=not held["batches"])
-        changes["changes"] = self._history.changes
+        changes |= {"changes": self._history.changes, "draws": self._history.draws}
         if self._remembers:
             self._compare_with_loaded(batch)
             changes |= self._state_after(batch)
@@ -425,6 +434,11 @@ class IterableSlot:
             contents = digest_of_dataset(self._dataset)
             self._history.changes = self._is_exhausted and contents != self._contents
             self._contents = self._contents or contents
+        looks = self._held["batches"] < NUM_FIRST or self._is_exhausted
+        if self._config.counts_passes and not self._history.draws and looks:
+            drawn = digest_of_generators(*parts_of(self._dataset))
+            self._drawn = drawn if is_first else self._drawn
+            self._history.draws = bool(drawn and self._drawn and drawn != self._drawn)
 
     def _state_after(self, batch: list[Any]) -> NodeState:
         """A state of the dataset's own, from before the batch but for the first one, and a digest of what is behind."""
@@ -471,20 +485,6 @@ class IterableSlot:
 
     def _name(self) -> str:
         return name_of_slot(self._config, self._task.rank, self._task.worker)
-
-
-class IterableBatches(IterableDataset[Any]):
-    """An iterable of batches as the dataset of a DataLoader that hands them over as they are.
-
-    Args:
-        iterable: The iterable.
-    """
-
-    def __init__(self, iterable: Any) -> None:
-        self.iterable = iterable
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.iterable)
 
 
 def fresh_state() -> NodeState:

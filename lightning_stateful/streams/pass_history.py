@@ -28,9 +28,11 @@ class PassHistory(list[int]):
     Attributes:
         changes: Whether the dataset has changed between the first batch of a pass and its end.
         loaded: Digest of the first batch behind a state that the dataset has loaded; empty if it has loaded none.
+        draws: Whether samples were drawn from random generators that the dataset holds.
+        is_behind: Whether a pass that was over before a resume was left out, and the dataset not brought to its end.
     """
 
-    changes = False
+    changes = draws = is_behind = False
     loaded = ""
 
 

@@ -144,6 +144,22 @@ def test_an_endless_source_without_state_is_read_again_from_its_first_pass_where
         assert getattr(dataset, "at", getattr(dataset, "num_passes", 0)) in (fewest, fewest + 1)
 
 
+def test_a_generator_that_goes_on_is_warned_of_and_its_passes_are_not_read_again() -> None:
+    class Augments(Numbers):
+        def __init__(self) -> None:
+            self.generator = np.random.default_rng(0)
+
+        def __iter__(self) -> Iterator[Any]:
+            return ((number, self.generator.random()) for number in self.share())
+
+    slot = slot_of(Augments())
+    next(slot), next(slot)
+    assert slot.state()["draws"]
+    resumed = slot_of(Augments(), {**slot.state(), "passes": [4]}, 1)
+    next(resumed)
+    assert "holds a random generator that goes on from pass to pass" in resumed.said
+
+
 def test_other_samples_are_refused_unless_accepted() -> None:
     class AtRandom(Numbers):
         def __iter__(self) -> Iterator[Any]:
