@@ -457,12 +457,12 @@ class IterableSlot:
         return {**changes, "ended": None}
 
     def _compare_with_loaded(self, batch: list[Any]) -> None:
-        """Say if a later pass begins where a state was loaded; not where all batches are alike."""
+        """Say if a pass after one that has ended begins where a state was loaded; not where all batches are alike."""
         loaded, is_behind = self._history.loaded, self._held["batches"] == (self._task.state or {}).get("batches")
         if loaded and (is_behind or not self._held["batches"]) and self._config.is_checked:
             is_alike = loaded == digest_of_sample(batch, only_labels=False)
             self._history.loaded = "" if is_alike else loaded
-            if is_alike and not self._held["batches"]:
+            if is_alike and not self._held["batches"] and self._number and self._history[self._number - 1] < 0:
                 self._say_inexact(f"begins pass {self.epoch} where the resume began, and not where it would have begun")
 
     def _own_state(self) -> NodeState:

@@ -307,6 +307,12 @@ class TrainLoaders:
         for path, loader in self.combined.loaders.items():
             dataset = getattr(loader.order, "begun_anew", None)
             other = path if dataset is None else found.setdefault(id(dataset), path)
+            if other != path and hasattr(dataset, "__next__") and not loader.num_workers:
+                raise ConfigurationError(
+                    f"The loaders {other!r} and {path!r} share one {type(dataset).__qualname__} object, which is its "
+                    "own iterator: what each of them gets depends on when the other begins. Give each loader a dataset "
+                    "of its own."
+                )
             if other != path:
                 rank_zero_warn(
                     f"The loaders {other!r} and {path!r} read one {type(dataset).__qualname__} object in turn. Of what "
