@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets.distributed import split_dataset_by_node
 from lightning.pytorch.callbacks import LambdaCallback
 from support.ddp_runs import (
     Link,
@@ -235,6 +236,17 @@ def nothing_at_all(folder: Path) -> list[Any]:
 
 def test_ranks_that_have_nothing_at_all_are_warned_as_a_single_one_is(ranks: Ranks) -> None:
     assert [trained(ledger) for ledger in ranks.of(nothing_at_all)] == [[], []]
+
+
+def split_alike(folder: Path) -> None:
+    """Every rank takes the part of rank 0."""
+    part = split_dataset_by_node(mapped(files_of("parquet", files(folder))), rank=0, world_size=2)
+    run(lambda: DataLoader(part, batch_size=2), callbacks=[StatefulDataCallback(seed=7)])
+
+
+def test_ranks_whose_parts_contradict_them_are_refused_before_the_first_step(ranks: Ranks) -> None:
+    for error in ranks.errors_of(split_alike):
+        assert error.startswith("RankMismatchError")
 
 
 # Other numbers of ranks

@@ -79,6 +79,7 @@ def test_a_run_builds_its_training_loaders_once_on_a_resume_too(tmp_path: Path, 
     assert len(built) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*were read again.*")
 @pytest.mark.parametrize("kind", [Counts, CountsWithState])
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_dataset_that_is_built_anew_counts_its_passes_as_without_a_stop(
