@@ -401,6 +401,11 @@ class TrackedLoader(Tracked):
     own_rank: int | None = None
 
     @property
+    def goes_on_behind_limit(self) -> bool:
+        """Whether an epoch that a trainer's limit has cut is followed by what comes behind the cut."""
+        return False
+
+    @property
     def ended(self) -> tuple[int, int] | None:
         """The epoch whose end was found latest, and its steps; None where ends are known beforehand."""
         return None

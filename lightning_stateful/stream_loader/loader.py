@@ -9,14 +9,15 @@ from typing import Any, cast
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
-from lightning_stateful.samplers.tracker import TrackedLoader, Tracker
+from lightning_stateful.samplers.tracker import TrackedLoader, Tracker, detect_topology
 from lightning_stateful.stream_loader.iterable_order import IterableOrder, IterableSetup, is_sized
-from lightning_stateful.stream_loader.options import StreamOptions, StreamSetup, batching_of
+from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, StreamSetup, batching_of
 from lightning_stateful.stream_loader.order import StreamOrder
 from lightning_stateful.stream_loader.plan import StreamEpochPlan
 from lightning_stateful.stream_loader.reader import StreamReader
-from lightning_stateful.streams.iterables import IterableBatches
+from lightning_stateful.streams.hugging_face import is_split_otherwise
 from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import Pickled, copied
 
@@ -63,7 +64,8 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
     def _reader(self, options: StreamOptions) -> StreamReader:
         """What reads the loader's dataset: a stream of shards, or a dataset that divides itself."""
         config, dataset = options.config, self._original.dataset
-        if config is None and (stream := as_stream(dataset, self.seed, seed_samples=options.seed_samples)) is not None:
+        if config is None and is_dealt_out(dataset, detect_topology(options.num_replicas, options.rank)):
+            stream: Any = as_stream(dataset, self.seed, seed_samples=options.seed_samples)
             config = stream.config(**batching_of(self._original))
         steps = options.steps_per_epoch or UNKNOWN
         if config is not None:
@@ -91,6 +93,11 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
     def order(self) -> StreamReader:
         """What reads the batches, and offers plans as a :class:`~lightning_stateful.core.BatchOrder` does."""
         return cast(StreamReader, self.tracker.order)
+
+    @property
+    def goes_on_behind_limit(self) -> bool:
+        """Whether an epoch that a trainer's limit has cut is followed by what comes behind the cut."""
+        return not getattr(self.order, "begins_anew", False)
 
     @property
     def ended(self) -> tuple[int, int] | None:
@@ -257,6 +264,12 @@ class _Batches:
         finally:
             self._may_be_over = False
         return batch
+
+
+def is_dealt_out(dataset: Any, topology: Topology) -> bool:
+    """Whether a dataset is a stream of shards, and not the part that its user has made of one for some other rank."""
+    is_part = is_split_otherwise(dataset, topology.num_replicas, topology.rank)
+    return not is_part and as_stream(dataset) is not None
 
 
 def of_batches(iterable: Any) -> DataLoader[Any]:

@@ -364,6 +364,10 @@ def prepare_first_epoch(trainer: pl.Trainer, progress: LoopProgress) -> None:
         # With max_steps, Lightning restarts even a finished epoch: one batch, or a whole epoch, too many.
         fit_loop._restarting = False
         epoch_loop.restarting = False
+        if _is_due(trainer, progress.train_reload_epoch):
+            # Of loaders that it builds anew, Lightning asks iter() twice in an epoch, and a dataset may count that; but
+            # only once where it resumes.
+            fit_loop._resuming_from_checkpoint = False
     elif progress.validate:
         # Sends Lightning through the rest of its on_advance_end first: validate, then count the batch.
         epoch_loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
@@ -385,14 +389,18 @@ def validation_loaders_as_of(trainer: pl.Trainer, epoch: int) -> Iterator[None]:
         epoch: The epoch in which it built them; -1 if it had not.
     """
     val_loop = trainer.fit_loop.epoch_loop.val_loop
-    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
-    is_due = every and trainer.current_epoch - epoch >= every
-    if epoch < 0 or is_due or val_loop._combined_loader is not None:
+    if epoch < 0 or _is_due(trainer, epoch) or val_loop._combined_loader is not None:
         yield
         return
     with epoch_set_to(trainer, epoch):
         yield
     val_loop._last_val_dl_reload_epoch = epoch
+
+
+def _is_due(trainer: pl.Trainer, built: int) -> bool:
+    """Whether loaders that were built in some epoch are to be built anew in the current one."""
+    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
+    return bool(every and trainer.current_epoch - built >= every)
 
 
 def lift_max_steps(trainer: pl.Trainer, progress: LoopProgress, global_step: int) -> None:

@@ -266,8 +266,14 @@ class TrainLoaders:
         return patched
 
     def _prepare(self) -> None:
-        steps = self.num_batches(self._next_step()[0])
+        epoch = self._next_step()[0]
+        steps = self.num_batches(epoch)
         for path, loader in self.combined.loaders.items():
+            if loader.goes_on_behind_limit and steps < self.combined.num_batches(epoch) and not overfits(self._trainer):
+                rank_zero_info(
+                    f"limit_train_batches cuts epochs of {name_of('training', path)} after {steps} steps, and the next "
+                    f"epoch goes on there; Lightning alone begins it anew."
+                )
             loader.prepare(
                 f"training data {path}",
                 limit=steps if steps < UNKNOWN else None,
@@ -298,6 +304,12 @@ class TrainLoaders:
         for path, loader in self.combined.loaders.items():
             dataset = getattr(loader.order, "begun_anew", None)
             other = path if dataset is None else found.setdefault(id(dataset), path)
+            if other != path and hasattr(dataset, "__next__") and not loader.num_workers:
+                raise ConfigurationError(
+                    f"The loaders {other!r} and {path!r} share one {type(dataset).__qualname__} object, which is its "
+                    "own iterator: what each of them gets depends on when the other begins. Give each loader a dataset "
+                    "of its own."
+                )
             if other != path:
                 rank_zero_warn(
                     f"The loaders {other!r} and {path!r} read one {type(dataset).__qualname__} object in turn. Of what "
