@@ -40,6 +40,7 @@ from lightning_stateful.trainer.checkpoint import (
     trains_on_our_module,
     warn_of_missing_loops,
 )
+from lightning_stateful.trainer.epoch_results import EpochResults
 from lightning_stateful.trainer.eval_loaders import exact_evaluation
 from lightning_stateful.trainer.lightning import TrainerFn, check_trainer, pl
 from lightning_stateful.trainer.loader_proxy import Request, discard_training_loaders, intercept, release
@@ -75,12 +76,14 @@ class Resumed:
         progress: Where it goes on, in steps of the present ranks and batch sizes.
         global_step: Optimizer steps taken.
         metrics: Values of monitored metrics.
+        results: What the epoch had summed up, as a state holds it.
         training_began: Lightning has begun to train, or found nothing left to train on.
     """
 
     progress: LoopProgress
     global_step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    results: Any = None
     training_began: bool = False
 
 
@@ -168,6 +171,7 @@ class StatefulDataCallback(pl.Callback):
         self._phase: SetUp | Resumed | Training | Interrupted = SetUp()
         self._seed = 0
         self._signals = HeldSignals()
+        self._results = EpochResults()
 
     @property
     def state_key(self) -> str:
@@ -195,7 +199,7 @@ class StatefulDataCallback(pl.Callback):
                 self._phase = SetUp(earlier=self._loaders, stopped_at=self._progress(), begins_at=begins_at)
             else:
                 self._phase = SetUp(begins_at=begins_at)
-            self._trainer, self._loaders = trainer, None
+            self._trainer, self._loaders, self._results = trainer, None, EpochResults()
             self._seed = seed_or_default(self.settings.seed)
             # Lightning may have built the user's own loaders before this hook.
             discard_training_loaders(trainer)
@@ -260,6 +264,7 @@ class StatefulDataCallback(pl.Callback):
             "seed": self._seed,
             "progress": progress.to_dict(),
             "monitored": self._monitored(progress),
+            "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
             "data": data if module is None else None,
         }
 
@@ -374,7 +379,7 @@ class StatefulDataCallback(pl.Callback):
             refuse_other_seed(saved, self._seed, self.settings.accept)
         loops["fit_loop"] = loop_progress.rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted
-        self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics)
+        self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics, (saved or {}).get("results"))
         if trainer.strategy.restore_checkpoint_after_setup:
             # Such strategies restore after on_fit_start.
             loop_progress.lift_max_steps(trainer, progress, global_step)
@@ -430,6 +435,7 @@ class StatefulDataCallback(pl.Callback):
         if isinstance(self._phase, Resumed):
             self._phase = replace(self._phase, training_began=True)
             restore_metrics(trainer, self._phase.metrics)
+            self._results.load(self._phase.results, trainer)
             if self._phase.progress.uncounted:
                 optimizer_steps.step_schedulers(trainer)
             optimizer_steps.step_plateau_schedulers(trainer, self._phase.progress)
@@ -454,6 +460,7 @@ class StatefulDataCallback(pl.Callback):
         if phase.batch is None:
             refuse_other_loaders(trainer, self._loaders)
         self._phase = replace(phase, batch=loop_progress.note_batch(trainer))
+        self._results.note_batch(trainer)
         other_callbacks.clear_stale_gradients(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -463,6 +470,7 @@ class StatefulDataCallback(pl.Callback):
             ConfigurationError: A step with ``dataloader_iter`` took more or fewer than one batch.
         """
         loop_progress.skip_repeated_validation(trainer)
+        self._results.add(trainer)
         if self._loaders is not None:
             self._loaders.check_one_batch_a_step()
             if self.settings.log_data:
@@ -472,11 +480,13 @@ class StatefulDataCallback(pl.Callback):
         """Seed what the model draws during a validation within training."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._phase = self._in_training()
+            self._results.note_validation(trainer)
             self._seed_model(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let learning rate schedulers that monitor a metric step in a resumed epoch too."""
         self._phase = self._in_training()
+        self._results.add(trainer, at_end=True)
         optimizer_steps.end_resumed_epoch(trainer)
         self._seed_model(trainer, "epoch end")
 

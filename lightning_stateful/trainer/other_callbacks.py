@@ -158,10 +158,11 @@ def monitored_metrics(trainer: pl.Trainer, *, epoch_ended: bool = False) -> dict
         # Known are only those of an epoch before.
         averaged = {metric.meta.name for _, metric in results.valid_items() if metric.meta.on_epoch}
         known = {name: value for name, value in known.items() if name not in averaged}
-    return {name: float(known[name]) for name in sorted(_monitors(trainer)) if name in known}
+    return {name: float(known[name]) for name in sorted(monitors(trainer)) if name in known}
 
 
-def _monitors(trainer: pl.Trainer) -> set[str]:
+def monitors(trainer: pl.Trainer) -> set[str]:
+    """Names of what learning rate schedulers and callbacks monitor."""
     names = {getattr(callback, "monitor", None) for callback in _callbacks(trainer)}
     names |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
     return {name for name in names if isinstance(name, str)}

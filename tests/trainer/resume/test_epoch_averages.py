@@ -1,0 +1,141 @@
+"""What a training epoch has logged over its batches covers all of them in a resumed epoch too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from support.ddp_runs import on_ranks
+from support.ledger import LedgerModel
+from support.ranks import Ranks
+from support.runs import Outcome, assert_goes_on_from_every_moment, numbers_module, seeded, stopped, train
+from torchmetrics import CatMetric, ConfusionMatrix, MeanMetric
+
+from lightning_stateful.errors import StatefulWarning
+
+NAMES = ("mean_epoch", "sum", "most", "least", "of_first", "metric", "all")
+
+
+class Averages(LedgerModel):
+    """Logs an epoch's values in every way; its learning rate follows one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric, self.all = MeanMetric(), CatMetric()
+        self.seen: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.metric.update(loss.detach())
+        self.all.update(loss.detach())
+        self.log("mean", loss, on_step=True, on_epoch=True, sync_dist=True)
+        for name, reduce in (("sum", "sum"), ("most", "max"), ("least", "min")):
+            self.log(name, loss, on_step=False, on_epoch=True, reduce_fx=reduce, sync_dist=True)
+        if batch_idx < 2:
+            self.log("of_first", loss, on_step=False, on_epoch=True, reduce_fx="min", sync_dist=True)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.log("all", self.all.compute().sum(), sync_dist=True)
+        self.all.reset()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.3)
+        return [optimizer], [{"scheduler": plateau, "monitor": "mean_epoch"}]
+
+
+class Seen(pl.Callback):
+    """What is known at the end of every epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: list[dict[str, float]] = []
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch:
+            known = trainer.callback_metrics
+            self.epochs.append({name: float(known[name]) for name in NAMES if name in known})
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.on_train_epoch_start(trainer, pl_module)
+
+
+def run(make: Any = numbers_module, *, callbacks: Any = (), seed: int = 1, **options: Any) -> Outcome:
+    seen = Seen()
+    found = train(make, callbacks=[seen, *callbacks], model=seeded(Averages, seed), **options)
+    # Compared as the weights are.
+    found.weights |= {name: torch.tensor(value) for name, value in (seen.epochs[-1] if seen.epochs else {}).items()}
+    return found
+
+
+MOMENTS = [
+    ("on_train_batch_start", 1, 0),
+    ("on_before_backward", 1, 4),
+    ("on_train_batch_end", 1, 0),
+    ("on_train_batch_end", 1, 6),
+    ("on_validation_start", 1, 0),
+    ("on_validation_end", 1, 0),
+    ("on_train_epoch_end", 1, 0),
+    ("on_train_batch_end", 2, 9),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}], ids=str)
+def test_an_epochs_values_are_those_of_all_its_batches(tmp_path: Path, options: dict[str, Any]) -> None:
+    moments = [moment for moment in MOMENTS if not options or moment[0] != "on_validation_start"]
+    assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3, **options)
+
+
+class Large(Averages):
+    """Has an object whose states are too many to be copied for every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.confusion = ConfusionMatrix(task="multiclass", num_classes=200)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.confusion.update(batch["id"], batch["id"])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    return Ranks(2, tmp_path)
+
+
+def on_two(folder: Path) -> list[dict[str, Any]]:
+    """Runs of three epochs on the ranks that there are: whole, and resumed from several moments."""
+    moments = [("on_train_batch_end", 1, 2), ("on_before_backward", 1, 3), ("on_validation_end", 1, 0)]
+    found = [run(**on_ranks()).weights]
+    for number, (hook, epoch, batch) in enumerate(moments):
+        path = folder / f"{number}.ckpt"
+        stopped(path, hook=hook, epoch=epoch, batch=batch, run=run, **on_ranks())
+        found.append(run(ckpt_path=path, seed=99, **on_ranks()).weights)
+    return [{name: value.tolist() for name, value in weights.items()} for weights in found]
+
+
+def test_each_rank_goes_on_with_its_own_part_and_one_rank_with_all(ranks: Ranks) -> None:
+    of_ranks = ranks.of(on_two)
+    for whole, *resumed in of_ranks:
+        for found in resumed:
+            assert found == whole
+    with pytest.warns(StatefulWarning, match="Of all, metric the checkpoint does not hold"):
+        alone = run(ckpt_path=ranks.folder_of(on_two) / "0.ckpt", max_epochs=2, callbacks=[EarlyStopping("metric")])
+    state = torch.load(ranks.folder_of(on_two) / "0.ckpt", weights_only=True)["callbacks"]["StatefulDataCallback"]
+    sums = [part["logged"]["training_step.sum"]["value"] for part in state["results"]["ranks"]]
+    assert len(sums) == 2
+    assert float(alone.weights["sum"]) > sum(sums) > max(sums) > 0
+
+
+def test_an_object_of_which_a_part_is_not_known_is_named(tmp_path: Path) -> None:
+    model = seeded(Large)
+    stop: Any = {"hook": "on_before_backward", "epoch": 1, "batch": 4}
+    stopped(tmp_path / "x.ckpt", run=lambda *args, **options: train(*args, model=model, **options), **stop)
+    with pytest.warns(StatefulWarning, match="Of confusion the checkpoint does not hold"):
+        train(ckpt_path=tmp_path / "x.ckpt", model=seeded(Large), max_epochs=2)
