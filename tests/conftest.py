@@ -24,6 +24,11 @@ settings.register_profile("thorough", settings.get_profile("quick"), max_example
 settings.load_profile("quick")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave files in the order below: xdist would begin with those that have most tests."""
+    config.option.loadscopereorder = False
+
+
 # Files that take longest, first of all: two processes share the files, and so end together.
 _LONGEST = (
     "test_samplers_ddp",

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from harm import laws
 from harm.launch import Trials, checkpoint_of, try_on_ranks
 from harm.runs import train, try_entry
@@ -41,6 +43,12 @@ class Verdict:
                 yield f"LESS, {what}: {outcome}, where {entry.expected(way)} is stated: {why}"
 
 
+def assert_lawful(name: str, verdict: Verdict) -> None:
+    """Fail with all faults of an entry."""
+    if faults := list(verdict.faults(ENTRIES[name])):
+        pytest.fail("\n".join(faults), pytrace=False)
+
+
 def judge_alone(name: str, folder: Path, workers: int = 0) -> Verdict:
     """Try an entry in this process."""
     entry = ENTRIES[name]
@@ -61,11 +69,11 @@ def _judge(name: str, trials: list[laws.Trial] | str, folder: Path, workers: int
     needs_plain = len(trials) > 1 and entry.deals == "nobody"
     alone = [train(entry, own=False, workers=workers)] if needs_plain else None
     run = laws.uninterrupted(entry, trials, alone)
-    if not all(trial.stopped.trained for trial in trials):
+    whole = [trial.own for trial in trials]
+    if any(found.error or not found.saved for found in whole):
         return Verdict(run)
-    whole, stopped = [trial.own for trial in trials], [trial.stopped for trial in trials]
-    same = laws.resumed(whole, stopped, [trial.resumed for trial in trials])
+    same = laws.resumed(whole, [trial.resumed for trial in trials])
     if len(trials) != 2:
         return Verdict(run, same)
     after = train(entry, workers=workers, ckpt_path=checkpoint_of(folder, name))
-    return Verdict(run, same, laws.elsewhere(entry, whole, stopped, [after]))
+    return Verdict(run, same, laws.elsewhere(entry, whole, [after]))
