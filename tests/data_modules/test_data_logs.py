@@ -125,21 +125,6 @@ def test_the_padding_that_is_logged_is_that_of_the_batches_trained_on(name: str,
     assert padding(run) == padding_expected(name, run.ledger, every=every)
 
 
-def test_under_accumulation_every_optimizer_step_logs_the_padding_of_its_last_batch() -> None:
-    run = train(lambda: bucketed(log_data=True), accumulate_grad_batches=5, max_epochs=1)
-    served = batches(run.ledger)
-    assert len(served) == 12
-    assert padding(run) == [
-        (number, pytest.approx(padding_of("tokens", served[end - 1]))) for number, end in enumerate((5, 10, 12))
-    ]
-
-
-def test_a_limited_epoch_logs_the_padding_of_the_batches_it_trained_on() -> None:
-    run = train(lambda: bucketed(log_data=True), limit_train_batches=5, max_epochs=2)
-    assert len(padding(run)) == 10
-    assert padding(run) == padding_expected("tokens", run.ledger)
-
-
 def test_loaders_without_a_budget_have_no_padding_to_log() -> None:
     assert padding(train(lambda: StatefulDataModule(Numbers(6), batch_size=2, log_data=True))) == []
 

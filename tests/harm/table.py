@@ -166,7 +166,6 @@ on_its_ranks: dict[str, Any] = {"deals": "distributed", "elsewhere": "refused"}
 nobody: dict[str, Any] = {"deals": "nobody"}
 drawn: dict[str, Any] = {"deals": "nobody", "on_ranks": "counts"}
 refused: dict[str, Any] = {"resume": "refused"}
-alone: dict[str, Any] = {**itself, "resume": "warned"}
 
 _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     **{f"torch: {name}": (of(make), same, {"on_ranks": two}) for name, (same, two, make) in OF_TORCH.items()},
@@ -252,11 +251,11 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
         "told",
         itself,
     ),
-    "torchtitan: HuggingFaceTextDataset": (over(text), "equal", {**alone, **ends}),
+    "torchtitan: HuggingFaceTextDataset": (over(text), "equal", {**itself, **ends}),
     "torchtitan: HuggingFaceTextDataset in a StatefulDataLoader": (
         over(text, kind=StatefulDataLoader),
         "equal",
-        {**alone, **ends},
+        {**itself, **ends},
     ),
     "own: share under its own name": (batches(own.RankShare), "equal", itself),
     "own: rank in slots": (of(own.InSlots), "equal", itself),
@@ -326,16 +325,16 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     "own: thread before a DataLoader": (
         lambda workers: loaders.Prefetches(loader(workers, shuffle=True)),
         "multiset",
-        {**alone, **refused},
+        {**itself, **refused},
     ),
-    "own: iterable of batches": (lambda workers: loaders.Batches(), "multiset", {**alone, **refused}),
-    "own: IterableDataset": (over(loaders.Samples), "equal", alone),
-    "own: IterableDataset with len": (over(loaders.SizedSamples), "equal", alone),
-    "own: IterableDataset, counts passes": (over(loaders.CountsPasses), "equal", alone),
-    "own: IterableDataset, counts passes in its state": (over(loaders.CountsWithState), "equal", alone),
-    "own: IterableDataset, goes on at iter": (over(loaders.GoesOnReading), "equal", alone),
-    "own: IterableDataset, its own iterator": (over(loaders.OwnIterable), "equal", alone),
-    "own: IterableDataset, divides itself": (over(loaders.DividesItself), "equal", alone),
-    "own: IterableDataset, torch's generator": (over(loaders.ShuffledByTorch), "multiset", alone),
+    "own: iterable of batches": (lambda workers: loaders.Batches(), "multiset", {**itself, **refused}),
+    "own: IterableDataset": (over(loaders.Samples), "equal", itself),
+    "own: IterableDataset with len": (over(loaders.SizedSamples), "equal", itself),
+    "own: IterableDataset, counts passes": (over(loaders.CountsPasses), "equal", itself),
+    "own: IterableDataset, counts passes in its state": (over(loaders.CountsWithState), "equal", itself),
+    "own: IterableDataset, goes on at iter": (over(loaders.GoesOnReading), "equal", itself),
+    "own: IterableDataset, its own iterator": (over(loaders.OwnIterable), "equal", itself),
+    "own: IterableDataset, divides itself": (over(loaders.DividesItself), "equal", itself),
+    "own: IterableDataset, torch's generator": (over(loaders.ShuffledByTorch), "multiset", itself),
 }
 ENTRIES = {name: Entry(make, same, **more) for name, (make, same, more) in _ROWS.items()}

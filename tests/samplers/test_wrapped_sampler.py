@@ -56,26 +56,6 @@ class Grows(Sampler[int]):
         return iter(range(5 + self.epoch))
 
 
-class WithState(Items):
-    """Batches in a drawn order, what is left of which is its state."""
-
-    def __init__(self) -> None:
-        super().__init__([[n, n + 100] for n in range(40)])
-        self.left: list[Any] = []
-        self.loaded: list[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        self.left, self.loaded = self.loaded or random.sample(self.items, 40), None
-        while self.left:
-            yield self.left.pop()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"left": list(self.left)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = list(state["left"])
-
-
 class SharesWithData(Sampler[int]):
     """Tells its dataset where it is, which others read."""
 

@@ -284,18 +284,6 @@ def test_overfitting_trains_on_the_same_batches_in_every_epoch(tmp_path: Path, n
     assert first == second == third
 
 
-@pytest.mark.parametrize("name", ["batches without len", "own state"])
-def test_a_trainer_that_is_fitted_again_goes_on_within_the_epoch(name: str) -> None:
-    whole = train_with(LOADERS[name])
-    run = train_with(LOADERS[name], max_steps=4)
-    model: Any = run.trainer.lightning_module
-    for max_steps in (11, -1):
-        run.trainer.fit_loop.epoch_loop.max_steps = max_steps
-        run.trainer.fit(model, datamodule=run.trainer.datamodule)
-    # Lightning makes a new optimizer for each fit, so weights differ.
-    assert batches(model.ledger) == batches(whole.ledger)
-
-
 def test_a_run_ended_by_max_steps_goes_on_from_a_checkpoint_saved_after_it(tmp_path: Path) -> None:
     make = LOADERS["without len"]
     whole = train_with(make)
