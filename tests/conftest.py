@@ -64,7 +64,7 @@ def quiet_lightning() -> None:
 
 @pytest.fixture(autouse=True)
 def no_seed_of_another_test() -> Iterator[None]:
-    """What ``seed_everything`` sets for the process is the default seed of all loaders."""
+    """Take out what ``seed_everything`` sets for the process: the default seed of all loaders."""
     yield
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)

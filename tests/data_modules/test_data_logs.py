@@ -1,4 +1,4 @@
-"""What is logged and reported of sources and padding is what training was served, at every moment and over resumes."""
+"""Logs and reports of sources and padding tell what training was served, at every moment and over resumes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_stateful import BucketBatchSampler, StatefulDataCallback, Statefu
 
 
 def served(events: list[Event]) -> dict[str, float]:
-    """What there is to log after some training steps, by the ledger."""
+    """The values to log after some training steps, by the ledger."""
     counts = Counter(source_of(index) for event in events for index in ids_of(event))
     values: dict[str, float] = {}
     for name, length in LENGTHS.items():
@@ -31,7 +31,7 @@ def served(events: list[Event]) -> dict[str, float]:
 
 
 def expected(ledger: list[Event], *, every: int = 1, carries_over: bool = False) -> list[tuple[int, Any]]:
-    """What there is to log at the steps at which a trainer logs; floats as torch rounds them."""
+    """The values to log at the steps at which a trainer logs; floats as torch rounds them."""
     steps = trained(ledger)
     found = []
     for number in range(every - 1, len(steps), every):
@@ -188,7 +188,7 @@ def test_logging_goes_on_exactly(tmp_path: Path, find: Any, make: Any) -> None:
 
 
 class Reports(pl.Callback):
-    """What module and callback report in every hook, beside what the ledger has then."""
+    """The reports of module and callback in every hook, beside what the ledger has then."""
 
     HOOKS = (
         "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_train_batch_end",

@@ -28,7 +28,7 @@ _SAID = re.compile(r"exact|other (samples|batches|data)|begins? (anew|again)|fro
 
 @dataclass
 class Run:
-    """What a run did on one rank, as plain data.
+    """The record of a run on one rank, as plain data.
 
     Attributes:
         trained: Of every batch, the epoch and the samples.

@@ -23,6 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from support import own_iterations
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -68,7 +69,7 @@ class Entry:
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def compared(self, ranks: int) -> str:
-        """How an uninterrupted run is compared on so many ranks."""
+        """The mode by which an uninterrupted run is compared on so many ranks."""
         if ranks == 1:
             return self.same
         keeps_order = self.deals in ("itself", "distributed")
@@ -200,7 +201,7 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     "timm: OrderedDistributedSampler": (of(known.OrderedDistributedSampler), "equal", itself),
     "timm: RepeatAugSampler": (of(known.RepeatAugSampler), "equal", itself),
     "timm: MultiEpochsDataLoader": (
-        of(own.Distributed, kind=loaders.MultiEpochsDataLoader),
+        of(own.Distributed, kind=own_iterations.MultiEpochs),
         "together",
         {**subclass, **refused},
     ),
@@ -235,7 +236,7 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     ),
     "ml-cvnets: VariableBatchSampler": (batches(known.VariableBatchSampler), "equal", {**itself, **refused}),
     "ultralytics: InfiniteDataLoader": (
-        of(own.Distributed, kind=loaders.InfiniteDataLoader),
+        of(own.Distributed, kind=own_iterations.Infinite),
         "multiset",
         {**subclass, **refused},
     ),
@@ -321,7 +322,7 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     "own: state that is right": (of(own.RightState), "equal", {}),
     "own: state that is ignored": (of(own.IgnoresState), "equal", {}),
     "own: state one off": (of(own.StateOneOff), "equal", {}),
-    "own: DataLoader that yields twice": (shuffled(loaders.YieldsTwice), "multiset", {"elsewhere": "refused"}),
+    "own: DataLoader that yields twice": (shuffled(own_iterations.TwiceAsLong), "multiset", {"elsewhere": "refused"}),
     "own: thread before a DataLoader": (
         lambda workers: loaders.Prefetches(loader(workers, shuffle=True)),
         "multiset",

@@ -19,7 +19,7 @@ Outcome = tuple[str, str]
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an entry fared on some ranks.
+    """The outcomes of an entry's runs on some ranks.
 
     Attributes:
         run: The uninterrupted run.
@@ -32,7 +32,7 @@ class Verdict:
     other: Outcome = ("", "")
 
     def faults(self, entry: Entry) -> Iterator[str]:
-        """What is against the rule, and what is less than the table states."""
+        """Outcomes against the rule, and those that are less than the table states."""
         for way, what in (("run", "uninterrupted run"), ("same", "resume"), ("other", "resume on one rank of two")):
             outcome, why = getattr(self, way)
             if outcome and laws.is_harm(outcome):

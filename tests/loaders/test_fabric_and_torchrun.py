@@ -80,7 +80,7 @@ class TestFabricOnOneProcess:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every loader gave on each of two processes under Fabric."""
+    """The batches of every loader on each of two processes under Fabric."""
     return Ranks(2, tmp_path_factory.mktemp("fabric")).of(fabric_on_ranks)
 
 

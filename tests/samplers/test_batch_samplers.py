@@ -12,9 +12,8 @@ import torch
 from support.bucket_cases import in_budget
 from torch.utils.data import DataLoader
 
-from lightning_stateful.bucketing import BucketOrder, Buckets, Budget, QuadraticCost
+from lightning_stateful.bucketing import BucketOrder, Buckets, Budget
 from lightning_stateful.core import SampleBatchOrder, ShuffledOrder
-from lightning_stateful.errors import StateMismatchError
 from lightning_stateful.mixture import MixtureOrder, Sources
 from lightning_stateful.samplers.batch_samplers import BucketBatchSampler, StatefulBatchSampler
 
@@ -92,13 +91,6 @@ def buckets(lengths: Any = LENGTHS, **options: Any) -> BucketBatchSampler:
     return BucketBatchSampler(lengths, **in_budget({**budget, **count, **options}))
 
 
-def state_after(count: int, **options: Any) -> dict[str, Any]:
-    sampler = buckets(**options)
-    take(sampler, count)
-    state: dict[str, Any] = json.loads(json.dumps(sampler.state_dict()))
-    return state
-
-
 class TestBuckets:
     def test_samples_left_out_are_counted(self) -> None:
         longer = {index for index, length in enumerate(LENGTHS) if length > 30}
@@ -111,41 +103,3 @@ class TestBuckets:
         monkeypatch.setenv("PL_GLOBAL_SEED", "9")
 
         assert list(buckets()) == list(buckets(seed=9)) != list(buckets(seed=0))
-
-    @pytest.mark.parametrize(
-        ("lengths", "options", "paths"),
-        [
-            (LENGTHS, {"num_buckets": 7, "max_tokens": 90, "seed": 2}, {"num_buckets", "max_tokens", "seed"}),
-            (LENGTHS, {"shuffle": False, "drop_last": True}, {"shuffle", "drop_last"}),
-            (LENGTHS, {"num_buckets": 4, "boundaries": "equal_counts"}, {"boundaries"}),
-            ([*LENGTHS[1:], LENGTHS[0]], {}, {"lengths.digest"}),
-        ],
-    )
-    def test_every_other_setting_is_named_and_nothing_is_loaded(self, lengths: Any, options: Any, paths: Any) -> None:
-        sampler = buckets(lengths, **options)
-        before = sampler.state_dict()
-        with pytest.raises(StateMismatchError) as caught:
-            sampler.load_state_dict(state_after(3))
-
-        assert {each.path for each in caught.value.differences} == paths
-        assert all("accept=(" in each.remedy for each in caught.value.differences)
-        assert sampler.state_dict() == before
-
-    @pytest.mark.parametrize(
-        ("name", "lengths", "options"),
-        [("quadratic_length", LENGTHS, {"cost": QuadraticCost(50)}), ("lengths", [*LENGTHS, 7, 7, 30], {})],
-        ids=["cost", "lengths"],
-    )
-    def test_a_change_that_is_accepted_is_let_pass_between_epochs_only(
-        self, name: str, lengths: list[int], options: dict[str, Any]
-    ) -> None:
-        sampler, expected = buckets(lengths, accept=name, **options), buckets(lengths, **options)
-        with pytest.raises(StateMismatchError, match="cannot change within an epoch"):
-            sampler.load_state_dict(state_after(1))
-        assert sampler.epoch == 0
-        old = buckets()
-        sampler.load_state_dict(old.state_dict(num_batches=len(old)))
-        expected.set_epoch(1)
-
-        assert sampler.epoch == 1
-        assert list(sampler) == list(expected)

@@ -1,4 +1,4 @@
-"""What cannot be read breaks a stream off in words, with a state that goes on exactly once it is mended."""
+"""A shard that cannot be read ends a stream in words, with a state that goes on exactly once it is mended."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def die(marker: Path) -> None:
 
 
 def take(loader: Any) -> tuple[list[Any], BaseException]:
-    """What a loader gives, and the error that ends it."""
+    """The items of a loader, and the error that ends it."""
     found = []
     try:
         for item in islice(steps(loader), 200):
@@ -270,7 +270,7 @@ def damaged(tmp_path: Path) -> list[str]:
 
 
 def readable_of(file: str) -> list[int]:
-    """What there is in a file before it fails."""
+    """The numbers in a file before it fails."""
     found: list[int] = []
     with contextlib.suppress(OSError, EOFError, ValueError):
         for number in read_lines(file):

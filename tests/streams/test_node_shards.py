@@ -116,7 +116,7 @@ GRAPHS: dict[str, Callable[[], BaseNode[Any]]] = {
 
 
 def reads(graph: Any, epoch: int, state: Any = None, **options: Any) -> ShardReader:
-    """What reads the shards in a process that has read nothing yet."""
+    """A reader of the shards in a process that has read nothing yet."""
     shards = NodeShards(graph, **options)
     reader = ShardReader(shards, range(shards.num_shards), epoch, seed=3)
     reader.reset(json.loads(json.dumps(state)))

@@ -161,7 +161,7 @@ class KeepsItsPlace(Sampler[Any]):
         return self.length
 
     def item(self) -> Any:
-        """What it yields at its place."""
+        """The item at its place."""
         return self.place
 
     def __iter__(self) -> Iterator[Any]:

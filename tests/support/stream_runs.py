@@ -44,7 +44,7 @@ def plain_sample(number: int) -> dict[str, torch.Tensor]:
 
 
 def length_of(found: dict[str, torch.Tensor]) -> int:
-    """How many tokens a sample counts for."""
+    """The number of tokens of a sample."""
     return 1 + int(found["id"]) ** 2 * 7 % 9
 
 

@@ -80,7 +80,7 @@ CASES: dict[str, Make] = {
 
 
 def served(data: Any, **settings: Any) -> list[list[Any]]:
-    """What each of two loaders gave to every step: indices, and what was drawn."""
+    """The indices and drawn numbers that each of two loaders gave to every step."""
     model = Records()
     quiet_trainer(StatefulDataCallback(**settings)).fit(model, data)
     return [model.steps["a"], model.steps["b"]]
