@@ -31,17 +31,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take longest, first of all: two processes share the files, and so end together.
 _LONGEST = (
+    "test_hugging_face_nodes",
+    "loaders/test_samplers",
     "test_samplers_ddp",
     "test_streams_ddp",
-    "test_hugging_face_nodes",
-    "trainer/loaders/test_samplers",
+    "test_iterable_epochs",
+    "test_harm_on_ranks",
+    "test_contract",
     "test_moments",
+    "test_examples",
+    "test_ddp_data",
+    "test_ddp",
+    "test_fabric_and_torchrun",
+    "test_stream_elastic",
     "test_buckets_ddp",
     "test_sources_ddp",
-    "test_examples",
-    "test_fabric_and_torchrun",
-    "test_traps",
+    "test_stream_ranks",
+    "test_own_iteration",
+    "test_stream_workers",
+    "test_lhotse",
+    "test_module_moments",
     "test_stream_moments",
+    "test_traps",
+    "test_killed_ddp",
 )
 
 
