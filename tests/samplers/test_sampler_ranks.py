@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed
 from support.ranks import Ranks
+from support.samplers import Bag
 
 from lightning_stateful.user_samplers.rank_exchange import exchanged, failing_together
 from lightning_stateful.user_samplers.sampler_ranks import (
@@ -24,16 +25,6 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     yields_as_one,
 )
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
-
-
-class Bag:
-    """Holds whatever it is given, and can be iterated."""
-
-    def __init__(self, **held: Any) -> None:
-        vars(self).update(held)
-
-    def __iter__(self) -> Any:
-        return iter(())
 
 
 class Stubborn(Bag):

@@ -36,6 +36,7 @@ from support.stream_cases import (
     steps,
     stream_loader,
 )
+from support.stream_troubles import Trouble, fail, stand_still
 from torchdata.nodes import IterableWrapper
 
 from lightning_stateful.errors import StatefulError
@@ -128,17 +129,8 @@ def test_ranks_of_unequal_shares_lose_and_repeat_nothing(ranks: Ranks, name: str
 # Faults
 
 
-class Fails:
-    """A function that goes wrong at a sample of rank 1, as long as a file is there.
-
-    Args:
-        folder: Where the file is.
-        number: The sample.
-        what: What goes wrong.
-    """
-
-    def __init__(self, folder: Path, number: int, what: Callable[[Path], Any]) -> None:
-        self.marker, self.number, self.what = folder / "marker", number, what
+class Fails(Trouble):
+    """Something that goes wrong at a sample of rank 1."""
 
     def set(self, is_there: bool) -> None:
         """Cause it, or mend it, on all ranks."""
@@ -150,19 +142,7 @@ class Fails:
         dist.barrier()
 
     def __call__(self, number: int) -> int:
-        if number == self.number and dist.get_rank() == 1 and self.marker.exists():
-            self.what(self.marker)
-        return number
-
-
-def fail(marker: Path) -> None:
-    raise OSError("the disk is gone")
-
-
-def stand_still(marker: Path) -> None:
-    deadline = time.monotonic() + 30
-    while marker.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+        return super().__call__(number) if dist.get_rank() == 1 else number
 
 
 def in_order(transform: Any, **options: Any) -> Any:

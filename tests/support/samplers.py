@@ -202,6 +202,16 @@ class ByTheClock(Sampler[int]):
         return iter(np.random.default_rng(time.perf_counter_ns()).permutation(LENGTH).tolist())
 
 
+class Bag:
+    """Holds whatever it is given, and can be iterated."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
 class Proxy:
     """Hands every attribute of another sampler on."""
 
