@@ -46,8 +46,12 @@ CASES = [
     *(pytest.param(2, 0, name, marks=() if name in DIAGONAL else pytest.mark.slow) for name in ENTRIES),
     *(pytest.param(3, 0, name, marks=pytest.mark.slow) for name in ENTRIES),
     pytest.param(1, 2, "own: IterableDataset, counts passes"),
-    *(pytest.param(1, 2, name, marks=pytest.mark.slow) for name in IN_WORKERS),
-    *(pytest.param(2, 2, name, marks=pytest.mark.slow) for name in IN_WORKERS),
+    *(
+        pytest.param(ranks, 2, name, marks=pytest.mark.slow)
+        for ranks in (1, 2)
+        for name in ENTRIES
+        if name in IN_WORKERS
+    ),
 ]
 
 

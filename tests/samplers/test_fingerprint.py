@@ -191,6 +191,9 @@ class Named:
 class Opaque:
     """An object of which nothing but the type can be told."""
 
+    def __repr__(self) -> str:
+        return "Opaque()"
+
 
 DIFFERENT: list[Any] = [
     *(0, 1, -1, 2**70, 1.5, "1", b"1", None),
