@@ -13,7 +13,14 @@ import torch
 from support.iterable_cases import Counts, GoesOn, GoesOnWithState, ItselfWithState, Numbers, OnIterator, Tokens
 
 from lightning_stateful.errors import PositionError, ShardError, StateError
+from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams.iterables import IterableConfig, IterableSlot, IterableTask, digest_of_sample
+
+
+@pytest.fixture(autouse=True)
+def _isolated() -> Iterator[None]:
+    with keep_randomness():
+        yield
 
 
 def slot_of(dataset: Any, state: Any = None, epoch: int = 0, **config: Any) -> IterableSlot:
