@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful.bucketing import BucketOrder, Buckets, Budget
 from lightning_stateful.core import SampleBatchOrder, ShuffledOrder
+from lightning_stateful.errors import StateMismatchError
 from lightning_stateful.mixture import MixtureOrder, Sources
 from lightning_stateful.samplers.batch_samplers import BucketBatchSampler, StatefulBatchSampler
 
@@ -91,6 +92,13 @@ def buckets(lengths: Any = LENGTHS, **options: Any) -> BucketBatchSampler:
     return BucketBatchSampler(lengths, **in_budget({**budget, **count, **options}))
 
 
+def state_after(count: int, **options: Any) -> dict[str, Any]:
+    sampler = buckets(**options)
+    take(sampler, count)
+    state: dict[str, Any] = json.loads(json.dumps(sampler.state_dict()))
+    return state
+
+
 class TestBuckets:
     def test_samples_left_out_are_counted(self) -> None:
         longer = {index for index, length in enumerate(LENGTHS) if length > 30}
@@ -103,3 +111,22 @@ class TestBuckets:
         monkeypatch.setenv("PL_GLOBAL_SEED", "9")
 
         assert list(buckets()) == list(buckets(seed=9)) != list(buckets(seed=0))
+
+    @pytest.mark.parametrize(
+        ("lengths", "options", "paths"),
+        [
+            (LENGTHS, {"num_buckets": 7, "max_tokens": 90, "seed": 2}, {"num_buckets", "max_tokens", "seed"}),
+            (LENGTHS, {"shuffle": False, "drop_last": True}, {"shuffle", "drop_last"}),
+            (LENGTHS, {"num_buckets": 4, "boundaries": "equal_counts"}, {"boundaries"}),
+            ([*LENGTHS[1:], LENGTHS[0]], {}, {"lengths.digest"}),
+        ],
+    )
+    def test_every_other_setting_is_named_and_nothing_is_loaded(self, lengths: Any, options: Any, paths: Any) -> None:
+        sampler = buckets(lengths, **options)
+        before = sampler.state_dict()
+        with pytest.raises(StateMismatchError) as caught:
+            sampler.load_state_dict(state_after(3))
+
+        assert {each.path for each in caught.value.differences} == paths
+        assert all("accept=(" in each.remedy for each in caught.value.differences)
+        assert sampler.state_dict() == before
