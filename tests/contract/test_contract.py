@@ -155,8 +155,6 @@ STOPPED_EVERYWHERE = (
     "mixture, steps",
     "loader, mixture, scheduled",
     "buckets",
-    "wrapper, own state",
-    "patched, class balanced",
     "patched, own state",
 )
 

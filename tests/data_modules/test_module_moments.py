@@ -26,7 +26,7 @@ MOMENTS = [
     ("on_validation_batch_end", 1, 1),
     ("on_validation_end", 0, 0),
 ]
-EVERY_MOMENT = ("round robin", "by sample, steps", "tokens")
+EVERY_MOMENT = ("round robin", "tokens")
 MODULES = {**sources.MODULES, **texts.MODULES}
 
 

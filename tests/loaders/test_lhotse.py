@@ -50,7 +50,7 @@ SAMPLERS: dict[str, Callable[..., Any]] = {
         randomize=[0.6, 0.4],
     ),
 }
-QUICK = ("simple", "dynamic buckets", "round robin, at random")
+QUICK = ("simple", "dynamic buckets")
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
 
 

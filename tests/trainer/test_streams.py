@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from support.iterable_cases import Sized
-from support.runs import assert_goes_on_from_every_moment, train_alone
+from support.iterable_cases import Counts, EndlessTokens, GoesOn, GoesOnWithState, Sized
+from support.ledger import batches
+from support.runs import assert_goes_on_from_every_moment, train, train_alone
 from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -58,6 +59,28 @@ def collated(samples: list[Any]) -> dict[str, torch.Tensor]:
 
 def remembering(kind: Any, **options: Any) -> DataLoader[Any]:
     return DataLoader(kind(), batch_size=2, collate_fn=collated, **options)
+
+
+# Lightning asks a loader without length for one batch more than the limit; whole epochs are in tests/harm.
+@pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Counts, {}),
+        (GoesOnWithState, {}),
+        (GoesOn, {}),
+        (EndlessTokens, {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}),
+    ],
+)
+def test_a_dataset_remembers_of_limited_epochs_what_it_remembers_in_lightning(
+    tmp_path: Path, kind: Any, options: dict[str, Any]
+) -> None:
+    make = partial(remembering, kind, **options)
+    limited = {"limit_train_batches": 4}
+    assert batches(train_alone(make, **limited).ledger) == batches(train(make, **limited).ledger)
+    moments = [("on_train_batch_end", 1, 2), ("on_train_epoch_end", 0, 0)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, **limited)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
