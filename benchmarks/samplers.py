@@ -20,11 +20,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from benchmarks.checkpoint import json_bytes, torch_bytes
-from benchmarks.measure import Row, in_child, interleave, median_ratio, report, seconds, short, target, with_memory
+from benchmarks.measure import Row, in_child, interleave, median_ratio, report, seconds, short, target
 from benchmarks.throughput import Images, Ints
 from lightning_stateful import DDPSamplerWrapper, patch_dataloader
 from lightning_stateful.state import pack
-from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 CLAIM = (
     "Fast-forwarding a sampler costs what iterating it costs, and a patched loader is as fast as the loader that it "
@@ -466,38 +465,128 @@ def states() -> list[Row]:
     return rows
 
 
-# The start
+# The start, an epoch, a resume
 
-STARTS: dict[str, tuple[Callable[[int], Any], int]] = {
-    "1e6 batches that it holds": (Ready, MILLION),
-    "the same, shuffled": (Shuffled, MILLION),
-    "the same, shuffled in place": (ShuffledInPlace, MILLION),
-    "class-balanced, 1e6 batches": (ClassBalanced, MILLION),
-    "1e7 indices": (Permuted, 10 * MILLION),
+
+class Labels(Sampler[int]):
+    """A list of labels as long as the dataset, drawn from in another order in every epoch."""
+
+    def __init__(self, length: int) -> None:
+        self.labels = list(range(length))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(self.labels, len(self.labels)))
+
+
+class Records(Labels):
+    """A list of dicts, sorted by one of their values and shuffled within."""
+
+    def __init__(self, length: int) -> None:
+        self.labels: Any = [{"path": str(number), "speaker": number % 100} for number in range(length)]
+
+    def __iter__(self) -> Iterator[int]:
+        def key(index: int) -> tuple[int, float]:
+            return self.labels[index]["speaker"], random.random()
+
+        return iter(sorted(range(len(self.labels)), key=key))
+
+
+class Classes(Sampler[list[int]]):
+    """Batches of 4 samples of each of 16 classes, of 50,000."""
+
+    def __init__(self, length: int) -> None:
+        self.by_class: dict[int, list[int]] = {}
+        for index in range(length):
+            self.by_class.setdefault(index % 50_000, []).append(index)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.by_class.values())) // 64
+
+    def __iter__(self) -> Iterator[list[int]]:
+        classes = list(self.by_class)
+        for _ in range(len(self)):
+            chosen = random.sample(classes, 16)
+            yield [index for label in chosen for index in random.sample(self.by_class[label], 4)]
+
+
+class Planned(Sampler[list[int]]):
+    """Batches of 64 samples of like lengths, all planned before the first."""
+
+    def __init__(self, length: int) -> None:
+        self.lengths = torch.arange(length) % 500
+
+    def __len__(self) -> int:
+        return -(-len(self.lengths) // 64)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.argsort(self.lengths + torch.rand(len(self.lengths))).tolist()
+        batches = [order[first : first + 64] for first in range(0, len(order), 64)]
+        random.shuffle(batches)
+        yield from batches
+
+
+# The sampler, and whether it yields batches.
+STARTS: dict[str, tuple[Callable[[int], Any], bool]] = {
+    "1e6 labels": (Labels, False),
+    "1e6 dicts": (Records, False),
+    "50,000 classes": (Classes, True),
+    "planned batches": (Planned, True),
+    "a shuffle": (Permuted, False),
 }
 
 
 def start(name: str) -> Row:
-    """What it takes to wrap and to check a sampler; for a child process."""
-    make, items = STARTS[name]
-    sampler = make(items)
+    """The cost of a sampler of a million beside its own pass; for a child process."""
+    make, is_batched = STARTS[name]
+
+    def loader(sampler: Any) -> DataLoader[Any]:
+        samples = Ints(MILLION)
+        how: dict[str, Any] = {"batch_sampler": sampler} if is_batched else {"sampler": sampler, "batch_size": 64}
+        return DataLoader(samples, **how)
+
+    plain, given = loader(make(MILLION)), loader(make(MILLION))
     gc.freeze()
-    begins = min(seconds(lambda: next(iter(sampler))) for _ in range(3))
-    made: list[WrappedSampler] = []
-    wrapping = with_memory(lambda: made.append(WrappedSampler(sampler)))
-    checking = with_memory(made[0].check)
+    batches: Any = plain.batch_sampler
+    own = seconds(lambda: iterated(batches, MILLION), time.process_time)
+    first = seconds(lambda: iterated(batches, 1), time.process_time)
+    made: list[Any] = []
+
+    def begun() -> None:
+        made.append(patch_dataloader(given))
+        iterated(made[0].plan(0).batches(0), 1)
+
+    started = seconds(begun, time.process_time)
+    epoch_of = partial(iterated, made[0].plan(1).batches(0), MILLION)
+    whole = seconds(epoch_of, time.process_time)
+    half = made[0].plan(2)
+    middle = half.num_steps // 2
+    iterated(half.batches(0), middle)
+    rest = made[0].plan(2, half.progress_after(middle))
+    resumed_in = seconds(partial(iterated, rest.batches(0), 1), time.process_time)
     return {
         "sampler": name,
-        "ms to begin it once": begins * 1e3,
-        "ms to wrap it": wrapping["seconds"] * 1e3,
-        "ms to check it": checking["seconds"] * 1e3,
-        "extra MB to wrap": wrapping["MB"],
-        "to check": checking["MB"],
+        "s for its own pass": own,
+        "start, more than torch's, in own passes": (started - first) / own,
+        "an epoch, in own passes": whole / own,
+        "a resume in the middle, in own passes": resumed_in / own,
+        "us more a batch": (whole - own) / half.num_steps * 1e6,
     }
 
 
-def starts() -> list[Row]:
-    return [in_child(start, name) for name in STARTS]
+def starts() -> tuple[list[Row], list[Row]]:
+    rows = [in_child(start, name) for name in STARTS]
+    targets: list[Row] = []
+    for row in rows:
+        name, values = row["sampler"], list(row.values())
+        targets += [
+            target(f"start in own passes: {name}", values[2], at_most=1.5),
+            target(f"an epoch in own passes: {name}", values[3], at_most=1.2),
+            target(f"a resume in own passes: {name}", values[4], at_most=1.0),
+        ]
+    return rows, targets
 
 
 def main() -> None:
@@ -512,8 +601,8 @@ def main() -> None:
     tables["Rank 0 of 8 beside one rank with as many batches, no workers, CPU time"] = ranks()
     tables["Samplers that ask for more, ints in batches of 16, no workers, CPU time"] = rare()
     tables[f"A state after {short(SERVED)} batches"] = states()
-    tables["The check that a sampler gives the same again, once in a fresh process"] = starts()
-    report("samplers", CLAIM, tables, [*targets, *rate_targets])
+    tables["Samplers of a million, begun, iterated and resumed, CPU time"], start_targets = starts()
+    report("samplers", CLAIM, tables, [*targets, *rate_targets, *start_targets])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Bytes and seconds that a Lightning checkpoint gains by the state of the data."""
+"""What the callback and the data module cost in a Trainer: CPU time of a batch, bytes and seconds of a checkpoint."""
 
 from __future__ import annotations
 
 import logging
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,17 +15,21 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measure import Row, interleave, report, seconds, target
-from lightning_stateful import StatefulDataModule
+from benchmarks.measure import Row, interleave, median_ratio, report, seconds, target
+from lightning_stateful import StatefulDataCallback, StatefulDataModule
 
 CLAIM = (
-    "A checkpoint of a Trainer with a StatefulDataModule beside one with a plain LightningDataModule: both in the "
-    "middle of an epoch of ten million samples, with a small model, so that the difference can be seen."
+    "A checkpoint of a Trainer with a StatefulDataModule beside one with a plain LightningDataModule, and batches of a "
+    "Trainer with StatefulDataCallback beside one without: in an epoch of ten million samples, with a small model, so "
+    "that the difference can be seen."
 )
 SAMPLES = 10**7
 STEPS = 50
 SAVES = 20
 ROUNDS = 7
+OVER = "over Lightning, best"
+BATCHES = 1000
+WARM = 100
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -60,6 +65,55 @@ def trained(data: pl.LightningDataModule) -> pl.Trainer:
     return trainer
 
 
+class Clock(pl.Callback):
+    """CPU seconds of this process for all batches but the first ones."""
+
+    began = took = 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Note when the first ones, and all, have been trained on."""
+        if trainer.global_step == WARM:
+            self.began = time.process_time()
+        self.took = time.process_time() - self.began
+
+
+def batches(callbacks: list[pl.Callback], num_workers: int) -> float:
+    """CPU seconds of this process for ``BATCHES`` batches."""
+    clock = Clock()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=WARM + BATCHES,
+        callbacks=[*callbacks, clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel(), DataLoader(Rows(), batch_size=4, num_workers=num_workers))
+    return clock.took
+
+
+def costs(num_workers: int) -> tuple[list[Row], list[Row]]:
+    """The CPU time of a batch with the callback and without."""
+    plain, stateful, of_data = "Lightning", "StatefulDataCallback", "StatefulDataCallback(seed_model=False)"
+    tasks = {
+        plain: lambda: batches([], num_workers),
+        stateful: lambda: batches([StatefulDataCallback()], num_workers),
+        of_data: lambda: batches([StatefulDataCallback(seed_model=False)], num_workers),
+    }
+    figures = interleave(tasks, ROUNDS)
+    rows = [
+        {
+            "callback": name,
+            "us of CPU a batch, best": min(took) / BATCHES * 1e6,
+            OVER: min(took) / min(figures[plain]),
+            "over Lightning, median": 1 / median_ratio(figures[plain], took),
+        }
+        for name, took in figures.items()
+    ]
+    return rows, [target(f"callback over Lightning, {num_workers} workers", rows[1][OVER], at_most=1.05)]
+
+
 def save(trainer: pl.Trainer, path: Path) -> Callable[[], float]:
     """Seconds of one save, over many."""
 
@@ -86,7 +140,11 @@ def main() -> None:
     ]
     gained = sizes["StatefulDataModule"] - sizes["LightningDataModule"]
     targets = [target("bytes gained in the file", gained, at_most=2048)]
-    report("trainer", CLAIM, {"A checkpoint of a small model": rows}, targets)
+    tables = {"A checkpoint of a small model": rows}
+    for num_workers in (0, 2):
+        tables[f"A batch of a small model, {num_workers} workers"], of_batches = costs(num_workers)
+        targets += of_batches
+    report("trainer", CLAIM, tables, targets)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ _REMEDIES = {
     "shuffle": "Pass the saved shuffle",
     "drop_last": "Pass the saved drop_last",
     "dataset": "Train on the dataset that the checkpoint was made with",
-    "ranks": "Each rank's data are its own (use_distributed_sampler=False): resume on the saved ranks, in the same way",
+    "ranks": "Each rank iterates a sampler or data of its own: resume on the saved ranks, in the same way",
     "order_version": "Install the version of lightning-stateful that wrote the checkpoint",
     "kind": "Use the order or sampler that the checkpoint was made with",
     "sources": "Pass the saved datasets, under their saved names",

@@ -11,8 +11,6 @@ from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
-from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader
 
 MODES = ("min_size", "max_size", "max_size_cycle")
 
@@ -68,11 +66,7 @@ class CombinedLoaders:
 
     def configs_of_this_rank(self) -> dict[str, dict[str, Any]]:
         """Configurations, by path, of loaders that each rank has for itself: they may differ between ranks."""
-        return {
-            path: loader.tracker.config
-            for path, loader in self.loaders.items()
-            if isinstance(loader, StatefulLoader) and loader.own_rank is not None
-        }
+        return {path: loader.tracker.config for path, loader in self.loaders.items() if loader.own_rank is not None}
 
     def note_ranks(self, configs: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
         """Let states hold the configurations of all ranks, for loaders that each rank has for itself.
@@ -136,11 +130,7 @@ class CombinedLoaders:
         for path, loader in self.loaders.items() if self._cycles else ():
             if not loader.order.carries_over or len(loader) >= num_steps:
                 continue
-            remedy = f"pass num_steps={num_steps}"
-            if isinstance(loader, IterableLoader):
-                remedy = "let it give as many batches"
-            elif isinstance(loader, StreamLoader):
-                remedy = f"pass steps_per_epoch={num_steps}"
+            remedy = loader.remedy_for_steps(num_steps)
             raise ConfigurationError(
                 f"Loader {path!r} has {len(loader)} steps an epoch, and the epoch has {num_steps}; it cannot start "
                 f"over within one. Combine the loaders in the mode 'min_size' or 'max_size', or {remedy}."
@@ -178,20 +168,19 @@ class CombinedLoaders:
         Returns:
             Their names.
         """
-        streams = {path: loader for path, loader in self.loaders.items() if isinstance(loader, StreamLoader)}
-        for path, loader in streams.items():
-            progress = Progress(epoch=epoch, consumed=step)
-            loader.order.begin_at(progress)
-            self._plans[path] = self._resumed_plans[path] = loader.plan(epoch, progress)
+        progress = Progress(epoch=epoch, consumed=step)
+        begun = {path: name for path, loader in self.loaders.items() if (name := loader.begin_at(progress))}
+        for path in begun:
+            self._plans[path] = self._resumed_plans[path] = self.loaders[path].plan(epoch, progress)
         self._resumed_step = step
-        return [loader.order.name for loader in streams.values()]
+        return list(begun.values())
 
     def end_epoch(self, epoch: int) -> None:
         """End ``epoch`` at the step where a state was loaded: streams go on from there in the next epoch."""
         for path, loader in self.loaders.items():
             plan = self._resumed_plans.get(path)
-            if isinstance(loader, StreamLoader) and plan is not None and plan.epoch == epoch:
-                loader.order.end_at(plan.progress_after(0))
+            if plan is not None and plan.epoch == epoch:
+                loader.end_at(plan.progress_after(0))
 
     def load(self, state: Mapping[str, Any], *, accept: Collection[str] = (), where: str) -> tuple[int, int]:
         """Go on where ``state`` was taken, perhaps on other ranks or with other batch sizes.
@@ -283,11 +272,11 @@ class CombinedLoaders:
         """Let streams of unknown length end an epoch with the shortest; the next epoch goes on in their rests."""
         if self.mode != "min_size" or epoch < 0:
             return
-        streams = [loader.order for loader in self.loaders.values() if isinstance(loader, StreamLoader)]
-        ended = [stream.ended[1] for stream in streams if stream.ended is not None and stream.ended[0] == epoch]
-        for stream in streams if ended else ():
-            if stream.ended is None or stream.ended[0] < epoch:
-                stream.end_at(Progress(epoch=epoch, consumed=min(ended)))
+        ends = {path: loader.ended or (-1, 0) for path, loader in self.loaders.items()}
+        ended = [steps for last, steps in ends.values() if last == epoch]
+        for path, (last, _) in ends.items() if ended else ():
+            if last < epoch:
+                self.loaders[path].end_at(Progress(epoch=epoch, consumed=min(ended)))
 
 
 def _by_rank(values: Sequence[Any]) -> Any:

@@ -27,8 +27,9 @@ from lightning_stateful.loaders.stateful_loader import LoaderSettings, StatefulL
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names
-from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, of_batches
+from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, is_dealt_out, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
 from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import class_of_patched, is_torchdatas, iterates_as_torch
@@ -98,7 +99,7 @@ def build_patched(
         return IterableLoader(of_batches(loader), options)
     if isinstance(loader, IterableLoader):
         return loader.fresh_copy(path=path, num_replicas=num_replicas, rank=rank)
-    is_stream = _is_stream(loader, exact)
+    is_stream = _is_stream(loader, exact, num_replicas, rank)
     if own_rank is not None and is_stream and not exact:
         _refuse_shards(loader, where)
     elif own_rank is not None:
@@ -246,11 +247,11 @@ def is_proxy(loader: object) -> bool:
     return getattr(type(loader), "is_proxy", False) is True
 
 
-def _is_stream(loader: object, exact: bool) -> bool:
+def _is_stream(loader: object, exact: bool, num_replicas: int | None, rank: int | None) -> bool:
     """Whether a loader reads a stream; for evaluation, one whose shards can be dealt out."""
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return False
-    return not exact or as_stream(loader.dataset) is not None
+    return not exact or is_dealt_out(loader.dataset, detect_topology(num_replicas, rank))
 
 
 def _reason_against(loader: object, is_stream: bool = False) -> str:

@@ -21,10 +21,11 @@ from lightning_stateful.loaders.description import LoaderDescription, describe_l
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import Tracked, Tracker, detect_topology
+from lightning_stateful.samplers.tracker import TrackedLoader, Tracker, detect_topology
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
 from lightning_stateful.user_samplers.rank_exchange import exchanged
+from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
@@ -41,7 +42,7 @@ class LoaderSettings:
     exact: bool = False
 
 
-class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
+class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
     """A map-style DataLoader that resumes at the very next batch.
 
     A pass begins at the first ``next()``, so a state may still be loaded after ``iter()``. The state counts the batches
@@ -159,6 +160,7 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         self.is_for_trainer = False
         # Whether the ranks have compared what they have; a Trainer's do before they train.
         self._is_compared = False
+        self._told = None if settings.exact else ToldEpochs([loader.dataset])
         self._reader: BatchReader | None = None
         self.seed, self.path, self.seed_samples = settings.seed, settings.path, settings.seed_samples
         self._own_seed = loader_seed(settings.seed, settings.path)
@@ -228,7 +230,8 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
     @property
     def is_sized(self) -> bool:
         """Whether the number of batches of an epoch is known before its end."""
-        return self.plan(0).num_steps != UNKNOWN
+        order = self.order
+        return order.is_sized if isinstance(order, WrappedSampler) else self.plan(0).num_steps != UNKNOWN
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
         return _Pass(self)
@@ -252,6 +255,8 @@ class StatefulLoader(Tracked, Pickled, DataLoader[Any]):
         self._refuse_other_length()
         if first_step >= plan.num_steps:
             return iter(())
+        if self._told is not None:
+            self._told.warn([self.dataset])
         options = options_of(self)
         reader = self._reader_with(options)
         rank = self.topology.rank

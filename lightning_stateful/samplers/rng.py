@@ -19,6 +19,7 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
 
 T = TypeVar("T")
+_MOST_OF_INT64 = 2**63 - 1
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -43,10 +44,38 @@ class Randomness(NamedTuple):
 
 
 def seed_randomness(seed: int) -> None:
-    """Seed the CPU generators of torch, NumPy and ``random``; other devices are left alone."""
+    """Seed the CPU generators of torch, NumPy and ``random``; other devices are left alone.
+
+    Of the seed 63 bits are used, so that ``torch.initial_seed()`` fits into a tensor.
+    """
+    seed &= _MOST_OF_INT64
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+def seed_devices(seed: int) -> None:
+    """Seed the CPU generators, and torch's on every device that this machine has.
+
+    As ``torch.manual_seed``, which remembers the call, with the stack, for each kind of device that there is not, and
+    so takes longer than a small training step.
+    """
+    seed_randomness(seed)
+    for seed_device in _seed_functions():
+        seed_device(seed & _MOST_OF_INT64)
+
+
+@lru_cache(maxsize=1)
+def _seed_functions() -> list[Callable[[int], None]]:
+    # device_count() asks the driver's library: is_available() may make processes that are forked later unfit for CUDA.
+    found: list[Callable[[int], None]] = [torch.cuda.manual_seed_all] if torch.cuda.device_count() else []
+    for name in ("xpu", "mtia", torch._C._get_privateuse1_backend_name()):
+        device: Any = getattr(torch, name, None)
+        if hasattr(device, "manual_seed_all") and device.is_available():
+            found.append(device.manual_seed_all)
+    if torch.backends.mps.is_available():
+        found.append(torch.mps.manual_seed)
+    return found
 
 
 def seed_or_default(seed: int | None) -> int:
@@ -137,7 +166,7 @@ class IsolatedReads:
         try:
             if self._num_idle is not None and self._num_idle >= self._NUM_TRIED:
                 before = _memory()
-                torch.default_generator.manual_seed(seed)
+                torch.default_generator.manual_seed(seed & _MOST_OF_INT64)
                 try:
                     result = read()
                 finally:

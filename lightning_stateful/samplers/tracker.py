@@ -389,3 +389,51 @@ class Tracked:
         Of a stream: steps, the pass over it, and shards not read to their end or left out.
         """
         return self.tracker.report()
+
+
+class TrackedLoader(Tracked):
+    """What trainers ask of every loader; loaders over streams do more than is done here.
+
+    Attributes:
+        own_rank: This rank, if each rank has a loader of its own which is not dealt out; else None.
+    """
+
+    own_rank: int | None = None
+
+    @property
+    def goes_on_behind_limit(self) -> bool:
+        """Whether an epoch that a trainer's limit has cut is followed by what comes behind the cut."""
+        return False
+
+    @property
+    def ended(self) -> tuple[int, int] | None:
+        """The epoch whose end was found latest, and its steps; None where ends are known beforehand."""
+        return None
+
+    def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
+        """Serve a trainer.
+
+        Args:
+            label: Tells the loaders of a trainer apart, the same on all ranks.
+            limit: Steps after which epochs end at the latest.
+            lag: So many steps ago may be asked for.
+            repeats: Begin every epoch as the first: to overfit on its batches.
+        """
+
+    def begin_at(self, progress: Progress) -> str:
+        """Go on at a progress of which no state says where the data stood; the name of what begins anew there."""
+        return ""
+
+    def end_at(self, progress: Progress) -> None:
+        """Let the epoch of a progress end there; the next goes on from it."""
+
+    def config_of_ranks(self) -> dict[str, Any]:
+        """The configuration as ranks compare it."""
+        config = dict(self.tracker.config)
+        if isinstance(sources := config.get("sources"), Mapping):
+            config["order of sources"] = list(sources)
+        return config
+
+    def remedy_for_steps(self, num_steps: int) -> str:
+        """How a user gives epochs as many steps, in words."""
+        return f"pass num_steps={num_steps}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,14 +11,15 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.errors import ConfigurationError, PositionError, StatefulWarning
-from lightning_stateful.stream_loader.options import LoaderSetup, StreamOptions, batching_of
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.stream_loader.options import IterableBatches, LoaderSetup, StreamOptions, batching_of
 from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.streams.iterable_state import IterableState
-from lightning_stateful.streams.iterables import IterableBatches, IterableConfig, beginning_of, has_state
+from lightning_stateful.streams.iterables import IterableConfig
 from lightning_stateful.streams.node_shards import draws_orders
+from lightning_stateful.streams.own_state import beginning_of, has_state
 
 # Passes without a step, one after the other, that are put up with.
 _MOST_EMPTY = 4
@@ -34,6 +35,8 @@ class IterableSetup(LoaderSetup):
     Attributes:
         config: How the dataset is read.
     """
+
+    state_kind = IterableState
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions) -> None:
         super().__init__(loader, options)
@@ -66,42 +69,11 @@ class IterableSetup(LoaderSetup):
             divided = "is a stream: every rank and worker trains on what its own dataset gives it"
         reasons = self.reasons_to_read_again()
         resumes = f"reads it again, because {reasons}" if reasons else "is as exact as its own state_dict"
-        return f"{self.name} {divided}, and a resume {resumes}."
+        return f"{self.name} {divided}, and a resume {resumes}.{self.note_of_epochs()}"
 
     def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:
         """Why a resume reads samples again; empty if it does not."""
         return "" if has_state(self.dataset) else "it has no state_dict and load_state_dict"
-
-    def beginning(self, epoch: int) -> IterableState:
-        """The beginning of a pass, on the present ranks and workers."""
-        return IterableState.beginning(self.config, epoch, self.topology.num_replicas, self.num_workers)
-
-    def state_from(self, data: Mapping[str, Any]) -> IterableState:
-        """Read a state from plain data."""
-        return IterableState.from_dict(data, self.config)
-
-    def moved_here(self, state: IterableState, where: str) -> IterableState:
-        """A state on the present ranks and workers, if it is one of them or the beginning of a pass.
-
-        Args:
-            state: Where worker slots stand.
-            where: How an error calls that.
-
-        Raises:
-            StateMismatchError: What a rank or worker gives cannot be given to others.
-        """
-        if (self.topology.num_replicas, self.num_workers) == (state.num_replicas, state.num_workers):
-            return state
-        if state.steps:
-            raise self.mismatch(state, where)
-        if state.has_begun:
-            warnings.warn(
-                f"{self.name} goes on from pass to pass, and is read by other ranks or workers than before: they begin "
-                f"pass {state.epoch} as the first, so a resume from here is not exact.",
-                StatefulWarning,
-                stacklevel=3,
-            )
-        return self.beginning(state.epoch)
 
 
 class IterableOrder(StreamReader):
@@ -114,12 +86,9 @@ class IterableOrder(StreamReader):
     setup: IterableSetup
     # The epoch of the latest run.
     _epoch = -1
+    _has_warned = False
     # Where a state was loaded that the datasets were not brought to yet.
     _moves_to: tuple[int, int] | None = None
-
-    def __init__(self, setup: IterableSetup, num_steps: int = UNKNOWN) -> None:
-        super().__init__(setup, num_steps)
-        self.recent.lag = self._num_back
 
     @property
     def begins_anew(self) -> bool:
@@ -135,39 +104,53 @@ class IterableOrder(StreamReader):
         """The batches from ``step`` to the end of the epoch; see :meth:`StreamReader.read`."""
         self._forget_end(epoch)
         run = self._run_at(epoch, step)
-        num_served, taken_over = run.num_served, False
-        while step < self._limit:
-            if not run.goes_on(num_served):
-                # Another iteration has taken over what is read.
-                run, taken_over = self._run_at(epoch, step), True
-            if not run.has_next() and not self.begins_anew:
-                run = self._next_pass(run)
-            if not run.has_next():
-                break
-            try:
+        num_served, run.is_iterated = run.num_served, True
+        try:
+            while step < self._limit:
+                if not run.goes_on(num_served):
+                    # Another iteration has taken over what is read; one iterator of torch's serves persistent workers.
+                    latest = self._run if self._shares_workers else None
+                    run = self._run_at(epoch, step) if latest is None or latest.is_closed else latest
+                if not run.has_next() and not self.begins_anew:
+                    run = self._next_pass(run)
+                if not run.has_next():
+                    break
                 batch = run.next()
-            except PositionError as error:
-                if not taken_over:
-                    raise
-                raise PositionError(
-                    f"{self.name} is read by two iterations of its loader at once, and gives other samples for the "
-                    "second. Give each a loader and a dataset of its own."
-                ) from error
-            step, num_served = step + 1, run.num_served
-            self.recent.note(epoch, step, ServedState(run))
-            if step == self._limit:
-                self._end(epoch, step, run)
-            yield batch
-        if not step and self._limit:
-            self.setup.warn_of_nothing()
-        if step == self._limit and self.begins_anew and run.goes_on(num_served) and not run.is_over:
-            # Asked for one more than the limit, as of a loader without length: torch's would have read it.
-            run.read_beyond()
-        self._end(epoch, step, run)
+                step, num_served = step + 1, run.num_served
+                self.recent.note(epoch, step, ServedState(run))
+                if step == self._limit:
+                    self._end(epoch, step, run)
+                yield batch
+            if not step and self._limit:
+                self.setup.warn_of_nothing()
+            if step == self._limit and self.begins_anew and run.goes_on(num_served) and not run.is_over:
+                # Asked for one more than the limit, as of a loader without length: torch's would have read it.
+                run.read_beyond()
+            self._end(epoch, step, run)
+        finally:
+            run.is_iterated = False
+            if run is not self._run:
+                run.close()
 
-    def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
-        """Serve a trainer; see :meth:`StreamReader.prepare`. Every epoch begins anew, also to overfit on a part."""
-        super().prepare(label, limit=limit, lag=lag + self._num_back)
+    @property
+    def _shares_workers(self) -> bool:
+        return bool(self.setup.loader.num_workers and self.setup.loader.persistent_workers)
+
+    def _begin(self, state: IterableState) -> StreamRun:
+        run = self._run
+        if run is not None and run.is_iterated and self.begins_anew:
+            if not self._has_warned:
+                warnings.warn(
+                    f"{self.name} is read by two iterations of its loader at once. A checkpoint knows only of the "
+                    "later one, so a resume is not exact. Give each a loader and a dataset of its own.",
+                    StatefulWarning,
+                    stacklevel=4,
+                )
+            self._has_warned = True
+            if not (self._shares_workers or self._is_joined):
+                # Both go on, as in torch.
+                self._run = None
+        return super()._begin(state)
 
     def begin_at(self, progress: Progress) -> None:
         """Let a pass begin at a progress of which no state says where the dataset stood."""
@@ -180,6 +163,9 @@ class IterableOrder(StreamReader):
 
     def _beginning_of_run(self, epoch: int, step: int) -> IterableState:
         is_moved, self._moves_to = (epoch, step) == self._moves_to, None
+        if self.setup.num_workers and self.setup.config.stays is False:
+            # Workers read copies of the dataset as it is now.
+            self.setup.config.warn_of_others(epoch)
         state = self.state_at(epoch, step)
         self._epoch = epoch
         # The datasets of this process stand where the epochs before have left them.
@@ -222,16 +208,8 @@ class IterableOrder(StreamReader):
 
     def _left(self, run: StreamRun) -> IterableState:
         """The beginning of the pass after the one that a run reads, which is left where it is."""
-        # A generator that was brought to its state has begun once it gives another batch.
-        step = run.begun.steps + run.num_served
-        known = (self.recent.get(self._epoch, step - back) for back in range(1, self._num_back + 1) if step > back)
         left: IterableState = run.left()
-        return left.following(run.num_asked(), [state for state in known if state is not None])
-
-    @property
-    def _num_back(self) -> int:
-        """So many steps before its end hold a batch of every worker that is not its last."""
-        return 2 * self.setup.num_workers
+        return left.following(run.num_asked())
 
 
 def is_sized(loader: Any) -> bool:

@@ -9,21 +9,22 @@ from typing import Any, cast
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
-from lightning_stateful.samplers.tracker import Tracked, Tracker
+from lightning_stateful.samplers.tracker import TrackedLoader, Tracker, detect_topology
 from lightning_stateful.stream_loader.iterable_order import IterableOrder, IterableSetup, is_sized
-from lightning_stateful.stream_loader.options import StreamOptions, StreamSetup, batching_of
+from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, StreamSetup, batching_of
 from lightning_stateful.stream_loader.order import StreamOrder
 from lightning_stateful.stream_loader.plan import StreamEpochPlan
 from lightning_stateful.stream_loader.reader import StreamReader
-from lightning_stateful.streams.iterables import IterableBatches
+from lightning_stateful.streams.hugging_face import is_split_otherwise
 from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import Pickled, copied
 
 _END = object()
 
 
-class StreamLoader(Tracked, Pickled, DataLoader[Any]):
+class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
     """Serves a stream so that a resume goes on at the very next batch.
 
     Ranks and workers read the stream's shards in even shares. Each rank publishes how far it has read in its shards,
@@ -63,7 +64,8 @@ class StreamLoader(Tracked, Pickled, DataLoader[Any]):
     def _reader(self, options: StreamOptions) -> StreamReader:
         """What reads the loader's dataset: a stream of shards, or a dataset that divides itself."""
         config, dataset = options.config, self._original.dataset
-        if config is None and (stream := as_stream(dataset, self.seed, seed_samples=options.seed_samples)) is not None:
+        if config is None and is_dealt_out(dataset, detect_topology(options.num_replicas, options.rank)):
+            stream: Any = as_stream(dataset, self.seed, seed_samples=options.seed_samples)
             config = stream.config(**batching_of(self._original))
         steps = options.steps_per_epoch or UNKNOWN
         if config is not None:
@@ -91,6 +93,40 @@ class StreamLoader(Tracked, Pickled, DataLoader[Any]):
     def order(self) -> StreamReader:
         """What reads the batches, and offers plans as a :class:`~lightning_stateful.core.BatchOrder` does."""
         return cast(StreamReader, self.tracker.order)
+
+    @property
+    def goes_on_behind_limit(self) -> bool:
+        """Whether an epoch that a trainer's limit has cut is followed by what comes behind the cut."""
+        return not getattr(self.order, "begins_anew", False)
+
+    @property
+    def ended(self) -> tuple[int, int] | None:
+        """The epoch whose end was found latest, and its steps."""
+        return self.order.ended
+
+    def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
+        """Serve a trainer; see :meth:`StreamReader.prepare`."""
+        self.order.prepare(label, limit=limit, lag=lag, repeats=repeats)
+
+    def begin_at(self, progress: Progress) -> str:
+        """Begin a pass at a progress of which no state says where the stream stood; the stream's name."""
+        self.order.begin_at(progress)
+        return self.order.name
+
+    def end_at(self, progress: Progress) -> None:
+        """Let the epoch of a known progress end there; the next goes on from it."""
+        self.order.end_at(progress)
+
+    def config_of_ranks(self) -> dict[str, Any]:
+        """The configuration as ranks compare it."""
+        # By another name, because a difference between ranks' shards is not to be accepted.
+        config, order_of_sources = dict(self.tracker.config), list(self.tracker.config.get("sources") or ())
+        config["stream"] = config.pop("dataset", None) or config.pop("sources", None)
+        return {**config, "order of sources": order_of_sources}
+
+    def remedy_for_steps(self, num_steps: int) -> str:
+        """How a user gives epochs as many steps, in words."""
+        return f"pass steps_per_epoch={num_steps}"
 
     @property
     def is_sized(self) -> bool:
@@ -187,6 +223,10 @@ class IterableLoader(StreamLoader):
     def _sized(self) -> Any:
         return self.iterable
 
+    def remedy_for_steps(self, num_steps: int) -> str:
+        """How a user gives epochs as many steps, in words."""
+        return "let it give as many batches"
+
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and hasattr(iterable := vars(self).get("iterable"), name):
             return getattr(iterable, name)
@@ -224,6 +264,12 @@ class _Batches:
         finally:
             self._may_be_over = False
         return batch
+
+
+def is_dealt_out(dataset: Any, topology: Topology) -> bool:
+    """Whether a dataset is a stream of shards, and not the part that its user has made of one for some other rank."""
+    is_part = is_split_otherwise(dataset, topology.num_replicas, topology.rank)
+    return not is_part and as_stream(dataset) is not None
 
 
 def of_batches(iterable: Any) -> DataLoader[Any]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import loader_seed
@@ -20,8 +20,9 @@ from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names
 from lightning_stateful.streams.iterable_state import IterableState
-from lightning_stateful.streams.iterables import IterableBatches, digest_of_sample
+from lightning_stateful.streams.pass_history import digest_of_sample
 from lightning_stateful.streams.shard_reader import ShardReader
+from lightning_stateful.streams.stream import Stream
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.worker_slot import StreamConfig
 
@@ -75,6 +76,20 @@ class StreamOptions:
             raise ConfigurationError(f"replay must be one of ('warn', 'refuse'), got {self.replay!r}.")
 
 
+class IterableBatches(IterableDataset[Any]):
+    """An iterable of batches as the dataset of a DataLoader that hands them over as they are.
+
+    Args:
+        iterable: The iterable.
+    """
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.iterable)
+
+
 class LoaderSetup:
     """A user's loader over an iterable dataset, with options.
 
@@ -90,7 +105,12 @@ class LoaderSetup:
         own_seed: That of this loader among several.
         items: What the reader reads, in words.
         warning: What a user should know before training, and what to do about it; empty for nothing.
+        config: How the dataset is read.
+        state_kind: Says where the worker slots stand.
     """
+
+    config: Any
+    state_kind: ClassVar[Any]
 
     items = "samples"
     warning = ""
@@ -112,6 +132,37 @@ class LoaderSetup:
     def first_samples(self) -> dict[str, str]:
         """Digests of what has to be the same on all ranks."""
         return {}
+
+    def beginning(self, epoch: int) -> Any:
+        """The beginning of a pass before which nothing was left, on the present ranks and workers."""
+        return self.state_kind.beginning(self.config, epoch, self.topology.num_replicas, self.num_workers)
+
+    def state_from(self, data: Mapping[str, Any]) -> Any:
+        """Read a state from plain data."""
+        return self.state_kind.from_dict(data, self.config)
+
+    def moved_here(self, state: Any, where: str) -> Any:
+        """A state, perhaps of other ranks and workers, on the present ones.
+
+        Args:
+            state: Where worker slots stand.
+            where: How an error calls that.
+
+        Raises:
+            StateMismatchError: What is left cannot be given to others.
+        """
+        present = self.topology.num_replicas, self.num_workers
+        if present == (state.num_replicas, state.num_workers):
+            return state
+        if not state.is_known and state.steps:
+            raise self.mismatch(state, where)
+        return state.on(*present)
+
+    def note_of_epochs(self) -> str:
+        """That the dataset is told the epoch, for the log; empty if it is not, or is this package's."""
+        if isinstance(self.dataset, Stream) or not callable(getattr(self.dataset, "set_epoch", None)):
+            return ""
+        return " It is told every epoch by set_epoch, in workers too; Lightning alone tells samplers only."
 
     def mismatch(self, state: StreamState | IterableState, where: str) -> StateMismatchError:
         """The error that what is left of a pass cannot be given to other ranks or workers."""
@@ -152,6 +203,8 @@ class StreamSetup(LoaderSetup):
         config: How the stream is read.
     """
 
+    state_kind = StreamState
+
     def __init__(self, loader: DataLoader[Any], options: StreamOptions, config: StreamConfig) -> None:
         super().__init__(loader, options)
         self._has_warned = False
@@ -191,38 +244,13 @@ class StreamSetup(LoaderSetup):
         reasons = self.reasons_to_read_again()
         return (
             f"{self.name} is a stream: its {number} shards are shared evenly among ranks and workers, and a resume "
-            f"{f'reads it again, because {reasons}' if reasons else 'goes on within it'}."
+            f"{f'reads it again, because {reasons}' if reasons else 'goes on within it'}.{self.note_of_epochs()}"
         )
 
     def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:
         """Why a resume reads samples again, if need be once functions have drawn; empty if it does not."""
         shards = [source.shards for source in self.config.sources.values()]
         return "; ".join(sorted({one.reread or (if_drawn and one.reread_if_drawn) or "" for one in shards} - {""}))
-
-    def beginning(self, epoch: int) -> StreamState:
-        """The beginning of a pass before which nothing was left, on the present ranks and workers."""
-        return StreamState.beginning(self.config, epoch, self.topology.num_replicas, self.num_workers)
-
-    def state_from(self, data: Mapping[str, Any]) -> StreamState:
-        """Read a state from plain data."""
-        return StreamState.from_dict(data, self.config)
-
-    def moved_here(self, state: StreamState, where: str) -> StreamState:
-        """A state, perhaps of other ranks and workers, on the present ones.
-
-        Args:
-            state: Where worker slots stand.
-            where: How an error calls that.
-
-        Raises:
-            StateMismatchError: What is left cannot be assigned to others.
-        """
-        present = self.topology.num_replicas, self.num_workers
-        if present == (state.num_replicas, state.num_workers):
-            return state
-        if not state.is_known and state.steps:
-            raise self.mismatch(state, where)
-        return state.on(*present)
 
     def warn_of_empty_sources(self, state: StreamState) -> None:
         """Say once of each source of a mixture that a whole pass over it, which has ended, gave nothing."""

@@ -105,10 +105,9 @@ class StreamOrder(StreamReader):
     def _following(self, run: StreamRun) -> StreamState:
         """The beginning of the pass after a run that is over."""
         final: StreamState = run.final_state
-        if self.setup.options.exact or (final.num_replicas > 1 and not self._is_joined):
-            # Each rank ends for itself.
-            return self.setup.beginning(final.epoch + 1)
-        return final.following()
+        ends_alone = self.setup.options.exact or (final.num_replicas > 1 and not self._is_joined)
+        following: StreamState = self.setup.beginning(final.epoch + 1) if ends_alone else final.following()
+        return following
 
     def _end(self, epoch: int, step: int, run: StreamRun | None = None) -> None:
         self.ended = epoch, step

@@ -59,7 +59,8 @@ class StreamReader(ABC):
     carries_over: ClassVar[bool] = True
 
     def __init__(self, setup: Any, num_steps: int = UNKNOWN) -> None:
-        self.setup, self.num_steps, self.name = setup, num_steps, setup.name
+        self.setup, self.num_steps = setup, num_steps
+        self.name: str = setup.name
         self.ended: tuple[int, int] | None = None
         self.recent = RecentStates()
         # The latest details that a state was loaded from: they are looked up from then on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any
 from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import Topology
-from lightning_stateful.errors import PositionError, StreamError
+from lightning_stateful.errors import PositionError, StatefulWarning, StreamError
 from lightning_stateful.stream_loader.rank_store import StateText, complete, decode
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
@@ -38,8 +39,11 @@ class StreamRun:
         num_served: Batches that were handed over.
         states: Where the slots of this rank stood after the latest of them.
         is_closed: Whether it reads no more.
+        is_iterated: Whether somebody iterates over it.
         is_over: Whether :meth:`has_next` has found that there is no further batch on all ranks.
     """
+
+    is_iterated = False
 
     def __init__(
         self,
@@ -246,6 +250,8 @@ class StreamRun:
     def _note(self, delivery: Delivery) -> None:
         """Note where the slot that has delivered stands now."""
         state, before = delivery.state, self._states[delivery.worker]
+        if delivery.said:
+            warnings.warn(delivery.said, StatefulWarning, stacklevel=2)
         # A new list: the old one is part of the history.
         self._states = list(self._states)
         if isinstance(state, OpaqueState):

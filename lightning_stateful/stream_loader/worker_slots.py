@@ -45,12 +45,14 @@ class Delivery(NamedTuple):
         state: Its state afterwards; as text, without large parts that it had before, if it comes from another process.
         batch: The batch; None in the last delivery, which only says where the slot ended.
         is_end: Whether it is the last.
+        said: What a user should know of it; empty for nothing.
     """
 
     worker: int
     state: OpaqueState | Changes
     batch: Any
     is_end: bool
+    said: str = ""
 
 
 class SlotDataset(IterableDataset[Delivery]):
@@ -148,10 +150,11 @@ class _Deliveries:
             self._is_over = False
             state = slot.state()
             batch = self._dataset.collated(samples, task, state["batches"])
-            return Delivery(task.worker, self._encode(state), batch, False)
+            said, slot.said = slot.said, ""
+            return Delivery(task.worker, self._encode(state), batch, False, said)
         self._is_over = True
         slot.close()
-        return Delivery(task.worker, self._encode(slot.state()), None, True)
+        return Delivery(task.worker, self._encode(slot.state()), None, True, slot.said)
 
     def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         # As Python exits modules are gone already, and what is open is closed with the process.

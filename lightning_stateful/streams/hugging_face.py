@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -32,6 +32,19 @@ def is_hugging_face(dataset: Any) -> bool:
     """Whether this is a ``datasets.IterableDataset``; ``datasets`` is not imported to find out."""
     kind = getattr(sys.modules.get("datasets"), "IterableDataset", None)
     return kind is not None and isinstance(dataset, kind)
+
+
+def is_split_otherwise(dataset: Any, num_replicas: int, rank: int) -> bool:
+    """Whether ``split_dataset_by_node`` has made this the part of another rank, or of one among other ranks."""
+    split = getattr(dataset, "_distributed", None) if is_hugging_face(dataset) else None
+    return split is not None and (split.world_size, split.rank) != (num_replicas, rank)
+
+
+def forget_loaded(parts: Iterable[Any]) -> None:
+    """Have the next pass begin at the beginning: a state that was loaded would begin every pass of its epoch."""
+    for part in parts:
+        if is_hugging_face(part) and hasattr(part, "_starting_state_dict"):
+            part._starting_state_dict = None
 
 
 class HuggingFaceShards(Shards):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_stateful.errors import DamagedStateError, PositionError
+from lightning_stateful.errors import DamagedStateError, PositionError, StatefulWarning
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams.iterables import IterableConfig, IterableTask, fresh_state, has_state, name_of_slot
+from lightning_stateful.streams.iterables import IterableConfig, IterableTask, fresh_state, name_of_slot
 from lightning_stateful.streams.nodes import NodeState
+from lightning_stateful.streams.own_state import has_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,27 @@ class IterableState:
         """Whether something of the pass was served, or one before has left something that it depends on."""
         return bool(self.steps) or any(slot and (slot["ended"] or slot["passes"]) for slot in self.slots)
 
+    @property
+    def is_known(self) -> bool:
+        """False: what is left of a pass cannot be given to other ranks or workers."""
+        return False
+
+    def on(self, num_replicas: int, num_workers: int) -> IterableState:
+        """The beginning of the pass on other ranks and workers.
+
+        Args:
+            num_replicas: Ranks.
+            num_workers: Worker slots of a rank.
+        """
+        if self.has_begun:
+            warnings.warn(
+                f"{self.config.name} goes on from pass to pass, and is read by other ranks or workers than before: "
+                f"they begin pass {self.epoch} as the first, so a resume from here is not exact.",
+                StatefulWarning,
+                stacklevel=4,
+            )
+        return self.beginning(self.config, self.epoch, num_replicas, num_workers)
+
     def tasks(self, rank: int) -> list[IterableTask]:
         """What the worker slots of a rank read; those before the one whose batch comes next leave out a turn."""
         slots = [self.slots[worker * self.num_replicas + rank] for worker in range(self.num_workers)]
@@ -79,37 +102,34 @@ class IterableState:
         """The same pass, with slots standing elsewhere."""
         return replace(self, slots=slots, steps=steps, is_here=False)
 
-    def following(self, asked: Sequence[int] = (), earlier: Sequence[IterableState] = ()) -> IterableState:
+    def following(self, asked: Sequence[int] = ()) -> IterableState:
         """The beginning of the next pass, of which it depends on the datasets how they were left.
 
         Args:
             asked: By worker, the batches of the pass that it was asked for; none but those of this state by default.
-            earlier: States in the same pass, the latest first, from which its last batches are read again.
         """
         begun = self.beginning(self.config, self.epoch + 1, self.num_replicas, self.num_workers)
         if not self.config.stays:
             return begun
-        slots: list[NodeState | None] = []
-        for number, slot in enumerate(self.slots):
-            if slot is not None:
-                before = (state.slots[number] or slot for state in earlier)
-                from_ = next((one for one in before if one["batches"] < slot["batches"] and one["state"]), slot)
-                slots.append(self._left(slot, asked[number // self.num_replicas] if asked else 0, from_))
-            else:
-                slots.append(None)
+        slots = [
+            None if slot is None else self._left(slot, asked[number // self.num_replicas] if asked else 0)
+            for number, slot in enumerate(self.slots)
+        ]
         return begun.at(tuple(slots))
 
-    def _left(self, slot: NodeState, asked: int, from_: NodeState) -> NodeState:
+    def _left(self, slot: NodeState, asked: int) -> NodeState:
         """The state of a slot that is to begin the next pass."""
         fresh = fresh_state()
         batches = slot["batches"] if slot["over"] else max(slot["batches"], asked)
         if has_state(self.config.dataset):
-            since = from_["since"] + batches - from_["batches"]
-            return {**fresh, "ended": {"state": from_["state"], "since": since, "over": slot["over"]}}
+            ended = {name: slot[name] for name in ("state", "since", "first", "over")}
+            more = {"number": slot["batches"] - slot["since"], "more": batches - slot["batches"]}
+            return {**fresh, "ended": {**ended, **more}}
         if self.config.counts_passes:
             passes = [*slot["passes"], -1 - batches if slot["over"] else batches]
             # Of batches that a worker has read ahead nobody knows whether the last was the end.
-            return {**fresh, "passes": passes, "changes": slot["changes"] or batches > slot["batches"]}
+            changes = slot["changes"] or batches > slot["batches"]
+            return {**fresh, "passes": passes, "changes": changes, "draws": slot["draws"]}
         return fresh
 
     def shards_at(self, slot: int, state: NodeState | None) -> list[str]:

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch.utils.data import IterableDataset
-
 from lightning_stateful.core.seeding import mixed_seed
-from lightning_stateful.errors import PositionError, ShardError, StateError, StatefulWarning
-from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.samplers.rng import seed_randomness
-from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.samplers.state_codec import from_plain
+from lightning_stateful.streams.hugging_face import forget_loaded
 from lightning_stateful.streams.nodes import NodeState
-from lightning_stateful.streams.pass_history import digest_of_dataset, history_of
+from lightning_stateful.streams.own_state import has_state, is_due, iterator_at, own_state
+from lightning_stateful.streams.pass_history import (
+    NUM_FIRST,
+    digest_of_dataset,
+    digest_of_first,
+    digest_of_sample,
+    history_of,
+    parts_of,
+)
+from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
+from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
-# A state is taken after the first batch, and then after one more sample, or batch of an iterable of them, for each so
-# many of its characters as JSON: what was read since is read again on a resume.
-_CHARACTERS_A_SAMPLE, _CHARACTERS_A_BATCH = 16, 2**14
-# The first samples of a pass, and those at powers of two behind them, tell it from others.
-_NUM_FIRST = 8
-_MOST_NESTED = 8
-_MOST_NUMBERS = 2**14
-# Labels and tokens; bytes are mostly images.
-_LABEL_TYPES = (torch.int16, torch.int32, torch.int64)
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
 _FEW, _SOME_MORE = 1, 3
 _FRESH: NodeState = {
@@ -44,6 +37,7 @@ _FRESH: NodeState = {
     "first": None,
     "passes": [],
     "changes": False,
+    "draws": False,
     "ended": None,
 }
 
@@ -65,7 +59,7 @@ class IterableConfig:
         is_checked: Whether its samples tell that it is read again as before.
         beginning: The state that it had before anybody read it, as plain data; None if it had none.
         hides_workers: False: it finds out its worker from ``torch.utils.data.get_worker_info()``.
-        told: The ``epoch`` that each of those that have ``set_epoch`` had when it was told last, or at first.
+        told: Tells the epoch to those that have ``set_epoch``.
     """
 
     dataset: Any
@@ -79,11 +73,11 @@ class IterableConfig:
     is_checked: bool = True
     beginning: Any = None
     hides_workers: bool = False
-    told: dict[int, Any] = field(default_factory=dict, compare=False)
+    told: list[ToldEpochs] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         if not self.told:
-            self.told.update((place, getattr(holder, "epoch", None)) for place, holder in enumerate(self._holders()))
+            self.told.append(ToldEpochs(self._holders()))
 
     def describe(self) -> dict[str, Any]:
         """Plain data to be compared."""
@@ -106,12 +100,13 @@ class IterableConfig:
         return IterableSlot(self, task)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell all that have ``set_epoch`` the epoch, but those that somebody else has told another ``epoch``."""
-        for place, holder in enumerate(self._holders()):
-            if callable(set_epoch := getattr(holder, "set_epoch", None)):
-                if getattr(holder, "epoch", None) in (None, epoch, self.told.get(place)):
-                    set_epoch(epoch)
-                self.told[place] = getattr(holder, "epoch", None)
+        """Tell all that have ``set_epoch`` the epoch, but those that somebody else has told another."""
+        self.told[0].tell(self._holders(), epoch)
+        self.warn_of_others(epoch)
+
+    def warn_of_others(self, epoch: int) -> None:
+        """Warn where somebody else has told the dataset of this process another epoch."""
+        self.told[0].warn(self._holders(), epoch)
 
     def _holders(self) -> list[Any]:
         """The dataset, and the samplers that an iterable of batches has, as Lightning looks for them."""
@@ -158,10 +153,16 @@ class IterableSlot:
         ``batches`` and ``item``, the batches and samples given in the pass; ``exhausted`` once the end was met, and
         ``over`` once it was asked for more. ``state``: ``{"dataset": its state_dict(), "iterator": that of its
         iterator}``, each or None, that was taken ``since`` batches ago; of one that is its own iterator, as torchdata
-        has it, the latter alone. Without a state ``first``, a digest of samples,
+        has it, the latter alone. ``first``, a digest of the batches since, or of the first one. Without a state
+        ``first`` is a digest of samples,
         ``passes``: of each pass before, in the same process, the batches read, as ``-1 - batches`` if read to its
-        end, and ``changes``: whether the end of one of them has changed the dataset. Before the first batch ``ended``:
-        state of the pass before, ``since`` and ``over``.
+        end, and ``changes``: whether the end of one of them has changed the dataset, and ``draws``: whether
+        samples were drawn from a random generator in it. Before the first batch ``ended``:
+        of the pass before ``state``, ``since``, ``first``, ``over``, ``number`` (the batch behind the state) and
+        ``more`` (batches that were asked for and never handed over).
+
+    Attributes:
+        said: What a user should know of the latest batch; empty for nothing.
 
     Raises:
         ShardError: The dataset could not be brought to a state.
@@ -171,6 +172,7 @@ class IterableSlot:
     """
 
     goes_on = True
+    said = ""
 
     def __init__(self, config: IterableConfig, task: IterableTask) -> None:
         self._config, self._dataset, self._task, self.epoch = config, config.dataset, task, task.epoch
@@ -181,14 +183,19 @@ class IterableSlot:
         self._is_exhausted = False
         # Of the pass, where that was found to have begun already.
         self._found: list[Any] = []
-        # What the dataset held after the first batch.
-        self._contents = ""
+        # Of the pass, in the history.
+        self._number = 0
+        # What the dataset held after the first batch, and the states of its generators.
+        self._contents = self._drawn = ""
+        # The dataset's state after the latest batch, if it is kept from the next one on.
+        self._next_state: NodeState | None = None
 
     def __iter__(self) -> IterableSlot:
         return self
 
     def __next__(self) -> list[Any]:
         if self._held["over"]:
+            self._history.is_behind |= self._samples is None and not self._task.is_here
             raise StopIteration
         is_brought = self._samples is None and not self._task.is_here
         try:
@@ -218,24 +225,39 @@ class IterableSlot:
         self._samples = self._iterator = None
 
     def _open(self) -> None:
-        held, task = self._held, self._task
-        if not task.is_here:
-            self._bring(held)
+        held, is_here = self._held, self._task.is_here and not self._history.is_behind
+        self._history.is_behind = False
+        if not is_here:
+            # The state behind the first batch would be used unproven.
+            again = {**held, "state": None, "since": 1} if self._can_begin_again(held) else held
+            self._bring(again)
         if self._samples is None:
             self._begin_pass(self.epoch)
-        if held["since"]:
-            self._read_again(held)
+        if not is_here and again["since"]:
+            self._read_again(again)
         self._is_exhausted = self._is_exhausted or held["exhausted"]
         # Beside a state nothing is compared.
-        passes = self._history[:-1] if self._config.counts_passes else []
-        self._held = {**held, "ended": None, "passes": passes, "changes": self._history.changes}
+        passes = self._history[: self._number] if self._config.counts_passes else []
+        ended = held["ended"] if held["batches"] < 2 else None
+        self._held = {**held, "ended": ended, "passes": passes, "changes": self._history.changes}
+
+    def _can_begin_again(self, held: NodeState) -> bool:
+        """Whether the one batch that was given behind a known beginning of the pass can be read again from there."""
+        is_known = not (has_state(self._dataset) and self._config.stays and self.epoch) or held["ended"]
+        return bool(held["batches"] == 1 and held["state"] is not None and is_known)
 
     def _begin_pass(self, epoch: int) -> None:
         """Begin a pass as torch does, with the dataset as it stands."""
         self._config.set_epoch(epoch)
         self._seed(epoch, 0)
-        self._history.append(0)
+        if self._history.loaded:
+            forget_loaded(parts_of(self._dataset))
+        self._note_pass()
         self._set_iterator(iter(self._dataset))
+
+    def _note_pass(self) -> None:
+        self._number = len(self._history)
+        self._history.append(0)
 
     def _set_iterator(self, iterator: Any) -> None:
         self._samples = self._iterator = iterator
@@ -245,6 +267,7 @@ class IterableSlot:
         """Bring the dataset to where the pass begins, or to the state in it."""
         if self._config.counts_passes:
             self._history.changes = self._history.changes or held["changes"]
+            self._history.draws = self._history.draws or held["draws"]
             self._begin_earlier_passes(held["passes"])
         if held["state"] is not None:
             self._load(held["state"], self.epoch)
@@ -257,35 +280,25 @@ class IterableSlot:
     def _load(self, state: NodeState, epoch: int) -> None:
         """Begin a pass at a state, as torchdata does: that of the dataset, ``iter()``, that of the iterator."""
         self._config.set_epoch(epoch)
-        dataset, of_iterator = self._dataset, state["iterator"]
-        if state["dataset"] is not None:
-            dataset.load_state_dict(from_plain(state["dataset"]))
-        elif has_state(dataset):
-            # It is its own iterator; some open there, at iter(), what they go on in, and others have no state before.
-            with suppress(Exception):
-                dataset.load_state_dict(from_plain(of_iterator))
-        self._history.append(0)
-        iterator = iter(dataset)
-        if of_iterator is not None and not (iterator is dataset and to_plain(iterator.state_dict()) == of_iterator):
-            iterator.load_state_dict(from_plain(of_iterator))
-        self._set_iterator(iterator)
+        self._note_pass()
+        self._set_iterator(iterator_at(self._dataset, state))
 
     def _end_pass_before(self, ended: NodeState) -> None:
         """Bring the dataset to where the pass before has left it."""
-        self._load(ended["state"], self.epoch - 1)
-        for _ in range(ended["since"]):
-            if not self._read_batch(self.epoch - 1, 0):
+        epoch, number, since = self.epoch - 1, ended["number"], ended["since"]
+        self._load(ended["state"], epoch)
+        is_same = self._is_read_again(ended, epoch, number)
+        for later in range(number + since, number + since + ended["more"]):
+            if not self._read_batch(epoch, later):
                 break
-        if not ended["since"] and not ended["over"] and inspect.isgenerator(self._samples):
-            warnings.warn(
-                f"{self._name()} was left behind the first batch of pass {self.epoch - 1}, with its state of there. A "
+        if not since + ended["more"] and not ended["over"] and inspect.isgenerator(self._samples):
+            self.said = (
+                f"{self._name()} was left behind the first batch of pass {epoch}, with its state of there. A "
                 "generator that uses that state only when it is read begins the next pass with it, so a resume from "
-                "here may not be exact. Let an epoch have more batches than workers, or resume within one.",
-                StatefulWarning,
-                stacklevel=2,
+                "here may not be exact. Let an epoch have more batches than workers, or resume within one."
             )
         # From a state at its end some begin anew at once, and others once they have found nothing.
-        found = [] if self._is_exhausted or not ended["over"] else self._read_samples(1)
+        found = [] if self._is_exhausted or not ended["over"] or not is_same else self._read_samples(1)
         if found:
             self._found = found
         else:
@@ -296,6 +309,12 @@ class IterableSlot:
         missing = passes[len(self._history) :]
         most = max((number if number >= 0 else -number for number in missing), default=0)
         are_read = bool(missing) and not self._begins_alike(most)
+        if missing and self._history.draws and not are_read:
+            self.said = (
+                f"{self._name()} holds a random generator that goes on from pass to pass. Earlier passes are not read "
+                "again for that, so the resume is not exact in what it draws. Seed it in set_epoch(epoch) or __iter__, "
+                "or give the dataset state_dict and load_state_dict."
+            )
         for number in missing:
             epoch, many = len(self._history), number if number >= 0 else -1 - number
             self._begin_pass(epoch)
@@ -324,29 +343,56 @@ class IterableSlot:
             for _ in range(most if number == _SOME_MORE and self._history.changes else 0):
                 copied._read_batch(len(self._history), 0)
             copied._begin_pass(len(self._history) + 1)
-            firsts.append([digest_of_sample(sample) for sample in copied._read_samples(_NUM_FIRST)])
+            firsts.append([digest_of_sample(sample) for sample in copied._read_samples(NUM_FIRST)])
+            # A part of it that comes later may have changed.
+            firsts[-1] += [digest_of_dataset(copied._dataset)] if self._history.changes else []
         return firsts[0] == firsts[1]
 
     def _read_again(self, held: NodeState) -> None:
         """Read, and leave out, what was given since the state, or the beginning of the pass."""
+        if self._held["state"] is not None:
+            self._is_read_again(held, self.epoch, held["batches"] - held["since"])
+            if held["state"] is not None and self._is_due(held["state"], held["since"]):
+                self._next_state = self._own_state()
+            return
         found, first = 0, None
-        begin = held["batches"] - held["since"]
-        for number in range(begin, held["batches"]):
+        for number in range(held["batches"]):
             batch = self._read_batch(self.epoch, number)
             if not batch:
                 raise PositionError(
                     f"{held['batches']} batches of {self._name()} were used, but now it ends after {number}. Read the "
                     "same data, or resume from another checkpoint."
                 )
-            first = self._looked_at(batch, found, first)
+            first = digest_of_first(batch, found, first)
             found += len(batch)
-        if self._config.is_checked and held["state"] is None and held["first"] not in (None, first):
+            self._watch_contents(is_first=not number)
+        if self._config.is_checked and held["first"] not in (None, first):
             raise PositionError(
                 f"{self._name()} begins pass {self.epoch} with other samples than before the resume, so that nobody "
                 f"can say which of its samples {held['item']} were. Give it state_dict and load_state_dict, or an "
                 "order that follows from set_epoch(epoch), and make it anew for a resume; or resume from the end of "
                 'an epoch. accept=("nondeterministic",) reads on behind as many samples.'
             )
+
+    def _is_read_again(self, held: NodeState, epoch: int, number: int) -> bool:
+        """Read again what was given since a state of the dataset's own; whether it is the same, and say if not."""
+        first = None
+        for later in range(number, number + held["since"]):
+            batch = self._read_batch(epoch, later)
+            if number and first is None:
+                self._history.loaded = digest_of_sample(batch, only_labels=False)
+            first = self._digest_of(batch, first)
+        is_same = not held["since"] or not self._config.is_checked or first == held["first"]
+        if not is_same:
+            self._say_inexact(f"gives other samples than before from batch {number} of pass {epoch} on")
+        return is_same
+
+    def _say_inexact(self, what: str) -> None:
+        self.said = (
+            f"{self._name()} {what}: the resume is not exact. Its own state_dict and load_state_dict leave something "
+            "out, such as its position in the pass, a buffer, or a generator of random numbers, or a state that was "
+            'loaded stays in force for later passes. Have them see to it; accept=("nondeterministic",) is silent.'
+        )
 
     def _read_batch(self, epoch: int, number: int) -> list[Any]:
         """The samples of a batch; fewer at the end, and then none."""
@@ -372,57 +418,68 @@ class IterableSlot:
         """Note where the slot stands after a batch, or at the end of the pass."""
         held = self._held
         number, item = held["batches"] + bool(batch), held["item"] + len(batch)
-        self._history[-1] = number if batch else -1 - number
+        self._history[self._number] = number if batch else -1 - number
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
         changes["exhausted"] = self._is_exhausted
-        if self._config.counts_passes and not self._history.changes and (not held["batches"] or self._is_exhausted):
+        self._watch_contents(is_first=not held["batches"])
+        changes |= {"changes": self._history.changes, "draws": self._history.draws}
+        if self._remembers:
+            self._compare_with_loaded(batch)
+            changes |= self._state_after(batch)
+        elif self._config.is_checked and batch:
+            changes["first"] = digest_of_first(batch, held["item"], held["first"])
+        self._held = {**held, **changes}
+
+    def _watch_contents(self, *, is_first: bool) -> None:
+        """Note what the dataset holds after the first batch of a pass, and whether that has changed by its end."""
+        if self._config.counts_passes and not self._history.changes and (is_first or self._is_exhausted):
             contents = digest_of_dataset(self._dataset)
             self._history.changes = self._is_exhausted and contents != self._contents
             self._contents = self._contents or contents
-        changes["changes"] = self._history.changes
-        if self._remembers:
-            changes["since"] = held["since"] + bool(batch)
-            if held["state"] is None or (batch and self._is_due(held["state"], changes["since"])):
-                changes |= {"state": self._state_of_dataset(), "since": 0}
-        elif self._config.is_checked and batch:
-            changes["first"] = self._looked_at(batch, held["item"], held["first"])
-        self._held = {**held, **changes}
+        looks = self._held["batches"] < NUM_FIRST or self._is_exhausted
+        if self._config.counts_passes and not self._history.draws and looks:
+            drawn = digest_of_generators(*parts_of(self._dataset))
+            self._drawn = drawn if is_first else self._drawn
+            self._history.draws = bool(drawn and self._drawn and drawn != self._drawn)
+
+    def _state_after(self, batch: list[Any]) -> NodeState:
+        """A state of the dataset's own, from before the batch but for the first one, and a digest of what is behind."""
+        held = self._held
+        if held["state"] is None:
+            # From some there is none before.
+            return {"state": self._own_state(), "since": 0, "first": self._digest_of(batch, None) if batch else None}
+        if not batch:
+            return {"since": held["since"]}
+        since, next_state = held["since"], self._next_state
+        changes: NodeState = {"since": since + 1, "first": self._digest_of(batch, held["first"] if since else None)}
+        if next_state is not None:
+            changes = {"state": next_state, "since": 1, "first": self._digest_of(batch, None)}
+        state = held["state"] if next_state is None else next_state
+        self._next_state = self._own_state() if self._is_due(state, changes["since"]) else None
+        return {**changes, "ended": None}
+
+    def _compare_with_loaded(self, batch: list[Any]) -> None:
+        """Say if a pass after one that has ended begins where a state was loaded; not where all batches are alike."""
+        loaded, is_behind = self._history.loaded, self._held["batches"] == (self._task.state or {}).get("batches")
+        if loaded and (is_behind or not self._held["batches"]) and self._config.is_checked:
+            is_alike = loaded == digest_of_sample(batch, only_labels=False)
+            self._history.loaded = "" if is_alike else loaded
+            if is_alike and not self._held["batches"] and self._number and self._history[self._number - 1] < 0:
+                self._say_inexact(f"begins pass {self.epoch} where the resume began, and not where it would have begun")
+
+    def _own_state(self) -> NodeState:
+        return own_state(self._dataset, self._iterator, self._name())
+
+    def _is_due(self, state: NodeState, since: int) -> bool:
+        return is_due(state, since, None if self._config.gives_batches else self._config.batch_size or 1)
+
+    def _digest_of(self, batch: list[Any], before: str | None) -> str:
+        # Without labels, what is not seeded may be augmented otherwise.
+        return digest_of_sample(batch[:NUM_FIRST], before, only_labels=self._config.sample_seed is None)
 
     @property
     def _remembers(self) -> bool:
         return has_state(self._dataset) or has_state(self._iterator)
-
-    def _is_due(self, state: NodeState, since: int) -> bool:
-        """Whether a state is due, so many batches after one of this size."""
-        size = len(json.dumps(state))
-        if self._config.gives_batches:
-            return since > size // _CHARACTERS_A_BATCH
-        return since * (self._config.batch_size or 1) >= size // _CHARACTERS_A_SAMPLE
-
-    def _state_of_dataset(self) -> NodeState:
-        is_own = self._iterator is self._dataset
-        holders = {"dataset": None if is_own else self._dataset, "iterator": self._iterator}
-        try:
-            return {
-                name: to_plain(holder.state_dict(), owner=name) if has_state(holder) else None
-                for name, holder in holders.items()
-            }
-        except Exception as error:
-            raise StateError(
-                f"state_dict() of {self._name()} gave nothing that can be kept in a checkpoint: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _looked_at(self, batch: list[Any], item: int, first: str | None) -> str | None:
-        """The digest of the first samples of a pass, and of those at powers of two, after another batch."""
-        numbers = set(range(item, min(item + len(batch), _NUM_FIRST)))
-        power = 1 << max(item - 1, 0).bit_length()
-        while power < item + len(batch):
-            numbers |= {power} if power >= item else set()
-            power *= 2
-        for number in sorted(numbers):
-            first = digest_of_sample(batch[number - item], first)
-        return first
 
     def _seed(self, epoch: int, number: int) -> None:
         if self._config.sample_seed is not None:
@@ -430,20 +487,6 @@ class IterableSlot:
 
     def _name(self) -> str:
         return name_of_slot(self._config, self._task.rank, self._task.worker)
-
-
-class IterableBatches(IterableDataset[Any]):
-    """An iterable of batches as the dataset of a DataLoader that hands them over as they are.
-
-    Args:
-        iterable: The iterable.
-    """
-
-    def __init__(self, iterable: Any) -> None:
-        self.iterable = iterable
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.iterable)
 
 
 def fresh_state() -> NodeState:
@@ -454,45 +497,3 @@ def fresh_state() -> NodeState:
 def name_of_slot(config: IterableConfig, rank: int, worker: int) -> str:
     """The dataset's class, rank and worker, for errors."""
     return f"{config.name} (rank {rank})" if config.gives_batches else f"{config.name} (rank {rank}, worker {worker})"
-
-
-def digest_of_sample(sample: Any, before: str | None = None) -> str:
-    """Digest of a sample's labels, or of all that it holds if there are none, chained to that of the samples before.
-
-    Floats and images may be augmented otherwise each time, and are not looked at where a label tells samples apart.
-    """
-    return digest(_parts_of(sample, only_labels=True) or _parts_of(sample, only_labels=False), before or "")
-
-
-def _parts_of(value: Any, *, only_labels: bool, depth: int = 0) -> list[Any]:
-    """The numbers and strings in a sample, and shapes and first numbers of arrays; or only integers and strings."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)) and depth < _MOST_NESTED:
-        return [part for item in value for part in _parts_of(item, only_labels=only_labels, depth=depth + 1)]
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        is_label = value.dtype in _LABEL_TYPES
-        parts = [*value.shape, value.detach().reshape(-1)[:_MOST_NUMBERS]]
-    elif isinstance(value, np.ndarray):
-        is_label = value.dtype.kind in "iuSU" and value.itemsize > 1
-        parts = [*value.shape, value.reshape(-1)[:_MOST_NUMBERS]]
-    else:
-        is_label = isinstance(value, (int, str, bytes, np.integer))
-        parts = [value if is_label or isinstance(value, float) else type(value).__qualname__]
-    return parts if is_label or not only_labels else []
-
-
-def beginning_of(dataset: Any) -> Any:
-    """The state of a dataset that nobody has read yet, as plain data; None if it has none."""
-    if not has_state(dataset):
-        return None
-    try:
-        return to_plain(dataset.state_dict())
-    except Exception:
-        # Some have a state only once they are iterated.
-        return None
-
-
-def has_state(holder: Any) -> bool:
-    """Whether an object has ``state_dict`` and ``load_state_dict``."""
-    return callable(getattr(holder, "state_dict", None)) and callable(getattr(holder, "load_state_dict", None))

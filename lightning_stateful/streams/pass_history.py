@@ -1,16 +1,25 @@
-"""Remembers how far the passes over an iterable dataset went in this process, and whether their ends changed it."""
+"""Tells passes over an iterable dataset from one another: how far they went here, and digests of what they gave."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import repeat
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import Dataset
 
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.user_samplers.sampler_copy import SamplerParts, digest_of_contents
+
+# The first samples of a pass, and those at powers of two behind them, tell it from others.
+NUM_FIRST = 8
+_MOST_NESTED = 8
+_MOST_NUMBERS = 2**14
+# Labels and tokens; bytes are mostly images.
+_LABEL_TYPES = (torch.int16, torch.int32, torch.int64)
 
 
 class PassHistory(list[int]):
@@ -18,19 +27,27 @@ class PassHistory(list[int]):
 
     Attributes:
         changes: Whether the dataset has changed between the first batch of a pass and its end.
+        loaded: Digest of the first batch behind a state that the dataset has loaded; empty if it has loaded none.
+        draws: Whether samples were drawn from random generators that the dataset holds.
+        is_behind: Whether a pass that was over before a resume was left out, and the dataset not brought to its end.
     """
 
-    changes = False
+    changes = draws = is_behind = False
+    loaded = ""
 
 
 # By the id of a dataset: a reference to it, and its passes in this process.
 _histories: dict[int, tuple[Callable[[], Any], PassHistory]] = {}
 
 
+def parts_of(dataset: Any) -> list[Any]:
+    """A dataset, and the datasets in it."""
+    return [dataset, *(part for part in SamplerParts(dataset).shared if isinstance(part, Dataset))]
+
+
 def digest_of_dataset(dataset: Any) -> str:
     """Digest of what a dataset holds, and the datasets in it."""
-    held = [part for part in SamplerParts(dataset).shared if isinstance(part, Dataset)]
-    return digest(digest_of_contents(dataset), *map(digest_of_contents, held))
+    return digest([digest_of_contents(part) for part in parts_of(dataset)])
 
 
 def history_of(dataset: Any) -> PassHistory:
@@ -46,3 +63,52 @@ def history_of(dataset: Any) -> PassHistory:
             held = repeat(dataset).__next__
         _histories[key] = held, history
     return history
+
+
+def digest_of_first(batch: list[Any], item: int, first: str | None) -> str | None:
+    """The digest of the first samples of a pass, and of those at powers of two, after another batch.
+
+    Args:
+        batch: Its samples.
+        item: Samples of the pass before it.
+        first: The digest before it.
+    """
+    numbers = set(range(item, min(item + len(batch), NUM_FIRST)))
+    power = 1 << max(item - 1, 0).bit_length()
+    while power < item + len(batch):
+        numbers |= {power} if power >= item else set()
+        power *= 2
+    for number in sorted(numbers):
+        first = digest_of_sample(batch[number - item], first)
+    return first
+
+
+def digest_of_sample(sample: Any, before: str | None = None, *, only_labels: bool | None = None) -> str:
+    """Digest of a sample, chained to that of the samples before.
+
+    Args:
+        sample: The sample, or samples.
+        before: The digest of those before.
+        only_labels: Whether only its labels are looked at; None for all that it holds if it has none. Floats and images
+            may be augmented otherwise each time.
+    """
+    parts = _parts_of(sample, only_labels=True) if only_labels is not False else []
+    return digest(parts if parts or only_labels else _parts_of(sample, only_labels=False), before or "")
+
+
+def _parts_of(value: Any, *, only_labels: bool, depth: int = 0) -> list[Any]:
+    """The numbers and strings in a sample, and shapes and first numbers of arrays; or only integers and strings."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)) and depth < _MOST_NESTED:
+        return [part for item in value for part in _parts_of(item, only_labels=only_labels, depth=depth + 1)]
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        is_label = value.dtype in _LABEL_TYPES
+        parts = [*value.shape, value.detach().reshape(-1)[:_MOST_NUMBERS]]
+    elif isinstance(value, np.ndarray):
+        is_label = value.dtype.kind in "iuSU" and value.itemsize > 1
+        parts = [*value.shape, value.reshape(-1)[:_MOST_NUMBERS]]
+    else:
+        is_label = isinstance(value, (int, str, bytes, np.integer))
+        parts = [value if is_label or isinstance(value, float) else type(value).__qualname__]
+    return parts if is_label or not only_labels else []

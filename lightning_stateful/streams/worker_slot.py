@@ -243,9 +243,11 @@ class WorkerSlot:
     Attributes:
         epoch: The pass.
         goes_on: Whether there is something behind an error.
+        said: What a user should know of the latest batch; empty for nothing.
     """
 
     goes_on = False
+    said = ""
 
     def __init__(self, config: StreamConfig, task: SlotTask) -> None:
         self._config, self._task, self.epoch = config, task, task.epoch

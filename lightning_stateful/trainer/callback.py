@@ -28,7 +28,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.errors import StateError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import VERSION
-from lightning_stateful.trainer import loop_progress, other_callbacks
+from lightning_stateful.trainer import loop_progress, optimizer_steps, other_callbacks
 from lightning_stateful.trainer.checkpoint import (
     data_state_in,
     find_data_state,
@@ -205,6 +205,7 @@ class StatefulDataCallback(pl.Callback):
         """Leave the trainer as it was."""
         loop_progress.restore_max_steps(trainer)
         loop_progress.end_following(trainer)
+        optimizer_steps.forget_steps(trainer)
         self._signals.end()
         if isinstance(self._phase, Resumed) and stage == "fit":
             other_callbacks.finish_averaging(trainer)
@@ -372,10 +373,11 @@ class StatefulDataCallback(pl.Callback):
         if saved is not None:
             refuse_other_seed(saved, self._seed, self.settings.accept)
         loops["fit_loop"] = loop_progress.rewritten(loops["fit_loop"], progress)
-        self._loaders, self._phase = loaders, Resumed(progress, checkpoint["global_step"], metrics)
+        global_step = checkpoint["global_step"] + progress.uncounted
+        self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics)
         if trainer.strategy.restore_checkpoint_after_setup:
             # Such strategies restore after on_fit_start.
-            loop_progress.lift_max_steps(trainer, progress, checkpoint["global_step"])
+            loop_progress.lift_max_steps(trainer, progress, global_step)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Where a trainer is fitted again after it was stopped within an epoch, go on at the next batch.
@@ -389,6 +391,8 @@ class StatefulDataCallback(pl.Callback):
                 self._fit_again(trainer, self._phase)
             if isinstance(self._phase, SetUp):
                 self._phase = replace(self._phase, stopped_at=None)
+                if trainer.ckpt_path is None:
+                    loop_progress.forget_restart(trainer)
         if isinstance(self._phase, Resumed):
             loop_progress.lift_max_steps(trainer, self._phase.progress, self._phase.global_step)
 
@@ -426,10 +430,13 @@ class StatefulDataCallback(pl.Callback):
         if isinstance(self._phase, Resumed):
             self._phase = replace(self._phase, training_began=True)
             restore_metrics(trainer, self._phase.metrics)
-            loop_progress.step_plateau_schedulers(trainer, self._phase.progress)
+            if self._phase.progress.uncounted:
+                optimizer_steps.step_schedulers(trainer)
+            optimizer_steps.step_plateau_schedulers(trainer, self._phase.progress)
             loop_progress.prepare_first_epoch(trainer, self._phase.progress)
         else:
             self._phase = Training()
+        optimizer_steps.watch_steps(trainer)
         self._signals.begin(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -470,7 +477,7 @@ class StatefulDataCallback(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let learning rate schedulers that monitor a metric step in a resumed epoch too."""
         self._phase = self._in_training()
-        loop_progress.end_resumed_epoch(trainer)
+        optimizer_steps.end_resumed_epoch(trainer)
         self._seed_model(trainer, "epoch end")
 
     def _in_training(self) -> Training:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.order import EpochPlan, SampleCountingPlan
 from lightning_stateful.errors import RankMismatchError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.patching import AnyLoader
-from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.loader_proxy import LoaderProxy, Structure
@@ -53,15 +52,13 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
     return structure.rebuilt(structure.loaders)
 
 
-def _serves_pairs(loader: AnyLoader) -> TypeGuard[StatefulLoader]:
+def _serves_pairs(loader: AnyLoader) -> bool:
     """Whether single samples that are left at the end are served in batches of two."""
-    if not isinstance(loader, StatefulLoader) or not loader.is_sized:
-        return False
     plan = loader.plan(0)
-    return isinstance(plan, SampleCountingPlan) and plan.ends_in_pairs
+    return loader.is_sized and isinstance(plan, SampleCountingPlan) and plan.ends_in_pairs
 
 
-def _can_serve_pairs(loader: StatefulLoader) -> bool:
+def _can_serve_pairs(loader: AnyLoader) -> bool:
     """Whether the samples that this rank would serve in one batch can be collated.
 
     They are read where the loader reads: a file that is opened in this process must not be shared with its workers.
@@ -101,9 +98,7 @@ def _repeat_instead(loader: Any, where: str) -> None:
 def _lengths(structure: Structure) -> dict[str, dict[str, Any]]:
     described: dict[str, dict[str, Any]] = {}
     for path, proxy in structure.loaders.items():
-        if not isinstance(proxy, LoaderProxy) or (
-            isinstance(proxy.loader, StatefulLoader) and proxy.loader.own_rank is not None
-        ):
+        if not isinstance(proxy, LoaderProxy) or proxy.loader.own_rank is not None:
             # As Lightning has it, ranks may take unequal steps through data of their own.
             continue
         described[path] = {"length": length_of(proxy.loader)}
@@ -124,11 +119,7 @@ def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Se
             rank_zero_info(f"{error} It is left to Lightning.")
         return loader
 
-    if (
-        isinstance(patched, StatefulLoader)
-        and not patched.description.is_plain
-        and (repeats := patched.plan(0).repeats())
-    ):
+    if (repeats := patched.plan(0).repeats()) and not patched.description.is_plain:
         rank_zero_warn(f"{name_of(stage, path)}: {repeats}, because ranks take equal steps.", category=StatefulWarning)
 
     return LoaderProxy(

@@ -93,6 +93,7 @@ INTERNALS = {
     "fit_loop.on_advance_end": "to let signals wait for the end hooks of an epoch",
     "fit_loop.setup_data": "to tell the length of every epoch before it begins",
     "fit_loop.epoch_loop._batches_that_stepped": "to go on with the steps that loggers are told",
+    "fit_loop.epoch_loop._num_ready_batches_reached": "to step schedulers at the end of an epoch",
     "fit_loop.epoch_loop._restarting": "to end the restart of this loop and not of those within it",
     "fit_loop.epoch_loop._results": "to read what a step has logged without a collective",
     "fit_loop.epoch_loop._should_check_val_fx": "to know whether a validation follows the batch",

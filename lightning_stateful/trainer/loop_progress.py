@@ -22,6 +22,8 @@ from lightning_stateful.trainer.lightning import RestartStage, TrainerFn, pl
 from lightning_stateful.trainer.other_callbacks import announce_resumed_epoch, tell_to_stop, waits_to_stop
 
 _AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")
+# Ours, kept with the loop: the batch of which the optimizer has taken the step; see optimizer_steps.py.
+STEPPED_IN = "_stepped_in"
 _TRACKED = ("ready", "started", "processed", "completed")
 
 
@@ -44,6 +46,8 @@ class LoopProgress:
         validated: The batch of the running epoch after which a validation was run last, where that batch is trained on
             again because its accumulation window was open; else 0. That validation is not run again.
         stopping: The run has been told to stop, and waits for ``min_epochs`` or ``min_steps``.
+        uncounted: The optimizer has taken the step of the latest batch, and Lightning has not counted it; nor have
+            schedulers stepped.
     """
 
     epoch: int = 0
@@ -57,6 +61,7 @@ class LoopProgress:
     val_reload_epoch: int = -1
     validated: int = 0
     stopping: bool = False
+    uncounted: bool = False
 
     @property
     def epoch_and_step(self) -> tuple[int, int]:
@@ -120,7 +125,7 @@ class BatchBegun:
 def note_batch(trainer: pl.Trainer) -> BatchBegun:
     """Counters as a batch begins."""
     stepped = trainer.fit_loop.epoch_loop._batches_that_stepped
-    return BatchBegun(next_step(trainer)[1], stepped, waits_to_stop(trainer))
+    return BatchBegun(next_step(trainer)[1], stepped, waits_to_stop(trainer, trainer.current_epoch))
 
 
 def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopProgress:
@@ -135,11 +140,16 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
     max_batches: float = fit_loop.max_batches
     if vars(epoch_loop).get("_ended_early") == next_step(trainer, begun=True):
         max_batches = 0
-    progress = read_counters(fit_loop.state_dict(), max_batches=max_batches)
-    in_batch_end = _in_batch_end(trainer, begun)
+    # Weights that have been trained on a batch hold it, wherever Lightning stands.
+    uncounted = vars(epoch_loop).get(STEPPED_IN) == next_step(trainer, begun=True)
+    state = fit_loop.state_dict()
+    progress = read_counters(_count_step(state) if uncounted else state, max_batches=max_batches)
+    in_batch_end = uncounted or _in_batch_end(trainer, begun)
     validated = _validated_before(trainer, progress.epoch)
     validate = progress.running and progress.batch > validated and _validation_is_due(trainer, in_batch_end)
-    stopping = waits_to_stop(trainer) or (in_batch_end and begun is not None and begun.stopping)
+    # Between epochs the one that has just been trained counts for min_epochs.
+    epochs = trainer.current_epoch if progress.running else progress.epoch
+    stopping = waits_to_stop(trainer, epochs) or (in_batch_end and begun is not None and begun.stopping)
     # StochasticWeightAveraging adds an epoch that only updates BatchNorm's statistics. It can be resumed at its
     # beginning only, so it counts as one window.
     window = progress.batch + 1 if fit_loop._skip_backward else trainer.accumulate_grad_batches
@@ -158,6 +168,7 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
         progress,
         validate=validate,
         stopping=stopping,
+        uncounted=uncounted,
         train_reload_epoch=_epoch_or_none(fit_loop._last_train_dl_reload_epoch),
         val_reload_epoch=_epoch_or_none(epoch_loop.val_loop._last_val_dl_reload_epoch),
     )
@@ -193,7 +204,7 @@ def rewritten(fit_loop_state: Mapping[str, Any], progress: LoopProgress) -> dict
     In that form a batch is either over in all four counts (ready, started, processed, completed) or in none, and an
     epoch that is running is ready and started, not processed and not completed.
     """
-    state: dict[str, Any] = deepcopy(dict(fit_loop_state))
+    state: dict[str, Any] = _count_step(fit_loop_state) if progress.uncounted else deepcopy(dict(fit_loop_state))
     state["state_dict"].pop("combined_loader", None)
     old = state["epoch_loop.batch_progress"]
     before = old["total"]["processed"] - old["current"]["processed"]
@@ -219,6 +230,17 @@ def rewritten(fit_loop_state: Mapping[str, Any], progress: LoopProgress) -> dict
     _set_counts(validation, 0)
     if "is_last_batch" in validation:
         validation["is_last_batch"] = False
+    return state
+
+
+def _count_step(fit_loop_state: Mapping[str, Any]) -> dict[str, Any]:
+    """A fit loop's state in which the batch and the optimizer step that have begun are over."""
+    state: dict[str, Any] = deepcopy(dict(fit_loop_state))
+    batches = state["epoch_loop.batch_progress"]
+    steps = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    for scope in ("total", "current"):
+        batches[scope]["processed"] = batches[scope]["ready"]
+        steps[scope]["completed"] = steps[scope]["ready"]
     return state
 
 
@@ -316,6 +338,13 @@ def continue_from(trainer: pl.Trainer, progress: LoopProgress) -> None:
     fit_loop.load_state_dict(rewritten(fit_loop.state_dict(), progress))
 
 
+def forget_restart(trainer: pl.Trainer) -> None:
+    """Let a fit without a checkpoint begin as any other, where a tuner has restored the loops between two epochs."""
+    if not read_counters(trainer.fit_loop.state_dict()).running:
+        trainer.fit_loop._restarting = False
+        trainer.fit_loop.epoch_loop.restarting = False
+
+
 def prepare_first_epoch(trainer: pl.Trainer, progress: LoopProgress) -> None:
     """Make the first epoch after a resume run as it would have without the stop.
 
@@ -335,6 +364,10 @@ def prepare_first_epoch(trainer: pl.Trainer, progress: LoopProgress) -> None:
         # With max_steps, Lightning restarts even a finished epoch: one batch, or a whole epoch, too many.
         fit_loop._restarting = False
         epoch_loop.restarting = False
+        if _is_due(trainer, progress.train_reload_epoch):
+            # Of loaders that it builds anew, Lightning asks iter() twice in an epoch, and a dataset may count that; but
+            # only once where it resumes.
+            fit_loop._resuming_from_checkpoint = False
     elif progress.validate:
         # Sends Lightning through the rest of its on_advance_end first: validate, then count the batch.
         epoch_loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
@@ -347,25 +380,6 @@ def skip_repeated_validation(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop._skip_next_val = batch <= _validated_before(trainer, epoch)
 
 
-def step_plateau_schedulers(trainer: pl.Trainer, progress: LoopProgress) -> None:
-    """Let ReduceLROnPlateau take the step that was due when the checkpoint was written, if its metric is known."""
-    if not progress.plateau or not _plateau_metrics_known(trainer):
-        return
-    with epoch_set_to(trainer, progress.epoch - (progress.plateau == "epoch")):
-        trainer.fit_loop.epoch_loop.update_lr_schedulers(progress.plateau, update_plateau_schedulers=True)
-
-
-def end_resumed_epoch(trainer: pl.Trainer) -> None:
-    """Let the end of a resumed epoch be that of any other.
-
-    Lightning still calls itself restarting there if no batch was left, and leaves ReduceLROnPlateau out, because it
-    does not save metrics: if what the scheduler monitors is known, it steps.
-    """
-    trainer.fit_loop.epoch_loop.restarting = False
-    if _plateau_metrics_known(trainer):
-        trainer.fit_loop._restarting = False
-
-
 @contextmanager
 def validation_loaders_as_of(trainer: pl.Trainer, epoch: int) -> Iterator[None]:
     """Build the first validation loaders of a fit as an uninterrupted run built them, unless a reload is due.
@@ -375,14 +389,18 @@ def validation_loaders_as_of(trainer: pl.Trainer, epoch: int) -> Iterator[None]:
         epoch: The epoch in which it built them; -1 if it had not.
     """
     val_loop = trainer.fit_loop.epoch_loop.val_loop
-    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
-    is_due = every and trainer.current_epoch - epoch >= every
-    if epoch < 0 or is_due or val_loop._combined_loader is not None:
+    if epoch < 0 or _is_due(trainer, epoch) or val_loop._combined_loader is not None:
         yield
         return
     with epoch_set_to(trainer, epoch):
         yield
     val_loop._last_val_dl_reload_epoch = epoch
+
+
+def _is_due(trainer: pl.Trainer, built: int) -> bool:
+    """Whether loaders that were built in some epoch are to be built anew in the current one."""
+    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
+    return bool(every and trainer.current_epoch - built >= every)
 
 
 def lift_max_steps(trainer: pl.Trainer, progress: LoopProgress, global_step: int) -> None:
@@ -452,11 +470,6 @@ def _in_batch_end(trainer: pl.Trainer, begun: BatchBegun | None) -> bool:
 def _in_epoch_end(trainer: pl.Trainer) -> bool:
     epoch: Any = trainer.fit_loop.epoch_progress.current
     return bool(epoch.processed > epoch.completed)
-
-
-def _plateau_metrics_known(trainer: pl.Trainer) -> bool:
-    monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    return all(monitor in trainer.callback_metrics for monitor in monitors)
 
 
 def _epoch_or_none(epoch: float) -> int:

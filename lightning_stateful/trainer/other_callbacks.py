@@ -91,9 +91,14 @@ def clear_stale_gradients(trainer: pl.Trainer) -> None:
         _module(trainer).zero_grad()
 
 
-def waits_to_stop(trainer: pl.Trainer) -> bool:
-    """Whether the run has been told to stop (by EarlyStopping, say) and waits for ``min_epochs`` or ``min_steps``."""
-    may_stop = trainer.current_epoch >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
+def waits_to_stop(trainer: pl.Trainer, epochs: int) -> bool:
+    """Whether the run has been told to stop (by EarlyStopping, say) and waits for ``min_epochs`` or ``min_steps``.
+
+    Args:
+        trainer: The trainer.
+        epochs: Epochs that are over.
+    """
+    may_stop = epochs >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
     return trainer.should_stop and not may_stop
 
 

@@ -133,8 +133,8 @@ def _leaves(described: Mapping[str, Any], above: str = "") -> Iterator[tuple[str
 def _disagreement(what: str, differing: Mapping[str, str]) -> str:
     lines = "\n".join(f"  - {name}: {values}" for name, values in differing.items())
     remedy = (
-        "Build the same dataset with the same settings on every rank; the loader deals out the samples. Where ranks "
-        "hold data of their own (use_distributed_sampler=False), give them equal lengths and batch sizes."
+        "Build the same dataset with the same settings on every rank; the loader deals out the samples. Where each "
+        "rank is to have data of its own, give them equal lengths and batch sizes."
     )
     if data := [name for name in differing if any(part in name.split(".") for part in ("dataset", "sources"))]:
         remedy += f" Where ranks read the same samples all the same, let it pass with accept=({data[0]!r},)."

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -21,7 +18,8 @@ from lightning_stateful.loaders.own_iteration import held_loader
 from lightning_stateful.loaders.patching import AnyLoader, build_patched, is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
-from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.samplers.rng import seed_devices, seed_or_default
+from lightning_stateful.samplers.tracker import TrackedLoader
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
@@ -119,6 +117,8 @@ class TrainLoaders:
             {path: self._build_patched(loader, path) for path, loader in structure.loaders.items()},
             structure.mode or "max_size_cycle",
         )
+        # By path: batches of an epoch, as last said.
+        self._said_lengths: dict[str, int] = {}
         # By path: the step at which the latest pass over the loader began.
         self._first_steps: dict[str, int] = {}
         # Where a resume goes on. Until training begins, Lightning may ask for a batch before it restores its counters.
@@ -127,8 +127,8 @@ class TrainLoaders:
         self._proxies = {path: self._proxy(path, original) for path, original in structure.loaders.items()}
         self.structure: Any = structure.rebuilt(self._proxies)
         self.combined.refuse_short_sources(self.num_batches(self._next_step()[0]))
-        self._prepare_streams()
-        self._report()
+        self._prepare()
+        self._report(structure.loaders)
         self._warn_of_cut_epochs()
         self._warn_of_shared_datasets()
 
@@ -190,17 +190,10 @@ class TrainLoaders:
         of_group: dict[str, Any] = {"mode": self.combined.mode, "order of loaders": list(self.combined.loaders)}
         described, of_this_rank = {"": of_group}, self.combined.configs_of_this_rank()
         for path, loader in self.combined.loaders.items():
-            config, sources = dict(loader.tracker.config), loader.tracker.config.get("sources")
-            if isinstance(loader, StreamLoader):
-                # By another name, because a difference between ranks' shards is not to be accepted.
-                config["stream"] = config.pop("dataset", None) or config.pop("sources", None)
-                config["order of sources"] = list(sources or ())
-            elif isinstance(sources, Mapping):
-                config["order of sources"] = list(sources)
             own = {"length": length_of(loader), "batch_size": loader.batch_size, "kind": loader.order.kind}
             # Of loaders that are not dealt out, ranks only have to take the same steps.
             may_differ = path in of_this_rank and not loader.description.is_planned
-            described.setdefault(path, {}).update(own if may_differ else {**own, **config})
+            described.setdefault(path, {}).update(own if may_differ else {**own, **loader.config_of_ranks()})
         return described
 
     def num_batches(self, epoch: int) -> int:
@@ -258,7 +251,7 @@ class TrainLoaders:
 
     def _build_patched(self, loader: Any, path: str) -> AnyLoader:
         # Loaders with generators of one state draw the same orders in torch, and pairs of samples may depend on that.
-        drawn = isinstance(loader, DataLoader) and not isinstance(loader, (StatefulLoader, StreamLoader))
+        drawn = isinstance(loader, DataLoader) and not isinstance(loader, TrackedLoader)
         key = digest_of_generators(loader.generator, loader.sampler, loader.batch_sampler) if drawn else ""
         drawn_as = self._drawn_as.setdefault(key, path) if key else None
         patched = self._settings.build_patched(self._trainer, loader, path, "training", drawn_as=drawn_as)
@@ -272,11 +265,16 @@ class TrainLoaders:
             )
         return patched
 
-    def _prepare_streams(self) -> None:
-        streams = {path: loader for path, loader in self.combined.loaders.items() if isinstance(loader, StreamLoader)}
-        steps = self.num_batches(self._next_step()[0])
-        for path, loader in streams.items():
-            loader.order.prepare(
+    def _prepare(self) -> None:
+        epoch = self._next_step()[0]
+        steps = self.num_batches(epoch)
+        for path, loader in self.combined.loaders.items():
+            if loader.goes_on_behind_limit and steps < self.combined.num_batches(epoch) and not overfits(self._trainer):
+                rank_zero_info(
+                    f"limit_train_batches cuts epochs of {name_of('training', path)} after {steps} steps, and the next "
+                    f"epoch goes on there; Lightning alone begins it anew."
+                )
+            loader.prepare(
                 f"training data {path}",
                 limit=steps if steps < UNKNOWN else None,
                 # A window of accumulated gradients that is open is served again from its first batch.
@@ -284,11 +282,17 @@ class TrainLoaders:
                 repeats=overfits(self._trainer),
             )
 
-    def _report(self) -> None:
+    def _report(self, given: Mapping[str, Any]) -> None:
+        drawing = "Samplers and samples draw" if self._settings.seed_samples else "Samplers draw"
+        rank_zero_info(
+            f"{drawing} random numbers by (seed {seed_or_default(self._settings.seed)}, epoch, batch), and not from "
+            "where the generators of the process stand."
+        )
         for path, loader in self.combined.loaders.items():
             where = f"Training data {path!r}" if path else "Training data"
-            if note := loader.resume_note:
-                rank_zero_info(f"{where}: {note}")
+            for note in (loader.resume_note, dealt_otherwise(given[path], loader)):
+                if note:
+                    rank_zero_info(f"{where}: {note}")
             if repeats := loader.plan(0).repeats():
                 rank_zero_info(
                     f"{where}: {repeats}, because {loader.topology.num_replicas} ranks take equal steps. "
@@ -300,6 +304,12 @@ class TrainLoaders:
         for path, loader in self.combined.loaders.items():
             dataset = getattr(loader.order, "begun_anew", None)
             other = path if dataset is None else found.setdefault(id(dataset), path)
+            if other != path and hasattr(dataset, "__next__") and not loader.num_workers:
+                raise ConfigurationError(
+                    f"The loaders {other!r} and {path!r} share one {type(dataset).__qualname__} object, which is its "
+                    "own iterator: what each of them gets depends on when the other begins. Give each loader a dataset "
+                    "of its own."
+                )
             if other != path:
                 rank_zero_warn(
                     f"The loaders {other!r} and {path!r} read one {type(dataset).__qualname__} object in turn. Of what "
@@ -343,7 +353,15 @@ class TrainLoaders:
             loop_progress.note_early_end(self._trainer)
 
     def _length(self, path: str) -> int:
-        return self.combined.length(path, self._next_step()[0])
+        epoch, _ = self._next_step()
+        length = self.combined.length(path, epoch)
+        if length != self._said_lengths.setdefault(path, length):
+            self._said_lengths[path] = length
+            rank_zero_info(
+                f"Epoch {epoch} has {length} batches of {name_of('training', path)}, as its len() says now. Lightning "
+                "alone would keep the number of the first epoch."
+            )
+        return length
 
     def _locate(self, path: str) -> tuple[EpochPlan, int] | None:
         """The plan of a loader and the step of it that come next; None where its epoch has no further step."""
@@ -393,6 +411,15 @@ def length_of(loader: AnyLoader) -> int:
     return plan.num_steps if plan.num_steps == UNKNOWN else plan.progress_after(plan.num_steps).consumed
 
 
+def dealt_otherwise(given: Any, loader: AnyLoader) -> str:
+    """How an order is not that of torch and Lightning, in words; empty where it is, or where an order was given."""
+    if isinstance(given, TrackedLoader) or not isinstance(loader, StatefulLoader) or not loader.description.is_plain:
+        return ""
+    if loader.topology.num_replicas == 1:
+        return ""
+    return "Of each step a rank takes consecutive samples, where DistributedSampler gives it every so many."
+
+
 def _is_shuffled(loader: Any) -> bool:
     batches = loader.description.order if isinstance(loader, StatefulLoader) else loader.batch_sampler or loader.sampler
     if isinstance(batches, StatefulBatchSampler):
@@ -415,7 +442,4 @@ def overfits(trainer: Any) -> bool:
 
 def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:
     """Seed torch on every device, NumPy and ``random`` for what happens from this batch to the next."""
-    derived = derive_seed("model", seed, rank, stage, epoch, batch)
-    torch.manual_seed(derived)
-    np.random.seed(derived & 0xFFFFFFFF)
-    random.seed(derived)
+    seed_devices(derive_seed("model", seed, rank, stage, epoch, batch))

@@ -60,6 +60,22 @@ def exchanged(name: str, value: Any, *, timeout: float = 300.0) -> list[Any] | N
     return values
 
 
+def post(name: str, value: Any) -> None:
+    """Let other processes see a value of this one, in place of the one before, without waiting for anybody."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        store = torch.distributed.distributed_c10d._get_default_store()
+        store.set(f"lightning_stateful/posted/{name}/{detect_topology().rank}", json.dumps(value))
+
+
+def posted(name: str) -> list[Any]:
+    """The latest values of all processes, by global rank; None for one that has posted none."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    store = torch.distributed.distributed_c10d._get_default_store()
+    keys = [f"lightning_stateful/posted/{name}/{rank}" for rank in range(detect_topology().num_replicas)]
+    return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
+
+
 @contextmanager
 def failing_together(what: str = "") -> Iterator[None]:
     """Let processes that wait in :func:`exchanged` hear of an error in this block, which all run to build ``what``."""

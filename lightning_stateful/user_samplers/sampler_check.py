@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.utils.data import DistributedSampler
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.user_samplers.rank_exchange import exchanged
-from lightning_stateful.user_samplers.sampler_copy import digest_of_contents, digest_of_surroundings
+from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, digest_of_contents, digest_of_surroundings
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, IteratedSampler, next_digest_index
 from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
@@ -53,6 +54,7 @@ class SamplerFacts:
         marks: Digests of epoch 0 up to some items, by their number, for other ranks to compare.
         says: Items of an epoch by its ``len()``; None where it has none.
         length: Items of epoch 0; None for more than a million, or one that could not be drawn to its end.
+        counts_down: Whether ``len()`` changes while items are drawn, so that only before the first it tells how many.
         seconds: How long that took.
         asks: Whether it asks torch.distributed for its rank.
         remembers: Whether what it yields depends on its earlier passes, or nobody knows.
@@ -60,6 +62,7 @@ class SamplerFacts:
         contents: Digest of what the sampler held then, to tell whether it was changed since.
         leads_back: Whether its own state, loaded into a fresh copy, leads to the items that came next.
         error: The reason why it could not be tried; empty if it was.
+        fresh: A copy of one that remembers, as it was before anybody has iterated it.
     """
 
     first: Any = None
@@ -68,6 +71,7 @@ class SamplerFacts:
     marks: dict[int, str] = field(default_factory=dict)
     says: int | None = None
     length: int | None = None
+    counts_down: bool = False
     seconds: float = 0.0
     asks: bool = False
     remembers: bool = False
@@ -75,6 +79,7 @@ class SamplerFacts:
     contents: str = ""
     leads_back: bool = False
     error: str = ""
+    fresh: Any = None
 
 
 def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] | None = None) -> SamplerFacts:
@@ -100,10 +105,10 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
     with suppress(Exception), tried.entered():
         facts.says = order.length_of(copied.sampler)
     contents = partial(digest_of_contents, copied.sampler, order.dataset, epoch=0)
-    before, state, following = [""], None, list[str]()
+    before, left, state, following = [""], list[str](), None, list[str]()
     try:
         items = tried.begin(0, 0, before_iter=lambda: before.append(contents()))
-        state = _follow(order, tried, items, facts, following)
+        state = _follow(order, tried, items, facts, following, lambda: left.append(contents()))
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
@@ -111,11 +116,16 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
         raise UnsupportedLoaderError(order.name + _CHANGES_DATA)
     if not facts.error:
         _refuse_wrong_length(order, facts)
-        changed = contents() != before[-1]
+        changed = {*left, contents()} != {before[-1]}
         fresh = partial(_fresh, order, choose, asked)
-        facts.is_harmless = changed and facts.seconds <= _QUICK and _begins_alike(tried, fresh)
+        is_quick = changed and facts.seconds <= _QUICK
+        facts.is_harmless = is_quick and _begins_alike(tried, fresh) and _begins_alike(_left(fresh(), facts), fresh)
         facts.remembers = changed and not facts.is_harmless
+        facts.fresh = order.copied().sampler if facts.remembers else None
         facts.leads_back = state is not None and _leads_back(fresh, state, following)
+        is_seen = not copied.shares_unseen or "nondeterministic" in order.accept
+        if not is_seen and _begins_apart(fresh):
+            raise UnsupportedLoaderError(order.name + _CHANGES_UNSEEN)
         if order.cuts_samples and _begins_anew_when_asked(copied.sampler, contents):
             raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
         if has_own_state(order) and not facts.leads_back:
@@ -124,8 +134,27 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
     return facts
 
 
+def yields_otherwise(order: WrappedSampler) -> bool:
+    """Whether a copy of a sampler as it is now yields another first epoch than the copy that was tried before training.
+
+    Of one that remembers its passes, it is a copy from before, which shares with the sampler only data and classes.
+    """
+    facts, now = order.facts, SamplerFacts(says=order.facts.says)
+    if facts.error or facts.seconds > _QUICK:
+        return False
+    with told(order.dealing.settings):
+        copied = order.copied() if facts.fresh is None else SamplerCopy(facts.fresh, order.dataset)
+    tried = order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
+    with suppress(Exception):
+        _follow(order, tried, tried.begin(0, 0), now, [])
+    counts = facts.marks.keys() & now.marks.keys()
+    return now.length != facts.length or any(now.marks[count] != facts.marks[count] for count in counts)
+
+
 def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
     """Whether a sampler is its own iterator, and ``iter()`` of that begins anew, as torch calls it for every batch."""
+    if not hasattr(type(sampler), "__next__"):
+        return False
     before = contents()
     with suppress(Exception):
         return iter(sampler) is sampler and hasattr(type(sampler).__iter__, "__code__") and contents() != before
@@ -142,13 +171,19 @@ def _fresh(order: WrappedSampler, choose: Any, asked: AskedRanks | None) -> Iter
 
 
 def _follow(
-    order: WrappedSampler, tried: IteratedSampler, items: Iterator[Any], facts: SamplerFacts, following: list[str]
+    order: WrappedSampler,
+    tried: IteratedSampler,
+    items: Iterator[Any],
+    facts: SamplerFacts,
+    following: list[str],
+    at_last: Callable[[], object] = tuple,
 ) -> Any:
     """Iterate as far as is looked at, and note items; the sampler's own state on the way, if it has one.
 
-    Digests of the items that come after that state are put into ``following``.
+    Digests of the items that come after that state are put into ``following``. ``at_last`` is called when the last item
+    that ``len()`` says is drawn, and no more was asked for.
     """
-    running, drawn, state, chained = hashlib.blake2b(digest_size=8), 0, None, ""
+    running, drawn, state, chained, noted_next = hashlib.blake2b(digest_size=8), 0, None, "", 0
     has_states, started = has_own_state(order), time.perf_counter()
     beginning: list[Any] = []
     most = _MOST if facts.says is None else min(facts.says + (not order.is_cut), _MOST)
@@ -157,22 +192,29 @@ def _follow(
         if is_endless and (drawn >= _MOST_ENDLESS or time.perf_counter() - started > _QUICK):
             break
         size = STATE_STRIDE if has_states and drawn < STATE_STRIDE else _COMPARED if drawn < _COMPARED else _DRAWN
-        size = min(size - drawn % size, most - drawn)
+        size = min(size - drawn % size if drawn else 2, most - drawn)
+        if facts.says is not None and drawn < facts.says:
+            size = min(size, facts.says - drawn)
         with tried.entered():
-            # Digests at once, because a sampler may change later what it has yielded.
+            # Copies and digests at once, because a sampler may change later what it has yielded.
             chunk = []
             for index, item in enumerate(islice(items, size), drawn):
-                if index == 0:
-                    facts.first = item
-                if index in (0, STATE_STRIDE) if has_states else next_digest_index(index) == index:
+                if index == noted_next:
+                    facts.first = item if index == 0 else facts.first
                     chained = facts.notes[index] = digest(item, "" if has_states else chained)
+                    noted_next = STATE_STRIDE if has_states else next_digest_index(index + 1)
                 if state is not None and len(following) < STATE_STRIDE:
                     following.append(digest(item))
-                chunk.append(told_apart(item))
+                chunk.append(item if type(item) is int else _plain(item))
         drawn += len(chunk)
-        beginning += chunk[: _num_first(order) - len(beginning)]
+        if drawn <= 2:
+            with suppress(Exception), tried.entered():
+                facts.counts_down = order.length_of(tried.sampler) != facts.says
+        beginning += map(told_apart, chunk[: _num_first(order) - len(beginning)])
         running.update(repr(chunk).encode())
         facts.marks[drawn] = running.hexdigest()
+        if drawn == facts.says and chunk:
+            at_last()
         if len(chunk) < size:
             facts.length = drawn
             break
@@ -192,15 +234,36 @@ def _num_first(order: WrappedSampler) -> int:
     return STATE_STRIDE if has_own_state(order) else _COMPARED
 
 
+def _plain(item: Any) -> Any:
+    """An item as it is now: a list of numbers, or a digest."""
+    return item.copy() if type(item) is list and set(map(type, item)) <= {int} else told_apart(item)
+
+
 def told_apart(item: Any) -> Any:
     """A plain value that tells an item from others."""
     return int(item) if isinstance(item, int) else digest(item)
+
+
+def _left(tried: IteratedSampler, facts: SamplerFacts) -> IteratedSampler:
+    """A copy that was iterated up to its last item, where Lightning leaves one with a length."""
+    with suppress(Exception):
+        items = tried.begin(0, 0)
+        with tried.entered():
+            deque(islice(items, facts.says), maxlen=0)
+    return tried
 
 
 def _begins_alike(ended: IteratedSampler, fresh: Callable[[], IteratedSampler]) -> bool:
     """Whether a copy that was iterated to its end begins the next epoch as a fresh one does."""
     with suppress(Exception):
         return _beginning(ended, 1) == _beginning(fresh(), 1)
+    return False
+
+
+def _begins_apart(fresh: Callable[[], IteratedSampler]) -> bool:
+    """Whether two fresh copies begin the first epoch otherwise."""
+    with suppress(Exception):
+        return _beginning(fresh(), 0) != _beginning(fresh(), 0)
     return False
 
 
@@ -244,6 +307,11 @@ _CHANGES_DATA = (
     " changes its dataset, its class or module, or objects in a list of more than 1,024 while it is iterated, which no "
     "copy of it can try before training without changing them too. Let it keep what it changes in attributes of its "
     "own."
+)
+_CHANGES_UNSEEN = (
+    " yields something else whenever a copy of it is begun, and holds variables of a function, or an object that is "
+    "not copied (a database, say), which to try it before training changes. Let it keep what it changes in attributes "
+    "of its own, or pass accept=('nondeterministic',)."
 )
 
 
@@ -321,8 +389,7 @@ def deal(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing:
         )
     note = (
         f"{order.name} deals out to ranks by itself, and what one rank would yield is not provably what all yield "
-        f"together: each of the {num_replicas} ranks iterates its own. A resume needs as many ranks, and compares no "
-        "more than how the first epoch begins on each."
+        f"together: each of the {num_replicas} ranks iterates its own. A resume needs as many ranks."
     )
     return Dealing(is_own=True, begins=[_beginning_in(of) for of in reports], note=note)
 

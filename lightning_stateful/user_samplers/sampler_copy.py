@@ -162,12 +162,14 @@ class SamplerCopy:
     Attributes:
         sampler: The copy.
         is_apart: Whether the copy may be iterated without a trace in the original: it shares no iterator or open file.
+        shares_unseen: Whether it shares variables of functions, databases, or objects that cannot be copied.
     """
 
     def __init__(self, sampler: Any, dataset: Any = None) -> None:
         parts = SamplerParts(sampler, dataset)
         self._memo: dict[int, Any] = {id(part): part for part in parts.shared}
         self.is_apart = not any(map(_moves, parts.shared))
+        self.shares_unseen = any(map(_is_unseen, parts.shared))
         for part in parts.found:
             self._copied(part)
         self.sampler = self._copied(sampler)
@@ -186,6 +188,7 @@ class SamplerCopy:
             # Of samplers, a proxy that hands every attribute on, or a class that cannot be called or pickled.
             made = self._rebuilt(value) if _is_sampler(value) else value
             self.is_apart = self.is_apart and not _moves(made)
+            self.shares_unseen = self.shares_unseen or made is value
         self._memo[id(value)] = made
         return made
 
@@ -227,6 +230,11 @@ class SamplerCopy:
 def _moves(value: object) -> bool:
     """Whether reading an object that is shared moves it on."""
     return isinstance(value, (Iterator, io.IOBase))
+
+
+def _is_unseen(value: object) -> bool:
+    """Whether an object that is shared may hold what no digest tells: variables of a function, items of a database."""
+    return bool(getattr(value, "__closure__", None)) or hasattr(type(value), "__setitem__")
 
 
 def _is_mapped(array: object) -> bool:

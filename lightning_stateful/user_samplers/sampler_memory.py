@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
 from lightning_stateful.errors import PositionError
-from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, attributes_of, digest_of_contents
+from lightning_stateful.user_samplers.sampler_check import yields_otherwise
+from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents, digest_of_surroundings
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
+from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
 if TYPE_CHECKING:
     from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
@@ -31,57 +34,90 @@ class SamplerMemory:
     in the state, and a resume begins them again.
 
     Args:
-        generators: Where the generators are that the sampler holds.
+        parts: The sampler's.
 
     Attributes:
-        generators: The same.
+        generators: Where the generators are that the sampler holds.
         passes: Of each pass its epoch, its cycle, and the items drawn of one that was broken off, or -1.
         has_changed: Whether a pass has changed the sampler.
     """
 
-    def __init__(self, generators: Collection[Path]) -> None:
-        self.generators = tuple(generators)
+    def __init__(self, parts: SamplerParts) -> None:
+        self.generators: tuple[Path, ...] = tuple(parts.generators)
         self.passes: list[list[int]] = []
         self.has_changed = False
         self._latest: SamplerPass | None = None
-        # By number of a sampler in it, the epoch that it holds.
-        self._told: dict[int, Any] = {}
+        self._told = ToldEpochs(parts.samplers)
         # What the sampler held when the latest pass began, and when it ended.
         self._began_with = self._ended_with = ""
+        # What decides what it yields, as of the beginning of an epoch.
+        self._contents = ""
         # Whether nobody has changed the sampler between its trial and its first pass.
         self._is_as_tried = False
         self._warned: set[str] = set()
 
     def note_begin(self, order: WrappedSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
-        """A pass begins: begin those before it, where the sampler remembers them and this process has not."""
+        """A pass begins: begin those before it that a state tells of and this process has not."""
         if self._latest is not None and not self._ended_with and order.is_trained_on:
             # It was left within a pass.
             left = digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
             self.has_changed = self.has_changed or left != self._began_with
         self._close()
-        if earlier is not None and order.remembers and order.is_trained_on:
+        if earlier is not None and order.is_trained_on:
             self.begin_again(order, begun.label[0], earlier)
         elif not self.passes and begun.label[0] and order.remembers and order.is_trained_on and not begun.has_state:
             self._warn(
                 f"{order.name} changes itself while it is iterated, and begins here with epoch {begun.label[0]}, as if "
                 "the epochs before had not been: that is not what an uninterrupted run trains on."
             )
-        if self._ended_with and order.is_trained_on and not order.has_set_epoch:
-            epochs = (begun.label[0], self.passes[-1][0])
-            before = {digest_of_contents(order.sampler, order.dataset, epoch=epoch) for epoch in epochs}
-            if self._ended_with not in before:
-                self._warn(
-                    f"{order.name} was changed between two epochs by something else than its own iteration. A resume "
-                    "from here on is exact only if the same is set again before its first batch, in on_train_start."
-                )
+        self.compare_epochs(order, begun.label[0])
+        self._contents = self._contents or self._contents_of(order, begun.label[0])
         if not self.passes and not order.is_known:
             now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
             self._is_as_tried = now == order.facts.contents
         self.passes.append([*begun.label, 0])
         self._latest, self._ended_with = begun, ""
 
+    def compare_epochs(self, order: WrappedSampler, epoch: int) -> None:
+        """Warn where something else than its own iteration has changed the sampler, or what it yields, before an epoch.
+
+        What it yields is shown by a copy of it as it is now, which begins the first epoch once more.
+        """
+        if not (self.passes and order.is_trained_on) or "changed" in self._warned or "nondeterministic" in order.accept:
+            return
+        if epoch == self.passes[-1][0]:
+            return
+        self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, epoch)
+        if self._ended_with and not order.has_set_epoch:
+            epochs = (epoch, self.passes[-1][0])
+            before = {digest_of_contents(order.sampler, order.dataset, epoch=epoch) for epoch in epochs}
+            if self._ended_with not in before:
+                self._warn(
+                    f"{order.name} was changed between two epochs by something else than its own iteration. A resume "
+                    "from here on is exact only if the same is set again before its first batch, in on_train_start.",
+                    once="changed",
+                )
+                return
+        held, self._contents = self._contents, self._contents_of(order, epoch)
+        if held != self._contents and (order.is_known or yields_otherwise(order)):
+            self._warn(
+                f"{order.name} no longer yields what it did before training: training, its dataset or a callback has "
+                "changed what it draws from. A checkpoint does not hold that, so a resume is exact only if it is set "
+                "again before the first batch, in on_train_start.",
+                once="changed",
+            )
+
+    def _contents_of(self, order: WrappedSampler, epoch: int) -> str:
+        """Digest of what may decide what it yields beside its earlier passes."""
+        if order.is_known:
+            return repr(order.parameters())
+        own = "" if order.facts.remembers else digest_of_contents(order.sampler, order.dataset, epoch=epoch)
+        return own + digest_of_surroundings(order.sampler, order.dataset)
+
     def note_contents(self, order: WrappedSampler, begun: SamplerPass) -> None:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""
+        if order.is_trained_on:
+            self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, begun.label[0])
         self._began_with = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
 
     def note_last(self, order: WrappedSampler, latest: SamplerPass) -> None:
@@ -99,12 +135,7 @@ class SamplerMemory:
 
     def tell_epoch(self, sampler: Any, dataset: Any, epoch: int) -> None:
         """Call ``set_epoch`` of a sampler and of those in it, but of one that somebody else has told another epoch."""
-        for place, part in enumerate(SamplerParts(sampler, dataset).samplers):
-            if callable(getattr(part, "set_epoch", None)):
-                held = attributes_of(part).get("epoch", epoch)
-                if held in (epoch, self._told.get(place, 0)):
-                    part.set_epoch(epoch)
-                self._told[place] = attributes_of(part).get("epoch", epoch)
+        self._told.tell(SamplerParts(sampler, dataset).samplers, epoch)
 
     def compare_with_check(self, order: WrappedSampler, at: SamplerPass, index: int, found: str) -> None:
         """Compare the digest of an item of the first pass with what a copy of the sampler yielded before training."""
@@ -193,14 +224,19 @@ def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
     held, memory = _MEMORIES.get(id(sampler), (None, None))
     if held is not None and memory is not None and held() is sampler:
         return memory
-    key, made = id(sampler), SamplerMemory(SamplerParts(sampler, dataset).generators)
+    key, made = id(sampler), SamplerMemory(SamplerParts(sampler, dataset))
     try:
-        reference: Callable[[], Any] = weakref.ref(sampler, lambda _: _MEMORIES.pop(key, None))
+        # Bound to the dict itself: names of the module are gone where the interpreter ends.
+        reference: Callable[[], Any] = weakref.ref(sampler, partial(_forget, _MEMORIES, key))
     except TypeError:
         # Its class has no weak references: it is held for good.
         reference = repeat(sampler).__next__
     _MEMORIES[key] = reference, made
     return made
+
+
+def _forget(memories: dict[int, Any], key: int, _: object) -> None:
+    memories.pop(key, None)
 
 
 def _spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -21,6 +21,7 @@ from lightning_stateful.errors import Difference, PositionError, StatefulWarning
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rng import OwnRandomness, seed_generator
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.user_samplers.rank_exchange import post, posted
 from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, held_at
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
 
@@ -33,6 +34,8 @@ STATE_STRIDE = 16
 _DIGEST_STRIDE = 1024
 # Prefetching workers and open accumulation windows are as far as training may lie behind what was drawn.
 _KEPT_NOTES = 512
+# Notes that other ranks see, where each iterates its own.
+_NUM_POSTED = 16
 # Seconds from which on the cost of fast-forwarding is worth a word.
 LONG_FAST_FORWARD = 1.0
 
@@ -188,6 +191,18 @@ class SamplerPass:
         """The latest note of an earlier item, for a progress at ``index``; empty if there is none."""
         return next((note for note in reversed(self._notes) if note[0] < index), [])
 
+    def noted_by_ranks(self, index: int) -> list[list[Any]]:
+        """The latest notes of an earlier item that all ranks have posted, where each iterates its own sampler."""
+        found: list[list[Any]] = []
+        for of_rank in posted(self._posted_as):
+            notes = of_rank["notes"] if of_rank is not None and of_rank["label"] == list(self.label) else []
+            found.append(next((note for note in reversed(notes) if note[0] < index), []))
+        return found
+
+    @property
+    def _posted_as(self) -> str:
+        return f"{self._order.name} {self._order.seed}"
+
     def _draw(self, count: int) -> None:
         """Draw ``count`` items, or fewer at the end."""
         if self._iterated is None:
@@ -261,6 +276,9 @@ class SamplerPass:
         found = digest(item, self._notes[-1][1] if self._notes and not self.has_states else "")
         self._notes.append([index, found, state])
         order, (at, expected, _) = self._order, self._expected
+        if order.dealing.is_own and order.is_trained_on:
+            notes = list(islice(self._notes, max(len(self._notes) - _NUM_POSTED, 0), None))
+            post(self._posted_as, {"label": self.label, "notes": notes})
         order.memory.compare_with_check(order, self, index, found)
         if index != at or found == expected or not expected:
             return

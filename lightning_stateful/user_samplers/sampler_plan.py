@@ -16,6 +16,8 @@ from lightning_stateful.core.order import UNKNOWN, Progress, say_repeats
 from lightning_stateful.core.permutation import keyed_permutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
+from lightning_stateful.errors import PositionError
+from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ class SamplerEpochPlan:
         self._latest: SamplerPass | None = None
         # Items of the epoch, once a pass has begun or ended before its time; until then the sampler is asked.
         self._fixed: tuple[int | None] | None = None
+        # Items of one whose length is what is left, so that it may not be set to where the run goes on.
+        self._least = (order.num_items or 0) if begun.consumed and order.facts.counts_down else 0
 
     @property
     def epoch(self) -> int:
@@ -54,7 +58,14 @@ class SamplerEpochPlan:
         if self._fixed is not None:
             return self._fixed[0]
         self.order.bring_to(self.epoch, self._begun.details.get("passes"))
-        return self.order.num_items_in(self.epoch)
+        found = self.order.num_items_in(self.epoch)
+        if found is not None and found < self._least:
+            raise PositionError(
+                f"{self.order.name} says that it has {found} {self.order.unit} left, and had {self._least} when the "
+                f"state was loaded. {self._begun.consumed} of the epoch were used, which a resume leaves out by "
+                "itself: do not set the sampler to where the run stopped."
+            )
+        return found
 
     @cached_property
     def rule(self) -> StepRule:
@@ -102,6 +113,9 @@ class SamplerEpochPlan:
         else:
             first_step = 0
         noted, earlier = begun.details[order.kind], self._begun.details.get("passes")
+        if order.dealing.is_own and noted:
+            own_rank = detect_topology().rank
+            noted = noted[own_rank] if own_rank < len(noted) and isinstance(noted[own_rank], list) else []
         self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier)
         for first, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
             yield (
@@ -115,8 +129,12 @@ class SamplerEpochPlan:
         # After 0 steps nothing counts as served, even what drop_last drops here: fewer ranks may still serve it.
         served = steps * self.rule.full if remaining is None or not steps else self.rule.served(remaining, steps)
         details: dict[str, Any] = {order.kind: begun.details.get(order.kind, [])}
-        if served and self._latest is not None and not order.dealing.is_own:
-            details[order.kind] = self._latest.noted_before(begun.consumed + served) or details[order.kind]
+        if served and self._latest is not None:
+            is_own, index = order.dealing.is_own, begun.consumed + served
+            noted = self._latest.noted_by_ranks(index) if is_own else self._latest.noted_before(index)
+            details[order.kind] = noted or details[order.kind]
+        if not begun.consumed + steps:
+            order.memory.compare_epochs(order, self.epoch)
         if order.is_trained_on and order.remembers:
             loaded = begun.details.get("passes")
             before = order.memory.passes_before(begun.epoch, begun.cycle)
@@ -158,7 +176,7 @@ class SamplerEpochPlan:
             ready = walk.look_ahead(ahead * full if end is None else min(full, end - index))
             if is_first and walk.end is None:
                 # Some samplers know their length when a pass has begun.
-                end, is_first = self._begun_length(), False
+                end, is_first = self._begun_length(end), False
             left = ready if end is None else end - index
             step = rule.step_size(left)
             if ready < step and (ready := walk.look_ahead(step)) < step:
@@ -169,17 +187,18 @@ class SamplerEpochPlan:
             items = self._in_order(walk.take(step), index)
             if not rule.num_steps(left - step):
                 self.order.memory.note_last(self.order, walk)
-                if rule.num_replicas > 1:
-                    # Lightning iterates a sampler that it deals out to its end.
+                if rule.num_replicas > 1 or (self.order.cuts_samples and step < full):
+                    # Lightning iterates a sampler that it deals out to its end, torch one whose last batch is not full.
                     self._look_behind_end(walk, index + step)
             share = _share(items, rank, rule)
             yield index + int(share[0]), [items[offset] for offset in share]
             index += step
         self._look_behind_end(walk, index)
 
-    def _begun_length(self) -> int | None:
-        known = self._length
-        self._fixed = (known if known is None or self.order.is_cut else self.order.num_items,)
+    def _begun_length(self, before: int | None) -> int | None:
+        order = self.order
+        keeps = before is None or order.is_cut or order.facts.counts_down
+        self._fixed = (before if keeps else order.num_items,)
         return self._fixed[0]
 
     def _in_order(self, items: list[Any], index: int) -> list[Any]:
@@ -201,9 +220,12 @@ class SamplerEpochPlan:
     def _look_behind_end(self, walk: SamplerPass, index: int) -> None:
         """Let a sampler with a length come to its end, as code behind its last item may count."""
         order, end = self.order, self._length
-        if end is None or order.is_cut or order.exact or walk.end is not None or index < end:
+        left = 0 if end is None else max(end - index, 0)
+        # torch draws what it leaves out, too.
+        is_seen = end is None or order.is_cut or order.exact or walk.end is not None
+        if is_seen or (left and not order.cuts_samples):
             return
-        if walk.look_ahead(1):
+        if walk.look_ahead(left + 1) > left:
             warn(
                 f"{order.name} yields more than the {end} {order.unit} in epoch {self.epoch} that its len() says, and "
                 "these are not served. DDPSamplerWrapper(sampler, length='unknown') serves all."

@@ -308,7 +308,7 @@ class WrappedSampler:
         described: dict[str, Any] = {"class": self.name}
         if self.is_known:
             with told(dealing.settings):
-                described |= self._parameters()
+                described |= self.parameters()
         described["length"] = "unknown" if num_items is None else num_items
         config: dict[str, Any] = {"seed": self.seed, "sampler": described, "drop_last": self.tail == "drop"}
         if dealing.is_own and self.is_dealt_out:
@@ -317,7 +317,7 @@ class WrappedSampler:
         begins = dealing.begins or self.facts.begins
         return config | {"sequence": "" if "nondeterministic" in self.accept else begins}
 
-    def _parameters(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, Any]:
         """The parameters of torch's own samplers, long ones as digests."""
         found, inner = {}, self.sampler
         while inner is not None:
@@ -362,8 +362,8 @@ class WrappedSampler:
         return SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
 
     def bring_to(self, epoch: int, passes: Any) -> None:
-        """Begin the passes before an epoch that a state tells of, where the sampler remembers them."""
-        if type(passes) is not list or not self.is_trained_on or not self.remembers:
+        """Begin the passes before an epoch that a state tells of."""
+        if type(passes) is not list or not self.is_trained_on:
             return
         if len(self.memory.passes) < sum(count for *_, count in passes):
             self.memory.begin_again(self, epoch, passes)

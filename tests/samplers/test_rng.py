@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stateful.samplers.rng import Randomness, keep_if_drawn, keep_randomness, seed_randomness
+from lightning_stateful.samplers.rng import IsolatedReads, Randomness, keep_if_drawn, keep_randomness, seed_randomness
 
 
 def draw() -> tuple[float, float, float, float]:
@@ -51,3 +51,13 @@ def test_generators_are_put_back_after_an_exception() -> None:
         random.seed(random.random() // 0)
 
     assert draw() == expected
+
+
+@pytest.mark.parametrize("seed", [3, 2**63 + 3, 2**64 - 1])
+def test_the_seed_that_torch_tells_fits_into_a_tensor(seed: int) -> None:
+    with keep_randomness():
+        seed_randomness(seed)
+        assert torch.tensor(torch.initial_seed()).item() == torch.initial_seed()
+    reads = IsolatedReads()
+    told = {reads(seed, torch.initial_seed) for _ in range(20)}
+    assert told == {seed % 2**63}

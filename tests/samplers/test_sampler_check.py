@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import shelve
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +69,7 @@ def test_the_sampler_itself_is_not_iterated_and_a_copy_once() -> None:
         (theirs.CountsEpochs, True, False),
         (theirs.ShufflesInPlace, True, False),
         (lambda: theirs.Proxy(theirs.CountsEpochs()), True, False),
-        (lambda: theirs.KeepsItsPlace(9), False, False),
+        (lambda: theirs.KeepsItsPlace(9), True, False),
         (theirs.Fails, True, False),
         (lambda: iter(range(5)), True, False),
         (lambda: (n for n in range(3)), True, False),
@@ -124,6 +127,28 @@ def test_a_sampler_with_a_wrong_length_is_refused_with_both_numbers(make: Any, y
         _ = WrappedSampler(make()).facts
     with pytest.raises(ConfigurationError, match=r"list yields only 6 items in epoch 0, but length=150 was given"):
         _ = WrappedSampler([*range(6)], length=150).facts
+
+
+def test_a_sampler_whose_trial_changes_what_no_copy_has_is_refused(tmp_path: Path) -> None:
+    class InDatabase(Sampler[int]):
+        def __init__(self) -> None:
+            self.passes = shelve.open(str(tmp_path / "passes"))  # noqa: SIM115  # for as long as it lives
+
+        def __iter__(self) -> Iterator[int]:
+            self.passes["number"] = self.passes.get("number", 0) + 1
+            return iter(range(self.passes["number"], 9))
+
+    class ByFunction(Sampler[int]):
+        def __init__(self) -> None:
+            passes = itertools.count()
+            self.draw = lambda: iter(range(next(passes), 9))
+
+        def __iter__(self) -> Iterator[int]:
+            return self.draw()
+
+    for make in (InDatabase, ByFunction):
+        with pytest.raises(UnsupportedLoaderError, match=f"{make.__name__} yields something else whenever a copy"):
+            _ = WrappedSampler(make()).facts
 
 
 def test_one_that_begins_anew_for_every_batch_that_torch_cuts_is_refused_and_served_where_torch_cuts_none() -> None:

@@ -7,12 +7,22 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from support.iterable_cases import ENDLESS, KINDS, Counts, Itself, Numbers, Told, ToldWithState
+from support.iterable_cases import (
+    ENDLESS,
+    KINDS,
+    Counts,
+    CountsAtEnd,
+    CountsWithState,
+    Itself,
+    Numbers,
+    Told,
+    ToldWithState,
+)
 from support.stream_cases import InThisProcess, chunks, plain, read_numbers, stream_loader
 from torch.utils.data import DataLoader
 
 from lightning_stateful import patch_dataloader
-from lightning_stateful.errors import PositionError, ShardError
+from lightning_stateful.errors import ShardError, StatefulWarning
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*were read again"), pytest.mark.filterwarnings("ignore:.*no batch")]
 
@@ -101,13 +111,28 @@ def test_an_epoch_that_a_loop_tells_the_dataset_stays(workers: str) -> None:
     expected = user_loader(Told, workers)
     loader = patch_dataloader(user_loader(Told, workers))
     epochs = range(3, 5)
-    assert epochs_of(loader, loader.dataset, None, epochs) == epochs_of(expected, expected.dataset, None, epochs)
+    with pytest.warns(StatefulWarning, match="Something else has called set_epoch of Told"):
+        found = epochs_of(loader, loader.dataset, None, epochs)
+    assert found == epochs_of(expected, expected.dataset, None, epochs)
 
 
-def test_two_iterations_at_once_over_what_counts_its_passes_are_refused_by_name() -> None:
-    loader = patch_dataloader(user_loader(Counts, "no workers"))
-    with pytest.raises(PositionError, match="Counts is read by two iterations of its loader at once"):
-        list(zip(loader, loader, strict=True))
+def nested(loader: Any) -> Any:
+    return [(plain(one), plain(other)) for one in loader for other in loader]
+
+
+def zipped(loader: Any) -> Any:
+    return [(plain(one), plain(other)) for one, other in zip(loader, loader, strict=False)]
+
+
+@pytest.mark.parametrize("kind", [Counts, CountsAtEnd, CountsWithState])
+@pytest.mark.parametrize(
+    ("workers", "both"),
+    [("no workers", nested), ("no workers", zipped), ("fresh workers", zipped), ("persistent workers", nested)],
+)
+def test_two_iterations_at_once_go_on_as_in_torch_with_a_warning(kind: Any, workers: str, both: Any) -> None:
+    expected, loader = both(user_loader(kind, workers)), patch_dataloader(user_loader(kind, workers))
+    with pytest.warns(StatefulWarning, match=f"{kind.__name__} is read by two iterations of its loader at once"):
+        assert both(loader) == expected
 
 
 class Fails(Itself):

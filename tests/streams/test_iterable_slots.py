@@ -14,7 +14,8 @@ from support.iterable_cases import Counts, GoesOn, GoesOnWithState, ItselfWithSt
 
 from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.samplers.rng import keep_randomness
-from lightning_stateful.streams.iterables import IterableConfig, IterableSlot, IterableTask, digest_of_sample
+from lightning_stateful.streams.iterables import IterableConfig, IterableSlot, IterableTask
+from lightning_stateful.streams.pass_history import digest_of_sample
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +68,46 @@ def test_a_state_leads_to_the_very_sample_and_stays_as_it_is(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [Rich, OnIterator])
 def test_a_state_that_nothing_takes_any_more_is_refused(kind: Any) -> None:
     slot = slot_of(kind())
-    next(slot)
+    next(slot), next(slot)
     with pytest.raises(ShardError, match=r"Numbers \(rank 0, worker 0\) .*load_state_dict"):
         next(slot_of(Numbers(), slot.state()))
+
+
+class EpochAlone(GoesOnWithState):
+    """Saves its epoch, and not its position."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.share())
+
+
+class NotHeeded(EpochAlone):
+    """Loads its position, and ``iter()`` does not look at it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.share():
+            self.at += 1
+            yield number
+
+
+class Buffered(Tokens):
+    """Its buffer is not in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "buffer": []}
+
+
+@pytest.mark.parametrize("kind", [EpochAlone, NotHeeded, Buffered])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_own_state_that_leads_to_other_samples_is_told(kind: Any, number: int) -> None:
+    slot = slot_of(kind())
+    for _ in range(number):
+        next(slot)
+    resumed = slot_of(kind(), slot.state())
+    is_same = next(resumed, None) == next(slot, None)
+    assert is_same or "not exact. Its own state_dict and load_state_dict leave something out" in resumed.said
+    silent = slot_of(kind(), slot.state(), is_checked=False)
+    next(silent, None)
+    assert not silent.said
 
 
 def test_a_state_that_is_no_plain_data_is_refused() -> None:
@@ -104,6 +142,22 @@ def test_an_endless_source_without_state_is_read_again_from_its_first_pass_where
         next(slot)
         assert slot.state()["passes"] == [3]
         assert getattr(dataset, "at", getattr(dataset, "num_passes", 0)) in (fewest, fewest + 1)
+
+
+def test_a_generator_that_goes_on_is_warned_of_and_its_passes_are_not_read_again() -> None:
+    class Augments(Numbers):
+        def __init__(self) -> None:
+            self.generator = np.random.default_rng(0)
+
+        def __iter__(self) -> Iterator[Any]:
+            return ((number, self.generator.random()) for number in self.share())
+
+    slot = slot_of(Augments())
+    next(slot), next(slot)
+    assert slot.state()["draws"]
+    resumed = slot_of(Augments(), {**slot.state(), "passes": [4]}, 1)
+    next(resumed)
+    assert "holds a random generator that goes on from pass to pass" in resumed.said
 
 
 def test_other_samples_are_refused_unless_accepted() -> None:

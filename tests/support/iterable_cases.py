@@ -47,6 +47,17 @@ class CountsAtEnd(Numbers):
         self.num_passes += 1
 
 
+class Two(Numbers):
+    """Gives one dataset's numbers and then those of another, which counts its passes."""
+
+    def __init__(self) -> None:
+        self.parts = [Numbers(), Numbers(), Counts()]
+
+    def __iter__(self) -> Iterator[Any]:
+        for part in self.parts:
+            yield from part
+
+
 class GoesOn(Numbers):
     """An endless source, which goes on where it stands."""
 
@@ -231,6 +242,7 @@ KINDS = (
     Numbers,
     Counts,
     CountsAtEnd,
+    Two,
     GoesOn,
     Ends,
     Told,

@@ -118,6 +118,8 @@ def main(folder: Path, hold: int) -> None:
         weights = {name: value.tolist() for name, value in net.state_dict().items()}
         (folder / "weights.json").write_text(json.dumps(weights))
     if is_alone:
+        # Under load gloo may wait for ever for a rank that has left already.
+        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -33,7 +33,7 @@ ELSEWHERE: dict[Any, set[str]] = {
 # Whose private names are not of Lightning.
 OWNERS = ("self", "sys")
 # Kept by the toolkit on one of Lightning's loops.
-KEPT_THERE = {"_ended_early", "_validated", "_lifted_max_steps"}
+KEPT_THERE = {"_ended_early", "_step_hook", "_validated", "_lifted_max_steps"}
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed
+from harm.basics import LENGTH as NUM_SAMPLES
+from harm.basics import num_ranks, own_rank, permutation
+from harm.own_samplers import Shuffled
+from harm.runs import train as train_entry
+from harm.table import Entry, of
 from support.ddp_runs import Link, assert_chains, chain_of, on_ranks
 from support.ledger import samples, trained
 from support.ranks import Ranks
@@ -138,3 +143,31 @@ def test_evaluation_gives_every_sample_once_over_the_ranks_and_predictions_their
         expected = [[] for _ in rank["predict"]] if "without len" in name else rank["predict"]
         assert [indices for indices, _ in rank["written"]] == expected
         assert rank["written at the end"] == ([[]] if "without len" in name else [expected])
+
+
+class OtherLater(Shuffled):
+    """Each rank's share; from epoch 1 on it may have other samples on a rank, or on all."""
+
+    def __init__(self, others: tuple[int, ...] = ()) -> None:
+        self.others = others
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES // num_ranks()
+
+    def __iter__(self) -> Iterator[int]:
+        order = permutation(self.epoch + 7 * (self.epoch > 0 and own_rank() in self.others))
+        return iter(order[own_rank() :: num_ranks()])
+
+
+def resumed_with_others(folder: Path) -> list[Any]:
+    """A run of each rank's own sampler that is stopped in epoch 1, and goes on with the same or with others."""
+    entries = [Entry(of(lambda others=others: OtherLater(others)), "equal", deals="itself") for others in ((), (0, 1))]
+    whole, stopped = train_entry(entries[0]), train_entry(entries[0], max_steps=5, save=folder / "middle.ckpt")
+    after = [train_entry(entry, ckpt_path=folder / "middle.ckpt") for entry in entries]
+    return [whole.trained == stopped.trained + after[0].trained, after[1].trained, after[1].error]
+
+
+def test_a_sampler_of_each_rank_with_other_data_in_a_later_epoch_is_refused(ranks: Ranks) -> None:
+    for is_exact, trained_on, error in ranks.of(resumed_with_others):
+        assert (is_exact, trained_on) == (True, [])
+        assert error.startswith("StateMismatchError: The sampler's state in epoch 1")

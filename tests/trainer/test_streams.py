@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from support.iterable_cases import Counts, EndlessTokens, GoesOn, GoesOnWithState, Sized
+from support.iterable_cases import Counts, EndlessTokens, GoesOn, GoesOnWithState, Itself, Sized
 from support.ledger import batches
 from support.runs import assert_goes_on_from_every_moment, train, train_alone
 from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
 
 MOMENTS = [
     ("on_train_batch_start", 1, 3),
@@ -97,3 +97,9 @@ def test_two_loaders_over_one_dataset_are_warned_of_at_the_start() -> None:
 
     with pytest.warns(StatefulWarning, match=r"'0' and '1' read one Stream object in turn"):
         train_alone(shared, max_epochs=1)
+
+
+def test_two_loaders_over_one_iterator_are_refused_at_the_start() -> None:
+    dataset = Itself()
+    with pytest.raises(ConfigurationError, match="'0' and '1' share one Itself object, which is its own iterator"):
+        train_alone(lambda: CombinedLoader([DataLoader(dataset), DataLoader(dataset)], "min_size"))

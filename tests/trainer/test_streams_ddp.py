@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets.distributed import split_dataset_by_node
 from lightning.pytorch.callbacks import LambdaCallback
 from support.ddp_runs import (
     Link,
@@ -33,6 +34,7 @@ from support.stream_runs import (
     VAL_FIRST,
     VAL_SAMPLES,
     VAL_SIZES,
+    Batches,
     BatchesWithState,
     OwnWithState,
     chunks,
@@ -133,7 +135,7 @@ def test_states_are_equal_on_all_ranks_at_every_moment_and_plain(
     assert json.loads(json.dumps(first)) == json.loads(json.dumps(second))
     assert len(first) > 20
     # The dataset's own state of each rank is a tensor of 22 numbers.
-    most = 9000 if kind == "own with a state" else 5000
+    most = 11000 if kind == "own with a state" else 5000
     assert max(len(json.dumps(state)) for _, state, _ in first) < most
 
 
@@ -168,6 +170,7 @@ SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "short epochs": (partial(on_chunks, steps_per_epoch=4), {"max_epochs": 7}),
     "long epochs": (partial(on_chunks, steps_per_epoch=13), {"val_check_interval": 5}),
     "callback alone": (lambda folder: DataLoader(mapped(files_of("parquet", files(folder))), batch_size=2), CALLBACK),
+    "iterables": (lambda folder: Batches(), CALLBACK),
     "iterables with a state": (lambda folder: BatchesWithState(), CALLBACK),
     "iterables cut": (
         lambda folder: BatchesWithState(),
@@ -176,7 +179,7 @@ SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-BESIDE_CHUNKS = ("side by side", "callback alone", "iterables with a state", "iterables cut")
+BESIDE_CHUNKS = ("side by side", "callback alone", "iterables", "iterables with a state", "iterables cut")
 
 
 def schedule(folder: Path, name: str) -> list[Link]:
@@ -233,6 +236,17 @@ def nothing_at_all(folder: Path) -> list[Any]:
 
 def test_ranks_that_have_nothing_at_all_are_warned_as_a_single_one_is(ranks: Ranks) -> None:
     assert [trained(ledger) for ledger in ranks.of(nothing_at_all)] == [[], []]
+
+
+def split_alike(folder: Path) -> None:
+    """Every rank takes the part of rank 0."""
+    part = split_dataset_by_node(mapped(files_of("parquet", files(folder))), rank=0, world_size=2)
+    run(lambda: DataLoader(part, batch_size=2), callbacks=[StatefulDataCallback(seed=7)])
+
+
+def test_ranks_whose_parts_contradict_them_are_refused_before_the_first_step(ranks: Ranks) -> None:
+    for error in ranks.errors_of(split_alike):
+        assert error.startswith("RankMismatchError")
 
 
 # Other numbers of ranks

@@ -91,6 +91,13 @@ def test_other_loaders_cycle_or_end_with_the_epoch(tmp_path: Path) -> None:
     assert_goes_on_from_every_moment(tmp_path, beside, MOMENTS[:2] + MOMENTS[3:], train_alone, max_epochs=4)
 
 
+def test_the_log_says_each_length_that_is_another(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        train_alone(growing, max_epochs=3)
+    said = [record.message for record in caplog.records if "as its len() says now" in record.message]
+    assert [message.split(" of the")[0] for message in said[:2]] == ["Epoch 1 has 8 batches", "Epoch 2 has 3 batches"]
+
+
 def test_an_epoch_without_a_validation_is_warned_of() -> None:
     with pytest.warns(StatefulWarning, match="Epoch 2 has 3 batches, and val_check_interval=5: it has no validation"):
         train_with_validation(growing, max_epochs=3, val_check_interval=5)

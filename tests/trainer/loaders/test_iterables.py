@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torchdata.nodes as nodes
+from datasets.distributed import split_dataset_by_node
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.ledger import Numbers, batches
 from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, train, train_alone
-from torch.utils.data import DataLoader
+from support.stream_runs import chunks
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
@@ -143,12 +146,84 @@ def test_epochs_are_those_of_lightning_alone(options: dict[str, Any]) -> None:
     assert batches(train_alone(Fixed, **options).ledger) == batches(train(Fixed, **options).ledger)
 
 
-def test_a_state_is_that_of_the_batch_trained_on_and_nothing_is_fetched_again(tmp_path: Path) -> None:
+def test_a_state_is_that_of_the_batch_trained_on_and_one_is_fetched_again_to_compare(tmp_path: Path) -> None:
     before = ended(tmp_path / "middle.ckpt", Remembers, run=train_alone, max_steps=4)
     Remembers.fetched = 0
     resumed = train_alone(Remembers, ckpt_path=tmp_path / "middle.ckpt", max_epochs=1)
-    assert Remembers.fetched == 7
+    assert Remembers.fetched == 8
     assert batches(before.ledger + resumed.ledger) == batches(train_alone(Remembers, max_epochs=1).ledger)
+
+
+@pytest.mark.parametrize("max_steps", [4, 11])
+def test_a_state_that_does_not_lead_back_is_warned_of_by_name(tmp_path: Path, max_steps: int) -> None:
+    class Forgets(Remembers):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.epoch = state["epoch"]
+
+    ended(tmp_path / "middle.ckpt", Forgets, run=train_alone, max_steps=max_steps)
+    with pytest.warns(StatefulWarning, match=r"Forgets \(rank 0\) gives other samples .* not exact"):
+        train_alone(Forgets, ckpt_path=tmp_path / "middle.ckpt", max_epochs=2)
+
+
+def rows(numbers: list[int]) -> Iterator[Any]:
+    for number in numbers:
+        yield {"id": number, "x": [number / 100] * 4}
+
+
+def of_hugging_face() -> Any:
+    # Nobody told it would give another order, were it told its epoch.
+    made: Any = datasets.IterableDataset.from_generator(rows, gen_kwargs={"numbers": list(range(20))})
+    return made.with_format("torch")
+
+
+class Delegates(IterableDataset[Any]):
+    """Leaves its state to a dataset of Hugging Face's, where a loaded one would begin every later pass."""
+
+    def __init__(self) -> None:
+        self.held = of_hugging_face()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.held)
+
+    def state_dict(self) -> Any:
+        return self.held.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.held.load_state_dict(state)
+
+
+def test_a_state_of_hugging_faces_is_used_by_one_pass(tmp_path: Path) -> None:
+    moments = [("on_train_batch_end", 0, 0), ("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0)]
+    make = lambda: DataLoader(Delegates(), batch_size=2)  # noqa: E731
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, max_epochs=3)
+    assert batches(train_alone(make).ledger) == batches(train(make).ledger)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_part_that_its_user_has_split_off_is_what_torch_reads(rank: int) -> None:
+    make = lambda: DataLoader(split_dataset_by_node(of_hugging_face(), rank=rank, world_size=2), batch_size=2)  # noqa: E731
+    found = batches(train_alone(make, max_epochs=1).ledger)
+    assert found == batches(train(make, max_epochs=1).ledger)
+    assert len(found) == 5
+
+
+class InForce(Remembers):
+    """What it has loaded begins every later pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        first = self.first
+        yield from super().__iter__()
+        self.first = first
+
+
+def test_a_loaded_state_that_stays_in_force_is_warned_of(tmp_path: Path) -> None:
+    class Loads(InForce):
+        def order(self) -> list[list[int]]:
+            return [[number, number + 1] for number in range(0, 22, 2)]
+
+    ended(tmp_path / "middle.ckpt", Loads, run=train_alone, max_steps=4)
+    with pytest.warns(StatefulWarning, match="begins pass 1 where the resume began, and not where it would have begun"):
+        train_alone(Loads, ckpt_path=tmp_path / "middle.ckpt", max_epochs=2)
 
 
 def test_what_is_not_read_again_begins_anew_as_in_lightning(tmp_path: Path) -> None:
@@ -197,12 +272,49 @@ def test_a_list_of_numbers_is_a_loader_as_in_lightning(data: Any) -> None:
     assert seen[1] == seen[0]
 
 
-def test_the_log_says_once_what_is_not_seen_to(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        train_alone(Remembers, max_epochs=3)
+class Told(IterableDataset[Any]):
+    def set_epoch(self, epoch: int) -> None:
+        """Does nothing."""
 
-    said = [record.message for record in caplog.records if "Remembers" in record.message]
-    assert said == [
-        "Training data: Remembers is no DataLoader: each rank trains on what its own gives, without seed_samples, "
-        "and a resume is as exact as its own state_dict."
-    ]
+    def __iter__(self) -> Iterator[Any]:
+        return map(Numbers(6).__getitem__, range(6))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            Remembers,
+            [
+                "Training data: Remembers is no DataLoader: each rank trains on what its own gives, without "
+                "seed_samples, and a resume is as exact as its own state_dict."
+            ],
+        ),
+        (
+            lambda: DataLoader(Told()),
+            [
+                "Training data: Told is a stream: every rank and worker trains on what its own dataset gives it, and a "
+                "resume reads it again, because it has no state_dict and load_state_dict. It is told every epoch by "
+                "set_epoch, in workers too; Lightning alone tells samplers only."
+            ],
+        ),
+        (
+            lambda: DataLoader(chunks()),
+            [
+                "limit_train_batches cuts epochs of the training loader after 3 steps, and the next epoch goes on "
+                "there; Lightning alone begins ChunkedDataset anew.",
+                "Training data: ChunkedDataset is a stream: its 9 shards are shared evenly among ranks and workers, "
+                "and a resume goes on within it.",
+            ],
+        ),
+    ],
+    ids=["iterable", "told", "goes on"],
+)
+def test_the_log_says_once_what_is_done_otherwise(
+    caplog: pytest.LogCaptureFixture, make: Any, expected: list[str]
+) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        train_alone(make, max_epochs=3, limit_train_batches=3)
+
+    said = [record.message for record in caplog.records]
+    assert [text for text in said if text.startswith(("Training data", "limit_train"))] == expected

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from support.iterable_cases import Counts, CountsWithState
 from support.ledger import Asks, LedgerModel, Numbers
-from support.runs import stopped, train_alone, training
+from support.runs import assert_goes_on_from_every_moment, stopped, train_alone, training
 from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -76,3 +77,20 @@ def test_a_run_builds_its_training_loaders_once_on_a_resume_too(tmp_path: Path, 
     assert len(built) == 1
     run(lambda: module(make), ckpt_path=tmp_path / "stop.ckpt", **options)
     assert len(built) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*were read again.*")
+@pytest.mark.parametrize("kind", [Counts, CountsWithState])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_dataset_that_is_built_anew_counts_its_passes_as_without_a_stop(
+    tmp_path: Path, kind: Any, every: int
+) -> None:
+    class Rows(kind):  # type: ignore[misc]  # chosen here
+        def __iter__(self) -> Iterator[Any]:
+            for number in super().__iter__():
+                yield Numbers(100)[number[1] if isinstance(number, tuple) else number]
+
+    moments = [("on_train_epoch_end", 0, 0), ("on_train_epoch_end", 1, 0), ("on_train_batch_end", 1, 1)]
+    make = lambda: PlainData(lambda: DataLoader(Rows(), batch_size=2))  # noqa: E731
+    options = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 3}
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, **options)

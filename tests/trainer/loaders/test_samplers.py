@@ -26,7 +26,8 @@ from support.runs import (
 from support.sampler_cases import cuts_loader, train_with
 from support.samplers import BATCHES, LENGTH, LOADERS, loader
 
-from lightning_stateful import DDPSamplerWrapper, is_patched
+from lightning_stateful import DDPSamplerWrapper, is_patched, patch_dataloader
+from lightning_stateful.trainer.train_loaders import dealt_otherwise
 
 # Said by torchdata's loader, whenever one is made, of what newer versions of torch deprecate.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -335,6 +336,21 @@ def test_the_resume_mode_is_in_the_log_and_the_report(
     assert len(repr(saved)) < 1000
     assert saved["config"]["sampler"]["class"] == kind
     assert saved["progress"]["consumed"] == {"without len": 6, "own state": 6}.get(name, 3)
+
+
+def test_the_log_says_once_how_draws_differ_from_torchs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        train_with(LOADERS["global random"], max_epochs=1)
+    assert caplog.text.count("Samplers and samples draw random numbers by (seed ") == 1
+
+
+@pytest.mark.parametrize(("num_ranks", "said"), [(1, ""), (2, "Of each step a rank takes consecutive samples, ")])
+def test_a_shuffle_of_torchs_is_said_to_be_dealt_out_otherwise(num_ranks: int, said: str) -> None:
+    given = torch.utils.data.DataLoader(Numbers(LENGTH), shuffle=True)
+    patched = patch_dataloader(given, num_replicas=num_ranks, rank=0)
+    assert dealt_otherwise(given, patched).startswith(said)
+    assert bool(dealt_otherwise(given, patched)) is bool(said)
+    assert not dealt_otherwise(patched, patched)
 
 
 def test_several_loaders_are_reported_by_path(caplog: pytest.LogCaptureFixture) -> None:

@@ -73,6 +73,38 @@ def test_a_run_that_breaks_off_is_saved_and_goes_on_exactly(tmp_path: Path, name
     assert_resumes(tmp_path / "stop.ckpt", model.ledger, served_again)
 
 
+class FailsAfterStep(LedgerModel):
+    """Fails within ``optimizer_step``, when the optimizer has stepped."""
+
+    fail_at = 14
+
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
+        super().optimizer_step(*args, **options)
+        if self.global_step == self.fail_at:
+            raise RuntimeError("NaN")
+
+
+@pytest.mark.filterwarnings("ignore:.*ckpt_path=.*:UserWarning")
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        (14, {}),
+        (21, {}),  # the last of an epoch
+        (32, {}),  # the last of all
+        (8, {"accumulate_grad_batches": 2, "val_check_interval": 4}),
+    ],
+    ids=str,
+)
+def test_a_batch_whose_step_is_taken_is_not_trained_on_twice(
+    tmp_path: Path, step: int, options: dict[str, Any]
+) -> None:
+    model = seeded(FailsAfterStep)
+    model.fail_at = step
+    with pytest.raises(RuntimeError, match="NaN"):
+        train(model=model, callbacks=[OnExceptionCheckpoint(tmp_path, filename="stop")], **options)
+    assert_resumes(tmp_path / "stop.ckpt", model.ledger, 0, **options)
+
+
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return enter_slurm_job(tmp_path, monkeypatch.setenv)

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, StochasticWeightAveraging
-from support.ledger import LedgerModel
+from support.ledger import LedgerModel, batches
 from support.runs import (
     Outcome,
     assert_goes_on_from_every_moment,
@@ -114,3 +114,12 @@ def test_36_a_stop_that_waits_for_min_epochs_or_min_steps_is_remembered(tmp_path
     moments = STOPS if "limit_val_batches" in limit else [*STOPS, ("on_validation_start", 1, 0)]
     whole = assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=5, **limit)
     assert whole.current_epoch < 5
+
+
+def test_36_a_run_that_has_stopped_after_min_epochs_is_trained_on(tmp_path: Path) -> None:
+    stopping = LambdaCallback(on_train_batch_end=stop_early)
+    stopped(tmp_path / "end.ckpt", hook="on_train_epoch_end", epoch=1, callbacks=[stopping], min_epochs=2)
+    whole = train(max_epochs=3)
+    again = train(ckpt_path=tmp_path / "end.ckpt", max_epochs=3)
+    of_third_epoch = len(batches(whole.ledger)) // 3
+    assert batches(again.ledger) == batches(whole.ledger)[-of_third_epoch:]

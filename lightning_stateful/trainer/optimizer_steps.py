@@ -1,0 +1,66 @@
+"""Optimizer steps and learning rate schedulers, which Lightning counts and steps when a batch is over.
+
+Lightning counts a batch after ``optimizer_step`` has returned. A checkpoint that is written within, or on an error
+there, may hold weights that were trained on the batch already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_stateful.trainer.lightning import pl
+from lightning_stateful.trainer.loop_progress import STEPPED_IN, LoopProgress, epoch_set_to, next_step
+
+
+def watch_steps(trainer: pl.Trainer) -> None:
+    """Note from now on in which batch the optimizer has stepped. With manual optimization nothing is noted."""
+    forget_steps(trainer)
+    optimizers = trainer.optimizers
+    if not trainer.lightning_module.automatic_optimization or not hasattr(optimizers[0], "register_step_post_hook"):
+        return
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+
+    def note(*_: Any) -> None:
+        setattr(epoch_loop, STEPPED_IN, next_step(trainer, begun=True))
+
+    epoch_loop._step_hook = optimizers[0].register_step_post_hook(note)
+
+
+def forget_steps(trainer: pl.Trainer) -> None:
+    """Undo :func:`watch_steps`."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    vars(epoch_loop).pop(STEPPED_IN, None)
+    if (hook := vars(epoch_loop).pop("_step_hook", None)) is not None:
+        hook.remove()
+
+
+def step_schedulers(trainer: pl.Trainer) -> None:
+    """Let the schedulers take the step that follows a batch; those that monitor a metric are not among them."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+    if epoch_loop._num_ready_batches_reached():
+        epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+
+def step_plateau_schedulers(trainer: pl.Trainer, progress: LoopProgress) -> None:
+    """Let ReduceLROnPlateau take the step that was due when the checkpoint was written, if its metric is known."""
+    if not progress.plateau or not _plateau_metrics_known(trainer):
+        return
+    with epoch_set_to(trainer, progress.epoch - (progress.plateau == "epoch")):
+        trainer.fit_loop.epoch_loop.update_lr_schedulers(progress.plateau, update_plateau_schedulers=True)
+
+
+def end_resumed_epoch(trainer: pl.Trainer) -> None:
+    """Let the end of a resumed epoch be that of any other.
+
+    Lightning still calls itself restarting there if no batch was left, and leaves ReduceLROnPlateau out, because it
+    does not save metrics: if what the scheduler monitors is known, it steps.
+    """
+    trainer.fit_loop.epoch_loop.restarting = False
+    if _plateau_metrics_known(trainer):
+        trainer.fit_loop._restarting = False
+
+
+def _plateau_metrics_known(trainer: pl.Trainer) -> bool:
+    monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    return all(monitor in trainer.callback_metrics for monitor in monitors)

@@ -1,0 +1,280 @@
+"""Samplers and datasets that something changes during training: as without the callback, and no resume in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harm.basics import LENGTH, Indices, loader, permutation
+from harm.laws import is_harm, resumed, uninterrupted
+from harm.own_samplers import CountsAtEnd, Shuffled
+from harm.runs import Trial, train
+from harm.table import Entry, WithCallback, of
+from torch.utils.data import Dataset, IterableDataset, Sampler, WeightedRandomSampler
+
+
+class CountsDown(Sampler[int]):
+    """Its ``len`` is what is left, as Megatron's; it counts a sample when the next is asked for."""
+
+    consumed_samples = 0
+
+    def __len__(self) -> int:
+        return LENGTH - self.consumed_samples
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.consumed_samples, LENGTH):
+            yield index
+            self.consumed_samples += 1
+        self.consumed_samples = 0
+
+
+class SetsConsumed(pl.Callback):
+    """Brings the sampler to where the run stopped, by a state of its own."""
+
+    def __init__(self, sampler: CountsDown) -> None:
+        self.sampler, self.consumed = sampler, 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.consumed = (self.consumed + 4) % LENGTH
+
+    def state_dict(self) -> dict[str, int]:
+        return {"consumed": self.consumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.consumed = state["consumed"]
+
+    def on_train_start(self, *_: Any) -> None:
+        self.sampler.consumed_samples = self.consumed
+
+
+class HasTail(CountsAtEnd):
+    """Counts an epoch behind its last sample, which torch asks for where the last batch is not full."""
+
+    def __len__(self) -> int:
+        return LENGTH - 2
+
+    def __iter__(self) -> Iterator[int]:
+        yield from permutation(self.epoch)[2:]
+        self.epoch += 1
+
+
+class NotesBad(Indices):
+    """Notes samples that it finds bad."""
+
+    def __init__(self) -> None:
+        self.bad: set[int] = set()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if index % 5 == 0:
+            self.bad.add(index)
+        return super().__getitem__(index)
+
+
+class SkipsBad(Sampler[int]):
+    """Leaves out what is in a set; with a length of its own."""
+
+    def __init__(self, bad: set[int]) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return LENGTH - len(self.bad)
+
+    def __iter__(self) -> Iterator[int]:
+        return (index for index in range(LENGTH) if index not in self.bad)
+
+
+class SkipsBadOf(SkipsBad):
+    """Holds the dataset itself."""
+
+    def __init__(self, dataset: NotesBad) -> None:
+        self.dataset = dataset
+
+    bad = property(lambda self: self.dataset.bad)  # type: ignore[assignment]  # the dataset's
+
+
+class ByWeights(Shuffled):
+    """Is told the epoch, and draws by weights."""
+
+    def __init__(self) -> None:
+        self.weights = torch.ones(LENGTH)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.multinomial(self.weights, LENGTH, replacement=True).tolist())
+
+
+class Sets(pl.Callback):
+    """Does something to an object in one of its hooks."""
+
+    def __init__(self, hook: str, change: Callable[[Any, int, int], None], changed: Any) -> None:
+        def go(trainer: Any, module: Any, *arguments: Any) -> None:
+            change(changed, trainer.current_epoch, arguments[-1] if arguments else 0)
+
+        setattr(self, hook, go)
+
+
+def set_weights(sampler: Any, epoch: int, batch: int) -> None:
+    if batch == 2:
+        sampler.weights[:] = torch.arange(LENGTH) // 4 == epoch
+
+
+def tell(told: Any, epoch: int, batch: int) -> None:
+    told.set_epoch(2 * epoch + 1)
+
+
+class Told(Dataset[torch.Tensor]):
+    """Gives other samples in each epoch that it is told, and keeps it under a name of its own."""
+
+    _told = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._told = epoch
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(100 * self._told + index)
+
+
+class ToldIterable(IterableDataset[torch.Tensor]):
+    """The same, in a row."""
+
+    _told = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._told = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor(100 * self._told + index) for index in range(LENGTH))
+
+
+class ToldBatches(Told, Sampler[list[int]]):  # type: ignore[misc]  # both are torch's
+    """A batch sampler that is told the epoch likewise; Lightning tells none."""
+
+    def __len__(self) -> int:
+        return LENGTH // 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = permutation(self._told)
+        yield from (order[start : start + 4] for start in range(0, LENGTH, 4))
+
+
+def by_dataset(dataset: Callable[[], Any], sampler: Callable[[Any], Any]) -> Callable[[int], Any]:
+    """A loader whose sampler is made of its dataset."""
+
+    def make(workers: int) -> Any:
+        data = dataset()
+        return loader(workers, dataset=data, sampler=sampler(data))
+
+    return make
+
+
+@dataclass(frozen=True)
+class Changed(WithCallback):
+    """A DataLoader and a callback that changes a part of it."""
+
+    role: str = "sampler"
+
+    def __call__(self, workers: int) -> Any:
+        made = self.sampler()
+        return lambda: loader(workers, **{self.role: made}), self.callback(made)
+
+
+def judged(
+    folder: Path, make: Callable[[int], Any], stops: dict[int, str], same: str = "equal", workers: int = 0
+) -> None:
+    """Compare a run with one without the callback, and its resumes with what is expected of each stop."""
+    entry = Entry(make, same)
+    plain, own = (train(entry, own=with_callback, workers=workers) for with_callback in (False, True))
+    assert uninterrupted(entry, [Trial(plain, own)], None) == ("same", "")
+    for stop, expected in stops.items():
+        stopped = train(entry, workers=workers, max_steps=stop, save=folder / "middle.ckpt")
+        outcome, why = resumed([own], [stopped], [train(entry, workers=workers, ckpt_path=folder / "middle.ckpt")])
+        assert not is_harm(outcome), f"{stop}: {why}"
+        assert outcome == expected, f"{stop}: {why}"
+
+
+@pytest.mark.parametrize(
+    ("make", "stops"),
+    [
+        pytest.param(of(CountsDown), {3: "exact", 6: "exact", 7: "exact", 9: "exact"}, id="len is what is left"),
+        pytest.param(WithCallback(CountsDown, SetsConsumed), {2: "refused", 3: "refused"}, id="and is set"),
+        pytest.param(of(HasTail), {6: "exact", 8: "exact"}, id="counts behind a tail"),
+    ],
+)
+def test_a_sampler_counts_as_in_torch(tmp_path: Path, make: Any, stops: dict[int, str]) -> None:
+    judged(tmp_path, make, stops)
+
+
+def test_a_sampler_counts_as_in_torch_behind_what_workers_leave_out(tmp_path: Path) -> None:
+    judged(tmp_path, of(HasTail, drop_last=True), {7: "exact"}, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "same", "stops"),
+    [
+        pytest.param(
+            by_dataset(NotesBad, SkipsBadOf), "equal", {3: "warned", 6: "warned", 8: "refused"}, id="bad samples"
+        ),
+        pytest.param(
+            by_dataset(NotesBad, lambda data: SkipsBad(data.bad)),
+            "equal",
+            {3: "warned", 8: "refused"},
+            id="a shared set",
+        ),
+        *(
+            pytest.param(
+                Changed(kind, partial(Sets, "on_train_batch_end", set_weights)),
+                "runs",
+                {3: "warned", 6: "warned", 9: "refused"},
+                id=f"weights, {name}",
+            )
+            for name, kind in (("told", ByWeights), ("torch's", lambda: WeightedRandomSampler([1.0] * LENGTH, LENGTH)))
+        ),
+    ],
+)
+def test_what_training_changes_is_warned_of(tmp_path: Path, make: Any, same: str, stops: dict[int, str]) -> None:
+    judged(tmp_path, make, stops, same)
+
+
+@pytest.mark.parametrize(
+    ("kind", "role", "hook", "stops", "workers"),
+    [
+        pytest.param(Told, "dataset", "on_train_epoch_start", {3: "warned", 6: "exact"}, 0, id="dataset"),
+        pytest.param(ToldIterable, "dataset", "on_train_epoch_start", {3: "refused", 6: "warned"}, 0, id="iterable"),
+        pytest.param(ToldIterable, "dataset", "on_train_epoch_start", {6: "warned"}, 1, id="iterable, worker"),
+        pytest.param(ToldBatches, "batch_sampler", "on_train_epoch_start", {6: "exact", 9: "refused"}, 0, id="batches"),
+        pytest.param(
+            ToldBatches, "batch_sampler", "on_train_epoch_end", {6: "exact", 12: "warned"}, 0, id="at its end"
+        ),
+    ],
+)
+def test_set_epoch_as_a_user_calls_it_wins(
+    tmp_path: Path, kind: Any, role: str, hook: str, stops: dict[int, str], workers: int
+) -> None:
+    judged(tmp_path, Changed(kind, partial(Sets, hook, tell), role), stops, workers=workers)
+
+
+class HoldsData(Sampler[int]):
+    """Holds the dataset for its length alone."""
+
+    def __init__(self, dataset: NotesBad) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(self)).tolist())
+
+
+def test_a_dataset_that_changes_nothing_of_what_its_sampler_yields_is_not_warned_of(tmp_path: Path) -> None:
+    make = by_dataset(NotesBad, HoldsData)
+    judged(tmp_path, make, {3: "exact", 9: "exact"}, "multiset")
+    assert not train(Entry(make, "multiset")).said
