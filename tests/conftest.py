@@ -24,19 +24,36 @@ settings.register_profile("thorough", settings.get_profile("quick"), max_example
 settings.load_profile("quick")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave files in the order below: xdist would begin with those that have most tests."""
+    config.option.loadscopereorder = False
+
+
 # Files that take longest, first of all: two processes share the files, and so end together.
 _LONGEST = (
+    "test_hugging_face_nodes",
+    "loaders/test_samplers",
     "test_samplers_ddp",
     "test_streams_ddp",
-    "test_hugging_face_nodes",
-    "trainer/loaders/test_samplers",
+    "test_iterable_epochs",
+    "test_harm_on_ranks",
+    "test_contract",
     "test_moments",
+    "test_examples",
+    "test_ddp_data",
+    "test_ddp",
+    "test_fabric_and_torchrun",
+    "test_stream_elastic",
     "test_buckets_ddp",
     "test_sources_ddp",
-    "test_examples",
-    "test_fabric_and_torchrun",
-    "test_traps",
+    "test_stream_ranks",
+    "test_own_iteration",
+    "test_stream_workers",
+    "test_lhotse",
+    "test_module_moments",
     "test_stream_moments",
+    "test_traps",
+    "test_killed_ddp",
 )
 
 
@@ -59,7 +76,7 @@ def quiet_lightning() -> None:
 
 @pytest.fixture(autouse=True)
 def no_seed_of_another_test() -> Iterator[None]:
-    """What ``seed_everything`` sets for the process is the default seed of all loaders."""
+    """Take out what ``seed_everything`` sets for the process: the default seed of all loaders."""
     yield
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)

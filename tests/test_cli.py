@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> str:
 
 
 class Told:
-    """What a command returned and wrote."""
+    """The exit code of a command, and its output."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What pyproject.toml declares is what is imported, and what `make test-oldest` installs."""
+"""The packages of pyproject.toml are those imported, and those that `make test-oldest` installs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users write, checked by mypy in strict mode: the public types are part of the interface."""
+"""Code as users write it, checked by mypy in strict mode: the public types are part of the interface."""
 
 from __future__ import annotations
 

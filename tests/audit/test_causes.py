@@ -22,7 +22,7 @@ class Resumed(Honest):
         self.fault, self.start, self.is_first = fault, 0, True
 
     def left(self, epoch: int | None = None) -> list[Any]:
-        """What is left of the present epoch, or as much of another one."""
+        """The rest of the present epoch, or as much of another one."""
         present, self.epoch = self.epoch, self.epoch if epoch is None else epoch
         samples = self.order()[self.consumed :]
         self.epoch = present

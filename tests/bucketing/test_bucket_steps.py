@@ -61,7 +61,7 @@ def test_taking_samples_away_or_adding_ranks_never_needs_more_steps(case, rng, d
 
 @st.composite
 def remainders(draw):
-    """What is left after some ranges were taken out again and again, and the same as a list."""
+    """The rest after some ranges were taken out again and again, and the same as a list."""
     length = draw(st.integers(0, 60))
     left, expected = Remainder.whole(length), list(range(length))
     for _ in range(draw(st.integers(0, 4))):

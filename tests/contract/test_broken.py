@@ -137,7 +137,7 @@ BROKEN: list[tuple[type[Honest], str]] = [
 
 
 class TestAnHonestSampler(ResumeContract):
-    """What pytest collects from a contract: one test a law."""
+    """Pytest collects one test a law from a contract."""
 
     def make(self, num_replicas: int = 1, rank: int = 0) -> Honest:
         return Honest(num_replicas, rank, length=11)

@@ -155,8 +155,6 @@ STOPPED_EVERYWHERE = (
     "mixture, steps",
     "loader, mixture, scheduled",
     "buckets",
-    "wrapper, own state",
-    "patched, class balanced",
     "patched, own state",
 )
 
@@ -207,40 +205,16 @@ def test_with_two_workers_a_loader_obeys_the_laws_on_resuming(name: str) -> None
         LAWS[law](recorder, num_epochs=1, stops=[3])
 
 
-# What else decides about batches stands in the configurations; see the tests of mixture, bucketing and the state.
-REFUSALS: dict[str, tuple[Make, list[Make]]] = {
-    "loader": (
-        loader(DATA, batch_size=3, shuffle=True),
-        [
-            loader(DATA, batch_size=3, shuffle=True, seed=1),
-            loader(DATA, batch_size=3, shuffle=False),
-            loader(DATA, batch_size=3, shuffle=True, drop_last=True),
-            loader([*DATA, 11], batch_size=3, shuffle=True),
-            loader(DATA, sampler=RandomSampler(DATA, num_samples=10)),
-            loader(DATA, sampler=BlockShuffledOrder(11)),
-        ],
-    ),
-    "mixture": (
-        mixture(2, weights=[3, 2, 1]),
-        [mixture(2, weights=[3, 1, 2]), ranked(MixtureBatchSampler, {**SOURCES, "c": 9}, 2), round_robin(2)],
-    ),
-    "buckets": (
-        buckets(max_tokens=32),
-        [buckets(max_tokens=33), ranked(BucketBatchSampler, LENGTHS[:-1], max_tokens=32)],
-    ),
-    "wrapper": (
-        wrapper(ShuffledBatches()),
-        [
-            *(wrapper(ShuffledBatches(), **{name: value}) for name, value in [("seed", 1), ("tail", "drop")]),
-            *(wrapper(ShuffledBatches(), length=length) for length in (5, "unknown")),
-            *(fresh(name) for name in sorted(SAMPLERS) if name != "shuffled batches"),
-        ],
-    ),
-}
+# The settings of loaders, mixtures and buckets are in tests/trainer/resume/test_refusals.py,
+# tests/samplers/test_accepted_changes.py and tests/data_modules/test_bucket_changes.py.
+OTHER_WRAPPERS: list[Make] = [
+    *(wrapper(ShuffledBatches(), **{name: value}) for name, value in [("seed", 1), ("tail", "drop")]),
+    *(wrapper(ShuffledBatches(), length=length) for length in (5, "unknown")),
+    *(fresh(name) for name in sorted(SAMPLERS) if name != "shuffled batches"),
+]
 
 
-@pytest.mark.parametrize(("make", "others"), REFUSALS.values(), ids=REFUSALS)
-def test_every_single_other_setting_is_refused(make: Make, others: list[Make]) -> None:
-    recorder = Recorder(make)
-    for other in others:
+def test_a_wrapper_with_another_setting_or_sampler_is_refused() -> None:
+    recorder = Recorder(wrapper(ShuffledBatches()))
+    for other in OTHER_WRAPPERS:
         LAWS["not configuration"](recorder, make_other=partial(other, 1, 0), num_epochs=1, stops=[0, 3])

@@ -1,4 +1,4 @@
-"""What is logged and reported of sources and padding is what training was served, at every moment and over resumes."""
+"""Logs and reports of sources and padding tell what training was served, at every moment and over resumes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_stateful import BucketBatchSampler, StatefulDataCallback, Statefu
 
 
 def served(events: list[Event]) -> dict[str, float]:
-    """What there is to log after some training steps, by the ledger."""
+    """The values to log after some training steps, by the ledger."""
     counts = Counter(source_of(index) for event in events for index in ids_of(event))
     values: dict[str, float] = {}
     for name, length in LENGTHS.items():
@@ -31,7 +31,7 @@ def served(events: list[Event]) -> dict[str, float]:
 
 
 def expected(ledger: list[Event], *, every: int = 1, carries_over: bool = False) -> list[tuple[int, Any]]:
-    """What there is to log at the steps at which a trainer logs; floats as torch rounds them."""
+    """The values to log at the steps at which a trainer logs; floats as torch rounds them."""
     steps = trained(ledger)
     found = []
     for number in range(every - 1, len(steps), every):
@@ -125,21 +125,6 @@ def test_the_padding_that_is_logged_is_that_of_the_batches_trained_on(name: str,
     assert padding(run) == padding_expected(name, run.ledger, every=every)
 
 
-def test_under_accumulation_every_optimizer_step_logs_the_padding_of_its_last_batch() -> None:
-    run = train(lambda: bucketed(log_data=True), accumulate_grad_batches=5, max_epochs=1)
-    served = batches(run.ledger)
-    assert len(served) == 12
-    assert padding(run) == [
-        (number, pytest.approx(padding_of("tokens", served[end - 1]))) for number, end in enumerate((5, 10, 12))
-    ]
-
-
-def test_a_limited_epoch_logs_the_padding_of_the_batches_it_trained_on() -> None:
-    run = train(lambda: bucketed(log_data=True), limit_train_batches=5, max_epochs=2)
-    assert len(padding(run)) == 10
-    assert padding(run) == padding_expected("tokens", run.ledger)
-
-
 def test_loaders_without_a_budget_have_no_padding_to_log() -> None:
     assert padding(train(lambda: StatefulDataModule(Numbers(6), batch_size=2, log_data=True))) == []
 
@@ -203,7 +188,7 @@ def test_logging_goes_on_exactly(tmp_path: Path, find: Any, make: Any) -> None:
 
 
 class Reports(pl.Callback):
-    """What module and callback report in every hook, beside what the ledger has then."""
+    """The reports of module and callback in every hook, beside what the ledger has then."""
 
     HOOKS = (
         "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_train_batch_end",

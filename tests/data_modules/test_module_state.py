@@ -80,16 +80,6 @@ def test_a_state_of_other_data_is_refused_when_loaders_are_built(make: Any, reme
         other.train_dataloader()
 
 
-def test_a_loader_that_is_accepted_as_new_begins_with_the_epoch_of_the_others() -> None:
-    module = two()
-    loaders = module.train_dataloader()
-    read(loaders)
-    read(loaders, 2)
-    more = StatefulDataModule({**module.train, "c": Numbers(9, first=200)}, batch_size=2, seed=7, accept=("loaders",))
-    more.load_state_dict(module.state_dict())
-    assert [loader.epoch for loader in more.train_dataloader().values()] == [1, 1, 1]
-
-
 @pytest.mark.parametrize("make", [numbers_module, two])
 def test_a_checkpoint_of_a_trainer_is_read_on_without_one(tmp_path: Path, make: Any) -> None:
     stopped(tmp_path / "stop.ckpt", make, epoch=1, batch=2)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledger import LedgerModel, Numbers, batches, samples, trained
+from support.ledger import LedgerModel, Numbers, samples, trained
 from support.runs import Outcome, assert_resumes, seeded, stopped, train
 from support.sources import EVERY_SAMPLE, LENGTHS, datasets, mixture, round_robin, samples_of
 
@@ -51,19 +51,6 @@ def test_a_mixture_is_not_taken_for_round_robin(tmp_path: Path) -> None:
     stopped(tmp_path / "stop.ckpt", lambda: mixture(), batch=5)
     with pytest.raises(StateMismatchError, match="kind"):
         train(lambda: round_robin(batch_size=3, accept=("module",)), ckpt_path=tmp_path / "stop.ckpt")
-
-
-@pytest.mark.parametrize("by", ["batch", "sample"])
-def test_accepted_weights_serve_the_rest_of_the_epoch_once(tmp_path: Path, by: str) -> None:
-    def make(weights: list[int]) -> Any:
-        return lambda: mixture(by=by, weights=weights, accept=("weights",))
-
-    first = stopped(tmp_path / "stop.ckpt", make([1, 2, 1]), batch=4)
-    second = resumed(make([2, 1, 1]), tmp_path / "stop.ckpt")
-    assert sorted(samples(first, 0) + samples(second.ledger, 0)) == EVERY_SAMPLE
-    fresh = train(make([2, 1, 1]))
-    for epoch in (1, 2):
-        assert batches(second.ledger, epoch) == batches(fresh.ledger, epoch)
 
 
 def more_weights() -> dict[str, Any]:
@@ -122,30 +109,6 @@ def test_a_source_with_a_batch_size_of_its_own_may_leave(tmp_path: Path) -> None
     second = resumed(after, tmp_path / "stop.ckpt")
     served = [index for index in samples(first, 0) + samples(second.ledger, 0) if index < 200]
     assert sorted(served) == [index for index in EVERY_SAMPLE if index < 200]
-
-
-def test_with_steps_every_source_goes_on_with_its_own_next_sample(tmp_path: Path) -> None:
-    def make(weights: Any, **options: Any) -> Any:
-        return lambda: mixture(num_steps=9, weights=weights, accept=("weights", "sources"), **options)
-
-    whole = train(make([1, 2, 1]), max_epochs=8)
-    first = stopped(tmp_path / "stop.ckpt", make([1, 2, 1]), epoch=1, batch=3)
-    second = resumed(make([2, 1, 1]), tmp_path / "stop.ckpt")
-    for source in LENGTHS:
-        served = samples_of(source, first) + samples_of(source, second.ledger)
-        assert served == samples_of(source, whole.ledger)[: len(served)]
-    assert len(samples_of("news", second.ledger)) > len(samples_of("code", second.ledger))
-    assert_second_stop_changes_nothing(
-        tmp_path, make([2, 1, 1]), tmp_path / "stop.ckpt", second, "on_train_batch_end", 2
-    )
-    other = resumed(make({"news": 1, "code": 2, "talk": 1}, train=OTHER_SOURCES), tmp_path / "stop.ckpt", max_epochs=4)
-    for source in ("news", "code"):
-        served = samples_of(source, first) + samples_of(source, other.ledger)
-        assert served == samples_of(source, whole.ledger)[: len(served)]
-    assert set(samples_of("talk", other.ledger)) == set(TALK)
-    assert other.trainer.datamodule.position_report()["sources"]["news"]["samples"] == len(
-        samples_of("news", first) + samples_of("news", other.ledger)
-    )
 
 
 @pytest.mark.parametrize("lengths", [{"news": 4, "code": 4}, {"news": 4, "code": 4, "web": 4}])

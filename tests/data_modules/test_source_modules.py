@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from support.ledger import LedgerModel, Numbers, batches, ids_of, samples, trained
+from support.ledger import LedgerModel, Numbers, ids_of, samples, trained
 from support.runs import assert_same_end, train
 from support.sources import EVERY_SAMPLE, LENGTHS, MODULES, Beside, round_robin, samples_of, source_of
 
@@ -52,16 +50,6 @@ def test_a_module_that_is_fitted_again_begins_anew() -> None:
     first, second = train(lambda: data), train(lambda: data)
     assert second.ledger == first.ledger
     assert_same_end(second, first)
-
-
-def test_a_trainer_that_is_fitted_again_goes_on_within_the_epoch() -> None:
-    run = train(MODULES["by sample, steps"], max_steps=5)
-    model: Any = run.trainer.lightning_module
-    for max_steps in (11, -1):
-        run.trainer.fit_loop.epoch_loop.max_steps = max_steps
-        run.trainer.fit(model, datamodule=run.trainer.datamodule)
-    # Lightning makes a new optimizer for each fit, so weights differ.
-    assert batches(model.ledger) == batches(train(MODULES["by sample, steps"]).ledger)
 
 
 def test_sources_with_num_steps_beside_a_longer_loader_are_refused_before_anything_is_trained() -> None:

@@ -51,7 +51,7 @@ def try_on_ranks(num_ranks: int, names: list[str], folder: Path, workers: int = 
 
 
 def checkpoint_of(folder: Path, name: str) -> Path:
-    """Where the checkpoint of an entry is left."""
+    """The path of an entry's checkpoint."""
     return folder / f"{sorted(ENTRIES).index(name)}.ckpt"
 
 

@@ -120,35 +120,28 @@ def compare(entry: Entry, plain: list[Run], own: list[Run], dealt: bool) -> tupl
     return "same", ""
 
 
-def resumed(whole: list[Run], stopped: list[Run], after: list[Run]) -> tuple[str, str]:
+def resumed(whole: list[Run], after: list[Run]) -> tuple[str, str]:
     """Judge a resume on the same ranks.
 
     Returns:
         ``"exact"``, ``"refused"``, ``"aborted"``, ``"warned"`` or ``"silent"``, and why.
     """
-    if any(run.error for run in stopped):
-        return "aborted", "when stopped: " + _errors(stopped)
     if any(run.error for run in after):
         outcome = "refused" if all(run.refused for run in after) else "aborted"
         return outcome, _errors(after)
-    for rank, (before, first, second) in enumerate(zip(whole, stopped, after, strict=True)):
-        stop = len(first.trained)
-        for what, want, got in (
-            ("until the stop", before.trained[:stop], first.trained),
-            ("after the resume", before.trained[stop:], second.trained),
-        ):
-            if want != got:
-                told = f"rank {rank}, {what}: {_short(got)} instead of {_short(want)}"
-                return _said(told, stopped, after)
+    for rank, (before, second) in enumerate(zip(whole, after, strict=True)):
+        if (want := before.trained[before.saved :]) != (got := second.trained):
+            return _said(f"rank {rank}, after the resume: {_short(got)} instead of {_short(want)}", whole, after)
     return "exact", ""
 
 
-def elsewhere(entry: Entry, whole: list[Run], stopped: list[Run], after: list[Run]) -> tuple[str, str]:
+def elsewhere(entry: Entry, whole: list[Run], after: list[Run]) -> tuple[str, str]:
     """Judge a resume on other ranks: over the epoch, each sample as often as without the stop."""
     if any(run.error for run in after):
         outcome = "refused" if all(run.refused for run in after) else "aborted"
         return outcome, _errors(after)
     want = Counter(samples([run.epoch(1) for run in whole]))
+    stopped = [Run(run.trained[: run.saved]) for run in whole]
     got = Counter(samples([run.epoch(1) for run in (*stopped, *after)]))
     if want == got:
         return "exact", ""
@@ -159,11 +152,11 @@ def elsewhere(entry: Entry, whole: list[Run], stopped: list[Run], after: list[Ru
         # What is repeated to make the last step equal depends on the ranks.
         return "exact", ""
     more, less = sorted((got - want).elements()), sorted((want - got).elements())
-    return _said(f"in epoch 1 too often {more}, too seldom {less}", stopped, after)
+    return _said(f"in epoch 1 too often {more}, too seldom {less}", whole, after)
 
 
-def _said(told: str, stopped: list[Run], after: list[Run]) -> tuple[str, str]:
-    words = [text for run in (*stopped, *after) for text in run.said]
+def _said(told: str, whole: list[Run], after: list[Run]) -> tuple[str, str]:
+    words = [text for run in (*whole, *after) for text in run.said]
     return ("warned", words[0]) if words else ("silent", told)
 
 

@@ -14,59 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from harm.basics import LENGTH, num_ranks, own_rank, permutation
 
 
-class RepeatSampler:
-    """timm's and ultralytics': a sampler again and again."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from iter(self.sampler)
-
-
-class MultiEpochsDataLoader(DataLoader[Any]):
-    """timm: one iterator for all epochs."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._DataLoader__initialized = False
-        self.batch_sampler = RepeatSampler(self.batch_sampler)
-        self._DataLoader__initialized = True
-        self.iterator = super().__iter__()
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler.sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(len(self)):
-            yield next(self.iterator)
-
-
-class InfiniteDataLoader(MultiEpochsDataLoader):
-    """ultralytics: the same, set past DataLoader's ``__setattr__``, with a ``reset``."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        DataLoader.__init__(self, *args, **kwargs)
-        object.__setattr__(self, "batch_sampler", RepeatSampler(self.batch_sampler))
-        self.iterator = DataLoader.__iter__(self)
-
-    def reset(self) -> None:
-        self.iterator = self._get_iterator()
-
-
-class YieldsTwice(DataLoader[Any]):
-    """Yields each batch twice (a kind of data echoing)."""
-
-    def __len__(self) -> int:
-        return 2 * super().__len__()
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            yield batch
-            yield batch
-
-
 class Prefetches:
     """Reads a DataLoader ahead in a thread."""
 

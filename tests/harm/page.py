@@ -58,7 +58,7 @@ def _resume(outcome: Outcome) -> str:
 
 
 def _cell(words: dict[int, str]) -> str:
-    """What is so on each number of ranks, once where it is the same on all."""
+    """The words for each number of ranks, once where they are the same on all."""
     by_word: dict[str, list[int]] = {}
     for ranks, word in words.items():
         by_word.setdefault(word or "-", []).append(ranks)

@@ -28,17 +28,19 @@ _SAID = re.compile(r"exact|other (samples|batches|data)|begins? (anew|again)|fro
 
 @dataclass
 class Run:
-    """What a run did on one rank, as plain data.
+    """The record of a run on one rank, as plain data.
 
     Attributes:
         trained: Of every batch, the epoch and the samples.
         error: What ended the run, with its type; nothing of one that came to its end.
         said: Warnings of the package that a resume is not exact.
+        saved: The number of batches before the checkpoint was written; 0 where none was.
     """
 
     trained: list[tuple[int, list[int]]] = field(default_factory=list)
     error: str = ""
     said: list[str] = field(default_factory=list)
+    saved: int = 0
 
     @property
     def refused(self) -> bool:
@@ -68,6 +70,18 @@ class Records(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class Saves(pl.Callback):
+    """Writes a checkpoint in the second epoch, after half as many batches as the first had."""
+
+    def __init__(self, run: Run, path: Path) -> None:
+        self.run, self.path = run, path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.current_epoch == 1 and len(self.run.epoch(1)) == max(len(self.run.epoch(0)) // 2, 1):
+            trainer.save_checkpoint(self.path)
+            self.run.saved = len(self.run.trained)
+
+
 class OfEntry(pl.LightningDataModule):
     """Makes the loader in its hook, as most users do: Lightning can rebuild a batch sampler for ranks only there."""
 
@@ -88,7 +102,6 @@ def train(
     *,
     own: bool = True,
     workers: int = 0,
-    max_steps: int = -1,
     ckpt_path: Path | None = None,
     save: Path | None = None,
 ) -> Run:
@@ -98,22 +111,19 @@ def train(
         entry: Of the table.
         own: With the callback.
         workers: Of the loader.
-        max_steps: Where the run is stopped.
-        ckpt_path: What it goes on from.
-        save: Where a checkpoint is written at the end.
+        ckpt_path: The checkpoint that it goes on from.
+        save: Where a checkpoint is written in the middle of the second epoch.
     """
     run = Run()
     with _heard(run):
         try:
-            _fit(entry, run, own, workers, max_steps, ckpt_path, save)
+            _fit(entry, run, own, workers, ckpt_path, save)
         except Exception as error:
             run.error = f"{type(error).__name__}: {error}"
     return run
 
 
-def _fit(
-    entry: Entry, run: Run, own: bool, workers: int, max_steps: int, ckpt_path: Path | None, save: Path | None
-) -> None:
+def _fit(entry: Entry, run: Run, own: bool, workers: int, ckpt_path: Path | None, save: Path | None) -> None:
     pl.seed_everything(7, verbose=False)
     options: dict[str, Any] = dict(entry.trainer)
     if torch.distributed.is_initialized():
@@ -124,8 +134,7 @@ def _fit(
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=EPOCHS,
-        max_steps=max_steps,
-        callbacks=[*data.callbacks, *([StatefulDataCallback()] if own else [])],
+        callbacks=[*data.callbacks, *([StatefulDataCallback()] if own else []), *([Saves(run, save)] if save else [])],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -134,8 +143,6 @@ def _fit(
         **options,
     )
     trainer.fit(Records(run), datamodule=data, ckpt_path=ckpt_path)
-    if save is not None:
-        trainer.save_checkpoint(save)
 
 
 @contextlib.contextmanager
@@ -161,29 +168,20 @@ class Trial:
 
     Attributes:
         plain: Without the callback.
-        own: With it.
-        stopped: With it, stopped in the middle of the second epoch.
+        own: With it; a checkpoint is written in the middle of the second epoch.
         resumed: From there, with fresh objects.
     """
 
     plain: Run
     own: Run
-    stopped: Run = field(default_factory=Run)
     resumed: Run = field(default_factory=Run)
 
 
 def try_entry(entry: Entry, checkpoint: Path, workers: int = 0) -> Trial:
     """All runs of an entry on the ranks that there are; the checkpoint is left behind."""
     is_compared = num_ranks() == 1 or entry.deals != "nobody"
-    trial = Trial(train(entry, own=False, workers=workers) if is_compared else Run(), train(entry, workers=workers))
-    if not trial.own.error and (stop := stop_of(trial.own)):
-        trial.stopped = train(entry, workers=workers, max_steps=stop, save=checkpoint)
-        if not trial.stopped.error:
-            trial.resumed = train(entry, workers=workers, ckpt_path=checkpoint)
+    plain = train(entry, own=False, workers=workers) if is_compared else Run()
+    trial = Trial(plain, train(entry, workers=workers, save=checkpoint))
+    if trial.own.saved and not trial.own.error:
+        trial.resumed = train(entry, workers=workers, ckpt_path=checkpoint)
     return trial
-
-
-def stop_of(run: Run) -> int:
-    """The number of batches up to the middle of the second epoch; 0 where there is none."""
-    first, second = len(run.epoch(0)), len(run.epoch(1))
-    return first + second // 2 if second else 0

@@ -23,6 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from support import own_iterations
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -68,7 +69,7 @@ class Entry:
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def compared(self, ranks: int) -> str:
-        """How an uninterrupted run is compared on so many ranks."""
+        """The mode by which an uninterrupted run is compared on so many ranks."""
         if ranks == 1:
             return self.same
         keeps_order = self.deals in ("itself", "distributed")
@@ -166,7 +167,6 @@ on_its_ranks: dict[str, Any] = {"deals": "distributed", "elsewhere": "refused"}
 nobody: dict[str, Any] = {"deals": "nobody"}
 drawn: dict[str, Any] = {"deals": "nobody", "on_ranks": "counts"}
 refused: dict[str, Any] = {"resume": "refused"}
-alone: dict[str, Any] = {**itself, "resume": "warned"}
 
 _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     **{f"torch: {name}": (of(make), same, {"on_ranks": two}) for name, (same, two, make) in OF_TORCH.items()},
@@ -201,7 +201,7 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     "timm: OrderedDistributedSampler": (of(known.OrderedDistributedSampler), "equal", itself),
     "timm: RepeatAugSampler": (of(known.RepeatAugSampler), "equal", itself),
     "timm: MultiEpochsDataLoader": (
-        of(own.Distributed, kind=loaders.MultiEpochsDataLoader),
+        of(own.Distributed, kind=own_iterations.MultiEpochs),
         "together",
         {**subclass, **refused},
     ),
@@ -236,7 +236,7 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     ),
     "ml-cvnets: VariableBatchSampler": (batches(known.VariableBatchSampler), "equal", {**itself, **refused}),
     "ultralytics: InfiniteDataLoader": (
-        of(own.Distributed, kind=loaders.InfiniteDataLoader),
+        of(own.Distributed, kind=own_iterations.Infinite),
         "multiset",
         {**subclass, **refused},
     ),
@@ -252,11 +252,11 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
         "told",
         itself,
     ),
-    "torchtitan: HuggingFaceTextDataset": (over(text), "equal", {**alone, **ends}),
+    "torchtitan: HuggingFaceTextDataset": (over(text), "equal", {**itself, **ends}),
     "torchtitan: HuggingFaceTextDataset in a StatefulDataLoader": (
         over(text, kind=StatefulDataLoader),
         "equal",
-        {**alone, **ends},
+        {**itself, **ends},
     ),
     "own: share under its own name": (batches(own.RankShare), "equal", itself),
     "own: rank in slots": (of(own.InSlots), "equal", itself),
@@ -322,20 +322,20 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     "own: state that is right": (of(own.RightState), "equal", {}),
     "own: state that is ignored": (of(own.IgnoresState), "equal", {}),
     "own: state one off": (of(own.StateOneOff), "equal", {}),
-    "own: DataLoader that yields twice": (shuffled(loaders.YieldsTwice), "multiset", {"elsewhere": "refused"}),
+    "own: DataLoader that yields twice": (shuffled(own_iterations.TwiceAsLong), "multiset", {"elsewhere": "refused"}),
     "own: thread before a DataLoader": (
         lambda workers: loaders.Prefetches(loader(workers, shuffle=True)),
         "multiset",
-        {**alone, **refused},
+        {**itself, **refused},
     ),
-    "own: iterable of batches": (lambda workers: loaders.Batches(), "multiset", {**alone, **refused}),
-    "own: IterableDataset": (over(loaders.Samples), "equal", alone),
-    "own: IterableDataset with len": (over(loaders.SizedSamples), "equal", alone),
-    "own: IterableDataset, counts passes": (over(loaders.CountsPasses), "equal", alone),
-    "own: IterableDataset, counts passes in its state": (over(loaders.CountsWithState), "equal", alone),
-    "own: IterableDataset, goes on at iter": (over(loaders.GoesOnReading), "equal", alone),
-    "own: IterableDataset, its own iterator": (over(loaders.OwnIterable), "equal", alone),
-    "own: IterableDataset, divides itself": (over(loaders.DividesItself), "equal", alone),
-    "own: IterableDataset, torch's generator": (over(loaders.ShuffledByTorch), "multiset", alone),
+    "own: iterable of batches": (lambda workers: loaders.Batches(), "multiset", {**itself, **refused}),
+    "own: IterableDataset": (over(loaders.Samples), "equal", itself),
+    "own: IterableDataset with len": (over(loaders.SizedSamples), "equal", itself),
+    "own: IterableDataset, counts passes": (over(loaders.CountsPasses), "equal", itself),
+    "own: IterableDataset, counts passes in its state": (over(loaders.CountsWithState), "equal", itself),
+    "own: IterableDataset, goes on at iter": (over(loaders.GoesOnReading), "equal", itself),
+    "own: IterableDataset, its own iterator": (over(loaders.OwnIterable), "equal", itself),
+    "own: IterableDataset, divides itself": (over(loaders.DividesItself), "equal", itself),
+    "own: IterableDataset, torch's generator": (over(loaders.ShuffledByTorch), "multiset", itself),
 }
 ENTRIES = {name: Entry(make, same, **more) for name, (make, same, more) in _ROWS.items()}

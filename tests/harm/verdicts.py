@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from harm import laws
 from harm.launch import Trials, checkpoint_of, try_on_ranks
 from harm.runs import train, try_entry
@@ -17,7 +19,7 @@ Outcome = tuple[str, str]
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an entry fared on some ranks.
+    """The outcomes of an entry's runs on some ranks.
 
     Attributes:
         run: The uninterrupted run.
@@ -30,7 +32,7 @@ class Verdict:
     other: Outcome = ("", "")
 
     def faults(self, entry: Entry) -> Iterator[str]:
-        """What is against the rule, and what is less than the table states."""
+        """Outcomes against the rule, and those that are less than the table states."""
         for way, what in (("run", "uninterrupted run"), ("same", "resume"), ("other", "resume on one rank of two")):
             outcome, why = getattr(self, way)
             if outcome and laws.is_harm(outcome):
@@ -39,6 +41,12 @@ class Verdict:
                 yield f"LESS, {what}: refused by an error that is not of the package: {why}"
             elif outcome and laws.falls_short(entry, outcome, way):
                 yield f"LESS, {what}: {outcome}, where {entry.expected(way)} is stated: {why}"
+
+
+def assert_lawful(name: str, verdict: Verdict) -> None:
+    """Fail with all faults of an entry."""
+    if faults := list(verdict.faults(ENTRIES[name])):
+        pytest.fail("\n".join(faults), pytrace=False)
 
 
 def judge_alone(name: str, folder: Path, workers: int = 0) -> Verdict:
@@ -61,11 +69,11 @@ def _judge(name: str, trials: list[laws.Trial] | str, folder: Path, workers: int
     needs_plain = len(trials) > 1 and entry.deals == "nobody"
     alone = [train(entry, own=False, workers=workers)] if needs_plain else None
     run = laws.uninterrupted(entry, trials, alone)
-    if not all(trial.stopped.trained for trial in trials):
+    whole = [trial.own for trial in trials]
+    if any(found.error or not found.saved for found in whole):
         return Verdict(run)
-    whole, stopped = [trial.own for trial in trials], [trial.stopped for trial in trials]
-    same = laws.resumed(whole, stopped, [trial.resumed for trial in trials])
+    same = laws.resumed(whole, [trial.resumed for trial in trials])
     if len(trials) != 2:
         return Verdict(run, same)
     after = train(entry, workers=workers, ckpt_path=checkpoint_of(folder, name))
-    return Verdict(run, same, laws.elsewhere(entry, whole, stopped, [after]))
+    return Verdict(run, same, laws.elsewhere(entry, whole, [after]))

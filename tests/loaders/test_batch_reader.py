@@ -1,4 +1,4 @@
-"""What a dataset draws is a function of (seed, path of its loader, epoch, batch), whoever reads it."""
+"""The draws of a dataset are a function of (seed, path of its loader, epoch, batch), whoever reads it."""
 
 from __future__ import annotations
 

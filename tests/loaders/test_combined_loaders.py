@@ -54,7 +54,7 @@ def named(sizes: list[tuple[int, int]]) -> dict[str, tuple[int, int]]:
 
 
 def at(loaders: CombinedLoaders, path: str, epoch: int, step: int) -> Served:
-    """Where a loader stands before a step, and what its rank is served there."""
+    """The progress of a loader before a step, and the batch of its rank there."""
     plan, own_step = loaders.plan_at(path, epoch, step)
     if own_step == plan.num_steps:
         return None
@@ -84,7 +84,7 @@ class Passes:
 
 
 def simulated(loaders: CombinedLoaders, epoch: int) -> list[dict[str, Served]]:
-    """What Lightning's own iteration gets in every step of an epoch."""
+    """The batches that Lightning's own iteration gets in every step of an epoch."""
     if not all(len(loader) for loader in loaders.loaders.values()):
         # A loader without a batch, among others that start over, ends every epoch of Lightning's at once.
         assume(False)
@@ -224,7 +224,7 @@ class TestSourcesThatCarryOver:
 
 
 class Run:
-    """What a chain of runs on all their ranks served: for each loader and pass the indices, as often as they came."""
+    """The indices that a chain of runs served on all ranks, as often as they came, for each loader and pass."""
 
     def __init__(self, mode: str, lengths: list[int], segments: Any, *, drop_last: bool = False) -> None:
         self.served: dict[tuple[str, int], Counter[int]] = {}

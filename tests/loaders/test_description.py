@@ -1,4 +1,4 @@
-"""Which order is read from which arguments of a DataLoader."""
+"""The order that is read from the arguments of a DataLoader."""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ SAMPLERS: dict[str, Callable[..., Any]] = {
         randomize=[0.6, 0.4],
     ),
 }
+QUICK = ("simple", "dynamic buckets")
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
 
 
@@ -64,7 +65,9 @@ def whole(batch: list[str]) -> list[str]:
     return [" ".join(batch)]
 
 
-@every_sampler
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLERS]
+)
 def test_every_cut_comes_once_in_an_epoch_and_runs_that_are_stopped_go_on_exactly(name: str) -> None:
     epoch = [cut for batch in patched(name, 1, 0) for cut in batch]
     assert len(epoch) == len(set(epoch)) == NUM_CUTS

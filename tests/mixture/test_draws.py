@@ -85,7 +85,7 @@ def test_golden_draws() -> None:
 
 
 def furthest(draws: Draws, schedule: DrawSchedule, count: int, per_step: int = 1) -> float:
-    """How far the draws of the last source ever are from the sum of its shares, slowly."""
+    """The largest distance of the last source's draws from the sum of its shares, slowly."""
     due, served, distance = Fraction(0), 0, Fraction(0)
     for number, source in enumerate(draws.sources(0, count).tolist()):
         step = (number + Fraction(1, 2)) / per_step

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.mixtures import mixture, round_robin
-from support.orders import OrderCase, every_law
+from support.orders import OrderCase, every_law, through_json
 
 from lightning_stateful.core.order import Progress
 from lightning_stateful.errors import StateMismatchError
@@ -59,14 +59,9 @@ def test_mixtures_keep_the_laws(law: Callable[[OrderCase], None], case: OrderCas
     law(case)
 
 
-def reloaded(progress: Progress) -> Progress:
-    """A progress as it comes out of a state."""
-    return Progress.from_dict(json.loads(json.dumps(progress.to_dict())))
-
-
 def moved(order: MixtureOrder, progress: Progress, other: MixtureOrder) -> Progress:
     """The same progress, for another order."""
-    return other.convert(reloaded(progress), json.loads(json.dumps(order.config())))
+    return other.convert(through_json(progress), json.loads(json.dumps(order.config())))
 
 
 def test_a_configuration_of_many_sources_or_points_is_short() -> None:

@@ -29,7 +29,7 @@ RANKS = [1, 2, 3, 4, 6, 8, 13, 64]
 
 
 def histories(count: int, seed: int, **fixed: Any) -> Iterator[tuple[MixtureOrder, list[Any], int]]:
-    """What random orders serve while ranks change now and then: the order, its steps, and what is served twice."""
+    """Runs of random orders while ranks change now and then: the order, its steps, and what is served twice."""
     rng = random.Random(seed)
     while count:
         order = random_order(rng, **fixed)

@@ -12,7 +12,7 @@ import torch
 from support.bucket_cases import in_budget
 from torch.utils.data import DataLoader
 
-from lightning_stateful.bucketing import BucketOrder, Buckets, Budget, QuadraticCost
+from lightning_stateful.bucketing import BucketOrder, Buckets, Budget
 from lightning_stateful.core import SampleBatchOrder, ShuffledOrder
 from lightning_stateful.errors import StateMismatchError
 from lightning_stateful.mixture import MixtureOrder, Sources
@@ -130,22 +130,3 @@ class TestBuckets:
         assert {each.path for each in caught.value.differences} == paths
         assert all("accept=(" in each.remedy for each in caught.value.differences)
         assert sampler.state_dict() == before
-
-    @pytest.mark.parametrize(
-        ("name", "lengths", "options"),
-        [("quadratic_length", LENGTHS, {"cost": QuadraticCost(50)}), ("lengths", [*LENGTHS, 7, 7, 30], {})],
-        ids=["cost", "lengths"],
-    )
-    def test_a_change_that_is_accepted_is_let_pass_between_epochs_only(
-        self, name: str, lengths: list[int], options: dict[str, Any]
-    ) -> None:
-        sampler, expected = buckets(lengths, accept=name, **options), buckets(lengths, **options)
-        with pytest.raises(StateMismatchError, match="cannot change within an epoch"):
-            sampler.load_state_dict(state_after(1))
-        assert sampler.epoch == 0
-        old = buckets()
-        sampler.load_state_dict(old.state_dict(num_batches=len(old)))
-        expected.set_epoch(1)
-
-        assert sampler.epoch == 1
-        assert list(sampler) == list(expected)

@@ -1,8 +1,9 @@
-"""A dataset is described by what is cheap to read and equal for equal data."""
+"""A dataset is described by what is cheap to read and equal for equal data; an item of a sampler by a digest."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers import describe_dataset
+from lightning_stateful.samplers.fingerprint import digest
 
 
 class Files:
@@ -176,3 +178,58 @@ def test_of_very_many_files_all_names_and_some_sizes_are_read(monkeypatch: pytes
     assert len(read) == len(set(read)) <= 100
     names[5001] = "/mount/other.jpg"
     assert describe_dataset(Files(names))["files"] != described
+
+
+@dataclass(frozen=True)
+class Named:
+    """Something with an id."""
+
+    id: str
+    text: str = ""
+
+
+class Opaque:
+    """An object of which nothing but the type can be told."""
+
+    def __repr__(self) -> str:
+        return "Opaque()"
+
+
+DIFFERENT: list[Any] = [
+    *(0, 1, -1, 2**70, 1.5, "1", b"1", None),
+    *([1], [1, 2], [2, 1], [12], [[1], 2], [[1, 2]], [[1], [2]], [], [[]]),
+    *(["a", "b"], ["ab"], ["a;strb"], (1, "a"), ("a", 1)),
+    *({"a": 1}, {"b": 1}, {"a": 2}),
+    *(np.array([1, 3]), np.array([[1, 3]]), torch.tensor([0.5])),
+    *(Named("x"), Named("y"), {Named("x"), Named("y")}, Opaque()),
+]
+
+
+class TestDigest:
+    def test_different_items_have_different_digests(self) -> None:
+        assert len({digest(item) for item in DIFFERENT}) == len(DIFFERENT)
+
+    @pytest.mark.parametrize(
+        ("item", "same"),
+        [
+            ([1, 2], np.array([1, 2])),
+            ([1, 2], torch.tensor([1, 2])),
+            ((1, 2), [1, 2]),
+            (range(1, 3), [1, 2]),
+            (3, np.int32(3)),
+            (Named("x", "one"), Named("x", "two")),
+            (Opaque(), Opaque()),
+        ],
+        ids=str,
+    )
+    def test_equal_indices_and_objects_of_equal_id_have_one_digest(self, item: Any, same: Any) -> None:
+        assert digest(item) == digest(same)
+
+    def test_a_digest_depends_on_all_that_came_before(self) -> None:
+        first = digest(1), digest(2)
+
+        assert digest(3, first[0]) != digest(3, first[1])
+        assert digest(3, first[0]) != digest(3)
+
+    def test_digests_are_the_same_on_every_platform(self) -> None:
+        assert (digest(3), digest([1, 2]), digest("a")) == ("50163cd4ae7e6fb1", "74f912167ab67550", "035081a1cd3e973d")

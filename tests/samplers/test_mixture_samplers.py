@@ -17,19 +17,9 @@ from lightning_stateful.samplers.mixture_samplers import MixtureBatchSampler, Ro
 LENGTHS = {"a": 7, "b": 12}
 
 
-def round_robin(lengths: Any, batch_size: Any = 2, ranks: int = 1, **options: Any) -> list[RoundRobinBatchSampler]:
-    return [
-        RoundRobinBatchSampler(lengths, batch_size, num_replicas=ranks, rank=rank, **options) for rank in range(ranks)
-    ]
-
-
 def sources_of(batches: Any, lengths: list[int]) -> list[set[int]]:
     """The sources of every batch."""
     return [set(np.searchsorted(np.cumsum(lengths), batch, side="right").tolist()) for batch in batches]
-
-
-def served(samplers: list[Any]) -> Counter[int]:
-    return Counter(index for sampler in samplers for batch in sampler for index in batch)
 
 
 class TestArguments:
@@ -61,14 +51,6 @@ class TestArguments:
 
 
 class TestShares:
-    def test_by_batch_every_period_is_exact(self) -> None:
-        lengths = [300, 500, 200]
-        sampler = MixtureBatchSampler(lengths, 2, weights=[2, 5, 3], num_steps=100, num_replicas=3, rank=2)
-        sources = [min(found) for found in sources_of(sampler, lengths)]
-        periods = [sorted(sources[first : first + 10]) for first in range(0, 100, 10)]
-
-        assert periods == [[0, 0, 1, 1, 1, 1, 1, 2, 2, 2]] * 10
-
     @pytest.mark.parametrize(
         ("options", "shares"),
         [

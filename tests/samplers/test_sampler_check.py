@@ -7,7 +7,6 @@ import random
 import shelve
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,18 +46,6 @@ class Counts(Sampler[int]):
             if self.log is not None:
                 self.log.append(index)
             yield index
-
-
-class ChangesData(Sampler[int]):
-    """Changes objects in a long list of its own."""
-
-    def __init__(self) -> None:
-        self.data = [SimpleNamespace(number=number) for number in range(1250)]
-
-    def __iter__(self) -> Iterator[int]:
-        for datum in self.data:
-            datum.number += 1
-            yield datum.number
 
 
 def test_the_sampler_itself_is_not_iterated_and_a_copy_once() -> None:
@@ -140,14 +127,6 @@ def test_a_sampler_with_a_wrong_length_is_refused_with_both_numbers(make: Any, y
         _ = WrappedSampler(make()).facts
     with pytest.raises(ConfigurationError, match=r"list yields only 6 items in epoch 0, but length=150 was given"):
         _ = WrappedSampler([*range(6)], length=150).facts
-
-
-def test_a_sampler_that_changes_what_its_copies_share_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedLoaderError,
-        match="ChangesData changes its dataset, its class or module, or",
-    ):
-        _ = WrappedSampler(ChangesData()).facts
 
 
 def test_a_sampler_whose_trial_changes_what_no_copy_has_is_refused(tmp_path: Path) -> None:

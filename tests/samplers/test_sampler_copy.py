@@ -15,22 +15,12 @@ import numpy as np
 import pytest
 import torch
 from support.ledger import Numbers
-from support.samplers import Unpicklable
+from support.samplers import Bag, Unpicklable
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts, digest_of_contents, held_at
 
 Point = namedtuple("Point", "x y")
-
-
-class Bag:
-    """Holds whatever it is given, and can be iterated."""
-
-    def __init__(self, **held: Any) -> None:
-        vars(self).update(held)
-
-    def __iter__(self) -> Any:
-        return iter(())
 
 
 class Helper:

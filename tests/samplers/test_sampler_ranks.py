@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed
 from support.ranks import Ranks
-from torch.utils.data import DistributedSampler
+from support.samplers import Bag
 
 from lightning_stateful.user_samplers.rank_exchange import exchanged, failing_together
 from lightning_stateful.user_samplers.sampler_ranks import (
@@ -25,16 +25,6 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     yields_as_one,
 )
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
-
-
-class Bag:
-    """Holds whatever it is given, and can be iterated."""
-
-    def __init__(self, **held: Any) -> None:
-        vars(self).update(held)
-
-    def __iter__(self) -> Any:
-        return iter(())
 
 
 class Stubborn(Bag):
@@ -143,23 +133,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return Ranks(2, tmp_path_factory.mktemp("ranks"))
 
 
-class TestDealing:
-    @pytest.mark.parametrize("make", [lambda: DistributedSampler(range(12), 3, 1), lambda: Share(world_size=3, rank=1)])
-    def test_in_one_process_a_share_of_several_is_left_as_it_is(self, make: Any) -> None:
-        sampler = make()
-        order = WrappedSampler(sampler)
-        found = [index for _, (index,) in order.plan(0, 1).batches(0)]
-
-        assert found == list(make())
-        assert vars(sampler).items() >= {"rank": 1}.items()
-
-    def test_a_torch_sampler_of_the_ranks_that_there_are_is_dealt_out_as_one(self) -> None:
-        orders = [WrappedSampler(DistributedSampler(range(12), 2, rank, shuffle=False)) for rank in range(2)]  # type: ignore[arg-type]
-        for rank, order in enumerate(orders):
-            assert not order.meet(2, rank).is_own
-            assert [index for _, (index,) in order.plan(0, 2).batches(rank)] == list(range(rank, 12, 2))
-
-
 def exchanges(folder: Path) -> Any:
     """Exchange values, fail on rank 1, and exchange again, beside a process group."""
     rank = torch.distributed.get_rank()
@@ -177,7 +150,7 @@ def exchanges(folder: Path) -> Any:
 
 
 def shares(folder: Path) -> Any:
-    """How samplers that know of ranks come to them."""
+    """Whether samplers that know of ranks deal out by themselves, and what they yield."""
     rank = torch.distributed.get_rank()
     orders = [WrappedSampler(kind(world_size=2, rank=rank)) for kind in (Share, FirstOfAll)]
     return [

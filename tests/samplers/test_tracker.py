@@ -14,15 +14,12 @@ from lightning_stateful.bucketing import BucketOrder, Buckets, Budget
 from lightning_stateful.core import EpochPlan, Progress, SampleBatchOrder, SequentialOrder, ShuffledOrder, Topology
 from lightning_stateful.errors import (
     ConfigurationError,
-    DamagedStateError,
-    PositionError,
     StatefulWarning,
     StateMismatchError,
 )
 from lightning_stateful.mixture import MixtureOrder, Sources
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
-from lightning_stateful.state import sealed
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 Batches = list[list[int]]
@@ -211,32 +208,6 @@ class TestProgress:
 
 
 class TestStates:
-    def test_a_state_changed_by_hand_is_refused_and_moves_nothing(self) -> None:
-        tracker = a_tracker()
-        take(tracker, 3)
-        before = tracker.state_dict()
-        damaged = {**before, "progress": {**before["progress"], "consumed": before["progress"]["consumed"] - 1}}
-
-        with pytest.raises(DamagedStateError, match=f"{WHERE} does not have the checksum of its contents"):
-            tracker.load_state_dict(damaged, where=WHERE)
-        assert tracker.state_dict() == before
-
-    @pytest.mark.parametrize(
-        ("progress", "error", "message"),
-        [
-            ({"consumed": 32}, PositionError, "32 samples of epoch 0 were consumed, but an epoch has only 31"),
-            ({"epoch": -1}, PositionError, "epoch=-1"),
-            ({"consumed": 1.5}, DamagedStateError, r"progress.consumed must be an int, got 1\.5\."),
-        ],
-    )
-    def test_progress_out_of_range_is_refused_with_its_value(
-        self, progress: dict[str, Any], error: type[Exception], message: str
-    ) -> None:
-        state = a_tracker().state_dict()
-
-        with pytest.raises(error, match=f"^{WHERE}: .*{message}"):
-            a_tracker().load_state_dict(sealed({**state, "progress": {**state["progress"], **progress}}), where=WHERE)
-
     def test_accepted_differences_are_let_pass(self) -> None:
         saved = a_tracker(SampleBatchOrder(samples=SequentialOrder(31), batch_size=5))
         tracker = a_tracker(accept=("kind", "shuffle", "seed"))

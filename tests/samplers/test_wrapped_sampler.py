@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -38,42 +37,6 @@ class Drawn(Items):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(random.sample(self.items, len(self.items)))
-
-
-class Grows(Sampler[int]):
-    """Has one item more in every epoch."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 5 + self.epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(5 + self.epoch))
-
-
-class WithState(Items):
-    """Batches in a drawn order, what is left of which is its state."""
-
-    def __init__(self) -> None:
-        super().__init__([[n, n + 100] for n in range(40)])
-        self.left: list[Any] = []
-        self.loaded: list[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        self.left, self.loaded = self.loaded or random.sample(self.items, 40), None
-        while self.left:
-            yield self.left.pop()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"left": list(self.left)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = list(state["left"])
 
 
 class SharesWithData(Sampler[int]):
@@ -122,7 +85,7 @@ def test_wrapped_samplers_keep_the_laws(law: Callable[[OrderCase], None], case: 
 
 
 def rest(sampler: Any, ranks: int, consumed: int = 0, **options: Any) -> list[list[Any]]:
-    """What every rank is given of epoch 0 from a slot on."""
+    """The batches of every rank in epoch 0 from a slot on."""
     plan = WrappedSampler(sampler, **options).plan(0, ranks, Progress(consumed=consumed))
     return [[batch for _, batch in plan.batches(rank)] for rank in range(ranks)]
 
@@ -209,16 +172,3 @@ class TestTheirs:
         order = WrappedSampler(SharesWithData(dataset), dataset=dataset if as_argument else None)
         with pytest.raises(UnsupportedLoaderError, match="SharesWithData changes its dataset"):
             serve(order, 0, 1)
-
-    @pytest.mark.parametrize("length", ["len", "unknown"])
-    def test_a_length_that_changes_with_the_epoch_is_that_of_each_epoch(self, length: Any) -> None:
-        order = WrappedSampler(Grows(), length=length)
-        epochs = [serve(order, epoch, 1) for epoch in range(3)]
-
-        assert [len(served.samples) for served in epochs] == [served.plan.num_steps for served in epochs] == [5, 6, 7]
-
-    def test_an_endless_sampler_runs_on(self) -> None:
-        plan = WrappedSampler(theirs.Endless()).plan(0, 3)
-
-        assert len(list(islice(plan.batches(1), 500))) == 500
-        assert plan.num_steps == UNKNOWN

@@ -1,4 +1,4 @@
-"""What an iterable dataset remembers from epoch to epoch is what it remembers in torch, with and without a resume."""
+"""Iterable datasets remember from epoch to epoch what they remember in torch, with and without a resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ CASES = [
     for kind in KINDS
     for workers in WORKERS
     for limit in (None, 3)
-    if limit or kind not in ENDLESS
+    # Processes take long: there, epochs are cut of what has no end only.
+    if (limit and workers == "no workers") or bool(limit) == (kind in ENDLESS)
 ]
 
 

@@ -107,7 +107,7 @@ class TestManyRanks:
 
 class TestRecords:
     def pair(self, body: Callable[[RankSync], Any], length: int = 20, say: Say = small, **options: Any) -> Any:
-        """What ``body`` returns on rank 0, after both ranks walked over all their batches."""
+        """Call ``body`` on rank 0 after both ranks walked over all their batches; returns what it returned."""
         store = TurnsStore(2)
 
         def first(rank: int) -> Any:

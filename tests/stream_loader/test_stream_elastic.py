@@ -84,7 +84,7 @@ def numbers_of_rows(rows: list[dict[str, Any]]) -> list[int]:
 
 
 def finish(loader: Any) -> Counter[int]:
-    """What is left of the epoch."""
+    """The numbers left of the epoch."""
     return numbers(list(map(plain, loader)))
 
 

@@ -1,4 +1,4 @@
-"""What cannot be read breaks a stream off in words, with a state that goes on exactly once it is mended."""
+"""A shard that cannot be read ends a stream in words, with a state that goes on exactly once it is mended."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,6 +35,7 @@ from support.stream_cases import (
     stream_loader,
     write_lines,
 )
+from support.stream_troubles import Trouble, fail, stand_still
 
 from lightning_stateful import ChunkedDataset, MixedStream
 from lightning_stateful.errors import ConfigurationError, ShardError, StatefulWarning, StreamError
@@ -57,39 +57,6 @@ WORKERS: dict[str, dict[str, Any]] = {
 }
 
 
-class Trouble:
-    """Something that a marker on the disk makes go wrong at one sample, in whatever process.
-
-    Args:
-        folder: Where the marker is.
-        number: The sample.
-        what: What goes wrong there.
-    """
-
-    def __init__(self, folder: Path, number: int, what: Callable[[Path], Any]) -> None:
-        self.marker, self.number, self.what = folder / "marker", number, what
-
-    def __call__(self, number: int) -> int:
-        if number == self.number and self.marker.exists():
-            self.what(self.marker)
-        return number
-
-    def read(self, ref: tuple[int, int]) -> Iterator[int]:
-        """A chunk in which it happens."""
-        return map(self, range(ref[0], ref[0] + ref[1]))
-
-
-def fail(marker: Path) -> None:
-    raise OSError("the disk is gone")
-
-
-def stand_still(marker: Path) -> None:
-    """Wait as long as the marker is there."""
-    deadline = time.monotonic() + 30
-    while marker.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
 def die(marker: Path) -> None:
     """End this process at once, when whoever waits for it does so."""
     stand_still(marker)
@@ -97,7 +64,7 @@ def die(marker: Path) -> None:
 
 
 def take(loader: Any) -> tuple[list[Any], BaseException]:
-    """What a loader gives, and the error that ends it."""
+    """The items of a loader, and the error that ends it."""
     found = []
     try:
         for item in islice(steps(loader), 200):
@@ -270,7 +237,7 @@ def damaged(tmp_path: Path) -> list[str]:
 
 
 def readable_of(file: str) -> list[int]:
-    """What there is in a file before it fails."""
+    """The numbers in a file before it fails."""
     found: list[int] = []
     with contextlib.suppress(OSError, EOFError, ValueError):
         for number in read_lines(file):

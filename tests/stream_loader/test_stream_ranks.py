@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from support.stream_cases import (
     steps,
     stream_loader,
 )
+from support.stream_troubles import Trouble, fail, stand_still
 from torchdata.nodes import IterableWrapper
 
 from lightning_stateful.errors import StatefulError
@@ -126,82 +126,11 @@ def test_ranks_of_unequal_shares_lose_and_repeat_nothing(ranks: Ranks, name: str
         assert served.total() > (passes - 1) * len(every)
 
 
-# Other numbers of ranks
-
-ELASTIC = ("one shard", "steps", "tokens", "by sample", "rows", "drop_last", "first exhausted")
-
-
-def elastic(folder: Path, turn: int) -> Any:
-    """Goes on with what other ranks have left, for some steps."""
-    path = folder.parents[1] / "elastic.json"
-    held = json.loads(path.read_text()) if turn else {}
-    served, left = {}, {}
-    dist.barrier()
-    for name in ELASTIC:
-        loader = KINDS[name](folder)
-        if name in held:
-            loader.load_state_dict(held[name])
-        served[name] = [(loader.position_report()["pass"], item) for item in islice(steps(loader), 3)]
-        left[name] = saved(loader)
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(left))
-    return {"served": served, "states": left}
-
-
-def test_a_pass_is_complete_on_whatever_ranks_go_on_with_it(folder: Path, ranks: Ranks) -> None:
-    others = {2: ranks, **{number: Ranks(number, folder / f"{number} ranks") for number in (1, 3)}}
-    turns = [others[number].of(elastic, turn) for turn, number in enumerate((2, 3, 1, 2, 3, 1))]
-    for name in ELASTIC:
-        every = OF_CHUNKS + OF_OTHERS if name in ("by sample", "first exhausted") else OF_CHUNKS
-        served, passes = Counter[int](), 0
-        for found in turns:
-            assert all(rank["states"] == found[0]["states"] for rank in found)
-            for taken in zip(*(rank["served"][name] for rank in found), strict=True):
-                served += numbers([item for _, item in taken])
-                passes = taken[0][0]
-                assert max(served.values()) <= passes + 1, name
-                assert name == "first exhausted" or min(served[number] for number in every) >= passes - 1, name
-        assert passes >= 1
-
-
-EVEN = {"unequal shards": (10, 200, 30, 90, 5), "small ones": (9,) * 40}
-
-
-def even_shares(folder: Path) -> Any:
-    """Epochs of shards that do not go round among the ranks: the steps of each, and what is served."""
-    found = {}
-    for name, sizes in EVEN.items():
-        loader = stream_loader(chunks(sizes), batch_size=8)
-        epochs = [list(map(plain, loader)) for _ in range(3)]
-        found[name] = [len(epoch) for epoch in epochs], numbers(epochs)
-    return found
-
-
-def test_ranks_share_an_epoch_evenly_whatever_the_shards(folder: Path) -> None:
-    found = Ranks(3, folder / "three").of(even_shares)
-    for name, sizes in EVEN.items():
-        due = math.ceil(sum(sizes) / (8 * 3))
-        lengths = [rank[name][0] for rank in found]
-        assert lengths == [lengths[0]] * 3
-        assert all(abs(number - due) <= 1 for number in lengths[0])
-        served = sum((rank[name][1] for rank in found), Counter())
-        assert {served[number] for number in range(sum(sizes))} <= {2, 3}
-
-
 # Faults
 
 
-class Fails:
-    """A function that goes wrong at a sample of rank 1, as long as a file is there.
-
-    Args:
-        folder: Where the file is.
-        number: The sample.
-        what: What goes wrong.
-    """
-
-    def __init__(self, folder: Path, number: int, what: Callable[[Path], Any]) -> None:
-        self.marker, self.number, self.what = folder / "marker", number, what
+class Fails(Trouble):
+    """Something that goes wrong at a sample of rank 1."""
 
     def set(self, is_there: bool) -> None:
         """Cause it, or mend it, on all ranks."""
@@ -213,19 +142,7 @@ class Fails:
         dist.barrier()
 
     def __call__(self, number: int) -> int:
-        if number == self.number and dist.get_rank() == 1 and self.marker.exists():
-            self.what(self.marker)
-        return number
-
-
-def fail(marker: Path) -> None:
-    raise OSError("the disk is gone")
-
-
-def stand_still(marker: Path) -> None:
-    deadline = time.monotonic() + 30
-    while marker.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+        return super().__call__(number) if dist.get_rank() == 1 else number
 
 
 def in_order(transform: Any, **options: Any) -> Any:
@@ -234,7 +151,7 @@ def in_order(transform: Any, **options: Any) -> Any:
 
 
 def end(loader: Any) -> dict[str, Any]:
-    """What a loader gives until it ends in an error, and how."""
+    """The items of a loader until it ends in an error, and how it ends."""
     found: list[Any] = []
     times = [time.monotonic()]
     try:
@@ -250,7 +167,7 @@ def end(loader: Any) -> dict[str, Any]:
 
 
 def assert_mended(make: Any, found: dict[str, Any], items: list[Any], states: list[Any]) -> None:
-    """What broke off goes on as if nothing had been."""
+    """A stream that broke off goes on as if nothing had been."""
     at = len(found["items"])
     assert found["items"] == items[:at]
     assert found["state"] == states[at]
@@ -341,21 +258,7 @@ def test_ranks_that_read_other_streams_are_told_so(ranks: Ranks, name: str) -> N
         assert name in found[name]
 
 
-# Several loaders, workers, evaluation
-
-
-def evaluated(folder: Path) -> Any:
-    """Each rank for itself, of more shards than ranks and of fewer, twice."""
-    found = []
-    for sizes in ((5,), (1, 6), SIZES):
-        loader = stream_loader(chunks(sizes, shuffle=False), exact=True)
-        found += [(sum(sizes), list(map(plain, loader))) for _ in range(2)]
-    return found
-
-
-def test_evaluation_gives_every_sample_once_over_ranks(ranks: Ranks) -> None:
-    for (total, one), (_, other) in zip(*ranks.of(evaluated), strict=True):
-        assert numbers(one) + numbers(other) == Counter(range(total))
+# Several loaders, large states
 
 
 def side_by_side(folder: Path) -> Any:
@@ -398,20 +301,3 @@ def test_large_states_of_a_dataset_reach_the_other_ranks(ranks: Ranks) -> None:
         slots = [[slot for slot in state["progress"]["slots"] if slot is not None] for state in states]
         held = [[len(json.dumps(slot["state"])) for slot in of] for of in slots]
         assert sum(len(sizes) > 1 and min(sizes) > 1024 for sizes in held) > 2
-
-
-def with_workers(folder: Path) -> Any:
-    """Persistent workers, stopped and resumed."""
-    make = partial(stream_loader, chunks(), num_workers=2, persistent_workers=True)
-    items, states = observe(make, 14)
-    # A fork hangs if a thread of gloo's holds the interpreter's lock on its threads.
-    time.sleep(0.05)
-    assert_mended(make, {"items": items[:4], "state": states[4]}, items, states)
-    return {"items": items, "states": states}
-
-
-def test_ranks_with_workers_agree_too(ranks: Ranks) -> None:
-    first, second = ranks.of(with_workers)
-
-    assert first["states"] == second["states"]
-    assert first["items"] != second["items"]

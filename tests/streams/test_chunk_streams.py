@@ -15,15 +15,8 @@ import pytest
 import torch
 
 from lightning_stateful.errors import ConfigurationError, ShardError, StateMismatchError
-from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams.chunks import ChunkedDataset, Chunks
 from lightning_stateful.streams.shard_reader import ShardReader
-
-
-@pytest.fixture(autouse=True)
-def _randomness_as_it_was() -> Iterator[None]:
-    with keep_randomness():
-        yield
 
 
 def drawn(value: Any = None) -> tuple[Any, ...]:

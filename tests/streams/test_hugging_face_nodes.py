@@ -241,10 +241,9 @@ class TestWhatShardsHold:
         shards = HuggingFaceShards(dataset)
 
         for shard in range(shards.num_shards):
-            for epoch in (0, 3):
-                part = dataset.shard(dataset.num_shards, shard)
-                part.set_epoch(epoch)
-                assert _read(shards, shard, epoch) == _samples(part)
+            part = dataset.shard(dataset.num_shards, shard)
+            part.set_epoch(3)
+            assert _read(shards, shard, 3) == _samples(part)
         gc.collect()
 
     def test_a_split_by_node_is_left_out_and_stays_as_it_was(self, tmp_path: Path) -> None:

@@ -28,18 +28,12 @@ from torchdata.nodes import (
 
 from lightning_stateful import MixedStream
 from lightning_stateful.errors import ConfigurationError, StateError
-from lightning_stateful.samplers.rng import keep_randomness, seed_randomness
+from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.streams import shard_reader
 from lightning_stateful.streams.node_shards import NodeShards
 from lightning_stateful.streams.shard_reader import ShardReader
 
 LENGTH = 6
-
-
-@pytest.fixture(autouse=True)
-def _randomness_as_it_was() -> Iterator[None]:
-    with keep_randomness():
-        yield
 
 
 def times_ten(number: int) -> int:
@@ -116,7 +110,7 @@ GRAPHS: dict[str, Callable[[], BaseNode[Any]]] = {
 
 
 def reads(graph: Any, epoch: int, state: Any = None, **options: Any) -> ShardReader:
-    """What reads the shards in a process that has read nothing yet."""
+    """A reader of the shards in a process that has read nothing yet."""
     shards = NodeShards(graph, **options)
     reader = ShardReader(shards, range(shards.num_shards), epoch, seed=3)
     reader.reset(json.loads(json.dumps(state)))

@@ -13,7 +13,6 @@ from support.node_cases import ListNode, NumberedShards, assert_resumes, drawn, 
 from torchdata.nodes import BaseNode, Batcher, IterableWrapper, Mapper, MultiNodeWeightedSampler
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, ShardError, StateError
-from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams import shard_reader as module
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import ShardReader
@@ -39,12 +38,11 @@ def numbered(sizes: Any = SIZES, numbers: Any = ORDER, epoch: int = 0) -> list[t
 @pytest.mark.usefixtures("_states_at_every_sample")
 @pytest.mark.parametrize(("state_size", "seed"), [(None, 5), (0, None), (40, 5)])
 def test_it_resumes_at_every_sample(state_size: int | None, seed: int | None) -> None:
-    with keep_randomness():
-        for sizes, numbers in ((SIZES, ORDER), ([90, 2, 25], (2, 0)), ([0, 0], (1, 0)), ([1], ()), ([1], (0,))):
-            samples = assert_resumes(
-                lambda s=sizes, n=numbers: reader(s, n, state_size=state_size, seed=seed, draws=seed is not None)
-            )
-            assert [sample[:3] for sample in samples] == numbered(sizes, numbers)
+    for sizes, numbers in ((SIZES, ORDER), ([90, 2, 25], (2, 0)), ([0, 0], (1, 0)), ([1], ()), ([1], (0,))):
+        samples = assert_resumes(
+            lambda s=sizes, n=numbers: reader(s, n, state_size=state_size, seed=seed, draws=seed is not None)
+        )
+        assert [sample[:3] for sample in samples] == numbered(sizes, numbers)
 
 
 class TestStates:
@@ -127,11 +125,10 @@ class TestSeeds:
         def read(numbers: Any = (4, 2, 0), **options: Any) -> dict[Any, Any]:
             return {sample[:3]: sample[3:] for sample in reader([3, 0, 90, 1, 5], numbers, draws=True, **options)}
 
-        with keep_randomness():
-            whole = read(seed=3)
-            random.seed(77)
-            assert read((0, 4, 2), seed=3) == whole
-            others = [*whole.values(), *read(seed=4).values(), *read(seed=3, epoch=1).values()]
+        whole = read(seed=3)
+        random.seed(77)
+        assert read((0, 4, 2), seed=3) == whole
+        others = [*whole.values(), *read(seed=4).values(), *read(seed=3, epoch=1).values()]
         assert all(len({numbers[which] for numbers in others}) == 3 * 98 for which in range(3))
 
     def test_a_generator_that_draws_is_read_again_with_the_same_draws(self) -> None:
@@ -139,8 +136,7 @@ class TestSeeds:
             def node(self, shard: int, epoch: int) -> BaseNode[Any]:
                 return Generated()
 
-        with keep_randomness():
-            assert_resumes(lambda: ShardReader(Drawing([70], draws=True), (0,), 0, seed=3))
+        assert_resumes(lambda: ShardReader(Drawing([70], draws=True), (0,), 0, seed=3))
 
 
 class Generated(BaseNode[Any]):
@@ -185,15 +181,14 @@ class TestErrors:
     @pytest.mark.parametrize(("state_size", "draws"), [(None, True), (0, False)])
     def test_skipping_keeps_what_came_before_and_counts_the_shard(self, state_size: int | None, draws: bool) -> None:
         options: dict[str, Any] = {"fails": {2: 3, 5: -1, 0: 0}, "on_error": "skip", "state_size": state_size}
-        with keep_randomness():
-            samples = assert_resumes(lambda: reader(draws=draws, seed=1, **options))
-            assert [sample[1:3] for sample in samples] == [(2, 0), (2, 1), (2, 2), (3, 0)]
-            node, counted = started(reader(draws=draws, seed=1, **options)), []
-            for _ in samples:
-                next(node)
-                # Wherever it is resumed, the count goes on.
-                node = started(reader(draws=draws, seed=1, **options), node.state_dict())
-                counted.append(node.state_dict()["skipped_shards"])
+        samples = assert_resumes(lambda: reader(draws=draws, seed=1, **options))
+        assert [sample[1:3] for sample in samples] == [(2, 0), (2, 1), (2, 2), (3, 0)]
+        node, counted = started(reader(draws=draws, seed=1, **options)), []
+        for _ in samples:
+            next(node)
+            # Wherever it is resumed, the count goes on.
+            node = started(reader(draws=draws, seed=1, **options), node.state_dict())
+            counted.append(node.state_dict()["skipped_shards"])
         assert counted == [0, 0, 0, 3]
 
     @pytest.mark.parametrize(

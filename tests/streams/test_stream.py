@@ -26,19 +26,12 @@ from lightning_stateful.errors import (
     StateError,
     StateMismatchError,
 )
-from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.state import sealed
 from lightning_stateful.streams import ChunkedDataset, MixedStream, Stream, as_stream
 from lightning_stateful.testing import ResumeContract
 
 SIZES = (5, 0, 3, 8, 1)
 TOTAL = sum(SIZES)
-
-
-@pytest.fixture(autouse=True)
-def _randomness_as_it_was() -> Iterator[None]:
-    with keep_randomness():
-        yield
 
 
 def numbered(*sizes: int, seed: int = 0, **options: Any) -> Stream:

@@ -1,4 +1,4 @@
-"""Where all worker slots stand says everything: what follows on the same slots, and each sample once on any others."""
+"""The state of all worker slots says everything: what follows on the same slots, and each sample once on any others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (1, 3), (3, 2), (4, 1), (1
 
 @pytest.fixture(autouse=True, scope="module")
 def _states_of_small_shards() -> Iterator[None]:
-    """What holds for a state every 256 samples holds for shards of a few, as these tests have."""
+    """Take a state at every few samples instead of every 256, for shards as small as these."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_reader, "_LEAST_GAP", 1)
         yield
@@ -95,7 +95,7 @@ def configs(draw: st.DrawFn) -> StreamConfig:
 
 
 def expected(state: StreamState) -> tuple[list[Any], int, int]:
-    """What is to be served of all passes that were begun; bad shards in them, and samples that functions refuse."""
+    """The samples to serve of all passes that were begun; bad shards in them, and samples that functions refuse."""
     served, bad, refused = [], 0, 0
     for name, part in state.config.sources.items():
         fails, counts = part.shards.fails, part.shards.counts  # type: ignore[attr-defined]  # numbered shards

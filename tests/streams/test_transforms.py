@@ -27,7 +27,6 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful import ChunkedDataset
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
-from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams.nodes import StreamNode
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import ShardReader
@@ -60,8 +59,7 @@ KINDS: dict[str, Callable[[BaseNode[Any]], BaseNode[Any]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [0, 80])
 def test_a_node_resumes_at_every_item(kind: str, length: int) -> None:
-    with keep_randomness():
-        assert_resumes(lambda: KINDS[kind](ListNode(range(length))), histories=0 if kind == "seeded map" else 3)
+    assert_resumes(lambda: KINDS[kind](ListNode(range(length))), histories=0 if kind == "seeded map" else 3)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -75,9 +73,8 @@ def test_nodes_in_any_nesting_resume_at_every_item(seed: int) -> None:
             node = KINDS[name](node)
         return node
 
-    with keep_randomness():
-        # What a map draws depends on which items are asked for together.
-        assert_resumes(make, histories=0 if names[-1] == "seeded map" or names[-2:-1] == ["seeded map"] else 3)
+    # What a map draws depends on which items are asked for together.
+    assert_resumes(make, histories=0 if names[-1] == "seeded map" or names[-2:-1] == ["seeded map"] else 3)
 
 
 @pytest.mark.parametrize("kind", ["window", "long window", "large running state"])
@@ -168,13 +165,10 @@ class TestRunningStates:
 
 class TestMapsAndFilters:
     def test_what_is_drawn_follows_from_the_seed_and_the_samples_before(self) -> None:
-        with keep_randomness():
-            whole = list(MapNode(ListNode([0] * 40), noisy, seed=1))
-            random.seed(5)
-            alone = [
-                next(started(MapNode(ListNode([0]), noisy, seed=1), {"source": None, "item": n})) for n in range(40)
-            ]
-            other = list(MapNode(ListNode([0] * 40), noisy, seed=2))
+        whole = list(MapNode(ListNode([0] * 40), noisy, seed=1))
+        random.seed(5)
+        alone = [next(started(MapNode(ListNode([0]), noisy, seed=1), {"source": None, "item": n})) for n in range(40)]
+        other = list(MapNode(ListNode([0] * 40), noisy, seed=2))
         assert alone == whole
         assert all(len({item[which] for item in whole + other}) == 80 for which in (1, 2, 3))
 
@@ -198,11 +192,10 @@ class TestMapsAndFilters:
             return 1 // (value % 5) + value * drawn()[0]
 
         make = partial(kind, function=function, seed=seed, on_error="skip")
-        with keep_randomness():
-            if seed is not None:
-                assert_resumes(lambda: make(ListNode(range(1, 43))))
-            node = started(make(ListNode(range(1, 43))))
-            assert len(node.next_many(100)) == 34
+        if seed is not None:
+            assert_resumes(lambda: make(ListNode(range(1, 43))))
+        node = started(make(ListNode(range(1, 43))))
+        assert len(node.next_many(100)) == 34
         state = {"source": {"next": 42}, "item": 42, "skipped_samples": 8}
         assert node.state_dict() == started(make(ListNode(range(1, 43))), state).state_dict() == state
 
@@ -224,11 +217,10 @@ class TestFailures:
             return value + 1
 
         said = rf"function failed on the sample 6: {type(error).__name__}: {error}\. A resume from any"
-        with keep_randomness():
-            node = started(kind(ListNode(range(10)), function))
-            assert len(node.next_many(4)) == 4
-            with pytest.raises(ShardError, match=said) as caught:
-                node.next_many(4)
+        node = started(kind(ListNode(range(10)), function))
+        assert len(node.next_many(4)) == 4
+        with pytest.raises(ShardError, match=said) as caught:
+            node.next_many(4)
         assert caught.value.__cause__ is error
 
     @pytest.mark.parametrize("kind", [MapNode, FilterNode, partial(RunningStateNode, initial=0)])

@@ -1,4 +1,4 @@
-"""What one worker slot makes of its shards: batches of one source, or of several that are mixed."""
+"""A worker slot makes batches of its shards: of one source, or of several that are mixed."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What tests of real trainers share: a ledger of what was trained on, and runs that are stopped and resumed."""
+"""Helpers of tests on real trainers: a ledger of what was trained on, and runs that are stopped and resumed."""

@@ -186,7 +186,7 @@ def has_steps(order: BucketOrder, num_replicas: int) -> bool:
 
 
 def serve(plan: BucketEpochPlan, first_step: int = 0) -> list[list[list[int]]]:
-    """What a plan serves, step by step and rank by rank."""
+    """The batches of a plan, step by step and rank by rank."""
     ranks = [[batch for _, batch in plan.batches(rank, first_step)] for rank in range(plan.num_replicas)]
     return [list(step) for step in zip(*ranks, strict=True)]
 

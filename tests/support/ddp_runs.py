@@ -30,7 +30,7 @@ def run(make: Callable[[], Any], **options: Any) -> Outcome:
 
 
 def plain(found: Outcome) -> dict[str, Any]:
-    """What a test compares, as plain data."""
+    """The parts of an outcome that a test compares, as plain data."""
     trainer: Any = found.trainer
     own = callback_of(found)
     return {
@@ -108,7 +108,7 @@ def assert_in_step(runs: list[dict[str, Any]]) -> None:
 
 
 def over_all(runs: list[dict[str, Any]], epoch: int | None = None, stage: str = "train") -> list[int]:
-    """What all ranks were served, sorted."""
+    """The samples that all ranks were served, sorted."""
     return sorted(index for run in runs for index in samples(run["ledger"], epoch, stage))
 
 

@@ -37,7 +37,7 @@ class Honest:
             self.epoch, self.consumed = self.epoch + 1, 0
 
     def item(self, index: int) -> Any:
-        """What is yielded of a sample."""
+        """The item that is yielded for a sample."""
         return index
 
     def state_dict(self) -> dict[str, Any]:

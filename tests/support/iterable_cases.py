@@ -15,7 +15,7 @@ class Numbers(IterableDataset[Any]):
     """Numbers of each worker, the same in every pass."""
 
     def share(self) -> list[int]:
-        """What this worker reads, 7 numbers or 10."""
+        """The numbers of this worker, 7 or 10."""
         info = get_worker_info()
         first = 0 if info is None else 100 * (info.id + 1)
         return list(range(first, first + LENGTH + (3 if info is not None and info.id else 0)))

@@ -123,7 +123,7 @@ def samples(ledger: list[Event], epoch: int | None = None, stage: str = "train")
 
 
 def parts(ledger: list[Event], name: str, epoch: int | None = None) -> list[Any]:
-    """What one of several loaders, in a dict, gave to every training step."""
+    """The batches that one of several loaders, in a dict, gave to every training step."""
     return [dict(event[4])[name] for event in trained(ledger) if epoch in (None, event[1])]
 
 

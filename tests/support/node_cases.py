@@ -143,7 +143,7 @@ def drawn() -> tuple[int, int, int]:
 
 
 def noisy(value: Any) -> tuple[Any, ...]:
-    """What a value looks like as a number, and numbers drawn beside it."""
+    """A value as a number, and numbers drawn beside it."""
     return mixed(value), *drawn()
 
 

@@ -53,7 +53,7 @@ class OrderCase:
 
 @dataclass
 class Served:
-    """What some ranks were served of an epoch.
+    """The part of an epoch that some ranks were served.
 
     Attributes:
         steps: For every step the batches of all ranks: pairs of a number and indices.
@@ -101,7 +101,7 @@ def serve(
 
 
 def beginning(case: OrderCase, epoch: int, num_replicas: int) -> Progress | None:
-    """What an epoch begins from: of orders that carry over, the end of the one before."""
+    """The progress that an epoch begins from: of orders that carry over, the end of the one before."""
     if not case.order.carries_over or not epoch:
         return None
     return serve(case.order, epoch - 1, num_replicas, beginning(case, epoch - 1, num_replicas)).progress[-1]
@@ -271,7 +271,7 @@ def an_unshuffled_order_serves_the_same_in_every_epoch(case: OrderCase) -> None:
 
 
 def a_report_counts_on_over_resizings(case: OrderCase) -> None:
-    """What people are told is plain, and does not depend on when a plan was made."""
+    """A report is plain data, and does not depend on when a plan was made."""
     served = serve(case.order, 0, 3, count=2)
     told = served.plan.report_after(len(served.steps))
 

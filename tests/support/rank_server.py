@@ -1,4 +1,4 @@
-"""What the process that ranks are forked from imports, once for all of them; nothing of it starts a thread."""
+"""Imports of the process that ranks are forked from, once for all of them; nothing here starts a thread."""
 
 import gc
 from importlib import import_module

@@ -43,7 +43,7 @@ class TurnsStore:
         self.requests: Counter[int] = Counter()
 
     def run(self, *bodies: Callable[[int], Any]) -> list[Any]:
-        """What each rank's body returns or raises."""
+        """Run a function on each rank; returns what it returned or raised."""
         self.turns = [threading.Semaphore(0) for _ in bodies]
         self.alive, self.waiting = set(range(len(bodies))), set()
         self.ranks.clear()
@@ -118,7 +118,7 @@ class CountedStore:
 
 
 def in_threads(*bodies: Callable[[int], Any]) -> list[Any]:
-    """What each rank's body returns or raises."""
+    """Run a function on each rank; returns what it returned or raised."""
     answers: list[Any] = [None] * len(bodies)
 
     def run(rank: int) -> None:

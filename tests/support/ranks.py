@@ -59,14 +59,14 @@ class Ranks:
         self._done: dict[Path, list[tuple[Any, str]]] = {}
 
     def of(self, case: Case, *arguments: Any) -> list[Any]:
-        """What a case returned on each rank."""
+        """The values that a case returned on each rank."""
         found, folder = self._run(case, arguments), self.folder_of(case, *arguments)
         for rank, (_, error) in enumerate(found):
             assert not error, f"{folder.name} on rank {rank}: {error}\n{_log(folder, rank).read_text()[-3000:]}"
         return [value for value, _ in found]
 
     def errors_of(self, case: Case, *arguments: Any) -> list[str]:
-        """What a case raised on each rank: the name of the exception, and its text."""
+        """The errors that a case raised on each rank: the name of the exception, and its text."""
         errors = [error for _, error in self._run(case, arguments)]
         assert all(errors), f"{case.__name__} raised nothing on some ranks: {errors}"
         return errors
@@ -146,7 +146,7 @@ def _report(pipe: Connection, case: Case, folder: Path, *arguments: Any) -> None
 
 
 def environments_of_ranks(num_ranks: int) -> list[dict[str, str]]:
-    """What each rank of a run finds in its environment, as torchrun sets it; on a port of its own."""
+    """The environment variables of each rank of a run, as torchrun sets them; on a port of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -202,7 +202,7 @@ def _log(folder: Path, rank: int) -> Path:
 
 
 def ledger_of(folder: Path, rank: int = 0) -> list[Any]:
-    """What a rank has written down so far."""
+    """The steps that a rank has written down so far."""
     path = folder / f"ledger{rank}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -30,7 +30,7 @@ class StoppedError(Exception):
 
 @dataclass
 class Outcome:
-    """What one run did."""
+    """The ledger, log, weights and counters of one run."""
 
     ledger: list[Event]
     logged: list[tuple[str, int]]
@@ -102,7 +102,7 @@ class SaveAt(Checkpoint):
         return save
 
     def path(self, number: int) -> Path:
-        """Where the checkpoint of a moment is."""
+        """The checkpoint of a moment."""
         return self._folder / f"{number}.ckpt"
 
 
@@ -185,7 +185,7 @@ def uninterrupted(**options: Any) -> Outcome:
 
 
 def outcome_of(trainer: pl.Trainer, model: LedgerModel, logger: StepLogger) -> Outcome:
-    """What a run has done so far."""
+    """The outcome of a run so far."""
     return Outcome(
         ledger=model.ledger,
         logged=logger.steps,
@@ -214,7 +214,7 @@ def stopped(
     callbacks: Sequence[Any] = (),
     **options: Any,
 ) -> list[Event]:
-    """What a run did up to a moment at which it saved a checkpoint and crashed."""
+    """The ledger of a run up to a moment at which it saved a checkpoint and crashed."""
     stop = StopAt(hook, path, epoch=epoch, batch=batch)
     run(make, callbacks=[stop, *callbacks], **options)
     assert stop.ledger is not None, "the moment was never reached"

@@ -40,7 +40,7 @@ class PlainData(pl.LightningDataModule):
 
 
 class OfCuts(Dataset[Any]):
-    """What lhotse's datasets are: it is given a whole set of cuts, and makes a batch of it."""
+    """A dataset as lhotse's: it is given a whole set of cuts, and makes a batch of it."""
 
     def __getitem__(self, cuts: Any) -> Any:
         ids = [int(cut.id.rsplit("-", 1)[-1]) for cut in cuts]
@@ -105,7 +105,7 @@ TO_EVALUATE: dict[str, Callable[[], DataLoader[Any]]] = {
 
 
 def evaluate(make: Callable[[], Any], **options: Any) -> dict[str, Any]:
-    """What each of the trainer's ways to evaluate gives the model."""
+    """The samples that the model gets in ``validate``, ``test`` and ``predict``."""
     found: dict[str, Any] = {}
     for stage in ("validate", "test", "predict"):
         writer, model = Writes(), Evaluates()

@@ -161,7 +161,7 @@ class KeepsItsPlace(Sampler[Any]):
         return self.length
 
     def item(self) -> Any:
-        """What it yields at its place."""
+        """The item at its place."""
         return self.place
 
     def __iter__(self) -> Iterator[Any]:
@@ -200,6 +200,16 @@ class ByTheClock(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(np.random.default_rng(time.perf_counter_ns()).permutation(LENGTH).tolist())
+
+
+class Bag:
+    """Holds whatever it is given, and can be iterated."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def __iter__(self) -> Any:
+        return iter(())
 
 
 class Proxy:

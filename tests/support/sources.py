@@ -92,5 +92,5 @@ class Beside(StatefulDataModule):
 
 
 def samples_of(source: str, ledger: list[Event]) -> list[int]:
-    """What was trained on of one source, in order."""
+    """The samples of one source that were trained on, in order."""
     return [index for index in samples(ledger) if source_of(index) == source]

@@ -73,7 +73,7 @@ def drawn(value: Any) -> tuple[Any, float, float]:
 
 
 def length_of(number: int) -> int:
-    """How many tokens a number counts for."""
+    """The number of tokens that a number counts for."""
     return 1 + number * 7 % 9
 
 
@@ -84,7 +84,7 @@ def budgeted(stream: Stream, window: int = 7, length: Callable[[int], int] = len
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """Which process this is, and of how many."""
+    """The number of this process, and of all."""
     is_one = not torch.distributed.is_initialized()
     return (0, 1) if is_one else (torch.distributed.get_rank(), torch.distributed.get_world_size())
 
@@ -99,7 +99,7 @@ class Divided(IterableDataset[Any]):
         self.epoch = epoch
 
     def share(self) -> list[int]:
-        """What this worker reads."""
+        """The numbers that this worker reads."""
         info, (rank, ranks) = get_worker_info(), rank_and_ranks()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         return random.Random(self.epoch).sample(range(self.length), self.length)[
@@ -227,7 +227,7 @@ def steps(loader: Any) -> Iterator[Any]:
 
 
 def numbers(items: Any) -> Counter[int]:
-    """How often each number was served."""
+    """The number of times that each number was served."""
     found: Counter[int] = Counter()
     for item in items if isinstance(items, list) else []:
         found.update([item] if type(item) is int else numbers(item))
@@ -252,7 +252,7 @@ def loaded(loader: Any, state: Any) -> Any:
 
 
 def observe(make: Make, total: int) -> tuple[list[Any], list[Any]]:
-    """What an uninterrupted run is given, and its state before each of that and after the last."""
+    """The items of an uninterrupted run, and its state before each of them and after the last."""
     loader = make()
     items, states = [], [saved(loader)]
     for item in islice(steps(loader), total):

@@ -16,6 +16,7 @@ from lightning_stateful import ChunkedDataset, MixedStream, StreamDataModule
 from lightning_stateful.bucketing import Budget
 from support import hf_streams
 from support.stream_cases import Divided
+from support.stream_cases import chunks as chunks_of_numbers
 
 # Samples of nine shards; two lanes and three have unequal shares of them.
 SIZES = (3, 2, 4, 1, 3, 2, 2, 1, 3)
@@ -26,11 +27,6 @@ EVERY_SAMPLE = list(range(sum(SIZES)))
 OF_OTHERS = list(range(OTHER_FIRST, OTHER_FIRST + sum(OTHER_SIZES)))
 VAL_SAMPLES = list(range(VAL_FIRST, VAL_FIRST + sum(VAL_SIZES)))
 FILES = ("parquet", "arrow", "json", "text")
-
-
-def read_chunk(ref: tuple[int, int]) -> Iterator[int]:
-    """The numbers of a chunk."""
-    yield from range(ref[0], ref[0] + ref[1])
 
 
 def sample(number: int) -> dict[str, torch.Tensor]:
@@ -44,21 +40,13 @@ def plain_sample(number: int) -> dict[str, torch.Tensor]:
 
 
 def length_of(found: dict[str, torch.Tensor]) -> int:
-    """How many tokens a sample counts for."""
+    """The number of tokens of a sample."""
     return 1 + int(found["id"]) ** 2 * 7 % 9
 
 
-def refs(sizes: tuple[int, ...] = SIZES, first: int = 0) -> list[tuple[int, int]]:
-    """Chunks that follow one another."""
-    return [(first + sum(sizes[:number]), size) for number, size in enumerate(sizes)]
-
-
-def chunks(
-    sizes: tuple[int, ...] = SIZES, first: int = 0, read: Callable[[Any], Any] = read_chunk, **options: Any
-) -> ChunkedDataset:
-    """Chunks of numbers, shuffled in small blocks."""
-    defaults: dict[str, Any] = {"buffer_size": 5, "seed": 3, "transform": sample}
-    return ChunkedDataset(refs(sizes, first), read, **{**defaults, **options})
+def chunks(sizes: tuple[int, ...] = SIZES, first: int = 0, **options: Any) -> ChunkedDataset:
+    """Chunks of numbers, shuffled in small blocks, of which samples are made."""
+    return chunks_of_numbers(sizes, first, **{"transform": sample, **options})
 
 
 def of_row(row: dict[str, Any]) -> dict[str, Any]:

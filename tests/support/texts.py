@@ -90,7 +90,7 @@ def cost_of(name: str, longest: int) -> Fraction:
 
 
 def padding_of(name: str, *of_ranks: tuple[int, ...]) -> dict[str, float]:
-    """What there is to log of the batches of all ranks in one step, of one of these modules."""
+    """The padding to log for the batches of all ranks in one step, of one of these modules."""
     longest = [max(map(length_of, batch)) for batch in of_ranks]
     tokens = sum(length_of(index) for batch in of_ranks for index in batch)
     padded = sum(most * len(batch) for most, batch in zip(longest, of_ranks, strict=True))

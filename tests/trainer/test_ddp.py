@@ -169,10 +169,6 @@ def saved_on_two_ranks(folder: Path) -> list[Any]:
     return ended(folder / "two.ckpt", run=run, max_steps=8).ledger
 
 
-def resumed_on_two_ranks(folder: Path) -> list[Any]:
-    return run(numbers_module, ckpt_path=folder.parent / "one.ckpt").ledger
-
-
 @pytest.mark.parametrize("batch_size", [2, 3])
 def test_two_ranks_hand_over_to_one_without_losing_a_sample(ranks: Ranks, batch_size: int) -> None:
     first, second = ranks.of(saved_on_two_ranks)
@@ -183,13 +179,6 @@ def test_two_ranks_hand_over_to_one_without_losing_a_sample(ranks: Ranks, batch_
     # The epoch goes on in the steps of the new topology, and ends where they end.
     last = trained(resumed.ledger)[-1]
     assert last[1:3] == (1, -(-22 // batch_size) - 1)
-
-
-def test_one_rank_hands_over_to_two_without_losing_a_sample(ranks: Ranks) -> None:
-    before = ended(ranks.folder / "one.ckpt", max_steps=5)
-    first, second = ranks.of(resumed_on_two_ranks)
-    assert sorted(samples(before.ledger, 0) + samples(first, 0) + samples(second, 0)) == list(range(22))
-    assert len(trained(first)) == len(trained(second))
 
 
 # Evaluation

@@ -338,7 +338,7 @@ SHAPES: dict[str, Callable[[], Any]] = {
 
 
 def shapes(folder: Path) -> dict[str, Any]:
-    """What each rank has evaluated, and what it was told."""
+    """The samples that each rank has evaluated, and the warnings that it was given."""
     found = {}
     for name, make in SHAPES.items():
         model, data = LedgerModel(), make()

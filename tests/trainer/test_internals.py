@@ -1,4 +1,4 @@
-"""What is used of Lightning that has no public name: listed in one place, and missed before anything is trained on."""
+"""Names of Lightning's that are used and not public: listed in one place, and missed before anything is trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several sources on two real ranks: in step, exact over stops, and handed over between one rank and two."""
+"""Several sources on two real ranks: in step, exact over stops, and handed over from one rank to two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from support.ddp_runs import Link, assert_chains, chain_of, over_all, plain, run
 from support.ledger import Numbers, ids_of, samples, trained
 from support.ranks import Ranks
-from support.runs import ended, train
+from support.runs import ended
 from support.sources import FIRSTS, datasets, mixture, round_robin, samples_of, source_of
 
 # Lengths that two ranks cannot share without remainders.
@@ -21,7 +21,7 @@ STOPS = [
     ("on_train_batch_start", 1, 2),
     ("on_train_batch_end", 1, 0),
 ]
-# After so many steps of an epoch a run on one rank or on two leaves the rest to the other number.
+# After so many steps of an epoch a run on one rank leaves the rest to two.
 HANDED_OVER = 3
 
 
@@ -108,12 +108,8 @@ def test_sources_smaller_than_the_ranks_are_served_side_by_side(ranks: Ranks) ->
 # Another number of ranks
 
 
-def saved_on_two_ranks(folder: Path, name: str) -> dict[str, Any]:
-    return plain(ended(folder / "two.ckpt", CONFIGS[name], run=run, max_steps=HANDED_OVER))
-
-
 def resumed_on_two_ranks(folder: Path, name: str) -> list[Link]:
-    """What one process left behind, and once more from within the epoch that is planned anew."""
+    """Resumes the checkpoint of one process, and once more from within the epoch that is planned anew."""
     left = folder.parent / f"{name}, 1.ckpt"
     return chain_of(CONFIGS[name], folder, [("on_train_batch_end", 0, 0)], ckpt_path=left)
 
@@ -127,20 +123,3 @@ def test_one_rank_hands_over_to_two(ranks: Ranks, name: str) -> None:
     assert [event[2] for event in trained(runs[0]["ledger"]) if event[1] == 0][-1] == runs[0]["length"] - 1
     if name in WHOLE_EPOCHS:
         assert sorted(samples(left.ledger, 0) + over_all(runs, 0)) == over_all(runs, 1) == EVERY_SAMPLE
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_two_ranks_hand_over_to_one(ranks: Ranks, name: str) -> None:
-    before = ranks.of(saved_on_two_ranks, name)
-    path = ranks.folder_of(saved_on_two_ranks, name) / "two.ckpt"
-    resumed = plain(train(CONFIGS[name], ckpt_path=path, max_epochs=2))
-    epoch = trained(resumed["ledger"])[0][1]
-    last = [event for event in trained(resumed["ledger"]) if event[1] == epoch][-1]
-    assert last[2] == resumed["length"] - 1
-    if name in WHOLE_EPOCHS:
-        assert over_all([*before, resumed], epoch) == EVERY_SAMPLE
-        return
-    for source, length in UNEVEN.items():
-        served = samples_of(source, [event for run in (*before, resumed) for event in run["ledger"]])
-        assert resumed["report"]["sources"][source]["samples"] == len(served)
-        assert len(set(served)) == min(length, len(served))

@@ -1,4 +1,4 @@
-"""What `StreamDataModule`, and the callback alone, do with streams of any kind, and their epochs: one process."""
+"""`StreamDataModule`, and the callback alone, on streams of any kind, and their epochs: one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from support.ledger import LedgerModel, Numbers, batches, parts, samples, trained
 from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, seeded, train, train_alone, training
-from support.sampler_cases import PlainData
 from support.stream_runs import (
     EVERY_SAMPLE,
     MODULES,
@@ -39,12 +38,7 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning, State
 from lightning_stateful.stream_loader.loader import IterableLoader, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
 
-MOMENTS = [
-    ("on_before_backward", 0, 2),
-    ("on_train_batch_end", 0, 3),
-    ("on_validation_end", 0, 0),
-    ("on_train_batch_end", 1, 1),
-]
+MOMENTS = [("on_before_backward", 0, 2), ("on_train_batch_end", 0, 3), ("on_train_batch_end", 1, 1)]
 # More workers than this machine has processors.
 MANY = "ignore:This DataLoader will create:UserWarning"
 pytestmark = pytest.mark.filterwarnings(MANY)
@@ -56,10 +50,6 @@ pytestmark = pytest.mark.filterwarnings(MANY)
 def side_by_side(files: Path, **options: Any) -> StreamDataModule:
     streams = {"a": chunks(), "b": chunks(OTHER_SIZES, OTHER_FIRST), "c": mapped(files_of("json", files, "other"))}
     return module(streams, **{"steps_per_epoch": 4, **options})
-
-
-def test_streams_side_by_side_go_on_exactly(tmp_path: Path, files: Path) -> None:
-    assert_goes_on_from_every_moment(tmp_path, partial(side_by_side, files), MOMENTS, max_epochs=4)
 
 
 def test_streams_side_by_side_go_each_through_whole_passes(files: Path) -> None:
@@ -80,21 +70,8 @@ def test_streams_side_by_side_of_unknown_length_are_refused_with_the_remedy(file
 # Wherever loaders come from
 
 
-def plain_loaders(files: Path) -> Any:
-    """A module that knows nothing of this package."""
-    return PlainData(
-        lambda: DataLoader(mapped(files_of("json", files)), batch_size=2),
-        lambda: DataLoader(mapped(files_of("parquet", files, "val")), batch_size=2),
-    )
-
-
-def test_plain_loaders_of_a_plain_data_module_go_on_exactly(tmp_path: Path, files: Path) -> None:
-    assert_goes_on_from_every_moment(tmp_path, partial(plain_loaders, files), MOMENTS, train_alone)
-
-
 def test_a_plain_loader_that_is_passed_to_fit_goes_on_exactly(tmp_path: Path) -> None:
-    moments = [moment for moment in MOMENTS if "validation" not in moment[0]]
-    assert_goes_on_from_every_moment(tmp_path, partial(DataLoader, chunks(), batch_size=2), moments, train_alone)
+    assert_goes_on_from_every_moment(tmp_path, partial(DataLoader, chunks(), batch_size=2), MOMENTS, train_alone)
 
 
 # Fitting again
@@ -140,7 +117,7 @@ def test_every_stage_of_evaluation_gives_every_sample_once(files: Path, kind: st
 
 
 def values_of(make: Any, **options: Any) -> dict[tuple[int, int], Any]:
-    """What was drawn at every sample, by epoch."""
+    """The values drawn at every sample, by epoch."""
     found = {}
 
     class Keeps(LedgerModel):

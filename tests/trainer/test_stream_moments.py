@@ -46,50 +46,33 @@ FEW = [MOMENTS[number] for number in (1, 4, 9)]
 REREAD = "ignore:.*(were read again|Hugging Face's state):lightning_stateful.errors.StatefulWarning"
 
 
-# At any moment
-
-
-# The loaders' own tests stop each of the others, too.
-FAST = ("chunks", "batched map", "tokens", "mixed by sample", "own with a state")
+# The loaders' own tests stop the other kinds.
+KINDS = ("chunks", "batched map", "tokens", "mixed by sample", "own with a state")
 
 
 @pytest.mark.filterwarnings(REREAD)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in MODULES]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_exactly_from_any_moment(tmp_path: Path, files: Path, kind: str) -> None:
     moments = MOMENTS if kind == "chunks" else FEW
     assert_goes_on_from_every_moment(tmp_path, partial(MODULES[kind], files), moments)
 
 
-# What the module, and the trainer, are given.
+# Options of the module, and of the trainer; runs over two ranks have others.
 SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulation": ({}, {"accumulate_grad_batches": 3}),
-    "long accumulation": ({"steps_per_epoch": 30}, {"accumulate_grad_batches": 20}),
     "limited": ({}, {"limit_train_batches": 4, "max_epochs": 4}),
-    "limited, accumulation": ({}, {"limit_train_batches": 4, "max_epochs": 4, "accumulate_grad_batches": 3}),
     "short epochs": ({"steps_per_epoch": 4}, {"max_epochs": 4}),
     "epochs of several passes": ({"steps_per_epoch": 25}, {"val_check_interval": 7}),
-    "a share of an epoch": ({"steps_per_epoch": 8}, {"limit_train_batches": 0.5, "max_epochs": 4}),
     "validation within epochs": ({}, {"val_check_interval": 3}),
     "validation over epochs": ({}, {"val_check_interval": 4, "check_val_every_n_epoch": None}),
     "validation every other epoch": ({}, {"check_val_every_n_epoch": 2, "max_epochs": 3}),
     "loaders made anew": ({}, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}),
-    "short epochs, loaders made anew": (
-        {"steps_per_epoch": 4}, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 4}
-    ),
     "whole batches": ({"drop_last": True}, {"max_epochs": 3}),
     "sanity checking": ({}, {"num_sanity_val_steps": 2}),
 }  # fmt: skip
 
 
-# Runs over two ranks have them too, or others have their parts.
-SLOW = ("long accumulation", "limited, accumulation", "a share of an epoch", "short epochs, loaders made anew")
-
-
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SCHEDULES]
-)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_goes_on_exactly_under_any_schedule(tmp_path: Path, files: Path, schedule: str) -> None:
     given, options = SCHEDULES[schedule]
     # Each with one kind or the other, by turns.

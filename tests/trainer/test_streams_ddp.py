@@ -71,7 +71,7 @@ def ranks(folder: Path) -> Ranks:
 
 
 def files(folder: Path) -> Path:
-    """Where the files are that all cases read."""
+    """The folder of the files that all cases read."""
     return folder.parents[1]
 
 
@@ -266,7 +266,7 @@ def handed_over(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def handed(folder: Path, ranks: Ranks) -> list[list[dict[str, Any]]]:
-    """What two ranks, then one, then three have done, of each kind."""
+    """The runs of two ranks, then one, then three, of each kind."""
     two = ranks.of(handed_over)
     one = [{kind: part(folder, kind, 1) for kind in HANDED}]
     return [two, one, Ranks(3, folder / "3").of(handed_over)]

@@ -61,7 +61,7 @@ def evaluated(how: str, data: Any, *callbacks: Any, **options: Any) -> list[Any]
 
 
 def predicted(data: Any, *callbacks: Any, **options: Any) -> Any:
-    """What ``predict`` returns, as lists."""
+    """The predictions that ``predict`` returns, as lists."""
     keyword = "datamodule" if isinstance(data, pl.LightningDataModule) else "dataloaders"
     return numbers(quiet_trainer(*callbacks, **options).predict(LedgerModel(), **{keyword: data}))
 

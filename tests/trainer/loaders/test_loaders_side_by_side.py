@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.runs import quiet_trainer
-from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
 from lightning_stateful import (
     ChunkedDataset,
@@ -80,7 +80,7 @@ CASES: dict[str, Make] = {
 
 
 def served(data: Any, **settings: Any) -> list[list[Any]]:
-    """What each of two loaders gave to every step: indices, and what was drawn."""
+    """The indices and drawn numbers that each of two loaders gave to every step."""
     model = Records()
     quiet_trainer(StatefulDataCallback(**settings)).fit(model, data)
     return [model.steps["a"], model.steps["b"]]
@@ -97,6 +97,31 @@ def test_no_two_loaders_serve_alike(name: str) -> None:
     # By chance, one pair in sixteen thousand.
     assert sum(one[0] == other[0] for one, other in zip(a, b, strict=True)) < 3
     assert not drawn(a) & drawn(b)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def order_of(steps: list[Any]) -> list[list[int]]:
+    return [indices for indices, _ in steps]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: a_loader(shuffle=True, generator=generator(seed)),
+        lambda seed: a_loader(sampler=RandomSampler(range(LENGTH), generator=generator(seed))),
+    ],
+    ids=["of the loader", "of the sampler"],
+)
+def test_generators_of_equal_state_draw_one_order_as_in_torch_and_others_do_not(make: Any) -> None:
+    a, b = served({"a": make(1), "b": make(1)})
+    assert order_of(a) == order_of(b)
+    assert sorted(index for indices in order_of(a) for index in indices) == list(range(LENGTH))
+
+    a, b = served({"a": make(1), "b": make(2)})
+    assert sum(one == other for one, other in zip(order_of(a), order_of(b), strict=True)) < 3
 
 
 def test_workers_whose_samples_are_not_seeded_draw_apart_too() -> None:

@@ -62,7 +62,7 @@ def test_a_run_trains_as_without_this_package_and_goes_on_from_every_moment(tmp_
 @pytest.mark.parametrize("name", [name for name in KINDS if isinstance(KINDS[name], type) and name != "LeavesOut"])
 def test_a_loop_resumes_at_every_batch(name: str) -> None:
     def patched(num_replicas: int, rank: int) -> Any:
-        loader = made(name, num_workers=0 if name == "InBackground" else 1)
+        loader = made(name, num_workers=int(name in ("MultiEpochs", "ReadsAhead")))
         return patch_dataloader(loader, seed=3, num_replicas=num_replicas, rank=rank)
 
     # Its epochs are longer than it says, which is known only at their end.

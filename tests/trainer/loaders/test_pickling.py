@@ -1,4 +1,4 @@
-"""What hangs on a loader, a data module or a trainer can be pickled: workers and ranks may be spawned."""
+"""Loaders, data modules and trainers can be pickled with all they hold: workers and ranks may be spawned."""
 
 from __future__ import annotations
 

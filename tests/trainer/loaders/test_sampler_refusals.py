@@ -38,13 +38,6 @@ def test_a_sampler_that_cannot_be_right_is_refused_by_name_before_training() -> 
     assert model.ledger == []
 
 
-def test_what_cannot_be_repeated_is_trained_on_with_a_warning_and_not_resumed(tmp_path: Path) -> None:
-    with pytest.warns(StatefulWarning, match="ByTheClock yields something else at item"):
-        stopped(tmp_path / "stop.ckpt", by_the_clock, run=train_with, batch=3, max_epochs=1)
-    with pytest.raises(StateMismatchError, match="sequence: saved"):
-        train_with(by_the_clock, ckpt_path=tmp_path / "stop.ckpt", max_epochs=1)
-
-
 def test_what_cannot_be_repeated_is_accepted_on_request_with_a_warning_at_each_resume(tmp_path: Path) -> None:
     settings = {"accept": ("nondeterministic",)}
     stopped(tmp_path / "stop.ckpt", by_the_clock, run=train_with, settings=settings, batch=3, max_epochs=1)
@@ -91,20 +84,6 @@ def test_a_sampler_that_has_changed_since_is_refused_before_anything_is_trained(
     assert trained(model.ledger) == []
 
 
-def test_other_weights_for_a_run_accepted_to_go_on_elsewhere_are_warned_of(tmp_path: Path) -> None:
-    before, after, _ = CHANGED["other labels"]
-    stopped(tmp_path / "stop.ckpt", before, run=train_with, batch=4)
-    with pytest.warns(StatefulWarning, match="Accepted: sequence at item 4"):
-        run = train_with(after, ckpt_path=tmp_path / "stop.ckpt", settings={"accept": ("sequence",)}, max_epochs=1)
-    assert len(trained(run.ledger)) == 4
-
-
-def test_another_seed_is_refused_by_name(tmp_path: Path) -> None:
-    stopped(tmp_path / "stop.ckpt", LOADERS["class balanced"], run=train_with)
-    with pytest.raises(StateMismatchError, match="seed: saved 5, now 6"):
-        train_with(LOADERS["class balanced"], ckpt_path=tmp_path / "stop.ckpt", settings={"seed": 6})
-
-
 # The loader in use
 
 
@@ -145,7 +124,7 @@ def swapped(hook: str, swap: Any, *, first: bool, **options: Any) -> Any:
 
 
 def assert_found(hook: str, swap: Any, num_steps: int = 0, **options: Any) -> None:
-    """What is swapped is found before it is trained on."""
+    """A swapped loader is found before it is trained on."""
     model = LedgerModel()
     with pytest.raises(ConfigurationError, match=r"not the callback's.*Leave trainer.fit_loop's loaders alone"):
         swapped(hook, swap, model=model, **options)

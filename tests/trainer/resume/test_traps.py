@@ -280,12 +280,10 @@ def test_schedulers_that_monitor_a_metric_step_as_in_an_uninterrupted_run(tmp_pa
         return found
 
     moments = [
-        ("on_train_batch_end", 1, 4),
         ("on_train_batch_end", 1, 10),
         ("on_before_backward", 1, 4),
         ("on_validation_end", 1, 0),
         ("on_train_epoch_end", 1, 0),
-        ("on_train_epoch_start", 1, 0),
     ]
     assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=4)
 
