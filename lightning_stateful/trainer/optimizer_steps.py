@@ -6,6 +6,7 @@ there, may hold weights that were trained on the batch already.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lightning_stateful.trainer.lightning import pl
@@ -19,11 +20,12 @@ def watch_steps(trainer: pl.Trainer) -> None:
     if not trainer.lightning_module.automatic_optimization or not hasattr(optimizers[0], "register_step_post_hook"):
         return
     epoch_loop: Any = trainer.fit_loop.epoch_loop
+    # No local function: a trainer may have to be pickled.
+    epoch_loop._step_hook = optimizers[0].register_step_post_hook(partial(_note_step, trainer))
 
-    def note(*_: Any) -> None:
-        setattr(epoch_loop, STEPPED_IN, next_step(trainer, begun=True))
 
-    epoch_loop._step_hook = optimizers[0].register_step_post_hook(note)
+def _note_step(trainer: pl.Trainer, *_: Any) -> None:
+    setattr(trainer.fit_loop.epoch_loop, STEPPED_IN, next_step(trainer, begun=True))
 
 
 def forget_steps(trainer: pl.Trainer) -> None:

@@ -272,7 +272,7 @@ class TrainLoaders:
             if loader.goes_on_behind_limit and steps < self.combined.num_batches(epoch) and not overfits(self._trainer):
                 rank_zero_info(
                     f"limit_train_batches cuts epochs of {name_of('training', path)} after {steps} steps, and the next "
-                    f"epoch goes on there; Lightning alone begins it anew."
+                    "epoch goes on there; Lightning alone begins its data anew."
                 )
             loader.prepare(
                 f"training data {path}",

@@ -49,6 +49,8 @@ class ToldEpochs:
             )
 
     def _told_another(self, holders: Sequence[Any], epochs: tuple[int, ...]) -> set[int]:
+        # lhotse's samplers go on to the next epoch by themselves.
+        epochs = (*epochs, self._epoch + 1)
         found = set()
         for place, holder in enumerate(holders):
             before, now = self._held[place] if place < len(self._held) else {}, _held_by(holder)

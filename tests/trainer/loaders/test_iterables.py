@@ -302,7 +302,7 @@ class Told(IterableDataset[Any]):
             lambda: DataLoader(chunks()),
             [
                 "limit_train_batches cuts epochs of the training loader after 3 steps, and the next epoch goes on "
-                "there; Lightning alone begins ChunkedDataset anew.",
+                "there; Lightning alone begins its data anew.",
                 "Training data: ChunkedDataset is a stream: its 9 shards are shared evenly among ranks and workers, "
                 "and a resume goes on within it.",
             ],
