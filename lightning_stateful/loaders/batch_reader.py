@@ -87,13 +87,13 @@ def read_batch(dataset: Any, indices: Any) -> Any:
     return [dataset[index] for index in indices]
 
 
-def known_steps(plan: EpochPlan) -> int:
-    """The number of steps of a plan.
+def known_steps(plan: EpochPlan | None) -> int:
+    """The number of steps of a plan; None for one of a sampler that does not say it.
 
     Raises:
         TypeError: Its end is not known yet.
     """
-    if plan.num_steps >= UNKNOWN:
+    if plan is None or plan.num_steps >= UNKNOWN:
         raise TypeError("The sampler has no len(), so its loader has none.")
     return plan.num_steps
 

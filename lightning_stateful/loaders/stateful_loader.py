@@ -225,7 +225,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         Raises:
             TypeError: The sampler has no ``len()``.
         """
-        return known_steps(self.plan(self.tracker.latest_epoch))
+        # Of a sampler without len() no epoch is asked, nor is it told one.
+        return known_steps(self.plan(self.tracker.latest_epoch) if self.is_sized else None)
 
     @property
     def is_sized(self) -> bool:

@@ -85,7 +85,7 @@ class SamplerMemory:
         """
         if not (self.passes and order.is_trained_on) or "changed" in self._warned or "nondeterministic" in order.accept:
             return
-        if epoch == self.passes[-1][0]:
+        if epoch <= self.passes[-1][0]:
             return
         self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, epoch)
         if self._ended_with and not order.has_set_epoch:
@@ -129,6 +129,7 @@ class SamplerMemory:
     def note_end(self, order: WrappedSampler, ended: SamplerPass) -> None:
         """A pass has come to the sampler's end."""
         if self._latest is ended:
+            self._told.note_iterated(SamplerParts(order.sampler, order.dataset).samplers)
             self._close()
             self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=ended.label[0])
             self.has_changed = self.has_changed or self._ended_with != self._began_with

@@ -37,6 +37,11 @@ class ToldEpochs:
                 holder.set_epoch(epoch)
         self._epoch, self._held = epoch, [_held_by(holder) for holder in holders]
 
+    def note_iterated(self, holders: Sequence[Any]) -> None:
+        """What objects hold after their own iteration was told by nobody else: lhotse's go on to the next epoch."""
+        held = enumerate(map(_held_by, holders))
+        self._held = [self._held[place] if place in self.others else now for place, now in held]
+
     def warn(self, holders: Sequence[Any], *epochs: int) -> None:
         """Warn, once, of objects that somebody else has told another epoch than these."""
         if not self._has_warned and (others := self.others | self._told_another(holders, epochs)):
@@ -49,8 +54,6 @@ class ToldEpochs:
             )
 
     def _told_another(self, holders: Sequence[Any], epochs: tuple[int, ...]) -> set[int]:
-        # lhotse's samplers go on to the next epoch by themselves.
-        epochs = (*epochs, self._epoch + 1)
         found = set()
         for place, holder in enumerate(holders):
             before, now = self._held[place] if place < len(self._held) else {}, _held_by(holder)

@@ -71,13 +71,14 @@ class Records(pl.LightningModule):
 
 
 class Saves(pl.Callback):
-    """Writes a checkpoint in the second epoch, after half as many batches as the first had."""
+    """Writes a checkpoint after so many batches, by default after half as many in the second epoch as the first had."""
 
-    def __init__(self, run: Run, path: Path) -> None:
-        self.run, self.path = run, path
+    def __init__(self, run: Run, path: Path, after: int | None) -> None:
+        self.run, self.path, self.after = run, path, after
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.current_epoch == 1 and len(self.run.epoch(1)) == max(len(self.run.epoch(0)) // 2, 1):
+        in_middle = trainer.current_epoch == 1 and len(self.run.epoch(1)) == max(len(self.run.epoch(0)) // 2, 1)
+        if in_middle if self.after is None else len(self.run.trained) == self.after:
             trainer.save_checkpoint(self.path)
             self.run.saved = len(self.run.trained)
 
@@ -104,6 +105,7 @@ def train(
     workers: int = 0,
     ckpt_path: Path | None = None,
     save: Path | None = None,
+    after: int | None = None,
 ) -> Run:
     """Train on fresh objects of an entry.
 
@@ -112,18 +114,21 @@ def train(
         own: With the callback.
         workers: Of the loader.
         ckpt_path: The checkpoint that it goes on from.
-        save: Where a checkpoint is written in the middle of the second epoch.
+        save: Where a checkpoint is written.
+        after: After so many batches; by default in the middle of the second epoch.
     """
     run = Run()
     with _heard(run):
         try:
-            _fit(entry, run, own, workers, ckpt_path, save)
+            _fit(entry, run, own, workers, ckpt_path, save, after)
         except Exception as error:
             run.error = f"{type(error).__name__}: {error}"
     return run
 
 
-def _fit(entry: Entry, run: Run, own: bool, workers: int, ckpt_path: Path | None, save: Path | None) -> None:
+def _fit(
+    entry: Entry, run: Run, own: bool, workers: int, ckpt_path: Path | None, save: Path | None, after: int | None
+) -> None:
     pl.seed_everything(7, verbose=False)
     options: dict[str, Any] = dict(entry.trainer)
     if torch.distributed.is_initialized():
@@ -134,7 +139,11 @@ def _fit(entry: Entry, run: Run, own: bool, workers: int, ckpt_path: Path | None
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=EPOCHS,
-        callbacks=[*data.callbacks, *([StatefulDataCallback()] if own else []), *([Saves(run, save)] if save else [])],
+        callbacks=[
+            *data.callbacks,
+            *([StatefulDataCallback()] if own else []),
+            *([Saves(run, save, after)] if save else []),
+        ],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
