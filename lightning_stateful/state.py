@@ -35,8 +35,9 @@ from lightning_stateful.errors import (
 VERSION = 1
 COMBINED = "combined"
 
-# Differences by which samples come in another order, by their first name or in full.
-_ORDERS = {"seed", "shuffle", "dataset.length", "dataset.shards", "dataset.files", "steps", "buffer_size", "sizes"}
+# Differences by which no samples come in another order, whatever the order. What a wrapped sampler yields is compared
+# again when it is iterated.
+_HARMLESS = ("drop_last", "dataset.rows", "dataset.columns", "dataset.class", "iteration", "sequence", "module", "mode")
 _MISSING = "<nothing>"
 _REMEDIES = {
     "seed": "Pass the saved seed",
@@ -202,14 +203,15 @@ def refuse_differences(
         )
 
 
-def warn_of_other_order(accepted: Iterable[Difference], *, where: str) -> None:
+def warn_of_other_order(accepted: Iterable[Difference], harmless: Collection[str], *, where: str) -> None:
     """Warn if an accepted difference may give what is left of a begun epoch another order than it had.
 
     Args:
         accepted: The differences that were let pass.
+        harmless: Names of differences that the order goes on with exactly; any other may change it.
         where: A name for the state, with which the warning begins.
     """
-    changed = [one.path for one in accepted if is_accepted((one.path,), _ORDERS)]
+    changed = [one.path for one in accepted if not is_accepted((one.path,), (*_HARMLESS, *harmless))]
     if changed:
         warnings.warn(
             f"{where} goes on with another {', '.join(changed)}, as was accepted. What was served of the epoch "

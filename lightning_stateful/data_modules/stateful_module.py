@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.errors import ConfigurationError, DamagedStateError
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.mixture_samplers import refuse_splits
 from lightning_stateful.state import check, pack_combined, refuse_differences, walk
@@ -255,7 +255,10 @@ class StatefulDataModule(pl.LightningDataModule):
 
     def position_report(self) -> dict[str, Any]:
         """Epoch, and what has been served of every source, at this moment of training; equal on all ranks."""
-        return {} if self._callback is None else self._callback.position_report()
+        if self._callback is not None:
+            return self._callback.position_report()
+        reports = {path: loader.position_report() for path, loader in self._built.items()}
+        return reports.get("", reports)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the training data, under a key of its own; empty before there are loaders.
@@ -276,8 +279,20 @@ class StatefulDataModule(pl.LightningDataModule):
         belongs to. Validation, testing and prediction with ``ckpt_path`` leave training data where they are.
 
         Args:
-            state_dict: A state from :meth:`state_dict`, with a data module's or a checkpoint's own beside it.
+            state_dict: A state from :meth:`state_dict`, with a data module's or a checkpoint's own beside it; without a
+                Trainer also one of the loader that :meth:`train_dataloader` has returned.
+
+        Raises:
+            DamagedStateError: Without a Trainer, there is no position in it.
         """
+        if self._running is None and state_dict and STATE_KEY not in state_dict:
+            if "kind" not in state_dict:
+                raise DamagedStateError(
+                    f"There is no {STATE_KEY!r} among the keys of the state, {sorted(map(str, state_dict))}, so it "
+                    f"says nothing about training data. Load what {type(self).__name__}.state_dict() has returned; of a "
+                    "checkpoint, that is checkpoint[type(module).__qualname__]."
+                )
+            state_dict = {STATE_KEY: state_dict}
         if self._running in (None, TrainerFn.FITTING):
             self._loaded = deepcopy(data_state_in(state_dict))
 

@@ -89,9 +89,10 @@ class LoaderDescription(NamedTuple):
             config["seed"] = self.order.config()["seed"]
         if isinstance(config.get("sources"), dict):
             return describe_sources(dataset, config)
-        if isinstance(config.get("lengths"), dict) and len(dataset) != config["lengths"]["samples"]:
+        lengths = config.get("lengths")
+        if isinstance(lengths, dict) and lengths.get("samples", len(dataset)) != len(dataset):
             raise ConfigurationError(
-                f"There are {config['lengths']['samples']} lengths, and the dataset has {len(dataset)} samples. Pass "
+                f"There are {lengths['samples']} lengths, and the dataset has {len(dataset)} samples. Pass "
                 "the lengths of this dataset, one a sample."
             )
         return {**config, "dataset": describe_dataset(dataset)}

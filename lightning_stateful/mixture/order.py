@@ -74,6 +74,7 @@ class MixtureOrder:
     tokens: tuple[int, ...] | None = None
     schedule: DrawSchedule | None = None
     version: ClassVar[int] = 1
+    harmless: ClassVar = ("weights", "stop", "batch_size", "by", "block", "in_turn", "sources")
 
     def __post_init__(self) -> None:
         if self.num_steps is None:

@@ -286,7 +286,8 @@ class Tracker:
                 progress = self.order.convert(progress, state["config"])
             self.plan_epoch(progress.epoch, progress)
             if progress.consumed:
-                format_.warn_of_other_order(accepted, where=f"{where}, within epoch {progress.epoch},")
+                harmless = getattr(self.order, "harmless", ())
+                format_.warn_of_other_order(accepted, harmless, where=f"{where}, within epoch {progress.epoch},")
         except DamagedStateError as error:
             raise DamagedStateError(f"{where}: {error} Resume from another checkpoint.") from None
         except PositionError as error:
@@ -316,6 +317,11 @@ def _checked_config(order: Any, config: Mapping[str, Any] | None) -> dict[str, A
             f"{name} has kind={kind!r} and version={version!r}, which a state names it by: set a string and an integer."
         )
     config = order.config() if config is None else config
+    if taken := sorted({"kind", "order_version"} & config.keys()):
+        raise ConfigurationError(
+            f"{name}.config() has {taken}, which a state holds beside it, so that they would not be compared: give "
+            "them other names."
+        )
     try:
         format_.copy_plain(config, f"{name}.config()")
     except StateError as error:

@@ -57,6 +57,8 @@ class StreamReader(ABC):
     kind: ClassVar[str]
     version: ClassVar[int] = 1
     carries_over: ClassVar[bool] = True
+    # Where the readers stand, they go on in other batches.
+    harmless: ClassVar = ("batch_size",)
 
     def __init__(self, setup: Any, num_steps: int = UNKNOWN) -> None:
         self.setup, self.num_steps = setup, num_steps

@@ -16,7 +16,7 @@ from support.runs import StopAt, assert_resumes, numbers_module, stopped, train
 from support.stream_runs import chunks
 
 from lightning_stateful import StatefulDataModule, StreamDataModule
-from lightning_stateful.errors import ConfigurationError, StateMismatchError
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, StateMismatchError
 
 
 def two(**options: Any) -> StatefulDataModule:
@@ -61,6 +61,20 @@ def test_a_state_that_was_loaded_is_given_back_until_training_goes_on(name: str)
     assert resumed.state_dict() == state
     read(loaders, 1)
     assert resumed.state_dict() != state
+
+
+def test_a_module_goes_on_where_the_state_of_its_loader_was_taken_and_says_where_that_is() -> None:
+    module, resumed = numbers_module(), numbers_module()
+    loader = module.train_dataloader()
+    first = read(loader, stop=2)
+    assert module.position_report() == loader.position_report() == {"epoch": 0, "samples": 4}
+    resumed.load_state_dict(loader.state_dict())
+    assert first + read(resumed) == read(numbers_module())
+
+
+def test_a_state_that_says_nothing_of_the_data_is_refused() -> None:
+    with pytest.raises(DamagedStateError, match=r"no 'lightning_stateful' among the keys of the state, \['mine'\]"):
+        numbers_module().load_state_dict({"mine": 1})
 
 
 def test_a_module_that_nobody_has_read_has_no_state() -> None:

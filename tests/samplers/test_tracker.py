@@ -11,7 +11,15 @@ import pytest
 from support.samplers import ShuffledBatches, WithoutLen
 
 from lightning_stateful.bucketing import BucketOrder, Buckets, Budget
-from lightning_stateful.core import EpochPlan, Progress, SampleBatchOrder, SequentialOrder, ShuffledOrder, Topology
+from lightning_stateful.core import (
+    BlockShuffledOrder,
+    EpochPlan,
+    Progress,
+    SampleBatchOrder,
+    SequentialOrder,
+    ShuffledOrder,
+    Topology,
+)
 from lightning_stateful.errors import (
     ConfigurationError,
     StatefulWarning,
@@ -214,10 +222,28 @@ class TestStates:
         # Between epochs without a word.
         tracker.load_state_dict(saved.state_dict(), where=WHERE)
         take(saved, 2)
-        with pytest.warns(StatefulWarning, match=r"within epoch 0, goes on with another shuffle, seed.*a second time"):
+        with pytest.warns(StatefulWarning, match="epoch 0, goes on with another kind, shuffle, seed.*a second time"):
             tracker.load_state_dict(saved.state_dict(), where=WHERE)
 
         assert tracker.progress == Progress(consumed=20)
+
+    def test_whatever_an_order_does_not_call_harmless_is_warned_of(self) -> None:
+        def blocks(size: int) -> Tracker:
+            order = SampleBatchOrder(samples=BlockShuffledOrder(31, block_size=size), batch_size=5)
+            return a_tracker(order, accept=("block_size",))
+
+        saved = blocks(4)
+        take(saved, 1)
+        with pytest.warns(StatefulWarning, match=r"goes on with another block_size.*a second time"):
+            blocks(8).load_state_dict(saved.state_dict(), where=WHERE)
+
+    def test_names_that_a_state_holds_beside_a_configuration_are_refused_in_it(self) -> None:
+        class Named(SampleBatchOrder):
+            def config(self) -> dict[str, Any]:
+                return {"kind": "mine", "order_version": 3}
+
+        with pytest.raises(ConfigurationError, match=r"Named.config\(\) has \['kind', 'order_version'\]"):
+            a_tracker(Named(samples=SequentialOrder(3)))
 
     @pytest.mark.parametrize(("saved", "present"), [(SAMPLES, BUCKETS), (BUCKETS, SAMPLES)])
     def test_a_number_of_samples_is_never_taken_for_a_number_of_batches(self, saved: Any, present: Any) -> None:

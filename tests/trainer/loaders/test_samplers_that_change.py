@@ -250,9 +250,7 @@ def test_what_training_changes_is_warned_of(tmp_path: Path, make: Any, same: str
         pytest.param(ToldIterable, "dataset", "on_train_epoch_start", {3: "refused", 6: "exact"}, 0, id="iterable"),
         pytest.param(ToldIterable, "dataset", "on_train_epoch_start", {6: "exact"}, 1, id="iterable, worker"),
         pytest.param(ToldBatches, "batch_sampler", "on_train_epoch_start", {6: "exact", 9: "refused"}, 0, id="batches"),
-        pytest.param(
-            ToldBatches, "batch_sampler", "on_train_epoch_end", {6: "exact", 12: "exact"}, 0, id="at its end"
-        ),
+        pytest.param(ToldBatches, "batch_sampler", "on_train_epoch_end", {6: "exact", 12: "exact"}, 0, id="at its end"),
     ],
 )
 def test_set_epoch_as_a_user_calls_it_wins(
