@@ -289,8 +289,8 @@ class StatefulDataModule(pl.LightningDataModule):
             if "kind" not in state_dict:
                 raise DamagedStateError(
                     f"There is no {STATE_KEY!r} among the keys of the state, {sorted(map(str, state_dict))}, so it "
-                    f"says nothing about training data. Load what {type(self).__name__}.state_dict() has returned; of a "
-                    "checkpoint, that is checkpoint[type(module).__qualname__]."
+                    f"says nothing about training data. Load what {type(self).__name__}.state_dict() has returned; of "
+                    "a checkpoint, that is checkpoint[type(module).__qualname__]."
                 )
             state_dict = {STATE_KEY: state_dict}
         if self._running in (None, TrainerFn.FITTING):
