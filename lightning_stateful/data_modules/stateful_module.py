@@ -257,7 +257,7 @@ class StatefulDataModule(pl.LightningDataModule):
         """Epoch, and what has been served of every source, at this moment of training; equal on all ranks."""
         if self._callback is not None:
             return self._callback.position_report()
-        reports = {path: loader.position_report() for path, loader in self._built.items()}
+        reports: dict[str, dict[str, Any]] = {path: of.position_report() for path, of in self._built.items()}
         return reports.get("", reports)
 
     def state_dict(self) -> dict[str, Any]:

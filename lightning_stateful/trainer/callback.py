@@ -1,25 +1,14 @@
 """The callback that makes a Trainer resume exactly.
 
-A fit goes through phases. One value says which it is in, and holds what belongs to that phase::
-
-    setup ---------------> SetUp
-    on_load_checkpoint --> Resumed          with ckpt_path
-    on_fit_start --------> Resumed          where a trainer is fitted again that was stopped within an epoch
-    on_train_start ------> Training         or, in a resumed run, Resumed(training_began=True)
-    on_train_epoch_start, on_validation_start, on_train_batch_start, on_train_epoch_end
-                     ----> Training
-    on_fit_end ----------> Resumed(training_began=True)     where nothing was left to train on
-    on_exception --------> Interrupted      but a run that was restored, and has not trained yet, stays Resumed
-
-While a run is Resumed or Interrupted the phase says how far training has got; else the loop's counters do.
-On a save Lightning calls ``state_dict``, then ``on_save_checkpoint``.
+A fit goes through phases (``phases.py``). While it is resumed or interrupted the phase says how far training has got;
+else the loop's counters do. On a save Lightning calls ``state_dict``, then ``on_save_checkpoint``.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,78 +28,21 @@ from lightning_stateful.trainer.checkpoint import (
     stateful_module,
     trains_on_our_module,
     warn_of_missing_loops,
+    warn_of_unknown_position,
+    warn_of_unusable_weights,
 )
 from lightning_stateful.trainer.epoch_results import EpochResults
 from lightning_stateful.trainer.eval_loaders import exact_evaluation
 from lightning_stateful.trainer.lightning import TrainerFn, check_trainer, pl
 from lightning_stateful.trainer.loader_proxy import Request, discard_training_loaders, intercept, release
 from lightning_stateful.trainer.logs import log_data
-from lightning_stateful.trainer.loop_progress import BatchBegun, LoopProgress
+from lightning_stateful.trainer.loop_progress import LoopProgress
 from lightning_stateful.trainer.other_callbacks import monitored_metrics, restore_metrics
+from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
 from lightning_stateful.trainer.ranks import topology_of
 from lightning_stateful.trainer.signals import HeldSignals
 from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders, seed_model
 from lightning_stateful.user_samplers.wrapped_sampler import Tail
-
-
-@dataclass(frozen=True, slots=True)
-class SetUp:
-    """A fit is being set up, and nothing has been resumed.
-
-    Attributes:
-        earlier: The loaders of an earlier fit of the same trainer, from which streams go on.
-        stopped_at: How far that fit got, until ``on_fit_start`` has decided whether this one goes on there; then None.
-        begins_at: Epoch and batch at which the loop's counters stood.
-    """
-
-    earlier: TrainLoaders | None = None
-    stopped_at: LoopProgress | None = None
-    begins_at: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """A run has been resumed, and waits for its first batch or validation.
-
-    Attributes:
-        progress: Where it goes on, in steps of the present ranks and batch sizes.
-        global_step: Optimizer steps taken.
-        metrics: Values of monitored metrics.
-        results: What the epoch had summed up, as a state holds it.
-        training_began: Lightning has begun to train, or found nothing left to train on.
-    """
-
-    progress: LoopProgress
-    global_step: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    results: Any = None
-    training_began: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """The loop's counters say where training is.
-
-    Attributes:
-        batch: Counters when the latest batch of this epoch began; None before the first.
-        validation_epoch: Epoch in which the resumed run had built its validation loaders; -1 for none.
-    """
-
-    batch: BatchBegun | None = None
-    validation_epoch: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """An error has ended the fit.
-
-    Attributes:
-        progress: How far it got: Lightning soon forgets whether it was validating.
-        was_restored: Whether it had gone on from the checkpoint that it was given, or was given none.
-    """
-
-    progress: LoopProgress
-    was_restored: bool = True
 
 
 class StatefulDataCallback(pl.Callback):
@@ -252,6 +184,9 @@ class StatefulDataCallback(pl.Callback):
         if error is not None and isinstance(self._phase, Interrupted) and not self._phase.was_restored:
             raise error
         progress, module = self._progress(), stateful_module(self._trainer)
+        averaged = other_callbacks.holds_averages(self._trainer)
+        if averaged:
+            warn_of_unusable_weights()
         data = self._data_state_at(progress)
         if module is not None:
             # Lightning asks callbacks for their state first, then the data module.
@@ -259,7 +194,7 @@ class StatefulDataCallback(pl.Callback):
         return {
             "version": VERSION,
             "restored": self._restored(),
-            "averaged": other_callbacks.holds_averages(self._trainer),
+            "averaged": averaged,
             "module": None if module is None else type(module).__qualname__,
             "seed": self._seed,
             "progress": progress.to_dict(),
@@ -310,6 +245,8 @@ class StatefulDataCallback(pl.Callback):
                 "This StatefulDataCallback has been fitted in another trainer since, and knows only its position. "
                 "Give every trainer a callback of its own, and save a checkpoint before the next trainer is fitted."
             )
+        if self._trainer is None:
+            warn_of_unknown_position(trainer)
         # Lightning has saved empty states of the proxies, which a Trainer of plain loaders would refuse.
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         module = stateful_module(trainer)
@@ -435,6 +372,7 @@ class StatefulDataCallback(pl.Callback):
         if isinstance(self._phase, Resumed):
             self._phase = replace(self._phase, training_began=True)
             restore_metrics(trainer, self._phase.metrics)
+            other_callbacks.unfreeze_again(trainer, self._phase.progress.epoch, begun=self._phase.progress.running)
             self._results.load(self._phase.results, trainer)
             if self._phase.progress.uncounted:
                 optimizer_steps.step_schedulers(trainer)

@@ -20,6 +20,7 @@ from lightning_stateful.errors import (
     StateVersionError,
 )
 from lightning_stateful.state import VERSION
+from lightning_stateful.trainer.lightning import TrainerFn, TrainerStatus, pl
 from lightning_stateful.trainer.loop_progress import LoopProgress
 
 # Under this key a data module's state holds that of its data, apart from what a subclass adds.
@@ -68,6 +69,27 @@ def read_callback_state(state: Any) -> tuple[LoopProgress, dict[str, float]]:
     if not isinstance(metrics, Mapping) or not all(type(value) is float for value in metrics.values()):
         raise DamagedStateError(f"The callback's state has no metrics: {state!r}. Resume from another checkpoint.")
     return LoopProgress.from_dict(state["progress"]), dict(metrics)
+
+
+def warn_of_unusable_weights() -> None:
+    """Warn that what is being saved holds averages in place of the weights."""
+    rank_zero_warn(
+        "A checkpoint is being written while a callback has put averages in place of the weights, after training or "
+        "within a validation. It is good for evaluation; a resume from it is refused. To resume, keep a checkpoint of "
+        "the training itself, as ModelCheckpoint writes it.",
+        category=StatefulWarning,
+    )
+
+
+def warn_of_unknown_position(trainer: pl.Trainer) -> None:
+    """Warn that what is being saved was trained in processes that are gone, as in a notebook."""
+    if trainer.state.status == TrainerStatus.FINISHED and trainer.state.fn == TrainerFn.FITTING:
+        rank_zero_warn(
+            "A checkpoint is being written in a process that has not trained: the Trainer has started others for that, "
+            "as ddp_fork and ddp_notebook do, which alone knew how far they had got. A resume from it begins with "
+            "epoch 0. Let ModelCheckpoint write checkpoints while training.",
+            category=StatefulWarning,
+        )
 
 
 def refuse_other_seed(callback_state: Mapping[str, Any], seed: int, accept: Collection[str]) -> None:

@@ -19,6 +19,7 @@ PACKAGE = next(
 if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import (
+        BackboneFinetuning,
         BatchSizeFinder,
         Checkpoint,
         GradientAccumulationScheduler,
@@ -38,6 +39,7 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
 else:
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import (
+        BackboneFinetuning,
         BatchSizeFinder,
         Checkpoint,
         GradientAccumulationScheduler,
@@ -57,6 +59,7 @@ else:
 
 __all__ = [
     "PACKAGE",
+    "BackboneFinetuning",
     "BatchSizeFinder",
     "Checkpoint",
     "CombinedLoader",

@@ -10,6 +10,7 @@ import torch
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.trainer.lightning import (
+    BackboneFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
@@ -83,6 +84,19 @@ def holds_averages(trainer: pl.Trainer | None) -> bool:
         elif isinstance(callback, WeightAveraging) and callback._average_model is not None:
             return True
     return False
+
+
+def unfreeze_again(trainer: pl.Trainer, epoch: int, *, begun: bool) -> None:
+    """Unfreeze what BackboneFinetuning had unfrozen before the stop: on a resume it freezes all of it, for good.
+
+    Args:
+        trainer: The trainer.
+        epoch: Epochs that are over.
+        begun: The next one has begun, whose first hook is not called again.
+    """
+    for callback in _callbacks(trainer):
+        if isinstance(callback, BackboneFinetuning) and epoch + begun > callback.unfreeze_backbone_at_epoch:
+            callback.make_trainable(_module(trainer).backbone)
 
 
 def clear_stale_gradients(trainer: pl.Trainer) -> None:

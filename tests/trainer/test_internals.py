@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ledger import LedgerModel
 from support.runs import numbers_module, quiet_trainer
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torchmetrics import Metric
 
 import lightning_stateful
 from lightning_stateful.errors import ConfigurationError
@@ -29,11 +30,12 @@ ELSEWHERE: dict[Any, set[str]] = {
     CombinedLoader: {"_mode", "_iterator"},
     StochasticWeightAveraging: {"_average_model", "_initialized", "_scheduler_state", "_accumulate_grad_batches"},
     _MultiProcessingDataLoaderIter: {"_shutdown_workers"},
+    Metric: {"_update_count"},
 }
 # Whose private names are not of Lightning.
 OWNERS = ("self", "sys")
-# Kept by the toolkit on one of Lightning's loops.
-KEPT_THERE = {"_ended_early", "_step_hook", "_validated", "_lifted_max_steps"}
+# Kept by the toolkit on one of Lightning's loops; the last is Lightning's since 2.6, and does nothing before.
+KEPT_THERE = {"_ended_early", "_step_hook", "_validated", "_lifted_max_steps", "_resuming_from_checkpoint"}
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, LambdaCallback, StochasticWeightAveraging
 from support.ledger import LedgerModel, batches
 from support.runs import (
     Outcome,
@@ -22,7 +23,7 @@ from support.runs import (
     training,
 )
 
-from lightning_stateful.errors import StateError
+from lightning_stateful.errors import StateError, StatefulWarning
 
 
 class Averaged(LedgerModel):
@@ -63,11 +64,13 @@ def test_weights_that_averages_have_replaced_are_not_resumed(tmp_path: Path, kin
     options = {"swa_lrs": 0.01, "swa_epoch_start": 1} if kind == "StochasticWeightAveraging" else {}
     plain = {"max_steps": 15, "max_epochs": 2}
     run = training(partial(Averaged, normed=False), lambda: [averaging(**options)])
-    ended(tmp_path / "after.ckpt", run=run, **plain)
+    with pytest.warns(StatefulWarning, match="good for evaluation; a resume from it is refused"):
+        ended(tmp_path / "after.ckpt", run=run, **plain)
     with pytest.raises(StateError, match="averages in place of the weights"):
         run(ckpt_path=tmp_path / "after.ckpt")
     if kind == "WeightAveraging":
-        stopped(tmp_path / "within.ckpt", hook="on_validation_batch_end", run=run)
+        with pytest.warns(StatefulWarning, match="good for evaluation; a resume from it is refused"):
+            stopped(tmp_path / "within.ckpt", hook="on_validation_batch_end", run=run)
         with pytest.raises(StateError, match="during a validation"):
             run(ckpt_path=tmp_path / "within.ckpt")
 
@@ -123,3 +126,29 @@ def test_36_a_run_that_has_stopped_after_min_epochs_is_trained_on(tmp_path: Path
     again = train(ckpt_path=tmp_path / "end.ckpt", max_epochs=3)
     of_third_epoch = len(batches(whole.ledger)) // 3
     assert batches(again.ledger) == batches(whole.ledger)[-of_third_epoch:]
+
+
+class Backbone(LedgerModel):
+    """Trains its head alone at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        return self.net(self.backbone(batch["x"].reshape(len(batch["x"]), -1, 4).mean(1))).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=self.lr)
+
+
+def test_a_backbone_that_was_unfrozen_is_trained_on(tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        return [BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)]
+
+    moments = [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 4), ("on_train_batch_start", 2, 0)]
+    with warnings.catch_warnings():
+        # Of layers that the optimizer has already, and of learning rates.
+        warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+        run = training(Backbone, callbacks)
+        assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3)
