@@ -118,6 +118,10 @@ DISAGREE: dict[str, tuple[Callable[[], Any], str]] = {
         "Endless yields other items on other ranks .* of 5, rank 1: .* of 6",
     ),
     "seeds of streams": (lambda: stream_module(chunks(seed=rank())), "seed: rank 0: 0, rank 1: 1"),
+    "an order of samples": (
+        lambda: StatefulDataModule(list(range(rank(), 22)) + list(range(rank())), batch_size=2),
+        r"dataset\.content\.items: rank 0: .*, rank 1: .*accept=\('dataset\.content',\)",
+    ),
     "chunks": (lambda: stream_module(chunks(SIZES[: 8 + rank()])), "stream.chunks: rank 0: 8"),
     "steps": (lambda: stream_module(chunks(), steps_per_epoch=3 + rank()), "length: rank 0: 3, rank 1: 4"),
 }
