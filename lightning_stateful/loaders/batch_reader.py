@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.own_iteration import OwnPlan, Watch, loader_within
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
 from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch
@@ -189,6 +190,30 @@ class BatchReader:
         if watch is not None and type(original)._get_iterator is DataLoader._get_iterator:
             vars(original)["_get_iterator"] = partial(_watched, weakref.ref(original), watch)
         self._given_by = original if holder is None else loader_within(*holder, original)
+
+    def read_twice(self, plan: EpochPlan, rank: int) -> list[Any] | None:
+        """Read the first batch of a plan twice, in a worker of its own if the loader has workers; else leave no trace.
+
+        Returns:
+            The batches; None where an ``__iter__`` of the user's decides what a batch is.
+        """
+        if self._given_by is not self.loader or not iterates_as_torch(self.loader):
+            return None
+        batches = PlannedBatches(self._batches.seed, is_batched=self._batches.is_batched)
+        batches.plan, batches.rank = plan, rank
+        first = next(iter(batches))
+        loader = self.loader
+        how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+        how |= {"batch_sampler": [first] * 2} if batches.is_batched else {"sampler": [first] * 2, "batch_size": None}
+        if loader.num_workers:
+            how |= {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context}
+        held = None if loader.num_workers else HeldState(self._dataset, loader.collate_fn)
+        try:
+            with keep_randomness():
+                return list(DataLoader(loader.dataset, generator=torch.Generator(), **how))
+        finally:
+            if held is not None:
+                held.restore()
 
     def length(self, plan: EpochPlan) -> int:
         """Batches that the loader, or what holds it, says it gives of a plan; UNKNOWN where it does not."""

@@ -258,6 +258,17 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         base_seed = derive_seed("workers", self._own_seed, rank, plan.epoch, plan.progress_after(first_step).consumed)
         return reader.read(plan, rank, first_step, base_seed, isolated=isolated, looks_ahead=looks_ahead)
 
+    def read_twice(self, progress: Progress, num_replicas: int, rank: int) -> list[Any] | None:
+        """Read twice the batch that comes next at ``progress`` on such ranks, without moving the loader.
+
+        Returns:
+            The batches; None for a user's sampler, which would have to be iterated for it, or a user's ``__iter__``.
+        """
+        if isinstance(self.order, WrappedSampler):
+            return None
+        plan = self.order.plan(progress.epoch, num_replicas, progress)
+        return self._reader_with(options_of(self)).read_twice(plan, rank)
+
     def _reader_with(self, options: dict[str, Any]) -> BatchReader:
         if self._reader is None or self._reader.options != options:
             seed = self._own_seed if self.seed_samples else None
