@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_stateful.loaders.dataset_content import bytes_of
 from lightning_stateful.samplers.rng import GENERATORS
 
 _MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
+# Values that are replaced where they change.
+_REBOUND = (str, bytes, tuple, torch.Tensor, np.ndarray)
 _LEFT_ALONE = (type, BuiltinFunctionType, ModuleType, torch.nn.Module, DataLoader)
 _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_stateful", "datasets")
 
@@ -65,16 +66,15 @@ class HeldState:
         return hashlib.blake2b("\n".join(plain).encode(errors="surrogatepass"), digest_size=6).hexdigest()
 
     def containers(self) -> dict[str, Any]:
-        """Lists, deques, dicts, sets, tensors, arrays and strings, as they were, by the way that leads there."""
+        """Lists, deques, dicts, sets, strings, tuples and tensors that are held, by the way that leads there."""
         found: dict[str, Any] = {}
         for name, (value, copied) in self._kept.items():
             if isinstance(value, (list, deque, dict, set, bytearray)):
                 found[name] = copied
-            elif isinstance(copied, dict):
-                kinds = (str, bytes, tuple, torch.Tensor, np.ndarray)
-                found |= {f"{name}.{key}": item for key, item in copied.items() if isinstance(item, kinds)}
-            elif isinstance(value, CellType) and isinstance(copied[0], (str, bytes, tuple, torch.Tensor, np.ndarray)):
-                found[name] = copied[0]
+            items = (
+                copied if isinstance(copied, dict) else dict(enumerate(copied)) if isinstance(value, CellType) else {}
+            )
+            found |= {f"{name}.{key}": item for key, item in items.items() if isinstance(item, _REBOUND)}
         return found
 
 
@@ -103,6 +103,8 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(key), item) for key, item in value.items() if len(value) <= _MOST_ITEMS)
     elif not isinstance(value, (torch.Tensor, np.ndarray, *GENERATORS)):
         if isinstance(value, FunctionType):
+            used = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
+            yield from ((name, held) for name, held in used if isinstance(held, (list, deque, bytearray)))
             yield from zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             yield "__defaults__", value.__defaults__ or ()
             yield "__kwdefaults__", value.__kwdefaults__ or {}
@@ -160,51 +162,3 @@ def _put_back(value: Any, copied: Any) -> None:
         for name in held.keys() - copied.keys():
             del held[name]
         held.update(copied)
-
-
-class CollateWatch:
-    """Tells whether a ``collate_fn`` carries something over from batch to batch.
-
-    A list, deque, string, tensor or tuple that it holds has another content after each of several batches, and not only
-    more of it, as a cache or a list of what was seen. Ask before each batch; it is looked at for the first few.
-
-    Args:
-        collate_fn: The function.
-    """
-
-    _NUM_LOOKS = 6
-
-    def __init__(self, collate_fn: Any) -> None:
-        self.collate_fn = collate_fn
-        self.looks_left = self._NUM_LOOKS
-        self._before: dict[str, bytes] = {}
-        # Changes so far, and those that were not only more, by the way that leads there.
-        self._changes: dict[str, list[bool]] = {}
-
-    def look(self) -> str:
-        """Look at what it holds now; the name of what it has carried over, if that is known by now, else empty."""
-        self.looks_left -= 1
-        now = {name: _content(value) for name, value in HeldState(self.collate_fn).containers().items()}
-        if self.looks_left < self._NUM_LOOKS - 1:
-            for name in now.keys() | self._before.keys():
-                before, after = self._before.get(name, b""), now.get(name, b"")
-                if before != after:
-                    self._changes.setdefault(name, []).append(not after.startswith(before))
-        self._before = now
-        if self.looks_left:
-            return ""
-        found = [name for name, was_replaced in self._changes.items() if self._is_carried(was_replaced)]
-        return min(found, key=len).rpartition(".")[2] or "a closure" if found else ""
-
-    def _is_carried(self, was_replaced: list[bool]) -> bool:
-        # The first batch fills an empty buffer; once in a while a batch leaves the very same rest.
-        return len(was_replaced) >= self._NUM_LOOKS - 2 and sum(was_replaced) >= 2
-
-
-def _content(value: Any) -> bytes:
-    if isinstance(value, (dict, set)):
-        # A cache that has grown has the same entries first.
-        value = list(value)
-    if isinstance(value, (list, tuple, deque)):
-        return b"".join(b"|" + b"".join(bytes_of(item)) for item in list(value)[:4096])
-    return value.encode(errors="surrogatepass") if isinstance(value, str) else b"".join(bytes_of(value))
