@@ -29,11 +29,14 @@ class BatchContent:
 
     State:
         By the path of a map-style loader: where the batch was (``"batch"``, epoch and number; ``"progress"``,
-        ``"ranks"``, ``"rank"`` and ``"batch_size"``), the digest of its content, and one of the dataset's settings.
+        ``"ranks"``, ``"rank"`` and ``"batch_size"``), the digest of its content, and one of the dataset's
+        settings where it had changed them.
     """
 
     def __init__(self, loaders: Mapping[str, AnyLoader]) -> None:
         self._loaders = {path: loader for path, loader in loaders.items() if isinstance(loader, StatefulLoader)}
+        # Of the datasets as they were built.
+        self._settings = {path: HeldState(loader.dataset).settings() for path, loader in self._loaders.items()}
         self.latest: dict[str, dict[str, Any]] = {}
 
     def note(self, path: str, plan: EpochPlan, step: int, batch: Any, at: tuple[int, int]) -> None:
@@ -56,7 +59,7 @@ class BatchContent:
             "batch_size": loader.batch_size,
             "ranks": topology.num_replicas,
             "rank": topology.rank,
-            "settings": HeldState(loader.dataset).settings(),
+            "settings": self._changed_settings(path),
             **digest_of_batch(batch),
         }
 
@@ -77,19 +80,24 @@ class BatchContent:
             for path, loader in self._loaders.items():
                 full = f"{path}.{PATH}" if path else PATH
                 if path in saved and not is_accepted((full, PATH), (*accept, *loader.accept)):
-                    found += self._compared(trainer, loader, full, saved[path])
+                    found += self._compared(trainer, path, full, saved[path])
         if trainer.world_size > 1:
             found = gathered(found)[0]
         if found:
             raise StateMismatchError([_difference(*one) for one in found], where="The checkpoint's data state")
 
+    def _changed_settings(self, path: str) -> str:
+        """Digest of a dataset's settings, where it has changed them since it was built; else empty."""
+        now = HeldState(self._loaders[path].dataset).settings()
+        return "" if now == self._settings[path] else now
+
     def _compared(
-        self, trainer: pl.Trainer, loader: StatefulLoader, path: str, saved: Mapping[str, Any]
+        self, trainer: pl.Trainer, path: str, full: str, saved: Mapping[str, Any]
     ) -> list[tuple[str, str, str, str]]:
-        epoch, number = saved["batch"]
+        loader, (epoch, number) = self._loaders[path], saved["batch"]
         name = f"Batch {number} of epoch {epoch}"
         with epoch_set_to(trainer, epoch):
-            if (saved["batch_size"], saved["settings"]) != (loader.batch_size, HeldState(loader.dataset).settings()):
+            if (saved["batch_size"], saved["settings"]) != (loader.batch_size, self._changed_settings(path)):
                 # Other batches; or the dataset changes itself, or is told the epoch.
                 return []
             try:
@@ -108,7 +116,7 @@ class BatchContent:
                 "checkpoint. Draw from torch's, NumPy's or Python's global generators in the dataset."
             )
             return []
-        return [(path, name, saved["digest"], once["digest"])]
+        return [(full, name, saved["digest"], once["digest"])]
 
 
 def _difference(path: str, name: str, saved: str, present: str) -> Difference:
