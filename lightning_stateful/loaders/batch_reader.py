@@ -207,7 +207,8 @@ class BatchReader:
         """Read the first batch of a plan twice, in a worker of its own if the loader has workers; else leave no trace.
 
         Returns:
-            The batches; None where an ``__iter__`` of the user's decides what a batch is.
+            The batches; None where an ``__iter__`` of the user's decides what a batch is, and where too much is held to
+            be put back.
         """
         if self._given_by is not self.loader or not iterates_as_torch(self.loader):
             return None
@@ -221,6 +222,8 @@ class BatchReader:
         if loader.num_workers:
             how |= {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context}
         held = None if loader.num_workers else HeldState(self._dataset, loader.collate_fn)
+        if held is not None and not held.is_whole:
+            return None
         try:
             with keep_randomness():
                 return list(DataLoader(dataset, generator=torch.Generator(), **how))

@@ -15,7 +15,7 @@ from lightning_stateful.loaders.dataset_content import bytes_of
 from lightning_stateful.loaders.held_state import HeldState
 
 _NUM_LOOKS, _LEAST_CHANGES, _LEAST_REPLACED = 6, 4, 2
-_MOST_ITEMS = 4096
+_MOST_ITEMS = 512
 
 
 class CollateWatch:

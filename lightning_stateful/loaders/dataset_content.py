@@ -24,7 +24,7 @@ from lightning_stateful.user_samplers.sampler_copy import attributes_of
 _MOST_ITEMS, _MOST_BYTES = 2**20, 2**26
 _SPREAD, _SPREAD_ON_DISK = 4096, 64
 _MOST_COLUMNS, _MOST_PARTS, _DEPTH = 64, 2**14, 8
-_MOST_MEANS = 64
+_OF_ARRAY, _MOST_MEANS = 1024, 64
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 # By the id of an object, beside a reference to it: the first digest by attribute; "" of one that has changed since.
 _FIRST_SEEN: dict[int, tuple[Callable[[], Any], dict[str, str]]] = {}
@@ -240,14 +240,15 @@ def bytes_of(item: Any, depth: int = 0, numbers: list[float] | None = None) -> I
         values = _array_of(item) if isinstance(item, torch.Tensor) else item
         yield f"{values.dtype.str}{values.shape}".encode()
         flat = values.reshape(-1)
-        some = np.concatenate([flat[:: max(flat.size // _SPREAD, 1)], flat[-1:]])
+        some = np.concatenate([flat[:: max(flat.size // _OF_ARRAY, 1)], flat[-1:]])
         if values.dtype.hasobject:
             yield from bytes_of(some.tolist(), depth + 1, numbers)
         elif numbers is None or values.dtype.kind != "f":
             yield some.tobytes()
         elif len(some) and len(numbers) < _MOST_MEANS:
-            means = [np.abs(part.astype(np.float64)).mean() for part in np.array_split(some, min(len(some), 16))]
-            numbers += [float(f"{mean:.6g}") for mean in np.nan_to_num(means)]
+            bounds = np.linspace(0, len(some), min(len(some), 16), endpoint=False).astype(np.int64)
+            sums = np.add.reduceat(np.nan_to_num(np.abs(some.astype(np.float64))), bounds)
+            numbers += [float(f"{mean:.6g}") for mean in (sums / np.diff([*bounds, len(some)])).tolist()]
     elif type(item) in _PLAIN or isinstance(item, np.generic):
         yield f"{type(item).__name__}{item!r};".encode()
     elif isinstance(item, PathLike):

@@ -18,6 +18,7 @@ from lightning_stateful.samplers.rng import GENERATORS
 
 _MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_CONTAINERS: tuple[type, ...] = (list, set, deque, dict, bytearray, torch.Tensor, np.ndarray, *GENERATORS)
 # Values that are replaced where they change.
 _REBOUND = (str, bytes, tuple, torch.Tensor, np.ndarray)
 _LEFT_ALONE = (type, BuiltinFunctionType, ModuleType, torch.nn.Module, DataLoader)
@@ -32,9 +33,13 @@ class HeldState:
 
     Args:
         roots: The objects.
+        containers: Whether to copy containers, arrays and generators as well as attributes.
+
+    Attributes:
+        is_whole: Whether there were not too many objects to be copied.
     """
 
-    def __init__(self, *roots: Any) -> None:
+    def __init__(self, *roots: Any, containers: bool = True) -> None:
         # By the way that leads there: an object, and a copy of what it held.
         self._kept: dict[str, tuple[Any, Any]] = {}
         seen: set[int] = set()
@@ -44,10 +49,11 @@ class HeldState:
             if isinstance(value, _PLAIN) or id(value) in seen or _is_left_alone(value):
                 continue
             seen.add(id(value))
-            if (copied := _copied(value)) is not None:
+            if (copied := _copied(value, containers=containers)) is not None:
                 self._kept[name] = value, copied
             if depth < _DEPTH:
                 found += [(f"{name}.{part}", held, depth + 1) for part, held in _held_by(value)]
+        self.is_whole = not found
 
     def restore(self) -> None:
         """Put everything back as it was."""
@@ -97,10 +103,9 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, CellType):
         yield from (("", held) for held in _contents(value))
-    elif isinstance(value, (list, tuple, deque)):
-        yield from ((str(number), item) for number, item in enumerate(value) if len(value) <= _MOST_ITEMS)
-    elif isinstance(value, dict):
-        yield from ((str(key), item) for key, item in value.items() if len(value) <= _MOST_ITEMS)
+    elif isinstance(value, (list, tuple, deque, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from ((str(key), item) for key, item in items) if len(value) <= _MOST_ITEMS else ()
     elif not isinstance(value, (torch.Tensor, np.ndarray, *GENERATORS)):
         if isinstance(value, FunctionType):
             used = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
@@ -112,8 +117,10 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
         yield from held.items() if isinstance(held, dict) else ()
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, *, containers: bool) -> Any:
     """A shallow copy of what a value holds; None where nothing of it is copied."""
+    if not containers and isinstance(value, _CONTAINERS):
+        return value.detach().clone() if isinstance(value, torch.Tensor) and value.numel() == 1 else None
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if value.numel() * value.element_size() <= _MOST_BYTES else None
     if isinstance(value, np.ndarray):

@@ -262,10 +262,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         """Read twice the batch that comes next at ``progress`` on such ranks, without moving the loader.
 
         Returns:
-            The batches; None for a user's sampler, which would have to be iterated for it, or a user's ``__iter__``.
+            The batches; None where they cannot be read so.
         """
-        if isinstance(self.order, WrappedSampler):
-            return None
         plan = self.order.plan(progress.epoch, num_replicas, progress)
         return self._reader_with(options_of(self)).read_twice(plan, rank)
 

@@ -17,6 +17,7 @@ from lightning_stateful.state import is_accepted
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.loop_progress import epoch_set_to
 from lightning_stateful.trainer.ranks import gathered
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 PATH = "dataset.content"
 
@@ -29,14 +30,21 @@ class BatchContent:
 
     State:
         By the path of a map-style loader: where the batch was (``"batch"``, epoch and number; ``"progress"``,
-        ``"ranks"``, ``"rank"`` and ``"batch_size"``), the digest of its content, and one of the dataset's
+        ``"ranks"`` and ``"rank"``), its size and seed, the digest of its content, and one of the dataset's
         settings where it had changed them.
     """
 
     def __init__(self, loaders: Mapping[str, AnyLoader]) -> None:
-        self._loaders = {path: loader for path, loader in loaders.items() if isinstance(loader, StatefulLoader)}
+        # A user's sampler would have to be iterated to read a batch of it again.
+        self._loaders = {
+            path: loader
+            for path, loader in loaders.items()
+            if isinstance(loader, StatefulLoader) and not isinstance(loader.order, WrappedSampler)
+        }
         # Of the datasets as they were built.
-        self._settings = {path: HeldState(loader.dataset).settings() for path, loader in self._loaders.items()}
+        self._settings = {
+            path: HeldState(loader.dataset, containers=False).settings() for path, loader in self._loaders.items()
+        }
         self.latest: dict[str, dict[str, Any]] = {}
 
     def note(self, path: str, plan: EpochPlan, step: int, batch: Any, at: tuple[int, int]) -> None:
@@ -56,7 +64,7 @@ class BatchContent:
         self.latest[path] = {
             "batch": list(at),
             "progress": plan.progress_after(step).to_dict(),
-            "batch_size": loader.batch_size,
+            "read_by": [loader.batch_size, loader.seed if loader.seed_samples else None],
             "ranks": topology.num_replicas,
             "rank": topology.rank,
             "settings": self._changed_settings(path),
@@ -88,7 +96,7 @@ class BatchContent:
 
     def _changed_settings(self, path: str) -> str:
         """Digest of a dataset's settings, where it has changed them since it was built; else empty."""
-        now = HeldState(self._loaders[path].dataset).settings()
+        now = _settings_of(self._loaders[path])
         return "" if now == self._settings[path] else now
 
     def _compared(
@@ -97,8 +105,9 @@ class BatchContent:
         loader, (epoch, number) = self._loaders[path], saved["batch"]
         name = f"Batch {number} of epoch {epoch}"
         with epoch_set_to(trainer, epoch):
-            if (saved["batch_size"], saved["settings"]) != (loader.batch_size, self._changed_settings(path)):
-                # Other batches; or the dataset changes itself, or is told the epoch.
+            read_by = [loader.batch_size, loader.seed if loader.seed_samples else None]
+            if saved["read_by"] != read_by or saved["settings"] != self._changed_settings(path):
+                # Other batches, or other draws; or the dataset changes itself, or is told the epoch.
                 return []
             try:
                 read = loader.read_twice(Progress.from_dict(saved["progress"]), saved["ranks"], saved["rank"])
@@ -116,7 +125,15 @@ class BatchContent:
                 "checkpoint. Draw from torch's, NumPy's or Python's global generators in the dataset."
             )
             return []
-        return [(full, name, saved["digest"], once["digest"])]
+        return [(full, name, _shown(saved), _shown(once))]
+
+
+def _shown(content: Mapping[str, Any]) -> str:
+    return " ".join(map(str, (content["digest"], *content["means"][:2])))
+
+
+def _settings_of(loader: StatefulLoader) -> str:
+    return HeldState(loader.dataset, containers=False).settings()
 
 
 def _difference(path: str, name: str, saved: str, present: str) -> Difference:
