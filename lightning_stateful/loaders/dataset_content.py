@@ -72,8 +72,10 @@ def _content(dataset: Any, seen: set[int], depth: int, *, is_described: bool = F
     found: dict[str, str] = {}
     for name, value in held.items():
         for column, items in _columns(name, value, length):
-            if digest := _digest_of(items):
-                found[column] = digest
+            # What cannot be digested is not compared.
+            with suppress(Exception):
+                found[column] = _digest_of(items)
+    found = {name: digest for name, digest in found.items() if digest}
     found = {name: digest for name, digest in _unchanged(dataset, found).items() if name not in described}
     for name, value in held.items():
         if name == "dataset" or isinstance(value, Dataset):
@@ -181,7 +183,11 @@ def _array_of(tensor: torch.Tensor) -> Any:
         tensor = tensor[_spread(len(tensor), _SPREAD)].cpu()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.int16)
-    return tensor.numpy()
+    try:
+        return tensor.numpy()
+    except (TypeError, RuntimeError):
+        # A kind that NumPy does not know.
+        return np.zeros(1)
 
 
 def _digest_of_array(values: Any) -> str:
@@ -265,7 +271,8 @@ def bytes_of(item: Any, depth: int = 0, numbers: list[float] | None = None) -> I
         yield f"{type(item).__qualname__};".encode()
         held = getattr(item, "__dict__", None)
         if isinstance(held, dict) and depth < _DEPTH and not isinstance(item, (type, FunctionType, ModuleType)):
-            yield from bytes_of(held, depth + 1, numbers)
+            # Of an object that holds others without end, not too much.
+            yield from bytes_of(held, depth + 3, numbers)
 
 
 def _text_of(texts: Sequence[Any]) -> str:

@@ -75,7 +75,7 @@ class HeldState:
         """Lists, deques, dicts, sets, strings, tuples and tensors that are held, by the way that leads there."""
         found: dict[str, Any] = {}
         for name, (value, copied) in self._kept.items():
-            if isinstance(value, (list, deque, dict, set, bytearray)):
+            if isinstance(copied, (list, deque, set, bytearray)) or isinstance(value, dict):
                 found[name] = copied
             items = (
                 copied if isinstance(copied, dict) else dict(enumerate(copied)) if isinstance(value, CellType) else {}
@@ -106,6 +106,8 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple, deque, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         yield from ((str(key), item) for key, item in items) if len(value) <= _MOST_ITEMS else ()
+        # Of a subclass.
+        yield from ((("__dict__", value.__dict__),) if hasattr(value, "__dict__") else ())
     elif not isinstance(value, (torch.Tensor, np.ndarray, *GENERATORS)):
         if isinstance(value, FunctionType):
             used = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
@@ -135,7 +137,12 @@ def _copied(value: Any, *, containers: bool) -> Any:
         return value.get_state()
     if isinstance(value, CellType):
         return _contents(value)
-    if type(value) in (list, set, deque, dict, bytearray):
+    # Of a subclass what it holds as its base: methods of its own are not called.
+    kinds: tuple[Any, ...] = (list, set, dict, bytearray)
+    for kind in kinds:
+        if isinstance(value, kind):
+            return kind.copy(value)
+    if type(value) is deque:
         return value.copy()
     held = getattr(value, "__dict__", None)
     return dict(held) if isinstance(held, dict) and not isinstance(value, FunctionType) else None
@@ -156,14 +163,19 @@ def _put_back(value: Any, copied: Any) -> None:
     elif isinstance(value, CellType):
         if copied:
             value.cell_contents = copied[0]
-    elif isinstance(value, (list, bytearray)):
+    elif isinstance(value, list):
+        list.__setitem__(value, slice(None), copied)
+    elif isinstance(value, bytearray):
         value[:] = copied
-    elif isinstance(value, deque):
+    elif type(value) is deque:
         value.clear()
         value.extend(copied)
-    elif isinstance(value, (dict, set)):
-        value.clear()
-        value.update(copied)
+    elif isinstance(value, set):
+        set.clear(value)
+        set.update(value, copied)
+    elif isinstance(value, dict):
+        dict.clear(value)
+        dict.update(value, copied)
     else:
         held = vars(value)
         for name in held.keys() - copied.keys():

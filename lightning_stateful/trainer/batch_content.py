@@ -61,6 +61,12 @@ class BatchContent:
             return
         loader = self._loaders[path]
         topology = loader.topology
+        try:
+            content = digest_of_batch(batch)
+        except Exception as error:
+            rank_zero_info(f"A batch could not be digested, and will not be compared on a resume: {error!r}")
+            self.latest.pop(path, None)
+            return
         self.latest[path] = {
             "batch": list(at),
             "progress": plan.progress_after(step).to_dict(),
@@ -68,7 +74,7 @@ class BatchContent:
             "ranks": topology.num_replicas,
             "rank": topology.rank,
             "settings": self._changed_settings(path),
-            **digest_of_batch(batch),
+            **content,
         }
 
     def compare(self, trainer: pl.Trainer, saved: Any, accept: Collection[str], is_changed: bool) -> None:

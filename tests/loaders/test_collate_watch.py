@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
 
 from lightning_stateful import StatefulLoader
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loaders.held_state import HeldState
 
 TEXTS = [list(range(length % 7 + 1)) for length in range(40)]
 
@@ -125,6 +128,34 @@ def test_in_a_worker_it_is_warned_of_too() -> None:
     loader = StatefulLoader(TEXTS, batch_size=4, collate_fn=Packs(), seed=0, num_workers=1)
     with pytest.raises(StatefulWarning, match="carries 'buffer' over"):
         list(loader)
+
+
+def test_what_objects_hold_is_put_back() -> None:
+    data, packs, draws = Caching(TEXTS), Packs(deque), random.Random(0)
+    holder: dict[str, Any] = {
+        "data": data,
+        "bytes": bytearray(b"a"),
+        "set": {1},
+        "array": np.zeros(2),
+        "tensor": torch.zeros(2),
+    }
+    GLOBAL.clear()
+    held, first = HeldState(holder, packs.collate, draws, packs_globally), draws.random()
+    data[0], packs([[1, 2, 3]]), packs_globally([[4, 5, 6]])
+    data.append(7)
+    holder["bytes"].append(1)
+    holder["set"].clear()
+    holder["array"] += 1
+    holder["tensor"] += 1
+    holder["more"] = 1
+    held.restore()
+    assert held.is_whole
+    assert draws.random() == first
+    assert (data, data.cache, packs.buffer, GLOBAL) == (TEXTS, None, deque(), [])
+    assert list(holder) == ["data", "bytes", "set", "array", "tensor"]
+    assert (holder["bytes"], holder["set"]) == (b"a", {1})
+    assert not holder["array"].any()
+    assert not holder["tensor"].any()
 
 
 def test_evaluation_is_left_alone() -> None:
