@@ -44,6 +44,9 @@ _REMEDIES = {
     "shuffle": "Pass the saved shuffle",
     "drop_last": "Pass the saved drop_last",
     "dataset": "Train on the dataset that the checkpoint was made with",
+    "dataset.indices": "Choose the samples as when the checkpoint was written: pass a seed to random_split or shuffle",
+    "dataset.content": "The dataset's samples are others, or in another order, than when the checkpoint was written: "
+    "sort the files, pass a seed to random_split or shuffle",
     "ranks": "Each rank iterates a sampler or data of its own: resume on the saved ranks, in the same way",
     "order_version": "Install the version of lightning-stateful that wrote the checkpoint",
     "kind": "Use the order or sampler that the checkpoint was made with",
@@ -230,6 +233,11 @@ def is_fingerprint(name: str) -> bool:
     return "fingerprint" in name.split(".")
 
 
+def is_content(name: str) -> bool:
+    """Whether the name of a difference is that of what a dataset's attributes show, or below."""
+    return "dataset.content." in f"{name}."
+
+
 def fingerprint_warning(what: str, changed: str, name: str) -> str:
     """The text of the warning for data that differ in their fingerprint alone."""
     return (
@@ -282,7 +290,7 @@ def _comparable(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _aligned(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Everything that is compared in two envelopes; values of several sources are dicts by the sources both have."""
-    before, now = _comparable(saved), _comparable(present)
+    before, now = _of_equal_lengths(_comparable(saved), _comparable(present))
     if not isinstance(before.get("sources"), Mapping) or not isinstance(now.get("sources"), Mapping):
         return before, now
     common = [name for name in before["sources"] if name in now["sources"]]
@@ -292,6 +300,21 @@ def _aligned(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[dict
         before["batch_size"], now["batch_size"] = (
             size if isinstance(size, Mapping) else dict.fromkeys(common, size) for size in sizes
         )
+    return before, now
+
+
+def _of_equal_lengths(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two configurations without the content of datasets of another length, which is another one for that."""
+    for config, other in ((before, now), (now, before)):
+        own, theirs = config.get("dataset"), other.get("dataset")
+        if isinstance(own, Mapping) and isinstance(theirs, Mapping) and own.get("length") != theirs.get("length"):
+            config["dataset"] = {name: value for name, value in own.items() if name != "content"}
+        if isinstance(contents := config.get("dataset.content"), Mapping):
+            lengths = [
+                part if isinstance(part, Mapping) else {} for part in (before.get("sources"), now.get("sources"))
+            ]
+            kept = {name: of for name, of in contents.items() if lengths[0].get(name) == lengths[1].get(name)}
+            config["dataset.content"] = kept
     return before, now
 
 
@@ -322,6 +345,9 @@ def _combined_pairs(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Ite
 def _pairs(prefix: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
     for key in dict.fromkeys([*saved, *present]):
         name = f"{prefix}.{key}" if prefix else key
+        if is_content(name) and (key not in saved or key not in present):
+            # A cache may show itself on one side alone.
+            continue
         before, now = saved.get(key, _MISSING), present.get(key, _MISSING)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             yield from _pairs(name, before, now)
@@ -335,5 +361,6 @@ def is_accepted(names: tuple[str, ...], accept: Collection[str]) -> bool:
 
 
 def _remedy(name: str) -> str:
-    top = name.split(".")[0]
-    return f"{_REMEDIES.get(top, 'Restore the saved value')}, or accept the change with accept=({name!r},)."
+    name = "dataset.content" if is_content(name) else name
+    known = next((_REMEDIES[of] for of in (name, name.split(".")[0]) if of in _REMEDIES), "Restore the saved value")
+    return f"{known}, or accept the change with accept=({name!r},)."

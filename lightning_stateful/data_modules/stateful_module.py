@@ -88,6 +88,8 @@ class StatefulDataModule(pl.LightningDataModule):
         accept: Names of differences between a checkpoint and the present data to let pass.
         log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and the padding of
             batches of like lengths.
+        check_content: As in :class:`StatefulDataCallback`: compare a batch of a checkpoint with what a resume reads in
+            its place.
         **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader, those of
             evaluation among them. So no sampler: return a loader with it from ``train_dataloader`` of a subclass.
 
@@ -121,6 +123,7 @@ class StatefulDataModule(pl.LightningDataModule):
         tail: Tail | None = None,
         accept: Collection[str] = (),
         log_data: bool = False,
+        check_content: bool = True,
         **loader_options: Any,
     ) -> None:
         self._callback: StatefulDataCallback | None = None
@@ -137,6 +140,7 @@ class StatefulDataModule(pl.LightningDataModule):
             tail=tail,
             accept=accept,
             log_data=log_data,
+            check_content=check_content,
         )
         super().__init__()
         self.batch_size = batch_size
@@ -186,6 +190,7 @@ class StatefulDataModule(pl.LightningDataModule):
                 theirs,
                 accept=tuple(dict.fromkeys([*theirs.accept, *self._settings.accept])),
                 log_data=theirs.log_data or self._settings.log_data,
+                check_content=theirs.check_content and self._settings.check_content,
             )
 
     def __iter__(self) -> NoReturn:

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.loaders.collate_watch import CollateWatch
+from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.own_iteration import OwnPlan, Watch, loader_within
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
 from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch
@@ -49,10 +51,11 @@ class SeededDataset(Dataset[Any]):
 
     Args:
         dataset: A map-style dataset.
+        watch: Looks at the ``collate_fn`` between batches.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.__dict__["dataset"] = dataset
+    def __init__(self, dataset: Any, watch: CollateWatch | None = None) -> None:
+        self.__dict__.update(dataset=dataset, _collate_watch=watch)
 
     def __getattr__(self, name: str) -> Any:
         # Unpickling asks for attributes before __dict__ is filled.
@@ -76,8 +79,15 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, batch: tuple[int, Any]) -> Any:
         """The samples of a batch, ``(seed, indices)``."""
         seed, indices = batch
+        watch = self.__dict__["_collate_watch"]
+        is_watched = watch is not None and not watch.is_over
+        if is_watched:
+            watch.after()
         seed_randomness(seed)
-        return read_batch(self.__dict__["dataset"], indices)
+        samples = read_batch(self.__dict__["dataset"], indices)
+        if is_watched and not watch.is_over:
+            watch.before()
+        return samples
 
 
 def read_batch(dataset: Any, indices: Any) -> Any:
@@ -154,6 +164,7 @@ class BatchReader:
             stay in force.
         watch: Compares what a loader with an ``__iter__`` of its own gives with what it reads; None for others.
         holder: An object that holds the loader and is iterated in its place, and the name of the attribute.
+        watches_collate: Warn of a ``collate_fn`` that carries something over from batch to batch.
     """
 
     def __init__(
@@ -166,12 +177,14 @@ class BatchReader:
         original: DataLoader[Any],
         watch: Watch | None = None,
         holder: tuple[Any, str] | None = None,
+        watches_collate: bool = False,
     ) -> None:
         self.options = options
         self._dataset = dataset
         self._batches = batches = PlannedBatches(seed, is_batched=is_batched)
         self._generator = torch.Generator()
         self._isolate = IsolatedReads()
+        self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
         if is_torchdatas(original):
             # torchdata's would keep a state of its own.
             original = DataLoader.__new__(DataLoader)
@@ -180,7 +193,7 @@ class BatchReader:
         # Past torch's guard against changes: workers begin anew.
         vars(original).update(
             options,
-            dataset=dataset if seed is None else SeededDataset(dataset),
+            dataset=dataset if seed is None else SeededDataset(dataset, self._collate_watch),
             generator=self._generator,
             _iterator=None,
             **sampler,
@@ -189,6 +202,34 @@ class BatchReader:
         if watch is not None and type(original)._get_iterator is DataLoader._get_iterator:
             vars(original)["_get_iterator"] = partial(_watched, weakref.ref(original), watch)
         self._given_by = original if holder is None else loader_within(*holder, original)
+
+    def read_twice(self, plan: EpochPlan, rank: int) -> list[Any] | None:
+        """Read the first batch of a plan twice, in a worker of its own if the loader has workers; else leave no trace.
+
+        Returns:
+            The batches; None where an ``__iter__`` of the user's decides what a batch is, and where too much is held to
+            be put back.
+        """
+        if self._given_by is not self.loader or not iterates_as_torch(self.loader):
+            return None
+        batches = PlannedBatches(self._batches.seed, is_batched=self._batches.is_batched)
+        batches.plan, batches.rank = plan, rank
+        first = next(iter(batches))
+        loader, dataset = self.loader, self._dataset
+        dataset = dataset if batches.seed is None else SeededDataset(dataset)
+        how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+        how |= {"batch_sampler": [first] * 2} if batches.is_batched else {"sampler": [first] * 2, "batch_size": None}
+        if loader.num_workers:
+            how |= {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context}
+        held = None if loader.num_workers else HeldState(self._dataset, loader.collate_fn)
+        if held is not None and not held.is_whole:
+            return None
+        try:
+            with keep_randomness():
+                return list(DataLoader(dataset, generator=torch.Generator(), **how))
+        finally:
+            if held is not None:
+                held.restore()
 
     def length(self, plan: EpochPlan) -> int:
         """Batches that the loader, or what holds it, says it gives of a plan; UNKNOWN where it does not."""
@@ -241,6 +282,9 @@ class BatchReader:
             if self._watch is not None:
                 self._watch.begin(plan.epoch, (self._given_by, *([loader] if self._given_by is not loader else [])))
             fetch = self._fetch_from(iter(self._given_by))
+            if self._collate_watch is not None and loader.num_workers:
+                # Workers of later passes need not look again.
+                self._collate_watch.is_over = True
             if isolated and batches.seed is not None and not loader.num_workers:
                 # Worker processes have generators of their own; here the model uses the same ones.
                 fetch = keep_randomness()(fetch)
@@ -317,7 +361,9 @@ class BatchReader:
         """A function that reads the next batch as torch does without workers, but without its cost for each batch."""
         collate, batches, isolate = self.loader.collate_fn, iter(self._batches), self._isolate
         read = partial(read_batch if self._batches.is_batched else getitem, self._dataset)
-        is_seeded = self._batches.seed is not None
+        is_seeded, watch = self._batches.seed is not None, self._collate_watch
+        if watch is not None and not watch.is_over:
+            collate = partial(_watched_collate, watch, collate)
 
         def fetch() -> Any:
             index = next(batches)
@@ -341,6 +387,15 @@ def _next_or(fetch: Callable[[], Any], end: object) -> Any:
         return fetch()
     except StopIteration:
         return end
+
+
+def _watched_collate(watch: CollateWatch, collate: Callable[[Any], Any], samples: Any) -> Any:
+    if watch.is_over:
+        return collate(samples)
+    watch.before()
+    batch = collate(samples)
+    watch.after()
+    return batch
 
 
 def _watched(reference: Any, watch: Watch) -> Any:

@@ -10,10 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.samples import SampleBatchOrder, SampleOrder, SequentialOrder, ShuffledOrder
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.loaders.source_datasets import describe_sources
+from lightning_stateful.loaders.source_datasets import describe_sources, described_with_content
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
-from lightning_stateful.samplers.fingerprint import describe_dataset
 from lightning_stateful.user_loaders import is_torchdatas
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
@@ -95,7 +94,7 @@ class LoaderDescription(NamedTuple):
                 f"There are {lengths['samples']} lengths, and the dataset has {len(dataset)} samples. Pass "
                 "the lengths of this dataset, one a sample."
             )
-        return {**config, "dataset": describe_dataset(dataset)}
+        return {**config, "dataset": described_with_content(dataset)}
 
 
 def describe_loader(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, default_collate
 
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.loaders.dataset_content import content_of
 from lightning_stateful.mixture.weights import by_name
 from lightning_stateful.samplers.fingerprint import describe_dataset, without_fingerprint
 
@@ -107,8 +108,8 @@ def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
             f"{len(dataset)}. Pass a ConcatDataset of the datasets that the batch sampler was made for, in that order."
         )
     if not isinstance(dataset, ConcatDataset) or len(dataset.datasets) != len(lengths):
-        return {**config, "dataset": describe_dataset(dataset)}
-    sources, fingerprints = {}, {}
+        return {**config, "dataset": described_with_content(dataset)}
+    sources, fingerprints, contents = {}, {}, {}
     for (name, length), part in zip(lengths.items(), dataset.datasets, strict=True):
         if len(part) != length:  # type: ignore[arg-type]  # ConcatDataset has asked for their lengths
             raise ConfigurationError(
@@ -118,8 +119,17 @@ def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
         described, fingerprint = without_fingerprint(describe_dataset(part))
         if fingerprint is not None:
             fingerprints[name] = fingerprint
+        if content := content_of(part):
+            contents[name] = content
         # Short, because a state lists every source: the length, and a digest of all else.
         more = json.dumps({key: value for key, value in described.items() if key != "length"}, sort_keys=True)
         digest = hashlib.blake2b(more.encode(), digest_size=3).hexdigest()
         sources[name] = length if more == "{}" else f"{length} {digest}"
-    return {**config, "sources": sources, **({"fingerprint": fingerprints} if fingerprints else {})}
+    more_of_all = {"fingerprint": fingerprints, "dataset.content": contents}
+    return {**config, "sources": sources, **{name: more for name, more in more_of_all.items() if more}}
+
+
+def described_with_content(dataset: Any) -> dict[str, Any]:
+    """Describe a dataset, and under ``content`` what its attributes show of its samples."""
+    content = content_of(dataset)
+    return {**({"content": content} if content else {}), **describe_dataset(dataset)}

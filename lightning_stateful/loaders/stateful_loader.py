@@ -134,9 +134,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             **options,
         )
         description = describe_loader(loader, seed=seed, exact=exact, accept=accept, drop_last=drop_last)
-        settings = LoaderSettings(
-            seed=seed, path=path, num_replicas=num_replicas, rank=rank, seed_samples=seed_samples, accept=accept
-        )
+        how: dict[str, Any] = {"num_replicas": num_replicas, "rank": rank, "accept": accept, "exact": exact}
+        settings = LoaderSettings(seed=seed, path=path, seed_samples=seed_samples, **how)
         self.set_up(loader, description, settings)
 
     def set_up(
@@ -164,6 +163,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         self._reader: BatchReader | None = None
         self.seed, self.path, self.seed_samples = settings.seed, settings.path, settings.seed_samples
         self._own_seed = loader_seed(settings.seed, settings.path)
+        self._trains = not settings.exact
         if (settings.num_replicas, settings.rank) != (None, None):
             description = description._replace(num_replicas=settings.num_replicas, rank=settings.rank)
         # Without the path: from it, the same loader is built for another one.
@@ -264,11 +264,20 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         base_seed = derive_seed("workers", self._own_seed, rank, plan.epoch, plan.progress_after(first_step).consumed)
         return reader.read(plan, rank, first_step, base_seed, isolated=isolated, looks_ahead=looks_ahead)
 
+    def read_twice(self, progress: Progress, num_replicas: int, rank: int) -> list[Any] | None:
+        """Read twice the batch that comes next at ``progress`` on such ranks, without moving the loader.
+
+        Returns:
+            The batches; None where they cannot be read so.
+        """
+        plan = self.order.plan(progress.epoch, num_replicas, progress)
+        return self._reader_with(options_of(self)).read_twice(plan, rank)
+
     def _reader_with(self, options: dict[str, Any]) -> BatchReader:
         if self._reader is None or self._reader.options != options:
             seed = self._own_seed if self.seed_samples else None
             how: dict[str, Any] = {"is_batched": self.batch_sampler is not None, "original": self._original}
-            how |= {"watch": self._watch, "holder": self._holder}
+            how |= {"watch": self._watch, "holder": self._holder, "watches_collate": self._trains}
             self._reader = BatchReader(self.dataset, seed, options, **how)
         return self._reader
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,6 +67,8 @@ class StatefulDataCallback(pl.Callback):
             ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
         log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and
             ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths.
+        check_content: Keep a digest of every hundredth batch of map-style loaders in checkpoints, and read the latest
+            again on a resume, to refuse data that are others than before.
 
     State:
         The loop progress that the checkpoint belongs to, and, where no :class:`StatefulDataModule` holds it, the
@@ -89,6 +92,7 @@ class StatefulDataCallback(pl.Callback):
         tail: Tail | None = None,
         accept: Collection[str] = (),
         log_data: bool = False,
+        check_content: bool = True,
     ) -> None:
         self.settings = Settings(
             seed=seed,
@@ -97,6 +101,7 @@ class StatefulDataCallback(pl.Callback):
             tail=tail,
             accept=accept,
             log_data=log_data,
+            check_content=check_content,
         )
         self._trainer: pl.Trainer | None = None
         self._loaders: TrainLoaders | None = None
@@ -201,6 +206,7 @@ class StatefulDataCallback(pl.Callback):
             "monitored": self._monitored(progress),
             "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
             "data": data if module is None else None,
+            "content": {} if self._loaders is None else deepcopy(self._loaders.content.latest),
         }
 
     def _restored(self) -> bool:
@@ -314,6 +320,7 @@ class StatefulDataCallback(pl.Callback):
         loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         if saved is not None:
             refuse_other_seed(saved, self._seed, self.settings.accept)
+            loaders.expect(saved.get("content"), state)
         loops["fit_loop"] = loop_progress.rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted
         self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics, (saved or {}).get("results"))

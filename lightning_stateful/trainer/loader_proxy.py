@@ -44,6 +44,9 @@ Request = Callable[[], Any]
 # shuffles.
 _RECORDS = "__pl_saved_"
 
+# Batches from one whose content is noted to the next.
+NOTED_EVERY = 100
+
 # How a warning of Lightning's begins that is wrong of our loaders.
 _DOUBT = "Your `IterableDataset` has `__len__` defined"
 
@@ -248,6 +251,7 @@ class LoaderProxy:
         is_dealt_out: Show a DistributedSampler on a single rank too, as Lightning does under DDP.
         length: Called for the steps of the epoch that training is in; by default they are the loader's.
         at_end: Called when the loader has no further batch.
+        note: Called with the plan, the step and the batch before every hundredth batch of a plan is handed over.
 
     Attributes:
         loader: The loader.
@@ -271,8 +275,9 @@ class LoaderProxy:
         is_dealt_out: bool = False,
         length: Callable[[], int] | None = None,
         at_end: Callable[[], None] | None = None,
+        note: Callable[[EpochPlan, int, Any], None] | None = None,
     ) -> None:
-        self.loader, self._length, self._at_end = loader, length, at_end
+        self.loader, self._length, self._at_end, self._note = loader, length, at_end, note
         self.original = loader if original is None else getattr(original, "original", original)
         self._shown = _shown(loader, self.original, overfits, is_dealt_out)
         self._locate = locate
@@ -307,6 +312,8 @@ class LoaderProxy:
         for batch in self.loader.batches(plan, step, isolated=self._isolated):
             if isinstance(batch, FailedBatch):
                 raise batch.error
+            if self._note is not None and (step + self.num_handed) % NOTED_EVERY == 0:
+                self._note(plan, step + self.num_handed, batch)
             self.num_handed += 1
             if self._after_read is not None:
                 self._after_read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import RankMismatchError, StatefulWarning
 from lightning_stateful.loaders.patching import deals_itself
-from lightning_stateful.state import fingerprint_warning, is_accepted, is_fingerprint
+from lightning_stateful.state import fingerprint_warning, is_accepted, is_content, is_fingerprint
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.user_samplers.rank_exchange import failing_together
 
@@ -107,6 +108,8 @@ def _compare(descriptions: list[Descriptions], what: str, accept: Collection[str
     ]
     differing = {}
     for path, name in dict.fromkeys(key for leaves in by_rank for key in leaves):
+        if is_content(name) and not all((path, name) in leaves for leaves in by_rank):
+            continue
         values = [leaves.get((path, name), "<nothing>") for leaves in by_rank]
         full = f"{path}.{name}" if path else name
         is_accepted_here = name.split(".")[0] in _ABOUT_DATA and is_accepted((full, name), accept)
@@ -137,6 +140,7 @@ def _disagreement(what: str, differing: Mapping[str, str]) -> str:
         "rank is to have data of its own, give them equal lengths and batch sizes."
     )
     if data := [name for name in differing if any(part in name.split(".") for part in ("dataset", "sources"))]:
-        remedy += f" Where ranks read the same samples all the same, let it pass with accept=({data[0]!r},)."
+        name = re.sub(r"(dataset\.content)\..*", r"\1", data[0])
+        remedy += f" Where ranks read the same samples all the same, let it pass with accept=({name!r},)."
     said = f"The ranks disagree about {what}. Steps would not match and the run hang, or samples be lost:"
     return f"{said}\n{lines}\n{remedy}"

@@ -20,9 +20,10 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_devices, seed_or_default
 from lightning_stateful.samplers.tracker import TrackedLoader
-from lightning_stateful.state import accepted_names
+from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
+from lightning_stateful.trainer.batch_content import BatchContent
 from lightning_stateful.trainer.checkpoint import warn_of_missing_state
 from lightning_stateful.trainer.lightning import TrainerFn, is_param_in_hook_signature, pl
 from lightning_stateful.trainer.loader_proxy import (
@@ -49,6 +50,7 @@ class Settings:
         tail: What becomes of the last items of a sampler that are fewer than a step takes; None for the default.
         accept: Names of differences to let pass on load.
         log_data: Log what has been served and how it was padded.
+        check_content: Compare a batch now and then with what a resume reads in its place.
     """
 
     seed: int | None = None
@@ -57,6 +59,7 @@ class Settings:
     tail: Tail | None = None
     accept: Collection[str] = ()
     log_data: bool = False
+    check_content: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept", accepted_names(self.accept))
@@ -124,6 +127,9 @@ class TrainLoaders:
         # Where a resume goes on. Until training begins, Lightning may ask for a batch before it restores its counters.
         self._resumed_at: LoopProgress | None = None
         self._training_began = False
+        self.content = BatchContent(self.combined.loaders)
+        # Compares the content of a checkpoint's batches, before the first one of a resume is read.
+        self._compare: Callable[[], None] | None = None
         self._proxies = {path: self._proxy(path, original) for path, original in structure.loaders.items()}
         self.structure: Any = structure.rebuilt(self._proxies)
         self.combined.refuse_short_sources(self.num_batches(self._next_step()[0]))
@@ -180,6 +186,19 @@ class TrainLoaders:
         loaders._resumed_at = progress
         discard_training_loaders(trainer)
         return loaders, progress
+
+    def expect(self, content: Any, state: Mapping[str, Any] | None) -> None:
+        """Compare batches of a checkpoint with what is read in their place, before the first one is trained on.
+
+        Args:
+            content: The content of batches in the checkpoint.
+            state: The data's state in it.
+        """
+        if not self._settings.check_content or not isinstance(content, Mapping) or not content or state is None:
+            return
+        self.content.latest = {path: dict(of) for path, of in content.items()}
+        is_changed = bool(differences(state, self.combined.state_at(*self._next_step()), fingerprints=False))
+        self._compare = partial(self.content.compare, self._trainer, content, self._settings.accept, is_changed)
 
     def begin(self) -> None:
         """Training begins: from now on the loop's counters say where it is."""
@@ -335,6 +354,7 @@ class TrainLoaders:
     def _proxy(self, path: str, original: Any) -> LoaderProxy:
         # One seed for all: which of several loaders is asked last depends on which of them have ended.
         seed, rank = seed_or_default(self._settings.seed), topology_of(self._trainer).rank
+        is_noted = self._settings.check_content and self._trainer.is_global_zero
         return LoaderProxy(
             self.combined.loaders[path],
             partial(self._locate, path),
@@ -345,7 +365,11 @@ class TrainLoaders:
             is_dealt_out=deals_out(self._trainer),
             length=partial(self._length, path),
             at_end=self._note_end,
+            note=partial(self._note_batch, path) if is_noted else None,
         )
+
+    def _note_batch(self, path: str, plan: EpochPlan, step: int, batch: Any) -> None:
+        self.content.note(path, plan, step, batch, self._next_step())
 
     def _note_end(self) -> None:
         # Of several, one may end before the others.
@@ -365,6 +389,9 @@ class TrainLoaders:
 
     def _locate(self, path: str) -> tuple[EpochPlan, int] | None:
         """The plan of a loader and the step of it that come next; None where its epoch has no further step."""
+        if self._training_began and self._compare is not None:
+            compare, self._compare = self._compare, None
+            compare()
         epoch, step = self._next_step()
         self._first_steps[path] = step
         # An epoch that had ended before it was resumed has no further batch, even if its length is not known.

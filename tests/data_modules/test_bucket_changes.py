@@ -25,13 +25,14 @@ class Described(Texts):
         return {"edition": 2}
 
 
+SEVERAL = {"max_tokens", "seed", "lengths.digest", "dataset.content.num_tokens"}
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "a budget": ({}, {"max_tokens": 50}, {"max_tokens"}),
-    "a length": ({}, {"train": OneLonger()}, {"lengths.digest"}),
+    "a length": ({}, {"train": OneLonger()}, {"lengths.digest", "dataset.content.num_tokens"}),
     "a sample more": ({}, {"train": Texts(48)}, {"lengths.digest", "lengths.samples", "dataset.length"}),
     "given boundaries": ({"boundaries": [5, 20]}, {"boundaries": [6, 20]}, {"boundaries"}),
     "samples for tokens": ({}, {"batch_size": 4}, {"batch_size", "max_tokens"}),
-    "several": ({}, {"max_tokens": 50, "seed": 8, "train": OneLonger()}, {"max_tokens", "seed", "lengths.digest"}),
+    "several": ({}, {"max_tokens": 50, "seed": 8, "train": OneLonger()}, SEVERAL),
 }
 
 

@@ -19,7 +19,7 @@ from support import samplers, sources, texts
 from support.ddp_runs import Link, assert_chain, chain_of, on_ranks, over_all, run
 from support.ledger import LedgerModel, Numbers, samples, trained
 from support.ranks import Ranks
-from support.runs import numbers_module, quiet_trainer, stopped, train
+from support.runs import ended, numbers_module, quiet_trainer, stopped, train
 from support.stream_runs import SIZES, chunks
 from support.stream_runs import module as stream_module
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
@@ -118,6 +118,10 @@ DISAGREE: dict[str, tuple[Callable[[], Any], str]] = {
         "Endless yields other items on other ranks .* of 5, rank 1: .* of 6",
     ),
     "seeds of streams": (lambda: stream_module(chunks(seed=rank())), "seed: rank 0: 0, rank 1: 1"),
+    "an order of samples": (
+        lambda: StatefulDataModule(list(range(rank(), 22)) + list(range(rank())), batch_size=2),
+        r"dataset\.content\.items: rank 0: .*, rank 1: .*accept=\('dataset\.content',\)",
+    ),
     "chunks": (lambda: stream_module(chunks(SIZES[: 8 + rank()])), "stream.chunks: rank 0: 8"),
     "steps": (lambda: stream_module(chunks(), steps_per_epoch=3 + rank()), "length: rank 0: 3, rank 1: 4"),
 }
@@ -367,3 +371,23 @@ def test_single_samples_that_are_left_are_joined_where_that_can_be_and_repeated_
         assert len(seen) == 6
         assert "1 of 5" in said[0]
         assert "two samples of other shapes cannot be collated" in said[0]
+
+
+# Other content than that of a checkpoint
+
+
+def other_content(folder: Path, first: int) -> int:
+    chain = folder.parent / "content.ckpt"
+    if not first:
+        ended(chain, numbers_module, run=run, max_steps=8)
+    return run(lambda: numbers_module(train=Numbers(22, first=first)), ckpt_path=chain).global_step
+
+
+def test_other_content_is_refused_on_every_rank(ranks: Ranks) -> None:
+    assert ranks.of(other_content, 0) == [12, 12]
+    for error in ranks.errors_of(other_content, 7):
+        assert re.search(r"^StateMismatchError: .*Batch 0 of epoch 1 is not what it was", error, re.DOTALL), error
+    # What two ranks have trained on is read again on one.
+    with pytest.raises(StateMismatchError, match="Batch 0 of epoch 1 is not what it was"):
+        train(lambda: numbers_module(train=Numbers(22, first=7)), ckpt_path=ranks.folder / "content.ckpt")
+    train(numbers_module, ckpt_path=ranks.folder / "content.ckpt")

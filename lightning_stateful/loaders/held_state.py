@@ -1,0 +1,183 @@
+"""Copies what functions and objects hold, to tell whether it has changed and to put it back."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_stateful.samplers.rng import GENERATORS
+
+_MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_CONTAINERS: tuple[type, ...] = (list, set, deque, dict, bytearray, torch.Tensor, np.ndarray, *GENERATORS)
+# Values that are replaced where they change.
+_REBOUND = (str, bytes, tuple, torch.Tensor, np.ndarray)
+_LEFT_ALONE = (type, BuiltinFunctionType, ModuleType, torch.nn.Module, DataLoader)
+_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_stateful", "datasets")
+
+
+class HeldState:
+    """Attributes, closure cells, containers and generators that can be reached from some objects, copied shallowly.
+
+    Reached through ``__dict__``, cells, defaults, bound objects and short containers, in bounded depth and number. No
+    method or property of the objects is called. Modules, loaders and trainers are not looked into.
+
+    Args:
+        roots: The objects.
+        containers: Whether to copy containers, arrays and generators as well as attributes.
+
+    Attributes:
+        is_whole: Whether there were not too many objects to be copied.
+    """
+
+    def __init__(self, *roots: Any, containers: bool = True) -> None:
+        # By the way that leads there: an object, and a copy of what it held.
+        self._kept: dict[str, tuple[Any, Any]] = {}
+        seen: set[int] = set()
+        found = [(str(number), root, 0) for number, root in enumerate(roots)]
+        while found and len(self._kept) < _MOST_OBJECTS:
+            name, value, depth = found.pop(0)
+            if isinstance(value, _PLAIN) or id(value) in seen or _is_left_alone(value):
+                continue
+            seen.add(id(value))
+            if (copied := _copied(value, containers=containers)) is not None:
+                self._kept[name] = value, copied
+            if depth < _DEPTH:
+                found += [(f"{name}.{part}", held, depth + 1) for part, held in _held_by(value)]
+        self.is_whole = not found
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        for value, copied in self._kept.values():
+            _put_back(value, copied)
+
+    def settings(self) -> str:
+        """Digest of the numbers and words among the attributes, but for paths."""
+        plain = []
+        for name, (value, copied) in self._kept.items():
+            items = copied.items() if isinstance(copied, dict) and not isinstance(value, dict) else ()
+            shown = [(key, item) for key, item in items if isinstance(item, (int, float, bool, str))]
+            plain += [f"{name}.{key}={item!r}" for key, item in shown if not (isinstance(item, str) and "/" in item)]
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                plain.append(f"{name}={copied.tolist()}")
+        return hashlib.blake2b("\n".join(plain).encode(errors="surrogatepass"), digest_size=6).hexdigest()
+
+    def containers(self) -> dict[str, Any]:
+        """Lists, deques, dicts, sets, strings, tuples and tensors that are held, by the way that leads there."""
+        found: dict[str, Any] = {}
+        for name, (value, copied) in self._kept.items():
+            if isinstance(copied, (list, deque, set, bytearray)) or isinstance(value, dict):
+                found[name] = copied
+            items = (
+                copied if isinstance(copied, dict) else dict(enumerate(copied)) if isinstance(value, CellType) else {}
+            )
+            found |= {f"{name}.{key}": item for key, item in items.items() if isinstance(item, _REBOUND)}
+        return found
+
+
+def _is_left_alone(value: Any) -> bool:
+    return isinstance(value, _LEFT_ALONE) or type(value).__module__.partition(".")[0] in _LIBRARIES
+
+
+def _contents(cell: CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, MethodType):
+        yield "__self__", value.__self__
+        yield "__func__", value.__func__
+    elif isinstance(value, partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, CellType):
+        yield from (("", held) for held in _contents(value))
+    elif isinstance(value, (list, tuple, deque, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from ((str(key), item) for key, item in items) if len(value) <= _MOST_ITEMS else ()
+        # Of a subclass.
+        yield from ((("__dict__", value.__dict__),) if hasattr(value, "__dict__") else ())
+    elif not isinstance(value, (torch.Tensor, np.ndarray, *GENERATORS)):
+        if isinstance(value, FunctionType):
+            used = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
+            yield from ((name, held) for name, held in used if isinstance(held, (list, deque, bytearray)))
+            yield from zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            yield "__defaults__", value.__defaults__ or ()
+            yield "__kwdefaults__", value.__kwdefaults__ or {}
+        held = getattr(value, "__dict__", {})
+        yield from held.items() if isinstance(held, dict) else ()
+
+
+def _copied(value: Any, *, containers: bool) -> Any:
+    """A shallow copy of what a value holds; None where nothing of it is copied."""
+    if not containers and isinstance(value, _CONTAINERS):
+        return value.detach().clone() if isinstance(value, torch.Tensor) and value.numel() == 1 else None
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.numel() * value.element_size() <= _MOST_BYTES else None
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.nbytes <= _MOST_BYTES and value.flags.writeable else None
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.RandomState):
+        return value.get_state()
+    if isinstance(value, CellType):
+        return _contents(value)
+    # Of a subclass what it holds as its base: methods of its own are not called.
+    kinds: tuple[Any, ...] = (list, set, dict, bytearray)
+    for kind in kinds:
+        if isinstance(value, kind):
+            return kind.copy(value)
+    if type(value) is deque:
+        return value.copy()
+    held = getattr(value, "__dict__", None)
+    return dict(held) if isinstance(held, dict) and not isinstance(value, FunctionType) else None
+
+
+def _put_back(value: Any, copied: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        if not torch.equal(value, copied):
+            value.detach().copy_(copied)
+    elif isinstance(value, np.ndarray):
+        value[...] = copied
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = copied
+    elif isinstance(value, random.Random):
+        value.setstate(copied)
+    elif isinstance(value, (torch.Generator, np.random.RandomState)):
+        value.set_state(copied)
+    elif isinstance(value, CellType):
+        if copied:
+            value.cell_contents = copied[0]
+    elif isinstance(value, list):
+        list.__setitem__(value, slice(None), copied)
+    elif isinstance(value, bytearray):
+        value[:] = copied
+    elif type(value) is deque:
+        value.clear()
+        value.extend(copied)
+    elif isinstance(value, set):
+        set.clear(value)
+        set.update(value, copied)
+    elif isinstance(value, dict):
+        dict.clear(value)
+        dict.update(value, copied)
+    else:
+        held = vars(value)
+        for name in held.keys() - copied.keys():
+            del held[name]
+        held.update(copied)

@@ -1,0 +1,151 @@
+"""Compares a batch that was trained on before a checkpoint with what the loader reads in its place on a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_stateful.core.order import EpochPlan, Progress
+from lightning_stateful.errors import Difference, StateMismatchError
+from lightning_stateful.loaders.dataset_content import digest_of_batch, is_same_batch
+from lightning_stateful.loaders.held_state import HeldState
+from lightning_stateful.loaders.patching import AnyLoader
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.state import is_accepted
+from lightning_stateful.trainer.lightning import pl
+from lightning_stateful.trainer.loop_progress import epoch_set_to
+from lightning_stateful.trainer.ranks import gathered
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
+
+PATH = "dataset.content"
+
+
+class BatchContent:
+    """Digests every hundredth batch of a rank from the first on, as a loader gave it, and keeps the latest of each.
+
+    Args:
+        loaders: The loaders, by path.
+
+    State:
+        By the path of a map-style loader: where the batch was (``"batch"``, epoch and number; ``"progress"``,
+        ``"ranks"`` and ``"rank"``), its size and seed, the digest of its content, and one of the dataset's
+        settings where it had changed them.
+    """
+
+    def __init__(self, loaders: Mapping[str, AnyLoader]) -> None:
+        # A user's sampler would have to be iterated to read a batch of it again.
+        self._loaders = {
+            path: loader
+            for path, loader in loaders.items()
+            if isinstance(loader, StatefulLoader) and not isinstance(loader.order, WrappedSampler)
+        }
+        # Of the datasets as they were built.
+        self._settings = {
+            path: HeldState(loader.dataset, containers=False).settings() for path, loader in self._loaders.items()
+        }
+        self.latest: dict[str, dict[str, Any]] = {}
+
+    def note(self, path: str, plan: EpochPlan, step: int, batch: Any, at: tuple[int, int]) -> None:
+        """Digest a batch that is about to be handed over, if its turn has come.
+
+        Args:
+            path: The loader's.
+            plan: The plan that it is of.
+            step: Its step of the plan.
+            batch: The batch.
+            at: Its epoch and number, for people.
+        """
+        if path not in self._loaders:
+            return
+        loader = self._loaders[path]
+        topology = loader.topology
+        try:
+            content = digest_of_batch(batch)
+        except Exception as error:
+            rank_zero_info(f"A batch could not be digested, and will not be compared on a resume: {error!r}")
+            self.latest.pop(path, None)
+            return
+        self.latest[path] = {
+            "batch": list(at),
+            "progress": plan.progress_after(step).to_dict(),
+            "read_by": [loader.batch_size, loader.seed if loader.seed_samples else None],
+            "ranks": topology.num_replicas,
+            "rank": topology.rank,
+            "settings": self._changed_settings(path),
+            **content,
+        }
+
+    def compare(self, trainer: pl.Trainer, saved: Any, accept: Collection[str], is_changed: bool) -> None:
+        """Read the batches of a checkpoint again, each twice, on the process that wrote it: the first.
+
+        Args:
+            trainer: The trainer; all its processes hear of a difference.
+            saved: What :attr:`latest` was when the checkpoint was written.
+            accept: Names of differences to let pass.
+            is_changed: The loaders are others in a way that was accepted, so that batches need not be the same.
+
+        Raises:
+            StateMismatchError: On all processes, if a batch has another content, twice the same.
+        """
+        found: list[tuple[str, str, str, str]] = []
+        if trainer.is_global_zero and not is_changed:
+            for path, loader in self._loaders.items():
+                full = f"{path}.{PATH}" if path else PATH
+                if path in saved and not is_accepted((full, PATH), (*accept, *loader.accept)):
+                    found += self._compared(trainer, path, full, saved[path])
+        if trainer.world_size > 1:
+            found = gathered(found)[0]
+        if found:
+            raise StateMismatchError([_difference(*one) for one in found], where="The checkpoint's data state")
+
+    def _changed_settings(self, path: str) -> str:
+        """Digest of a dataset's settings, where it has changed them since it was built; else empty."""
+        now = _settings_of(self._loaders[path])
+        return "" if now == self._settings[path] else now
+
+    def _compared(
+        self, trainer: pl.Trainer, path: str, full: str, saved: Mapping[str, Any]
+    ) -> list[tuple[str, str, str, str]]:
+        loader, (epoch, number) = self._loaders[path], saved["batch"]
+        name = f"Batch {number} of epoch {epoch}"
+        with epoch_set_to(trainer, epoch):
+            read_by = [loader.batch_size, loader.seed if loader.seed_samples else None]
+            if saved["read_by"] != read_by or saved["settings"] != self._changed_settings(path):
+                # Other batches, or other draws; or the dataset changes itself, or is told the epoch.
+                return []
+            try:
+                read = loader.read_twice(Progress.from_dict(saved["progress"]), saved["ranks"], saved["rank"])
+            except Exception as error:
+                rank_zero_info(f"{name} of the checkpoint could not be read again, and was not compared: {error!r}")
+                return []
+        if read is None:
+            return []
+        once, again = map(digest_of_batch, read)
+        if is_same_batch(saved, once):
+            return []
+        if once != again:
+            rank_zero_info(
+                f"{name} has another content whenever it is read, so nobody can tell whether the data are those of the "
+                "checkpoint. Draw from torch's, NumPy's or Python's global generators in the dataset."
+            )
+            return []
+        return [(full, name, _shown(saved), _shown(once))]
+
+
+def _shown(content: Mapping[str, Any]) -> str:
+    return " ".join(map(str, (content["digest"], *content["means"][:2])))
+
+
+def _settings_of(loader: StatefulLoader) -> str:
+    return HeldState(loader.dataset, containers=False).settings()
+
+
+def _difference(path: str, name: str, saved: str, present: str) -> Difference:
+    remedy = (
+        f"{name} is not what it was when the checkpoint was written: the data or their transforms are others, "
+        "or in another order. Sort the files, pass a seed to random_split or shuffle, or accept the change with "
+        f"accept=({PATH!r},)."
+    )
+    return Difference(path=path, saved=f"{name}, {saved}", present=f"{name}, {present}", remedy=remedy)

@@ -1,0 +1,162 @@
+"""A ``collate_fn`` that carries something over from batch to batch is warned of once, and no other."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from lightning_stateful import StatefulLoader
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loaders.held_state import HeldState
+
+TEXTS = [list(range(length % 7 + 1)) for length in range(40)]
+
+
+class Packs:
+    """Joins samples to rows of 5, and keeps the rest for the next batch."""
+
+    def __init__(self, kind: Callable[[Any], Any] = list) -> None:
+        self.kind = kind
+        self.buffer = kind([])
+
+    def __call__(self, samples: Any) -> Any:
+        tokens = [*list(self.buffer), *(token for sample in samples for token in sample)]
+        whole = len(tokens) // 5 * 5
+        self.buffer = self.kind(tokens[whole:])
+        return torch.tensor(tokens[:whole])
+
+    def collate(self, samples: Any) -> Any:
+        return self(samples)
+
+
+GLOBAL: list[int] = []
+
+
+def packs_globally(samples: Any) -> Any:
+    GLOBAL.extend(token for sample in samples for token in sample)
+    whole = len(GLOBAL) // 5 * 5
+    row, GLOBAL[:] = GLOBAL[:whole], GLOBAL[whole:]
+    return row
+
+
+def packs_in_closure() -> Any:
+    rest = ""
+
+    def collate(samples: Any) -> Any:
+        nonlocal rest
+        text = rest + "".join(str(token) for sample in samples for token in sample)
+        rest = text[len(text) // 5 * 5 :]
+        return text[: len(text) // 5 * 5]
+
+    return collate
+
+
+class Harmless:
+    """Counts, caches, keeps what it has seen, writes into memory of its own, and looks at a dataset's cache."""
+
+    def __init__(self) -> None:
+        self.count, self.cache, self.seen = 0, {}, []  # type: ignore[var-annotated]
+        self.memory = torch.zeros(4)
+
+    def __call__(self, samples: Any) -> Any:
+        self.count += 1
+        for sample in samples:
+            self.cache.setdefault(str(sample), len(self.cache))
+            self.seen.append(len(sample))
+        self.memory[: len(samples)] = torch.tensor([float(len(sample)) for sample in samples])
+        return [len(sample) for sample in samples]
+
+
+class Caching(list[Any]):
+    """A dataset that fills a cache while it is read, with a ``collate_fn`` of its own."""
+
+    cache: Any = None
+
+    def __getitem__(self, index: Any) -> Any:
+        self.cache = deque(maxlen=3) if self.cache is None else self.cache
+        self.cache.append(index)
+        return super().__getitem__(index)
+
+    def collate(self, samples: Any) -> Any:
+        return [len(sample) for sample in samples]
+
+
+def read(collate: Any, dataset: Any = TEXTS, **options: Any) -> list[str]:
+    loader = StatefulLoader(dataset, batch_size=4, collate_fn=collate, seed=0, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert len(list(loader)) == 10
+    return [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+
+
+@pytest.mark.parametrize(
+    ("collate", "name"),
+    [
+        (Packs(), "Packs carries 'buffer'"),
+        (Packs(deque).collate, "Packs.collate carries 'buffer'"),
+        (partial(Packs(torch.tensor)), "partial carries 'buffer'"),
+        (packs_in_closure(), "collate carries 'rest'"),
+        (packs_globally, "packs_globally carries 'GLOBAL'"),
+    ],
+    ids=["list", "deque of a bound method", "tensor in a partial", "closure", "global"],
+)
+def test_a_buffer_is_warned_of_once_by_name(collate: Any, name: str) -> None:
+    (warning,) = read(collate)
+    assert name in warning
+    assert "StreamDataModule" in warning
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_counts_caches_or_is_filled_by_reading_is_not(workers: int) -> None:
+    data = Caching(TEXTS)
+    for collate, dataset in ((Harmless(), TEXTS), (data.collate, data), (default_collate, [*range(40)])):
+        assert read(collate, dataset, num_workers=workers) == []
+
+
+def test_in_a_worker_it_is_warned_of_too() -> None:
+    # The tests' filters make an error of it there, which is the batch's.
+    loader = StatefulLoader(TEXTS, batch_size=4, collate_fn=Packs(), seed=0, num_workers=1)
+    with pytest.raises(StatefulWarning, match="carries 'buffer' over"):
+        list(loader)
+
+
+def test_what_objects_hold_is_put_back() -> None:
+    data, packs, draws = Caching(TEXTS), Packs(deque), random.Random(0)
+    holder: dict[str, Any] = {
+        "data": data,
+        "bytes": bytearray(b"a"),
+        "set": {1},
+        "array": np.zeros(2),
+        "tensor": torch.zeros(2),
+    }
+    GLOBAL.clear()
+    held, first = HeldState(holder, packs.collate, draws, packs_globally), draws.random()
+    data[0], packs([[1, 2, 3]]), packs_globally([[4, 5, 6]])
+    data.append(7)
+    holder["bytes"].append(1)
+    holder["set"].clear()
+    holder["array"] += 1
+    holder["tensor"] += 1
+    holder["more"] = 1
+    held.restore()
+    assert held.is_whole
+    assert draws.random() == first
+    assert (data, data.cache, packs.buffer, GLOBAL) == (TEXTS, None, deque(), [])
+    assert list(holder) == ["data", "bytes", "set", "array", "tensor"]
+    assert (holder["bytes"], holder["set"]) == (b"a", {1})
+    assert not holder["array"].any()
+    assert not holder["tensor"].any()
+
+
+def test_evaluation_is_left_alone() -> None:
+    assert read(Packs(), exact=True) == []

@@ -1,0 +1,110 @@
+"""A batch that was trained on is read again on a resume, and other content is refused before anything is trained on."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ledger import LedgerModel, Numbers
+from support.runs import numbers_module, stopped, train, train_alone
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+
+from lightning_stateful.errors import StateMismatchError
+
+
+class Hidden(Dataset[dict[str, torch.Tensor]]):
+    """Shows nothing of its order, counts what it reads, and may be in another one."""
+
+    def __init__(self, first: int = 0, *, noise: bool = False) -> None:
+        self.read, self.epoch = [0], 0
+        self._sample = lambda index: first + (index * 7 if first else index)
+        self.noise = torch.Generator().manual_seed(0) if noise else None
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.read[0] += 1
+        own = 0 if self.noise is None else torch.rand(4, generator=self.noise)
+        number = self._sample(index) + 1000 * self.epoch
+        return {"id": torch.tensor(number), "x": torch.rand(4) + number / 100 + own}
+
+
+def module(dataset: Any, **options: Any) -> Any:
+    return numbers_module(train=dataset, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after four batches of epoch 1."""
+    path = tmp_path_factory.mktemp("content") / "stop.ckpt"
+    stopped(path, lambda: module(Hidden()), epoch=1, batch=3)
+    return path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_order_that_nothing_shows_is_refused_by_the_batch(saved: Path, workers: int) -> None:
+    model = LedgerModel()
+    words = r"dataset.content: .*Batch 0 of epoch 1 is not what it was.*accept=\('dataset.content',\)"
+    with pytest.raises(StateMismatchError, match=words):
+        train(lambda: module(Hidden(1), num_workers=workers), model=model, ckpt_path=saved)
+    assert [event for event in model.ledger if event[0] == "train"] == []
+
+
+@pytest.mark.parametrize("options", [{"accept": "dataset.content"}, {"check_content": False}], ids=str)
+def test_it_passes_where_it_is_accepted_or_not_asked_for(saved: Path, options: Any) -> None:
+    assert train(lambda: module(Hidden(1), **options), ckpt_path=saved).global_step == 33
+
+
+def test_the_same_data_go_on_whatever_the_workers_and_the_batch_size(saved: Path) -> None:
+    for options in ({}, {"num_workers": 2}, {"batch_size": 3}):
+        train(partial(module, Hidden(), **options), ckpt_path=saved)
+
+
+def test_without_workers_the_dataset_is_as_if_nothing_had_been_read(saved: Path) -> None:
+    checked, unchecked = Hidden(noise=True), Hidden(noise=True)
+    with_check = train(lambda: module(checked), ckpt_path=saved)
+    without = train(lambda: module(unchecked, check_content=False), ckpt_path=saved)
+    assert checked.read == unchecked.read == [14 + 22]
+    assert all(torch.equal(value, without.weights[name]) for name, value in with_check.weights.items())
+
+
+def test_content_that_differs_whenever_it_is_read_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "stop.ckpt"
+    stopped(path, lambda: module(Hidden(noise=True), num_workers=1), batch=3)
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    train(lambda: module(Hidden(1, noise=True), num_workers=1), ckpt_path=path)
+    assert caplog.text.count("Batch 0 of epoch 0 has another content whenever it is read") == 1
+
+
+def test_a_dataset_that_is_told_the_epoch_is_compared_in_the_same_epoch_alone(tmp_path: Path) -> None:
+    def training(dataset: Hidden) -> Any:
+        class Told(LedgerModel):
+            def on_train_epoch_start(self) -> None:
+                dataset.epoch = self.current_epoch
+                super().on_train_epoch_start()
+
+        return {"make_data": lambda: module(dataset), "model": Told()}
+
+    path = tmp_path / "epoch.ckpt"
+    first = train(**training(Hidden()), max_epochs=1)
+    first.trainer.save_checkpoint(path)
+    train(**training(Hidden()), ckpt_path=path)
+
+
+def test_several_loaders_and_loaders_of_users_are_compared_each(tmp_path: Path) -> None:
+    def loaders(one: Any, other: Any) -> Any:
+        return lambda: {"a": DataLoader(one, batch_size=2, shuffle=True), "b": DataLoader(other, batch_size=3)}
+
+    path = tmp_path / "stop.ckpt"
+    same = loaders(Numbers(22), ConcatDataset([Hidden(), Numbers(4)]))
+    stopped(path, same, batch=3, run=train_alone)
+    train_alone(same, ckpt_path=path)
+    with pytest.raises(StateMismatchError, match=r"b\.dataset\.content") as error:
+        train_alone(loaders(Numbers(22), ConcatDataset([Hidden(1), Numbers(4)])), ckpt_path=path)
+    assert [one.path for one in error.value.differences] == ["b.dataset.content"]
