@@ -17,6 +17,7 @@ from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.own_iteration import OwnPlan, Watch, loader_within
+from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
 from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch
 
@@ -43,16 +44,16 @@ class SeededDataset(Dataset[Any]):
     """A dataset that seeds torch, NumPy and ``random`` before it reads each batch.
 
     It takes ``(seed, indices)`` for a batch, or a :class:`SeededIndex`. So a batch is read with the same random numbers
-    in every process, and collated with the same ones. Generators that the dataset holds itself are out of reach. A
-    dataset with ``__getitems__`` is asked for whole batches, as torch does. Every other attribute is the wrapped
-    dataset's.
+    in every process, and collated with the same ones. A dataset with ``__getitems__`` is asked for whole batches, as
+    torch does. Every other attribute is the wrapped dataset's.
 
     Args:
         dataset: A map-style dataset.
+        held: The generators to be seeded too; None for those that the dataset holds.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.__dict__["dataset"] = dataset
+    def __init__(self, dataset: Any, held: HeldGenerators | None = None) -> None:
+        vars(self).update(dataset=dataset, _held_generators=held or HeldGenerators(dataset=dataset))
 
     def __getattr__(self, name: str) -> Any:
         # Unpickling asks for attributes before __dict__ is filled.
@@ -69,15 +70,24 @@ class SeededDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         """The sample at a :class:`SeededIndex`; at a bare one unseeded, for a ``worker_init_fn`` that looks in."""
         if isinstance(index, SeededIndex):
-            seed_randomness(index.seed)
-            index = index.index
-        return self.__dict__["dataset"][index]
+            return self._seeded(index.seed, partial(getitem, vars(self)["dataset"], index.index))
+        return vars(self)["dataset"][index]
 
     def __getitems__(self, batch: tuple[int, Any]) -> Any:
         """The samples of a batch, ``(seed, indices)``."""
         seed, indices = batch
-        seed_randomness(seed)
-        return read_batch(self.__dict__["dataset"], indices)
+        return self._seeded(seed, partial(read_batch, vars(self)["dataset"], indices))
+
+    def _seeded(self, seed: int, read: Callable[[], Any]) -> Any:
+        held = vars(self)["_held_generators"]
+        if not held.is_idle:
+            return held(seed, partial(_read_seeded, seed, read))
+        return _read_seeded(seed, read)
+
+
+def _read_seeded(seed: int, read: Callable[[], Any]) -> Any:
+    seed_randomness(seed)
+    return read()
 
 
 def read_batch(dataset: Any, indices: Any) -> Any:
@@ -172,6 +182,8 @@ class BatchReader:
         self._batches = batches = PlannedBatches(seed, is_batched=is_batched)
         self._generator = torch.Generator()
         self._isolate = IsolatedReads()
+        given = {name: options.get(name) for name in ("collate_fn", "worker_init_fn")}
+        self._held = HeldGenerators(dataset=dataset, **given)
         if is_torchdatas(original):
             # torchdata's would keep a state of its own.
             original = DataLoader.__new__(DataLoader)
@@ -180,7 +192,7 @@ class BatchReader:
         # Past torch's guard against changes: workers begin anew.
         vars(original).update(
             options,
-            dataset=dataset if seed is None else SeededDataset(dataset),
+            dataset=dataset if seed is None else SeededDataset(dataset, self._held),
             generator=self._generator,
             _iterator=None,
             **sampler,
@@ -233,6 +245,7 @@ class BatchReader:
             left_out = plan.skipped + first_step
         batches.plan, batches.rank, batches.first_step = plan, rank, 0 if left_out else first_step
         count = plan.num_steps - first_step
+        self._held.begin()
         if not is_own and not (loader.num_workers or loader.pin_memory):
             fetch = self._fetch_in_process(isolated)
         else:
@@ -241,9 +254,9 @@ class BatchReader:
             if self._watch is not None:
                 self._watch.begin(plan.epoch, (self._given_by, *([loader] if self._given_by is not loader else [])))
             fetch = self._fetch_from(iter(self._given_by))
-            if isolated and batches.seed is not None and not loader.num_workers:
+            if batches.seed is not None and not loader.num_workers:
                 # Worker processes have generators of their own; here the model uses the same ones.
-                fetch = keep_randomness()(fetch)
+                fetch = partial(self._held.put_back_after, keep_randomness()(fetch) if isolated else fetch)
         if is_own:
             yield from self._read_own(fetch, plan, first_step, left_out, looks_ahead)
             return
@@ -317,17 +330,23 @@ class BatchReader:
         """A function that reads the next batch as torch does without workers, but without its cost for each batch."""
         collate, batches, isolate = self.loader.collate_fn, iter(self._batches), self._isolate
         read = partial(read_batch if self._batches.is_batched else getitem, self._dataset)
-        is_seeded = self._batches.seed is not None
+        is_seeded, held = self._batches.seed is not None, self._held
+
+        def seeded(seed: int, index: Any) -> Any:
+            if isolated:
+                return isolate(seed, lambda: collate(read(index)))
+            seed_randomness(seed)
+            return collate(read(index))
 
         def fetch() -> Any:
             index = next(batches)
             seed, index = index if is_seeded else (None, index)
             try:
-                if seed is not None and isolated:
-                    return isolate(seed, lambda: collate(read(index)))
-                if seed is not None:
-                    seed_randomness(seed)
-                return collate(read(index))
+                if seed is None:
+                    return collate(read(index))
+                if held.is_idle:
+                    return seeded(seed, index)
+                return held.isolated(seed, lambda: seeded(seed, index))
             except StopIteration:
                 raise
             except Exception as error:

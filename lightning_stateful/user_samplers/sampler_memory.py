@@ -11,7 +11,8 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
 from lightning_stateful.errors import PositionError
-from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, attributes_of, digest_of_contents
+from lightning_stateful.samplers.attributes import attributes_of
+from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
 
 if TYPE_CHECKING:
