@@ -182,8 +182,8 @@ class BatchReader:
         self._batches = batches = PlannedBatches(seed, is_batched=is_batched)
         self._generator = torch.Generator()
         self._isolate = IsolatedReads()
-        given = {name: options.get(name) for name in ("collate_fn", "worker_init_fn")}
-        self._held = HeldGenerators(dataset=dataset, **given)
+        begin = options.get("worker_init_fn")
+        self._held = HeldGenerators(dataset=dataset, collate_fn=options.get("collate_fn"), worker_init_fn=begin)
         if is_torchdatas(original):
             # torchdata's would keep a state of its own.
             original = DataLoader.__new__(DataLoader)
@@ -331,12 +331,7 @@ class BatchReader:
         collate, batches, isolate = self.loader.collate_fn, iter(self._batches), self._isolate
         read = partial(read_batch if self._batches.is_batched else getitem, self._dataset)
         is_seeded, held = self._batches.seed is not None, self._held
-
-        def seeded(seed: int, index: Any) -> Any:
-            if isolated:
-                return isolate(seed, lambda: collate(read(index)))
-            seed_randomness(seed)
-            return collate(read(index))
+        run = isolate if isolated else _read_seeded
 
         def fetch() -> Any:
             index = next(batches)
@@ -345,8 +340,8 @@ class BatchReader:
                 if seed is None:
                     return collate(read(index))
                 if held.is_idle:
-                    return seeded(seed, index)
-                return held.isolated(seed, lambda: seeded(seed, index))
+                    return run(seed, lambda: collate(read(index)))
+                return held.isolated(seed, partial(run, seed, lambda: collate(read(index))))
             except StopIteration:
                 raise
             except Exception as error:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache, partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -53,6 +53,8 @@ class HeldGenerators:
     would each keep another. The generators of an object that does so are left as they are, and the batch is read again.
 
     Args:
+        is_repeatable: Whether a batch may be read once more. False where that would move a stream on, or change samples
+            twice.
         **roots: The objects by name, for example ``dataset`` and ``collate_fn``.
 
     Attributes:
@@ -62,8 +64,8 @@ class HeldGenerators:
         StatefulWarning: Generators are left as they are.
     """
 
-    def __init__(self, **roots: Any) -> None:
-        self._roots = roots
+    def __init__(self, *, is_repeatable: bool = True, **roots: Any) -> None:
+        self._is_repeatable, self._roots = is_repeatable, roots
         # Objects whose generators are left as they are.
         self._spared: list[Any] = []
         self.begin()
@@ -80,7 +82,7 @@ class HeldGenerators:
 
     def __getstate__(self) -> dict[str, Any]:
         # States are addresses in the memory of this process.
-        return {"_roots": self._roots, "_spared": self._spared}
+        return {"_roots": self._roots, "_spared": self._spared, "_is_repeatable": self._is_repeatable}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -157,7 +159,7 @@ class HeldGenerators:
         before = [(holder, dict(vars(holder))) for holder in self._holders]
         self._seed(seed)
         result = read()
-        if kept := list(self._orders_in(before)):
+        if kept := list(self._orders_in(before)) if self._is_repeatable else []:
             orders = [vars(holder)[name] for holder, name in kept]
             _restore(before, states)
             # Where the generators stand: as without this package.
@@ -168,7 +170,7 @@ class HeldGenerators:
                     _warn(holder, name)
             _restore(before, states)
         self._find()
-        if kept or not self._found.keys() <= known.keys():
+        if self._is_repeatable and (kept or not self._found.keys() <= known.keys()):
             self._seed(seed)
             result = read()
         self._is_first, self.is_idle = False, not self._found
@@ -230,6 +232,8 @@ def _parts_of(value: Any) -> list[tuple[str, Any, Any, Any]] | None:
         return [*_variables_of(value), *_held_in(vars(value))]
     if isinstance(value, MethodType):
         return [("self", None, None, value.__self__), ("function", None, None, value.__func__)]
+    if isinstance(value, BuiltinFunctionType):
+        return [("self", None, None, value.__self__)]
     if isinstance(value, partial):
         arguments = (value.func, value.args, value.keywords)
         return [(str(number), None, None, part) for number, part in enumerate(arguments)]
