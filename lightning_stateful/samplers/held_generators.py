@@ -19,6 +19,7 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import PLAIN, attributes_of, is_data
 from lightning_stateful.samplers.generator_states import HeldState, identity_of, state_for
+from lightning_stateful.samplers.rng import state_of_generator
 
 T = TypeVar("T")
 _MOST_OBJECTS, _MOST_DEEP = 20_000, 24
@@ -127,6 +128,15 @@ class HeldGenerators:
             for state, held in before:
                 if identity_of(state.generator) not in self._left:
                     state.put(held)
+
+    def present(self) -> list[Any]:
+        """The present states, equal as long as nothing is drawn."""
+        if self._is_first:
+            self._find()
+            self._is_first = False
+        return [
+            state_of_generator(state.generator) if type(state) is HeldState else state.get() for state in self._states
+        ]
 
     def _seed(self, seed: int) -> None:
         for state in self._states:

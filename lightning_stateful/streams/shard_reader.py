@@ -178,7 +178,7 @@ class ShardReader(StreamNode[Any]):
             self._take_state(node, item)
             run: list[Any] = []
             try:
-                self._seeded(held, item, partial(run.extend, islice(node, _RUN)))
+                self._seeded(held, item, partial(_read_run, run, node))
             except Exception:
                 # What was read before the error comes first.
                 yield from run
@@ -240,6 +240,11 @@ class ShardReader(StreamNode[Any]):
 
     def _name(self) -> str:
         return self._shards.name(self._numbers[self._at])
+
+
+def _read_run(run: list[Any], node: BaseNode[Any]) -> None:
+    # The iterator is over before generators are put back.
+    run.extend(islice(node, _RUN))
 
 
 def num_read_again(shards: Shards, state: NodeState) -> int:

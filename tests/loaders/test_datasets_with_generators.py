@@ -222,11 +222,14 @@ def test_an_order_that_was_not_drawn_leaves_generators_seeded() -> None:
     assert len({value for epoch in whole for batch in epoch for value in batch[1]}) == 2 * LENGTH
 
 
-def test_functions_of_hugging_faces_streams_and_of_maps_and_collating_draw_the_same_on_a_resume() -> None:
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_functions_of_hugging_faces_streams_and_collating_draw_the_same_on_a_resume(batch_size: int) -> None:
     def make() -> Any:
         compose, other = Compose([Randomizable()]), np.random.RandomState(5)
-        rows = datasets.Dataset.from_dict({"x": [float(number) for number in range(200)]})
-        stream = rows.to_iterable_dataset(num_shards=4).map(lambda row: {"x": row["x"], "y": compose(0.0)})
+        rows = datasets.Dataset.from_dict({"x": [float(number) for number in range(1200)]})
+        stream = rows.to_iterable_dataset(num_shards=2).map(
+            lambda batch: {"y": [compose(0.0) for _ in batch["x"]]}, batched=True, batch_size=batch_size
+        )
 
         def collate(samples: list[Any]) -> list[Any]:
             return [[sample["y"] for sample in samples], other.rand()]
@@ -238,12 +241,12 @@ def test_functions_of_hugging_faces_streams_and_of_maps_and_collating_draw_the_s
     again = list(loader)
     other = make()
     iterator = iter(other)
-    for _ in range(9):
+    for _ in range(100):
         next(iterator)
     resumed = make()
     resumed.load_state_dict(other.state_dict())
 
-    assert list(resumed) == whole[9:]
+    assert list(resumed) == whole[100:]
     values = [value for batch in (*whole, *again) for value in (*batch[0], batch[1])]
     assert len(set(values)) == len(values)
 
