@@ -241,12 +241,12 @@ def test_functions_of_hugging_faces_streams_and_collating_draw_the_same_on_a_res
     again = list(loader)
     other = make()
     iterator = iter(other)
-    for _ in range(100):
+    for _ in range(66):
         next(iterator)
     resumed = make()
     resumed.load_state_dict(other.state_dict())
 
-    assert list(resumed) == whole[100:]
+    assert list(resumed) == whole[66:]
     values = [value for batch in (*whole, *again) for value in (*batch[0], batch[1])]
     assert len(set(values)) == len(values)
 
@@ -267,3 +267,4 @@ def test_an_iterable_that_divides_itself_by_an_order_that_it_draws_gives_each_sa
     loader: Any = patch_dataloader(DataLoader(DividesItself(), batch_size=SIZE, num_workers=2), seed=3)
 
     assert sorted(number for batch in loader for number in batch.tolist()) == list(range(LENGTH))
+    assert loader.resume_note.endswith("Random generators that it holds are not seeded, but left as they are.")
