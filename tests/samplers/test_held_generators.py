@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stateful.samplers.generator_states import state_for
+from lightning_stateful.samplers.generator_states import HeldState, state_for
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import state_of_generator
 
@@ -96,6 +96,18 @@ def test_a_state_is_read_and_put_back_whatever_was_drawn(make: Any) -> None:
         held, expected = state.get(), draw(generator)
         state.put(held)
         assert draw(generator) == expected
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+def test_a_state_set_in_memory_is_the_one_that_its_functions_set(make: Any) -> None:
+    one, other = make(), make()
+    for generator in (one, other):
+        draw(generator)
+    state_for(one, 7).seed(2**64 - 3)
+    HeldState(other, 7).seed(2**64 - 3)
+
+    assert state_of_generator(one) == state_of_generator(other)
+    assert [draw(one) for _ in range(300)] == [draw(other) for _ in range(300)]
 
 
 def in_closure(generator: Any) -> Any:
