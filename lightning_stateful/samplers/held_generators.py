@@ -214,7 +214,7 @@ class HeldGenerators:
                     parts += _of_class(type(value))
                 seen |= {id(value), id(type(value))}
                 for name, container, key, part in parts or ():
-                    if type(part) not in PLAIN:
+                    if type(part) not in PLAIN and len(queue) + len(seen) < _MOST_OBJECTS:
                         queue.append(((*path, name), _Link(container, key, part, link), value))
         self._states = list(self._found.values())
         self._watched = [link[:3] for place, link in links.items() if place not in self._ignored]
@@ -261,10 +261,18 @@ def _parts_of(value: Any) -> list[tuple[str, Any, Any, Any]] | None:
         if type(value) is kind:
             return parts
     own = getattr(value, "__dict__", None)
+    if not _has_slots(type(value)) and PLAIN.issuperset(map(type, (own or {}).values())):
+        # As most of very many samples.
+        return parts
     held = attributes_of(value)
     # A name says where an attribute is, and not when it was set.
     names = sorted(name for name in held if type(name) is str)
     return parts + [(name, own if name in (own or ()) else None, name, held[name]) for name in names]
+
+
+@lru_cache(maxsize=4096)
+def _has_slots(kind: type) -> bool:
+    return any("__slots__" in vars(one) for one in kind.__mro__)
 
 
 def _held_in(names: dict[str, Any]) -> list[tuple[str, Any, Any, Any]]:
