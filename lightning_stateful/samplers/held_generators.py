@@ -260,8 +260,8 @@ def _parts_of(value: Any) -> list[tuple[str, Any, Any, Any]] | None:
         parts = [] if is_data(items) else [(str(number), value, number, part) for number, part in enumerate(items)]
         if type(value) is kind:
             return parts
-    own = getattr(value, "__dict__", None)
-    if not _has_slots(type(value)) and PLAIN.issuperset(map(type, (own or {}).values())):
+    own, kind = getattr(value, "__dict__", None), type(value)
+    if not _has_slots(kind) and PLAIN.issuperset(map(type, (own or {}).values())):
         # As most of very many samples.
         return parts
     held = attributes_of(value)
