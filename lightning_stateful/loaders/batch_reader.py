@@ -19,6 +19,7 @@ from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.collate_watch import CollateWatch
 from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.own_iteration import OwnPlan, Watch, loader_within
+from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
 from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch
 
@@ -45,17 +46,18 @@ class SeededDataset(Dataset[Any]):
     """A dataset that seeds torch, NumPy and ``random`` before it reads each batch.
 
     It takes ``(seed, indices)`` for a batch, or a :class:`SeededIndex`. So a batch is read with the same random numbers
-    in every process, and collated with the same ones. Generators that the dataset holds itself are out of reach. A
-    dataset with ``__getitems__`` is asked for whole batches, as torch does. Every other attribute is the wrapped
-    dataset's.
+    in every process, and collated with the same ones. A dataset with ``__getitems__`` is asked for whole batches, as
+    torch does. Every other attribute is the wrapped dataset's.
 
     Args:
         dataset: A map-style dataset.
+        held: The generators to be seeded too; None for those that the dataset holds.
         watch: Looks at the ``collate_fn`` between batches.
     """
 
-    def __init__(self, dataset: Any, watch: CollateWatch | None = None) -> None:
-        self.__dict__.update(dataset=dataset, _collate_watch=watch)
+    def __init__(self, dataset: Any, held: HeldGenerators | None = None, watch: CollateWatch | None = None) -> None:
+        held = held or HeldGenerators(dataset=dataset)
+        vars(self).update(dataset=dataset, _held_generators=held, _collate_watch=watch)
 
     def __getattr__(self, name: str) -> Any:
         # Unpickling asks for attributes before __dict__ is filled.
@@ -72,22 +74,31 @@ class SeededDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         """The sample at a :class:`SeededIndex`; at a bare one unseeded, for a ``worker_init_fn`` that looks in."""
         if isinstance(index, SeededIndex):
-            seed_randomness(index.seed)
-            index = index.index
-        return self.__dict__["dataset"][index]
+            return self._seeded(index.seed, partial(getitem, vars(self)["dataset"], index.index))
+        return vars(self)["dataset"][index]
 
     def __getitems__(self, batch: tuple[int, Any]) -> Any:
         """The samples of a batch, ``(seed, indices)``."""
         seed, indices = batch
-        watch = self.__dict__["_collate_watch"]
+        watch = vars(self)["_collate_watch"]
         is_watched = watch is not None and not watch.is_over
         if is_watched:
             watch.after()
-        seed_randomness(seed)
-        samples = read_batch(self.__dict__["dataset"], indices)
+        samples = self._seeded(seed, partial(read_batch, vars(self)["dataset"], indices))
         if is_watched and not watch.is_over:
             watch.before()
         return samples
+
+    def _seeded(self, seed: int, read: Callable[[], Any]) -> Any:
+        held = vars(self)["_held_generators"]
+        if not held.is_idle:
+            return held(seed, partial(_read_seeded, seed, read))
+        return _read_seeded(seed, read)
+
+
+def _read_seeded(seed: int, read: Callable[[], Any]) -> Any:
+    seed_randomness(seed)
+    return read()
 
 
 def read_batch(dataset: Any, indices: Any) -> Any:
@@ -185,6 +196,8 @@ class BatchReader:
         self._generator = torch.Generator()
         self._isolate = IsolatedReads()
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
+        begin = options.get("worker_init_fn")
+        self._held = HeldGenerators(dataset=dataset, collate_fn=options.get("collate_fn"), worker_init_fn=begin)
         if is_torchdatas(original):
             # torchdata's would keep a state of its own.
             original = DataLoader.__new__(DataLoader)
@@ -193,7 +206,7 @@ class BatchReader:
         # Past torch's guard against changes: workers begin anew.
         vars(original).update(
             options,
-            dataset=dataset if seed is None else SeededDataset(dataset, self._collate_watch),
+            dataset=dataset if seed is None else SeededDataset(dataset, self._held, self._collate_watch),
             generator=self._generator,
             _iterator=None,
             **sampler,
@@ -216,7 +229,7 @@ class BatchReader:
         batches.plan, batches.rank = plan, rank
         first = next(iter(batches))
         loader, dataset = self.loader, self._dataset
-        dataset = dataset if batches.seed is None else SeededDataset(dataset)
+        dataset = dataset if batches.seed is None else SeededDataset(dataset, self._held)
         how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
         how |= {"batch_sampler": [first] * 2} if batches.is_batched else {"sampler": [first] * 2, "batch_size": None}
         if loader.num_workers:
@@ -274,6 +287,7 @@ class BatchReader:
             left_out = plan.skipped + first_step
         batches.plan, batches.rank, batches.first_step = plan, rank, 0 if left_out else first_step
         count = plan.num_steps - first_step
+        self._held.begin()
         if not is_own and not (loader.num_workers or loader.pin_memory):
             fetch = self._fetch_in_process(isolated)
         else:
@@ -285,9 +299,9 @@ class BatchReader:
             if self._collate_watch is not None and loader.num_workers:
                 # Workers of later passes need not look again.
                 self._collate_watch.is_over = True
-            if isolated and batches.seed is not None and not loader.num_workers:
+            if batches.seed is not None and not loader.num_workers:
                 # Worker processes have generators of their own; here the model uses the same ones.
-                fetch = keep_randomness()(fetch)
+                fetch = partial(self._held.put_back_after, keep_randomness()(fetch) if isolated else fetch)
         if is_own:
             yield from self._read_own(fetch, plan, first_step, left_out, looks_ahead)
             return
@@ -361,19 +375,20 @@ class BatchReader:
         """A function that reads the next batch as torch does without workers, but without its cost for each batch."""
         collate, batches, isolate = self.loader.collate_fn, iter(self._batches), self._isolate
         read = partial(read_batch if self._batches.is_batched else getitem, self._dataset)
-        is_seeded, watch = self._batches.seed is not None, self._collate_watch
+        is_seeded, watch, held = self._batches.seed is not None, self._collate_watch, self._held
         if watch is not None and not watch.is_over:
             collate = partial(_watched_collate, watch, collate)
+        run = isolate if isolated else _read_seeded
 
         def fetch() -> Any:
             index = next(batches)
             seed, index = index if is_seeded else (None, index)
             try:
-                if seed is not None and isolated:
-                    return isolate(seed, lambda: collate(read(index)))
-                if seed is not None:
-                    seed_randomness(seed)
-                return collate(read(index))
+                if seed is None:
+                    return collate(read(index))
+                if held.is_idle:
+                    return run(seed, lambda: collate(read(index)))
+                return held.isolated(seed, partial(run, seed, lambda: collate(read(index))))
             except StopIteration:
                 raise
             except Exception as error:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_stateful.user_samplers.sampler_copy import attributes_of
+from lightning_stateful.samplers.attributes import attributes_of
 
 # More items or bytes than these are told by some thousand rows, evenly apart; of files that are mapped, by a few.
 _MOST_ITEMS, _MOST_BYTES = 2**20, 2**26

@@ -235,16 +235,16 @@ class OwnRandomness:
 _NUM_WORDS = 624
 
 
-def _find_python_memory() -> Any:
-    """Find the memory of the generator behind the functions of ``random``: the number of words used up, and the words.
+def python_memory(generator: Any) -> Any:
+    """The memory of a ``random.Random``: the number of words used up, and the words.
 
     None if objects are laid out in another way than in CPython.
     """
     if sys.implementation.name != "cpython":
         return None
     begin, end = object.__basicsize__, random.Random.__mro__[1].__basicsize__
-    found = (ctypes.c_char * (end - begin)).from_address(id(_PYTHON) + begin)
-    return found if _python_words(found.raw) == random.getstate()[1] else None
+    found = (ctypes.c_char * (end - begin)).from_address(id(generator) + begin)
+    return found if _python_words(found.raw) == generator.getstate()[1] else None
 
 
 def _python_words(memory: bytes) -> tuple[int, ...]:
@@ -253,7 +253,7 @@ def _python_words(memory: bytes) -> tuple[int, ...]:
 
 
 _PYTHON: Any = vars(random)["_inst"]  # what the functions of the module are methods of
-_PYTHON_MEMORY = _find_python_memory()
+_PYTHON_MEMORY = python_memory(_PYTHON)
 _bit_generator: Callable[[], Any] = np.random.mtrand.get_bit_generator
 
 

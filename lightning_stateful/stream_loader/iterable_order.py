@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.stream_loader.options import IterableBatches, LoaderSetup, StreamOptions, batching_of
 from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
@@ -69,7 +70,12 @@ class IterableSetup(LoaderSetup):
             divided = "is a stream: every rank and worker trains on what its own dataset gives it"
         reasons = self.reasons_to_read_again()
         resumes = f"reads it again, because {reasons}" if reasons else "is as exact as its own state_dict"
-        return f"{self.name} {divided}, and a resume {resumes}.{self.note_of_epochs()}"
+        said = f"{self.name} {divided}, and a resume {resumes}.{self.note_of_epochs()}"
+        if self.config.sample_seed is None or self.config.gives_batches:
+            return said
+        # Workers may have to draw the same order, each to find its part of it.
+        holds = HeldGenerators(dataset=self.dataset).present()
+        return f"{said} Random generators that it holds are not seeded, but left as they are." if holds else said
 
     def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:
         """Why a resume reads samples again; empty if it does not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import StatefulError, StreamError
+from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.stream_loader.rank_store import Changes, StateEncoder
 from lightning_stateful.streams.nodes import NodeState
@@ -70,12 +72,14 @@ class SlotDataset(IterableDataset[Delivery]):
     tasks: list[Any]
     queues: list[Any]
     _process: int | None
+    _held: HeldGenerators
 
     def __init__(self, config: Any, collate: Callable[[Any], Any], dataset: Any, seed: int | None) -> None:
         if seed is not None:
             seed = None if collate in (default_collate, default_convert) else derive_seed("collate", seed)
         # Persistent workers hold a copy of this dataset from their first pass: tasks reach them through queues.
         own: dict[str, Any] = {"tasks": [], "queues": [], "_process": None}
+        own["_held"] = HeldGenerators(is_repeatable=False, collate_fn=collate)
         vars(self).update(own, _config=config, _collate=collate, _dataset=dataset, _seed=seed)
 
     def __iter__(self) -> Iterator[Delivery]:
@@ -98,8 +102,16 @@ class SlotDataset(IterableDataset[Delivery]):
 
     def collated(self, samples: list[Any], task: Any, number: int) -> Any:
         """The batch of a slot of that number."""
-        if self._seed is not None:
-            seed_randomness(mixed_seed(self._seed, task.epoch, task.slot, task.steps_before, number))
+        if self._seed is None:
+            return self._collated(samples)
+        seed = mixed_seed(self._seed, task.epoch, task.slot, task.steps_before, number)
+        if self._held.is_idle:
+            return self._collated(samples, seed)
+        return self._held.isolated(seed, partial(self._collated, samples, seed))
+
+    def _collated(self, samples: list[Any], seed: int | None = None) -> Any:
+        if seed is not None:
+            seed_randomness(seed)
         return self._collate(samples if self._config.is_batched else samples[0])
 
     def send_tasks(self) -> None:
@@ -208,6 +220,7 @@ class SlotLoader:
         """
         self._generator.manual_seed(seed)
         self._dataset.tasks = list(tasks)
+        self._dataset._held.begin()
         # What was set since the last time.
         vars(self.loader).update({name: getattr(self._original, name) for name in ("worker_init_fn", "timeout")})
         if not self.loader.num_workers and not self.loader.pin_memory:

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError
+from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams import hugging_face_pipelines as pipelines
 from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode
@@ -144,6 +145,7 @@ class HuggingFaceNode(StreamNode[Any]):
         self._samples: Any = None
         # States of the generators before the samples that are read now, where draws are watched.
         self._before: tuple[Any, ...] | None = None
+        self._held = HeldGenerators(is_repeatable=False, dataset=dataset)
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Open the shard at its beginning, or at a state.
@@ -179,7 +181,7 @@ class HuggingFaceNode(StreamNode[Any]):
 
     def _watched(self) -> Iterator[Any]:
         """The samples that are still to come; notes whether functions draw while they are read."""
-        self._before = _generator_states()
+        self._before = self._generator_states()
         try:
             for sample in self._samples:  # noqa: UP028  # yield from would close them, and later calls read on
                 yield sample
@@ -188,7 +190,12 @@ class HuggingFaceNode(StreamNode[Any]):
 
     def _note_draws(self) -> None:
         if self._before is not None:
-            self._has_drawn, self._before = self._has_drawn or _generator_states() != self._before, None
+            self._has_drawn, self._before = self._has_drawn or self._generator_states() != self._before, None
+
+    def _generator_states(self) -> tuple[Any, ...]:
+        of_numpy: Any = np.random.get_state()
+        of_process = torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]
+        return *of_process, self._held.present()
 
     def get_state(self) -> NodeState | None:  # type: ignore[override]
         """Hugging Face's state, or None where it is not exact."""
@@ -283,11 +290,6 @@ def _part_of(stage: Any, num_shards: int, index: int, contiguous: bool = True) -
         for name, value in stage.kwargs.items()
     }
     return part
-
-
-def _generator_states() -> tuple[Any, ...]:
-    of_numpy: Any = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]
 
 
 def _is_alike(saved: Any, fresh: Any) -> bool:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from torchdata.nodes import BaseNode
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
+from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode, close, reset_to, skip, state_of
 
 OnError = Literal["raise", "skip"]
+T = TypeVar("T")
 
 # A state is taken after so many samples, and one more for so many of its characters as JSON: the samples since are read
 # again on a resume, which costs less than states of every batch would.
@@ -79,6 +82,7 @@ class ShardReader(StreamNode[Any]):
         self._seed = None if seed is None else derive_seed("item", seed, epoch)
         self._seeds_samples = seeds_samples and seed is not None
         self._node: BaseNode[Any] | None = None
+        self._held = HeldGenerators(is_repeatable=False, shards=shards)
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or go to where a state was taken; no shard is opened before it is read."""
@@ -144,9 +148,11 @@ class ShardReader(StreamNode[Any]):
 
     def _open(self) -> None:
         """Open a shard where its state was taken, and leave out what was given since."""
-        if self._seed is not None:
-            seed_randomness(mixed_seed(self._seed, self._numbers[self._at], 0))
-        node: Any = self._shards.node(self._numbers[self._at], self._epoch)
+        number = self._numbers[self._at]
+        if self._seed is None:
+            node: Any = self._shards.node(number, self._epoch)
+        else:
+            node = self._seeded(self._held, 0, partial(self._shards.node, number, self._epoch))
         if not isinstance(node, BaseNode):
             raise ConfigurationError(
                 f"node() of {type(self._shards).__qualname__} gave a {type(node).__qualname__} for {self._name()}. "
@@ -167,13 +173,12 @@ class ShardReader(StreamNode[Any]):
 
     def _in_runs(self, node: BaseNode[Any]) -> Iterator[Any]:
         """The samples of a shard, of which some are always read together, under one seed."""
-        item = self._state_item
+        item, held = self._state_item, HeldGenerators(is_repeatable=False, shards=self._shards, node=node)
         while True:
             self._take_state(node, item)
-            seed_randomness(mixed_seed(self._seed or 0, self._numbers[self._at], item))
             run: list[Any] = []
             try:
-                run.extend(islice(node, _RUN))
+                self._seeded(held, item, partial(_read_run, run, node))
             except Exception:
                 # What was read before the error comes first.
                 yield from run
@@ -182,6 +187,11 @@ class ShardReader(StreamNode[Any]):
                 return
             yield from run
             item += len(run)
+
+    def _seeded(self, held: HeldGenerators, item: int, read: Callable[[], T]) -> T:
+        seed = mixed_seed(self._seed or 0, self._numbers[self._at], item)
+        seed_randomness(seed)
+        return read() if held.is_idle else held.isolated(seed, read)
 
     def _take_state(self, node: BaseNode[Any], item: int) -> None:
         """Take the state that a node has before the sample ``item``, if the last one lies far enough back."""
@@ -230,6 +240,11 @@ class ShardReader(StreamNode[Any]):
 
     def _name(self) -> str:
         return self._shards.name(self._numbers[self._at])
+
+
+def _read_run(run: list[Any], node: BaseNode[Any]) -> None:
+    # The iterator is over before generators are put back.
+    run.extend(islice(node, _RUN))
 
 
 def num_read_again(shards: Shards, state: NodeState) -> int:

@@ -6,6 +6,7 @@ import json
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import compress
 from typing import Any, ClassVar, TypeVar
 
@@ -14,6 +15,7 @@ from torchdata.nodes import BaseNode
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError
+from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
@@ -55,6 +57,7 @@ class _SampleNode(StreamNode[Any]):
         self.source = source
         self._function, self._on_error, self._where = function, on_error, where
         self._seed = None if seed is None else derive_seed("transform", as_int("seed", seed))
+        self._held = HeldGenerators(is_repeatable=False, function=function)
         # Which samples are left out may not depend on how many are asked for together.
         self._one_by_one = seed is not None and (on_error == "skip" or not self._keeps_all)
 
@@ -88,9 +91,15 @@ class _SampleNode(StreamNode[Any]):
 
     def _run(self, samples: list[Any], function: Callable[[Any], Any]) -> list[Any]:
         """What a function gives for each sample; ``_FAILED`` where it failed and that is skipped."""
-        if self._seed is not None:
-            seed_randomness(mixed_seed(self._seed, self._item))
-        self._item += len(samples)
+        item, self._item = self._item, self._item + len(samples)
+        read = partial(self._results, samples, function)
+        if self._seed is None:
+            return read()
+        seed = mixed_seed(self._seed, item)
+        seed_randomness(seed)
+        return read() if self._held.is_idle else self._held.isolated(seed, read)
+
+    def _results(self, samples: list[Any], function: Callable[[Any], Any]) -> list[Any]:
         results: list[Any] = []
         left = iter(samples)
         while len(results) < len(samples):

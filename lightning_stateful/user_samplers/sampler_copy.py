@@ -10,7 +10,6 @@ import sys
 from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeAlias, TypeVar
 
@@ -18,13 +17,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from lightning_stateful.samplers.attributes import LONG, PLAIN, SPREAD, VERY_LONG, attributes_of, is_data, some
 from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 
 T = TypeVar("T")
 Path: TypeAlias = tuple[Any, ...]
-# Objects in longer lists are data; in a very long list some items say what kind of items it holds.
-_LONG, _VERY_LONG, _MOST_BYTES, _SPREAD = 1024, 2**16, 2**28, 4096
-_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), range, np.int64, np.int32, np.float64, np.bool_})
+_MOST_BYTES = 2**28
 _CONTAINERS = (list, tuple, dict, set, np.ndarray, torch.Tensor)
 _SEQUENCES = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray)
 _SHARED = (
@@ -62,14 +60,14 @@ class SamplerParts:
         self.dicts = [part for part in self.found if type(part) is dict]
 
     def _look_at(self, value: Any, path: Path, in_data: bool = False, is_held: bool = True) -> None:
-        if type(value) in _PLAIN or id(value) in self._seen:
+        if type(value) in PLAIN or id(value) in self._seen:
             return
         self._seen.add(id(value))
         is_datum = in_data and not isinstance(value, (*GENERATORS, *_CONTAINERS))
         if is_datum or _is_shared(value, is_held):
             self.shared.append(value)
             return
-        is_long = type(value) in (list, tuple, dict) and len(value) > _LONG
+        is_long = type(value) in (list, tuple, dict) and len(value) > LONG
         for name, part in held_by(value):
             self._look_at(part, (*path, name), is_long)
         self.found.append(value)
@@ -82,13 +80,13 @@ def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, (torch.Tensor, *GENERATORS)):
         return ()
     if isinstance(value, np.ndarray):
-        return enumerate(value.flat) if value.dtype.hasobject and value.size <= _LONG else ()
-    if type(value) in (list, tuple, set, dict) and _is_data(value.values() if type(value) is dict else value):
+        return enumerate(value.flat) if value.dtype.hasobject and value.size <= LONG else ()
+    if type(value) in (list, tuple, set, dict) and is_data(value.values() if type(value) is dict else value):
         return ()
     items: list[tuple[Any, Any]] = []
-    if isinstance(value, dict) and (len(value) <= _LONG or type(value) is dict):
+    if isinstance(value, dict) and (len(value) <= LONG or type(value) is dict):
         items = [*value.items(), *(("key", key) for key in value)]
-    elif isinstance(value, (list, tuple, set, deque)) and (len(value) <= _LONG or type(value) in (list, tuple, set)):
+    elif isinstance(value, (list, tuple, set, deque)) and (len(value) <= LONG or type(value) in (list, tuple, set)):
         items = list(enumerate(value))
     # A subclass of a container has attributes beside its items.
     return [*attributes_of(value).items(), *items]
@@ -100,29 +98,6 @@ def held_at(value: Any, path: Path) -> Any:
         held = dict(enumerate(value)) if type(value) in (list, tuple) else value if type(value) is dict else None
         value = (attributes_of(value) if held is None else held).get(name)
     return value
-
-
-def attributes_of(value: object) -> dict[str, Any]:
-    """The attributes that an object holds in its ``__dict__`` and slots, but Lightning's notes of arguments."""
-    held: dict[str, Any] = dict(getattr(value, "__dict__", ()))
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            with suppress(AttributeError):
-                held[name] = object.__getattribute__(value, name)
-    return {name: item for name, item in held.items() if not str(name).startswith(("__pl_saved", "__dict__"))}
-
-
-def _is_data(values: Iterable[Any]) -> bool:
-    """Whether the items of a container are plain, or so many that they are data."""
-    items: Sequence[Any] = values if isinstance(values, (list, tuple)) else list(values)
-    kinds = set(map(type, _some(items, _VERY_LONG)))
-    return kinds <= _PLAIN or (len(items) > _LONG and not any(issubclass(kind, GENERATORS) for kind in kinds))
-
-
-def _some(values: Sequence[T], most: int) -> Sequence[T]:
-    """All of them, or some thousand evenly apart where there are more than ``most``."""
-    return values if len(values) <= most else values[:: len(values) // _SPREAD]
 
 
 def _is_shared(value: object, is_held: bool) -> bool:
@@ -173,7 +148,7 @@ class SamplerCopy:
         for part in parts.found:
             self._copied(part)
         self.sampler = self._copied(sampler)
-        self.is_apart = self.is_apart and (self.sampler is not sampler or type(sampler) in (*_PLAIN, tuple))
+        self.is_apart = self.is_apart and (self.sampler is not sampler or type(sampler) in (*PLAIN, tuple))
 
     def _copied(self, value: Any) -> Any:
         if id(value) in self._memo:
@@ -202,15 +177,15 @@ class SamplerCopy:
             return value.copy() if own and not value.dtype.hasobject else None if own else value
         if isinstance(value, torch.Generator):
             return torch.Generator(value.device).set_state(value.get_state())
-        if type(value) is dict and _is_data(value.values()):
+        if type(value) is dict and is_data(value.values()):
             return dict(zip(value, self._rows(list(value.values())), strict=True))
-        if type(value) in (list, tuple, set) and _is_data(value):
+        if type(value) in (list, tuple, set) and is_data(value):
             return value.copy() if type(value) is set else type(value)(self._rows(value))
         return None
 
     def _rows(self, items: Sequence[Any]) -> Sequence[Any]:
         """The same items; where these are lists, copies of them, as one may stand elsewhere as well."""
-        if set(map(type, _some(items, _VERY_LONG))) != {list} or set(map(type, items)) != {list}:
+        if set(map(type, some(items, VERY_LONG))) != {list} or set(map(type, items)) != {list}:
             return items
         return [self._memo.setdefault(id(row), row.copy()) for row in items]
 
@@ -255,7 +230,7 @@ def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1, of
     """
     hashed, parts = hashlib.blake2b(digest_size=16), SamplerParts(sampler, dataset)
     for part in parts.found:
-        if isinstance(part, _SEQUENCES) and (len(part) > _LONG or not of_shared):
+        if isinstance(part, _SEQUENCES) and (len(part) > LONG or not of_shared):
             keys = _spread(part) if isinstance(part, (dict, UserDict)) else []
             values = _spread(part.values() if isinstance(part, (dict, UserDict)) else part)
             hashed.update(f"{len(part)}{[_shown(item) for item in (*keys, *values)]}".encode())
@@ -290,7 +265,7 @@ def digest_of_surroundings(sampler: Any, dataset: Any = None) -> str:
             holders += [kind, sys.modules.get(kind.__module__)]
     for holder in holders:
         for name, item in attributes_of(holder).items():
-            if type(item) in _PLAIN or isinstance(item, _SEQUENCES):
+            if type(item) in PLAIN or isinstance(item, _SEQUENCES):
                 shown = [_shown(one) for one in _spread(item)] if isinstance(item, _SEQUENCES) else item
                 hashed.update(f"{name}={shown};".encode())
     return hashed.hexdigest()
@@ -298,10 +273,10 @@ def digest_of_surroundings(sampler: Any, dataset: Any = None) -> str:
 
 def _spread(values: Any) -> list[Any]:
     """All items of a container, or some thousand evenly apart."""
-    if len(values) <= _SPREAD:
+    if len(values) <= SPREAD:
         return list(values)
     items = values if isinstance(values, (list, tuple)) else list(values)
-    return list(items[:: len(items) // _SPREAD])
+    return list(items[:: len(items) // SPREAD])
 
 
 def _has_numpy(tensor: torch.Tensor) -> bool:
@@ -310,10 +285,10 @@ def _has_numpy(tensor: torch.Tensor) -> bool:
 
 def _shown(value: Any) -> str:
     """The plain values in a value, and the types of others."""
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return repr(value)
-    if type(value) in (list, tuple, dict) and len(value) <= _LONG:
+    if type(value) in (list, tuple, dict) and len(value) <= LONG:
         items = [*value, *value.values()] if type(value) is dict else value
-        return repr([item if type(item) in _PLAIN else type(item).__name__ for item in items])
-    plain = {name: item for name, item in attributes_of(value).items() if type(item) in _PLAIN}
+        return repr([item if type(item) in PLAIN else type(item).__name__ for item in items])
+    plain = {name: item for name, item in attributes_of(value).items() if type(item) in PLAIN}
     return f"{type(value).__name__}{plain or id(value)}"

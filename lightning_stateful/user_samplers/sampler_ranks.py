@@ -13,8 +13,9 @@ import torch
 import torch.distributed
 from torch.utils.data import DistributedSampler
 
+from lightning_stateful.samplers.attributes import attributes_of
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.user_samplers.sampler_copy import SamplerParts, attributes_of
+from lightning_stateful.user_samplers.sampler_copy import SamplerParts
 
 # Where samplers that deal out to ranks by themselves keep how many there are, which, and their share.
 _REPLICAS, _RANK = ("num_replicas", "world_size", "_num_replicas", "_world_size"), ("rank", "_rank")

@@ -8,8 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.samplers.attributes import attributes_of
 from lightning_stateful.samplers.rng import keep_randomness
-from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts, attributes_of, digest_of_contents
+from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts, digest_of_contents
 
 
 class ToldEpochs:
