@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -60,3 +61,26 @@ def test_the_readme_shows_the_commands_that_the_makefile_has() -> None:
 def test_every_numbered_trap_is_answered() -> None:
     numbers = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "traps.md").read_text(), flags=re.M)
     assert [int(number) for number in numbers] == list(range(1, 39))
+
+
+NAMED = re.compile(r"`((?:[\w.]+/)*[\w.]+\.py|(?:[\w.]+/)+)`|`(lightning_stateful(?:\.\w+)+)")
+
+
+def test_every_file_folder_and_module_that_is_named_exists() -> None:
+    folders = [ROOT / name for name in ("lightning_stateful", "tests", "benchmarks", "docs", "examples")]
+    tracked = [path.relative_to(ROOT).as_posix() for folder in folders for path in (folder, *folder.rglob("*"))]
+    missing = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for path, dotted in NAMED.findall(page.read_text()):
+            found = any(f"/{one}/".endswith(f"/{path.strip('/')}/") for one in tracked) if path else _resolves(dotted)
+            if not found:
+                missing.append(f"{page.name}: {path or dotted}")
+    assert missing == []
+
+
+def _resolves(dotted: str) -> bool:
+    module, _, name = dotted.rpartition(".")
+    try:
+        return bool(importlib.import_module(dotted))
+    except ImportError:
+        return hasattr(importlib.import_module(module), name)
