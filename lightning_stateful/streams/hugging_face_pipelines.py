@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -72,6 +72,8 @@ _DETAILS = (
     "batched",
     "batch_size",
 )
+# Arguments that take more characters are told apart by a digest.
+_LONGEST_SAID = 64
 # A longer number is no seed that somebody chose, but what the system gave for none. Before NumPy 2, a copy of a
 # generator does not tell its seed; ranks that differ are then found out by their descriptions.
 _BITS_OF_A_SEED = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 1024
@@ -212,7 +214,11 @@ def _apart(stage: Any) -> str:
         )
     if word == "map" and stage.drop_last_batch:
         return "drop_last_batch=True drops the last batch of each. Leave it out to train on every sample"
-    if getattr(stage, "with_indices", False) and not _accumulates(stage):
+    if _accumulates(stage):
+        return "batch(by_column=...) joins what follows each other within one. Give the dataset one file, or one shard"
+    if any("_batch" in _name_of(function) for function in _functions_of(stage) if not _is_of_user(function)):
+        return f"batch({stage.batch_size}) ends each with a smaller batch. Let batch_size= of the loader make batches"
+    if getattr(stage, "with_indices", False):
         return "with_indices=True counts from 0 in each. Give samples a column that tells them apart"
     return ""
 
@@ -249,9 +255,39 @@ def describe(dataset: Any) -> dict[str, Any]:
 def _label_of(stage: Any) -> str:
     word = class_of(stage).word
     details = [f"{name}={vars(stage)[name]}" for name in _DETAILS if vars(stage).get(name) is not None]
+    details += [part for name in _FUNCTIONS if name in vars(stage) for part in _function_in_words(vars(stage)[name])]
+    details += _in_words(getattr(stage, "fn_kwargs", None) or {})
     if getattr(stage, "generator", None) is not None:
         details.append(f"seed={_digest([repr(stage.generator.bit_generator.state)])}")
     return f"{word}({', '.join(details)})" if word else ""
+
+
+def _function_in_words(function: Any) -> list[str]:
+    """The name of a function of the user's, and the plain arguments that it was given by ``functools.partial``."""
+    if not _is_of_user(_bare(function)):
+        return []
+    given: list[str] = []
+    while isinstance(function, partial):
+        given += [*_in_words(dict(enumerate(function.args))), *_in_words(function.keywords)]
+        function = function.func
+    return [getattr(function, "__qualname__", type(function).__qualname__), *given]
+
+
+def _in_words(arguments: Mapping[Any, Any]) -> list[str]:
+    """Plain arguments with their values, long ones by a digest, and the types of others."""
+    said = []
+    for name, value in arguments.items():
+        text = repr(value) if _is_plain(value) else type(value).__qualname__
+        said.append(f"{name}={text if len(text) <= _LONGEST_SAID else _digest([text])}")
+    return said
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _functions_of(stage: Any) -> list[Any]:

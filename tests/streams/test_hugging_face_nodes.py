@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -568,6 +569,8 @@ class TestWhatIsSaid:
         [
             ("take", r"take works on each of the 4 shards.*take\(7\) is divided"),
             ("skip and take", r"take\(5\) is divided.*skip works on each of the 4 shards.*skip\(3\) is divided"),
+            ("batch", r"map works on each of the 4 shards.*batch\(3\) ends each with a smaller batch"),
+            ("batch by column", r"on each of the 4 shards.*batch\(by_column=...\) joins what follows each other"),
             ("indices", r"map works on each of the 4 shards.*with_indices=True counts from 0 in each"),
             ("drop last batch", "map works on each of the 4 shards.*drops the last batch of each"),
             ("interleave", r"each of the 2 shards by itself.*\(first_exhausted"),
@@ -605,6 +608,8 @@ class TestWhatIsSaid:
         pipelines_of += [ds.shuffle(seed=1), ds.shuffle(seed=2), ds.shuffle(seed=2, buffer_size=3), many]
         pipelines_of += [ds.select_columns("n"), ds.with_format("torch"), many.shuffle(seed=1)]
         pipelines_of += [concatenate_datasets([ds, other]), concatenate_datasets([other, ds])]
+        pipelines_of += [ds.map(hf.same), ds.filter(hf.of_three), ds.map(partial(hf.same, 3))]
+        pipelines_of += [ds.map(hf.plus, fn_kwargs={"length": length}) for length in (16, 24, list(range(99)))]
 
         told = [json.dumps(HuggingFaceShards(dataset).describe()) for dataset in pipelines_of]
 
