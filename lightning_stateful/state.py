@@ -35,9 +35,10 @@ from lightning_stateful.errors import (
 VERSION = 1
 COMBINED = "combined"
 
-# Differences by which no samples come in another order, whatever the order. What a wrapped sampler yields is compared
-# again when it is iterated.
-_HARMLESS = ("drop_last", "dataset.rows", "dataset.columns", "dataset.class", "iteration", "sequence", "module", "mode")
+# Differences by which no samples come in another order, whatever the order, but for some by their full names. What a
+# wrapped sampler yields is compared again when it is iterated.
+_HARMLESS = ("drop_last", "dataset", "iteration", "sequence", "module", "mode")
+_BUT_FOR = ("dataset.length", "dataset.content", "dataset.shards", "dataset.files")
 _MISSING = "<nothing>"
 _REMEDIES = {
     "seed": "Pass the saved seed",
@@ -214,7 +215,12 @@ def warn_of_other_order(accepted: Iterable[Difference], harmless: Collection[str
         harmless: Names of differences that the order goes on with exactly; any other may change it.
         where: A name for the state, with which the warning begins.
     """
-    changed = [one.path for one in accepted if not is_accepted((one.path,), (*_HARMLESS, *harmless))]
+    changed = [
+        one.path
+        for one in accepted
+        if not is_accepted((one.path,), harmless)
+        and (is_accepted((one.path,), _BUT_FOR) or not is_accepted((one.path,), _HARMLESS))
+    ]
     if changed:
         warnings.warn(
             f"{where} goes on with another {', '.join(changed)}, as was accepted. What was served of the epoch "

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torchmetrics import Metric
 
 from lightning_stateful.errors import DamagedStateError, StatefulWarning
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
@@ -158,7 +157,7 @@ class EpochResults:
     def _metrics_in(self, trainer: pl.Trainer) -> dict[str, Any]:
         if self._metrics is None:
             modules = trainer.lightning_module.named_modules()
-            self._metrics = {name: module for name, module in modules if isinstance(module, Metric)}
+            self._metrics = {name: module for name, module in modules if _is_metric(module)}
         return self._metrics
 
 
@@ -169,13 +168,18 @@ class _Sums(NamedTuple):
     metrics: dict[str, tuple[Any, int]]
 
 
-def _copied(metric: Metric, most: int) -> tuple[dict[str, Any] | None, int]:
+def _copied(metric: Any, most: int) -> tuple[dict[str, Any] | None, int]:
     """Copies of a metric's states, and how often it was updated; None for more than ``most`` numbers."""
     states = metric.metric_state
     if sum(state.numel() for state in states.values() if isinstance(state, torch.Tensor)) > most:
         return None, metric.update_count
     copied = {name: state.clone() if isinstance(state, torch.Tensor) else [*state] for name, state in states.items()}
     return copied, metric.update_count
+
+
+def _is_metric(module: Any) -> bool:
+    """Whether it is a torchmetrics object, of which one that wraps others has no states itself."""
+    return callable(getattr(type(module), "compute", None)) and hasattr(type(module), "metric_state")
 
 
 def _plain(name: str, states: Any, count: int) -> dict[str, Any]:

@@ -209,7 +209,8 @@ def _moves(value: object) -> bool:
 
 def _is_unseen(value: object) -> bool:
     """Whether an object that is shared may hold what no digest tells: variables of a function, items of a database."""
-    return bool(getattr(value, "__closure__", None)) or hasattr(type(value), "__setitem__")
+    is_keeping = hasattr(type(value), "__setitem__") and not isinstance(value, _SEQUENCES)
+    return bool(getattr(value, "__closure__", None)) or is_keeping
 
 
 def _is_mapped(array: object) -> bool:

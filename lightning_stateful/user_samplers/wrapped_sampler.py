@@ -217,7 +217,7 @@ class WrappedSampler:
         if self.remembers:
             why = self.facts.error or "a pass over it changes it"
             note += f" Its earlier passes are begun again as well, because {why}."
-        elif has_own_state(self) and not self.facts.leads_back and (self.facts.length or STATE_STRIDE) >= STATE_STRIDE:
+        if has_own_state(self) and not self.facts.leads_back and (self.facts.length or STATE_STRIDE) >= STATE_STRIDE:
             note += " Its own state is not used: loaded into a fresh copy, it did not lead to the items that came next."
         if type(self.sampler) is RandomSampler and vars(self).get("_met", (1, 0))[0] > 1:
             note += " What it draws is dealt out, where Lightning deals out the whole dataset."

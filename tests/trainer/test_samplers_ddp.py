@@ -162,9 +162,9 @@ class OtherLater(Shuffled):
 def resumed_with_others(folder: Path) -> list[Any]:
     """A run of each rank's own sampler that is stopped in epoch 1, and goes on with the same or with others."""
     entries = [Entry(of(lambda others=others: OtherLater(others)), "equal", deals="itself") for others in ((), (0, 1))]
-    whole, stopped = train_entry(entries[0]), train_entry(entries[0], max_steps=5, save=folder / "middle.ckpt")
+    whole = train_entry(entries[0], save=folder / "middle.ckpt", after=5)
     after = [train_entry(entry, ckpt_path=folder / "middle.ckpt") for entry in entries]
-    return [whole.trained == stopped.trained + after[0].trained, after[1].trained, after[1].error]
+    return [whole.trained[5:] == after[0].trained, after[1].trained, after[1].error]
 
 
 def test_a_sampler_of_each_rank_with_other_data_in_a_later_epoch_is_refused(ranks: Ranks) -> None:

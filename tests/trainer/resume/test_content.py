@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import pytest
@@ -64,10 +65,12 @@ def test_the_same_data_go_on_whatever_the_workers_and_the_batch_size(saved: Path
         train(partial(module, Hidden(), **options), ckpt_path=saved)
 
 
-def test_without_workers_the_dataset_is_as_if_nothing_had_been_read(saved: Path) -> None:
+def test_without_workers_the_dataset_is_as_if_nothing_had_been_read(tmp_path: Path) -> None:
+    path = tmp_path / "stop.ckpt"
+    stopped(path, lambda: module(Hidden(noise=True)), epoch=1, batch=3)
     checked, unchecked = Hidden(noise=True), Hidden(noise=True)
-    with_check = train(lambda: module(checked), ckpt_path=saved)
-    without = train(lambda: module(unchecked, check_content=False), ckpt_path=saved)
+    with_check = train(lambda: module(checked), ckpt_path=path)
+    without = train(lambda: module(unchecked, check_content=False), ckpt_path=path)
     assert checked.read == unchecked.read == [14 + 22]
     assert all(torch.equal(value, without.weights[name]) for name, value in with_check.weights.items())
 
@@ -75,10 +78,17 @@ def test_without_workers_the_dataset_is_as_if_nothing_had_been_read(saved: Path)
 def test_content_that_differs_whenever_it_is_read_is_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    class Entropic(Hidden):
+        """Draws what nobody can seed."""
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            sample = super().__getitem__(index)
+            return {**sample, "x": sample["x"] + SystemRandom().random()}
+
     path = tmp_path / "stop.ckpt"
-    stopped(path, lambda: module(Hidden(noise=True), num_workers=1), batch=3)
+    stopped(path, lambda: module(Entropic(), num_workers=1), batch=3)
     caplog.set_level("INFO", logger="lightning.pytorch")
-    train(lambda: module(Hidden(1, noise=True), num_workers=1), ckpt_path=path)
+    train(lambda: module(Entropic(1), num_workers=1), ckpt_path=path)
     assert caplog.text.count("Batch 0 of epoch 0 has another content whenever it is read") == 1
 
 
