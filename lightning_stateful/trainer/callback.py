@@ -431,7 +431,7 @@ class StatefulDataCallback(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let learning rate schedulers that monitor a metric step in a resumed epoch too."""
         self._phase = self._in_training()
-        self._results.add(trainer, at_end=True)
+        self._results.end(trainer)
         optimizer_steps.end_resumed_epoch(trainer)
         self._seed_model(trainer, "epoch end")
 

@@ -43,6 +43,8 @@ class EpochResults:
         # Sums as the latest batch began, or the first of a window of accumulated gradients; and a validation.
         self._at_batch: tuple[tuple[int, int], _Sums] = ((-1, -1), _Sums({}, {}))
         self._at_validation = _Sums({}, {})
+        # Sums as the epoch ended, perhaps before all its batches, by max_steps: Lightning then forgets them.
+        self._at_end: tuple[tuple[int, int], _Sums] | None = None
         # What is still to be added to what is logged.
         self._pending: Parts = {}
         self._metrics: dict[str, Any] | None = None
@@ -50,6 +52,7 @@ class EpochResults:
     def note_batch(self, trainer: pl.Trainer) -> None:
         """Remember the sums as a batch begins, which a save within it has to keep."""
         epoch, batch = next_step(trainer)
+        self._at_end = None
         if batch % trainer.accumulate_grad_batches == 0:
             self._at_batch = (epoch, batch), self._now(trainer, _MOST_COPIED)
 
@@ -65,9 +68,12 @@ class EpochResults:
         if not progress.running:
             return {}
         at, sums = self._at_batch
-        if at != (progress.epoch, progress.batch) or progress.ended:
+        if self._at_end is not None and self._at_end[0] == (progress.epoch, progress.batch):
+            _, sums = self._at_end
+        elif at != (progress.epoch, progress.batch) or progress.ended:
             sums = self._at_validation if trainer.validating else self._now(trainer, _MOST_SAVED)
-        logged = {key: _described(self._logged(trainer)[key], *sums.logged[key]) for key in sums.logged}
+        results: Any = trainer.fit_loop.epoch_loop._results
+        logged = {key: _described(results[key], *of_key) for key, of_key in sums.logged.items()}
         # What was loaded may not have been added yet.
         logged = _joined([self._pending, logged])
         metrics = {name: _plain(name, *state) for name, state in sums.metrics.items()}
@@ -121,10 +127,17 @@ class EpochResults:
                     setattr(metric, state, _moved(value, metric.device))
                 metric._update_count = saved["count"]
 
-    def add(self, trainer: pl.Trainer, *, at_end: bool = False) -> None:
-        """Add what was summed up before the resume, once a value has been logged since; at the end of the epoch all."""
-        if not self._pending:
-            return
+    def add(self, trainer: pl.Trainer) -> None:
+        """Add what was summed up before the resume, once a value has been logged since."""
+        if self._pending:
+            self._add(trainer)
+
+    def end(self, trainer: pl.Trainer) -> None:
+        """Add all of it at the end of an epoch, and remember the sums of one that ends before all its batches."""
+        self._add(trainer, at_end=True)
+        self._at_end = next_step(trainer, begun=True), self._now(trainer, _MOST_SAVED)
+
+    def _add(self, trainer: pl.Trainer, *, at_end: bool = False) -> None:
         results: Any = trainer.fit_loop.epoch_loop._results
         for key, part in list(self._pending.items()):
             is_logged = key in results and not results[key].has_reset

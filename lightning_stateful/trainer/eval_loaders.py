@@ -116,8 +116,15 @@ def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Se
                 f"{error} It is left to Lightning, which may evaluate some samples twice.", category=StatefulWarning
             )
         else:
-            rank_zero_info(f"{error} It is left to Lightning.")
+            rank_zero_info(f"{error} It is left to Lightning; what it remembers of earlier passes is in no checkpoint.")
         return loader
+    if stage == "val" and trainer.ckpt_path is not None and getattr(patched.order, "remembers", False):
+        rank_zero_warn(
+            f"{name_of(stage, path)}: its sampler remembers earlier passes, and a resume begins it as in the first. "
+            "This run validates on other samples than without the stop. Let it depend on set_epoch, or yield the "
+            "same every time.",
+            category=StatefulWarning,
+        )
 
     if (repeats := patched.plan(0).repeats()) and not patched.description.is_plain:
         rank_zero_warn(f"{name_of(stage, path)}: {repeats}, because ranks take equal steps.", category=StatefulWarning)

@@ -379,7 +379,8 @@ class TrainLoaders:
     def _length(self, path: str) -> int:
         epoch, _ = self._next_step()
         length = self.combined.length(path, epoch)
-        if length != self._said_lengths.setdefault(path, length):
+        is_last = epoch == self._trainer.max_epochs
+        if length != self._said_lengths.setdefault(path, length) and not is_last:
             self._said_lengths[path] = length
             rank_zero_info(
                 f"Epoch {epoch} has {length} batches of {name_of('training', path)}, as its len() says now. Lightning "

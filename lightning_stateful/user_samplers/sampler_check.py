@@ -389,7 +389,8 @@ def deal(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing:
         )
     note = (
         f"{order.name} deals out to ranks by itself, and what one rank would yield is not provably what all yield "
-        f"together: each of the {num_replicas} ranks iterates its own. A resume needs as many ranks."
+        f"together: each of the {num_replicas} ranks iterates its own, where Lightning, left to deal out, would divide "
+        "its share once more. A resume needs as many ranks."
     )
     return Dealing(is_own=True, begins=[_beginning_in(of) for of in reports], note=note)
 

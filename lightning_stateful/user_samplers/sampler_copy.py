@@ -24,6 +24,8 @@ T = TypeVar("T")
 Path: TypeAlias = tuple[Any, ...]
 _MOST_BYTES = 2**28
 _CONTAINERS = (list, tuple, dict, set, np.ndarray, torch.Tensor)
+# Numbers that stand for an array which others hold.
+_SHOWN = 1024
 _SEQUENCES = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray)
 _SHARED = (
     *(type, FunctionType, BuiltinFunctionType, ModuleType),
@@ -257,17 +259,18 @@ def digest_of_generators(*holders: Any) -> str:
 
 
 def digest_of_surroundings(sampler: Any, dataset: Any = None) -> str:
-    """Digest of what copies of a sampler share with it: long lists, datasets, and attributes of classes and modules."""
+    """Digest of what copies of a sampler share with it: long lists, and what datasets, classes and modules hold."""
     hashed = hashlib.blake2b(digest_of_contents(sampler, dataset, of_shared=True).encode(), digest_size=16)
     parts = SamplerParts(sampler, dataset)
-    holders = [part for part in parts.shared if not isinstance(part, (type, ModuleType, torch.nn.Module))]
+    holders = [part for part in parts.shared if not isinstance(part, (type, ModuleType))]
+    holders += [part._buffers for part in holders if isinstance(part, torch.nn.Module)]
     for kind in dict.fromkeys(kind for part in parts.samplers for kind in type(part).__mro__):
         if kind.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins", "typing", "collections", "abc"):
             holders += [kind, sys.modules.get(kind.__module__)]
     for holder in holders:
-        for name, item in attributes_of(holder).items():
-            if type(item) in PLAIN or isinstance(item, _SEQUENCES):
-                shown = [_shown(one) for one in _spread(item)] if isinstance(item, _SEQUENCES) else item
+        for name, item in (holder if isinstance(holder, dict) else attributes_of(holder)).items():
+            if type(item) in PLAIN or isinstance(item, (*_SEQUENCES, torch.Tensor, np.ndarray)):
+                shown = [_shown(one) for one in _spread(item)] if isinstance(item, _SEQUENCES) else _shown(item)
                 hashed.update(f"{name}={shown};".encode())
     return hashed.hexdigest()
 
@@ -285,9 +288,14 @@ def _has_numpy(tensor: torch.Tensor) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """The plain values in a value, and the types of others."""
+    """The plain values in a value, some numbers of an array or tensor, and the types of others."""
     if type(value) in PLAIN:
         return repr(value)
+    if isinstance(value, torch.Tensor) and _has_numpy(value):
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject and not _is_mapped(value):
+        some = value.flat[:: max(value.size // _SHOWN, 1)] if value.size else value
+        return hashlib.blake2b(some.tobytes(), digest_size=8).hexdigest()
     if type(value) in (list, tuple, dict) and len(value) <= LONG:
         items = [*value, *value.values()] if type(value) is dict else value
         return repr([item if type(item) in PLAIN else type(item).__name__ for item in items])

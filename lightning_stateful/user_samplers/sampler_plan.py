@@ -196,10 +196,12 @@ class SamplerEpochPlan:
         self._look_behind_end(walk, index)
 
     def _begun_length(self, before: int | None) -> int | None:
-        order = self.order
-        keeps = before is None or order.is_cut or order.facts.counts_down
-        self._fixed = (before if keeps else order.num_items,)
-        return self._fixed[0]
+        order, known = self.order, before
+        if before is not None and not order.is_cut and not order.facts.counts_down:
+            # Of one that has gone on to the next epoch by now, it is the length of that: more is not missed.
+            known = max(before, order.num_items or 0)
+        self._fixed = (known,)
+        return known
 
     def _in_order(self, items: list[Any], index: int) -> list[Any]:
         """The items of a step that begins at ``index``, in the order in which ranks take them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ledger import LedgerModel, Numbers, batches, samples
-from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, train, train_alone
+from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, stopped, train, train_alone
 from support.sampler_cases import TO_EVALUATE, PlainData, evaluate
 from support.samplers import LENGTH, LOADERS, ShuffledBatches, loader
-from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Sampler, Subset, WeightedRandomSampler
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
+from lightning_stateful.errors import StatefulWarning
 
 
 class Writer(BasePredictionWriter):
@@ -280,3 +282,29 @@ def test_a_sampler_shared_by_training_and_validation_is_one_to_each(tmp_path: Pa
     moments, options = [("on_validation_batch_end", 0, 4)], {"max_epochs": 2, "val_check_interval": 3}
     whole = assert_goes_on_from_every_moment(tmp_path, data, moments, train_alone, **options)
     assert whole.ledger == train_alone(lambda: data(False), **options).ledger
+
+
+class CountsPasses(Sampler[int]):
+    """Validates on other samples in every pass."""
+
+    passes = 0
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter([self.passes, self.passes + 1])
+
+
+def test_a_validation_that_counts_its_passes_is_warned_of_on_a_resume(tmp_path: Path) -> None:
+    class Module(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Numbers(6), batch_size=2)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(Numbers(9), sampler=CountsPasses())
+
+    stopped(tmp_path / "stop.ckpt", Module, epoch=1, run=train_alone)
+    with pytest.warns(StatefulWarning, match="the val loader: its sampler remembers earlier passes"):
+        train_alone(Module, ckpt_path=tmp_path / "stop.ckpt", max_epochs=2)

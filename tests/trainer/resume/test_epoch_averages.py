@@ -12,7 +12,16 @@ from lightning.pytorch.callbacks import EarlyStopping
 from support.ddp_runs import on_ranks
 from support.ledger import LedgerModel
 from support.ranks import Ranks
-from support.runs import Outcome, assert_goes_on_from_every_moment, numbers_module, seeded, stopped, train
+from support.runs import (
+    Outcome,
+    assert_goes_on_from_every_moment,
+    assert_same_end,
+    ended,
+    numbers_module,
+    seeded,
+    stopped,
+    train,
+)
 from torchmetrics import CatMetric, ConfusionMatrix, MeanMetric
 
 from lightning_stateful.errors import StatefulWarning
@@ -90,6 +99,12 @@ MOMENTS = [
 def test_an_epochs_values_are_those_of_all_its_batches(tmp_path: Path, options: dict[str, Any]) -> None:
     moments = [moment for moment in MOMENTS if not options or moment[0] != "on_validation_start"]
     assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3, **options)
+
+
+def test_a_run_that_is_saved_after_max_steps_has_cut_the_epoch_goes_on_with_its_sums(tmp_path: Path) -> None:
+    ended(tmp_path / "end.ckpt", run=run, max_steps=17)
+    resumed, whole = run(ckpt_path=tmp_path / "end.ckpt", seed=99, max_epochs=3), run(max_epochs=3)
+    assert_same_end(resumed, whole)
 
 
 class Large(Averages):
