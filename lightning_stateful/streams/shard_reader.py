@@ -24,6 +24,8 @@ T = TypeVar("T")
 # again on a resume, which costs less than states of every batch would.
 _LEAST_GAP = 256
 _CHARACTERS_A_SAMPLE = 16
+# Shards in a row without generators of their own, behind which nobody looks for more.
+_MOST_BARE = 4
 # So many samples more since a state are there only where the node has none any more.
 _MANY = 1024
 # Samples that are read together under one seed: to seed each costs more than many take to read.
@@ -83,6 +85,8 @@ class ShardReader(StreamNode[Any]):
         self._seeds_samples = seeds_samples and seed is not None
         self._node: BaseNode[Any] | None = None
         self._held = HeldGenerators(is_repeatable=False, shards=shards)
+        # A search takes longer than a small shard.
+        self._num_bare = 0
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or go to where a state was taken; no shard is opened before it is read."""
@@ -173,7 +177,11 @@ class ShardReader(StreamNode[Any]):
 
     def _in_runs(self, node: BaseNode[Any]) -> Iterator[Any]:
         """The samples of a shard, of which some are always read together, under one seed."""
-        item, held = self._state_item, HeldGenerators(is_repeatable=False, shards=self._shards, node=node)
+        item, held = self._state_item, self._held
+        if self._num_bare < _MOST_BARE:
+            held = HeldGenerators(is_repeatable=False, shards=self._shards, node=node)
+            holds_more = len(held.present()) > len(self._held.present())
+            self._num_bare = 0 if holds_more else self._num_bare + 1
         while True:
             self._take_state(node, item)
             run: list[Any] = []
