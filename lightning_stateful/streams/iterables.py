@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
-from lightning_stateful.samplers.rng import seed_randomness
+from lightning_stateful.samplers.rng import keep_randomness, seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.streams.hugging_face import forget_loaded
 from lightning_stateful.streams.nodes import NodeState
@@ -268,7 +268,8 @@ class IterableSlot:
         if self._config.counts_passes:
             self._history.changes = self._history.changes or held["changes"]
             self._history.draws = self._history.draws or held["draws"]
-            self._begin_earlier_passes(held["passes"])
+            with keep_randomness():  # This pass draws from where the process stands, as without the stop.
+                self._begin_earlier_passes(held["passes"])
         if held["state"] is not None:
             self._load(held["state"], self.epoch)
         elif has_state(self._dataset) and held["ended"] is not None and held["ended"]["state"] is not None:
