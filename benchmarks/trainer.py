@@ -1,4 +1,4 @@
-"""What the callback and the data module cost in a Trainer: CPU time of a batch, bytes and seconds of a checkpoint."""
+"""The cost of the callback and the data module in a Trainer: CPU time of a batch, bytes and seconds of a checkpoint."""
 
 from __future__ import annotations
 

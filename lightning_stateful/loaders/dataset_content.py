@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_stateful.samplers.attributes import attributes_of
+from lightning_stateful.samplers.fingerprint import spread
 
 # More items or bytes than these are told by some thousand rows, evenly apart; of files that are mapped, by a few.
 _MOST_ITEMS, _MOST_BYTES = 2**20, 2**26
@@ -132,7 +133,7 @@ def _columns(name: str, value: Any, length: int) -> Iterator[tuple[str, Any]]:
         if len(value) != length:
             return
         if length > _MOST_ITEMS:
-            value = value.take(_spread(length, _SPREAD))
+            value = value.take(spread(length, _SPREAD))
         is_table = isinstance(value, pandas.DataFrame)
         columns = {f"{name}.{key}": value[key] for key in value.columns} if is_table else {name: value}
         # Where two columns have one name, pandas gives a table.
@@ -161,7 +162,7 @@ def _digest_of(items: Any) -> str:
         return _digest_of_array(items)
     length = len(items)
     if length > _MOST_ITEMS and not isinstance(items, range):
-        items = [items[number] for number in _spread(length, _SPREAD)]
+        items = [items[number] for number in spread(length, _SPREAD)]
     items = items.tolist() if isinstance(items, (np.ndarray, array)) else items
     kinds = set(map(type, items))
     if type(None) in kinds:
@@ -180,7 +181,7 @@ def _array_of(tensor: torch.Tensor) -> Any:
     if tensor.layout != torch.strided or tensor.is_meta:
         return np.zeros(1)
     if tensor.device.type != "cpu":
-        tensor = tensor[_spread(len(tensor), _SPREAD)].cpu()
+        tensor = tensor[spread(len(tensor), _SPREAD)].cpu()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.int16)
     try:
@@ -199,7 +200,7 @@ def _digest_of_array(values: Any) -> str:
         return ""
     shape, kind = values.shape, values.dtype.str
     if mapped or values.nbytes > _MOST_BYTES:
-        rows = values[_spread(len(values), _SPREAD_ON_DISK if mapped else _SPREAD)]
+        rows = values[spread(len(values), _SPREAD_ON_DISK if mapped else _SPREAD)]
         # Of each row some numbers, if it is long.
         flat = rows.reshape(len(rows), -1)
         values = flat[:, :: max(flat.shape[1] // 1024, 1)]
@@ -228,7 +229,7 @@ def _bytes_of(items: Sequence[Any], kinds: set[type], depth: int = 0) -> Iterato
             column = [row[number] for row in items]
             yield from _bytes_of(column, set(map(type, column)), depth + 1)
     else:
-        for number in _spread(len(items), _SPREAD):
+        for number in spread(len(items), _SPREAD):
             yield from bytes_of(items[number])
 
 
@@ -265,7 +266,7 @@ def bytes_of(item: Any, depth: int = 0, numbers: list[float] | None = None) -> I
         if set(map(type, values)) <= {int, float, bool}:
             yield repr(list(values)).encode()
             return
-        for number in _spread(len(values), _SPREAD):
+        for number in spread(len(values), _SPREAD):
             yield from bytes_of(values[number], depth + 1, numbers)
     else:
         yield f"{type(item).__qualname__};".encode()
@@ -283,14 +284,6 @@ def _text_of(texts: Sequence[Any]) -> str:
     folder = max(common.rfind("/"), common.rfind("\\")) + 1
     # Every text has the folder, so what stands behind a mark and the folder loses it.
     return ("\0" + "\0".join(texts)).replace("\0" + texts[0][:folder], "\0").replace("\\", "/")
-
-
-def _spread(length: int, count: int) -> list[int]:
-    """Up to ``count`` evenly spaced numbers below ``length``, the first and the last among them."""
-    if length <= count:
-        return list(range(length))
-    spread: list[int] = np.linspace(0, length - 1, count).round().astype(np.int64).tolist()
-    return spread
 
 
 def _hex(*parts: bytes) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_stateful.samplers.rng import GENERATORS
+from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state
 
 _MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
@@ -127,14 +126,8 @@ def _copied(value: Any, *, containers: bool) -> Any:
         return value.detach().clone() if value.numel() * value.element_size() <= _MOST_BYTES else None
     if isinstance(value, np.ndarray):
         return value.copy() if value.nbytes <= _MOST_BYTES and value.flags.writeable else None
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.RandomState):
-        return value.get_state()
+    if isinstance(value, GENERATORS):
+        return get_generator_state(value)
     if isinstance(value, CellType):
         return _contents(value)
     # Of a subclass what it holds as its base: methods of its own are not called.
@@ -154,12 +147,8 @@ def _put_back(value: Any, copied: Any) -> None:
             value.detach().copy_(copied)
     elif isinstance(value, np.ndarray):
         value[...] = copied
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = copied
-    elif isinstance(value, random.Random):
-        value.setstate(copied)
-    elif isinstance(value, (torch.Generator, np.random.RandomState)):
-        value.set_state(copied)
+    elif isinstance(value, GENERATORS):
+        set_generator_state(value, copied)
     elif isinstance(value, CellType):
         if copied:
             value.cell_contents = copied[0]

@@ -78,7 +78,7 @@ def _describe_rows(dataset: Any, library: Any) -> dict[str, str]:
     types = sorted((field.name, str(field.type)) for field in dataset.features.arrow_schema)
     described = {"columns": f"{len(types)}, {_digest(repr(types).encode())}"}
     if len(dataset):
-        table = library.formatting.query_table(dataset.data, _spread(len(dataset), _READ_ROWS), dataset._indices)
+        table = library.formatting.query_table(dataset.data, spread(len(dataset), _READ_ROWS), dataset._indices)
         # What is decoded, such as images, may hold paths, which differ from machine to machine.
         plain = [name for name, _ in types if "decode=" not in repr(dataset.features[name])]
         rows = [(name, table[name].to_pylist()) for name in plain if table[name].nbytes <= _READ_BYTES]
@@ -89,7 +89,7 @@ def _describe_rows(dataset: Any, library: Any) -> dict[str, str]:
 def _digest_of_files(files: Sequence[str | Path]) -> str:
     # Names without their folder: the same files on another mount are the same data.
     names = "\0".join(fspath(file).replace("\\", "/").rsplit("/", 1)[-1] for file in files)
-    sizes = [_size(files[number]) for number in _spread(len(files), _READ_FILES)]
+    sizes = [_size(files[number]) for number in spread(len(files), _READ_FILES)]
     return f"{len(files)} files, {_digest(repr((names, sizes)).encode())}"
 
 
@@ -100,10 +100,12 @@ def _size(file: str | Path) -> int:
         return -1
 
 
-def _spread(length: int, count: int) -> list[int]:
+def spread(length: int, count: int) -> list[int]:
     """Up to ``count`` evenly spaced numbers below ``length``, the first and the last among them."""
-    spread: list[int] = np.unique(np.linspace(0, length - 1, count).round().astype(np.int64)).tolist()
-    return spread
+    if length <= count:
+        return list(range(length))
+    numbers: list[int] = np.linspace(0, length - 1, count).round().astype(np.int64).tolist()
+    return numbers
 
 
 def _own_description(dataset: Any) -> dict[str, Any]:

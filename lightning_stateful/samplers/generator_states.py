@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightning_stateful.core.seeding import mixed_seed
-from lightning_stateful.samplers.rng import python_memory, seed_generator
+from lightning_stateful.samplers.rng import get_generator_state, python_memory, seed_generator, set_generator_state
 
 _63_BITS, _NUM_WORDS = 2**63 - 1, 624
 _KINDS = frozenset({torch.Generator, np.random.Generator, np.random.RandomState, random.Random})
@@ -35,7 +35,7 @@ def identity_of(value: Any) -> int | None:
     return id(bits) if type(value) is np.random.Generator or type(bits) is np.random.MT19937 else 0
 
 
-class HeldState:
+class GeneratorState:
     """The state of a generator, by its own functions.
 
     Args:
@@ -77,12 +77,7 @@ class HeldState:
 
     def get(self) -> Any:
         """The state."""
-        held = self.generator
-        if isinstance(held, np.random.Generator):
-            return held.bit_generator.state
-        if isinstance(held, np.random.RandomState):
-            return held.get_state(legacy=False)
-        return held.getstate() if isinstance(held, random.Random) else held.get_state()
+        return get_generator_state(self.generator)
 
     def exchange(self, seed: int) -> Any:
         """Seed it, and return the state that it had."""
@@ -92,16 +87,10 @@ class HeldState:
 
     def put(self, state: Any) -> None:
         """Put it back to a state."""
-        held = self.generator
-        if isinstance(held, np.random.Generator):
-            held.bit_generator.state = state
-        elif isinstance(held, random.Random):
-            held.setstate(state)
-        else:
-            held.set_state(state)
+        set_generator_state(self.generator, state)
 
 
-class _Pcg64State(HeldState):
+class _Pcg64State(GeneratorState):
     """The state of NumPy's default generator, in its memory: half a word left over, state, and increment."""
 
     __slots__ = ("_after", "_before", "_memory")
@@ -130,7 +119,7 @@ class _Pcg64State(HeldState):
         self._memory.raw = state
 
 
-class _TwisterState(HeldState):
+class _TwisterState(GeneratorState):
     """The state of a ``RandomState``, in its memory: 624 words and their number, and a second normal number.
 
     Args:
@@ -154,7 +143,7 @@ class _TwisterState(HeldState):
         self._memory.raw, self._gauss.raw = state
 
 
-class _PythonState(HeldState):
+class _PythonState(GeneratorState):
     """The state of a ``random.Random``, in its memory: 624 words and their number; and a second normal number."""
 
     __slots__ = ("_memory",)
@@ -177,7 +166,7 @@ class _PythonState(HeldState):
 _ALL_USED, _NO_SECOND = struct.pack("=i", _NUM_WORDS), bytes(16)
 
 
-def state_for(generator: Any, place: int) -> HeldState:
+def state_for(generator: Any, place: int) -> GeneratorState:
     """The state of a generator, in its memory where this version of NumPy has it where it is expected."""
     if type(generator) is np.random.Generator and type(generator.bit_generator) is np.random.PCG64 and _knows_pcg64():
         return _Pcg64State(generator, place)
@@ -185,7 +174,7 @@ def state_for(generator: Any, place: int) -> HeldState:
         return _TwisterState(generator, place, gauss)
     if type(generator) is random.Random and python_memory(generator) is not None:
         return _PythonState(generator, place)
-    return HeldState(generator, place)
+    return GeneratorState(generator, place)
 
 
 @lru_cache(maxsize=1)
@@ -204,7 +193,7 @@ def _knows_pcg64() -> bool:
 
 @lru_cache(maxsize=1)
 def _gauss_offset() -> int:
-    """Where a ``RandomState`` keeps the second normal number that it has drawn, behind whether it has; 0: unknown."""
+    """The offset of the second normal number in a ``RandomState``, behind whether it has one; 0: unknown."""
     tried = np.random.RandomState(5)
     tried.standard_normal()
     memory = ctypes.string_at(id(tried), np.random.RandomState.__basicsize__)

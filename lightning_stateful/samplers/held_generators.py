@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import PLAIN, attributes_of, is_data
-from lightning_stateful.samplers.generator_states import HeldState, identity_of, state_for
+from lightning_stateful.samplers.generator_states import GeneratorState, identity_of, state_for
 from lightning_stateful.samplers.rng import state_of_generator
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ _LIBRARIES = frozenset({"lightning", "pytorch_lightning", "logging", "threading"
 
 
 class _Link(NamedTuple):
-    """Where an object is held: ``container[key]``; a container of None cannot be looked at again cheaply."""
+    """The place of an object, ``container[key]``; a container of None cannot be looked at again cheaply."""
 
     container: Any
     key: Any
@@ -74,8 +74,8 @@ class HeldGenerators:
     def begin(self) -> None:
         """Look for generators anew at the next batch."""
         self.is_idle, self._is_first, self._num_replaced = False, True, 0
-        self._found: dict[int, HeldState] = {}
-        self._states: list[HeldState] = []
+        self._found: dict[int, GeneratorState] = {}
+        self._states: list[GeneratorState] = []
         self._watched: list[tuple[Any, Any, Any]] = []
         self._left: set[int | None] = set()
         self._holders: list[Any] = []
@@ -135,7 +135,8 @@ class HeldGenerators:
             self._find()
             self._is_first = False
         return [
-            state_of_generator(state.generator) if type(state) is HeldState else state.get() for state in self._states
+            state_of_generator(state.generator) if type(state) is GeneratorState else state.get()
+            for state in self._states
         ]
 
     def _seed(self, seed: int) -> None:
@@ -235,7 +236,7 @@ class HeldGenerators:
 
 
 def _parts_of(value: Any) -> list[tuple[str, Any, Any, Any]] | None:
-    """What an object holds: name, container, key in it, and the part. None for what is not looked into."""
+    """The parts of an object: name, container, key in it, and the part. None for what is not looked into."""
     if isinstance(value, _LEFT_OUT) or type(value).__module__.partition(".")[0] in _LIBRARIES:
         return None
     if isinstance(value, FunctionType):
@@ -280,7 +281,7 @@ def _held_in(names: dict[str, Any]) -> list[tuple[str, Any, Any, Any]]:
 
 
 def _variables_of(function: FunctionType) -> list[tuple[str, Any, Any, Any]]:
-    """What a function has of its own: closure, default arguments, and variables of its module that it names."""
+    """The parts of a function: closure, default arguments, and variables of its module that it names."""
     parts: list[tuple[str, Any, Any, Any]] = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         with suppress(ValueError):
@@ -348,7 +349,7 @@ def _is_at(container: Any, key: Any, value: Any) -> bool:
         return False
 
 
-def _restore(attributes: list[tuple[Any, dict[str, Any]]], states: list[tuple[HeldState, Any]]) -> None:
+def _restore(attributes: list[tuple[Any, dict[str, Any]]], states: list[tuple[GeneratorState, Any]]) -> None:
     for holder, held in attributes:
         vars(holder).clear()
         vars(holder).update(held)

@@ -119,14 +119,31 @@ def seed_generator(generator: object, seed: int) -> None:
         generator.seed(seed)
 
 
+def get_generator_state(generator: Any) -> Any:
+    """The present state of one of :data:`GENERATORS`, for :func:`set_generator_state`."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put one of :data:`GENERATORS` back to a state."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
 def state_of_generator(generator: Any) -> str:
     """The present state of one of :data:`GENERATORS`, as text that is equal for equal states."""
-    if isinstance(generator, torch.Generator):
-        return str(generator.get_state().tolist())
-    if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state)
-    state = generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False)
-    return repr([*map(str, state["state"]["key"])] if isinstance(state, dict) else state)
+    state = get_generator_state(generator)
+    if isinstance(state, torch.Tensor):
+        return str(state.tolist())
+    return repr([*map(str, state["state"]["key"])] if isinstance(generator, np.random.RandomState) else state)
 
 
 @contextmanager

@@ -398,7 +398,7 @@ class Tracked:
 
 
 class TrackedLoader(Tracked):
-    """What trainers ask of every loader; loaders over streams do more than is done here.
+    """Methods that trainers call on every loader; loaders over streams do more than is done here.
 
     Attributes:
         own_rank: This rank, if each rank has a loader of its own which is not dealt out; else None.
@@ -441,5 +441,5 @@ class TrackedLoader(Tracked):
         return config
 
     def remedy_for_steps(self, num_steps: int) -> str:
-        """How a user gives epochs as many steps, in words."""
+        """The way to give epochs as many steps, in words."""
         return f"pass num_steps={num_steps}"

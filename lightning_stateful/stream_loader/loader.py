@@ -125,7 +125,7 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         return {**config, "order of sources": order_of_sources}
 
     def remedy_for_steps(self, num_steps: int) -> str:
-        """How a user gives epochs as many steps, in words."""
+        """The way to give epochs as many steps, in words."""
         return f"pass steps_per_epoch={num_steps}"
 
     @property
@@ -224,7 +224,7 @@ class IterableLoader(StreamLoader):
         return self.iterable
 
     def remedy_for_steps(self, num_steps: int) -> str:
-        """How a user gives epochs as many steps, in words."""
+        """The way to give epochs as many steps, in words."""
         return "let it give as many batches"
 
     def __getattr__(self, name: str) -> Any:

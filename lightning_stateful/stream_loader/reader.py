@@ -144,14 +144,7 @@ class StreamReader(ABC):
         return self
 
     def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
-        """Serve a trainer.
-
-        Args:
-            label: Tells the loaders of a trainer apart, the same on all ranks.
-            limit: Steps after which epochs end at the latest.
-            lag: So many steps ago may be asked for.
-            repeats: Begin every epoch as the first: to overfit on its batches.
-        """
+        """Serve a trainer; see :meth:`~lightning_stateful.samplers.tracker.TrackedLoader.prepare`."""
         self._label, self.recent.lag = label, lag
         if limit is not None:
             self._limit = min(limit, self._limit)

@@ -42,9 +42,7 @@ class BatchContent:
             if isinstance(loader, StatefulLoader) and not isinstance(loader.order, WrappedSampler)
         }
         # Of the datasets as they were built.
-        self._settings = {
-            path: HeldState(loader.dataset, containers=False).settings() for path, loader in self._loaders.items()
-        }
+        self._settings = {path: _settings_of(loader) for path, loader in self._loaders.items()}
         self.latest: dict[str, dict[str, Any]] = {}
 
     def note(self, path: str, plan: EpochPlan, step: int, batch: Any, at: tuple[int, int]) -> None:
@@ -70,7 +68,7 @@ class BatchContent:
         self.latest[path] = {
             "batch": list(at),
             "progress": plan.progress_after(step).to_dict(),
-            "read_by": [loader.batch_size, loader.seed if loader.seed_samples else None],
+            "read_by": _read_by(loader),
             "ranks": topology.num_replicas,
             "rank": topology.rank,
             "settings": self._changed_settings(path),
@@ -111,8 +109,7 @@ class BatchContent:
         loader, (epoch, number) = self._loaders[path], saved["batch"]
         name = f"Batch {number} of epoch {epoch}"
         with epoch_set_to(trainer, epoch):
-            read_by = [loader.batch_size, loader.seed if loader.seed_samples else None]
-            if saved["read_by"] != read_by or saved["settings"] != self._changed_settings(path):
+            if saved["read_by"] != _read_by(loader) or saved["settings"] != self._changed_settings(path):
                 # Other batches, or other draws; or the dataset changes itself, or is told the epoch.
                 return []
             try:
@@ -136,6 +133,10 @@ class BatchContent:
 
 def _shown(content: Mapping[str, Any]) -> str:
     return " ".join(map(str, (content["digest"], *content["means"][:2])))
+
+
+def _read_by(loader: StatefulLoader) -> list[Any]:
+    return [loader.batch_size, loader.seed if loader.seed_samples else None]
 
 
 def _settings_of(loader: StatefulLoader) -> str:

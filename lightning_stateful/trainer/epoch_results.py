@@ -61,7 +61,7 @@ class EpochResults:
         self._at_validation = self._now(trainer, _MOST_SAVED)
 
     def state(self, trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
-        """What the ranks have summed up in the running epoch, as plain data; empty between epochs.
+        """The sums of all ranks in the running epoch, as plain data; empty between epochs.
 
         Rank 0 waits a while for what others show it; no process waits for it.
         """

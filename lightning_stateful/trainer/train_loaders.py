@@ -440,7 +440,7 @@ def length_of(loader: AnyLoader) -> int:
 
 
 def dealt_otherwise(given: Any, loader: AnyLoader) -> str:
-    """How an order is not that of torch and Lightning, in words; empty where it is, or where an order was given."""
+    """The difference of an order from torch's, in words; empty for none, or where an order was given."""
     if isinstance(given, TrackedLoader) or not isinstance(loader, StatefulLoader) or not loader.description.is_plain:
         return ""
     if loader.topology.num_replicas == 1:

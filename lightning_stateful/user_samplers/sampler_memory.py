@@ -123,16 +123,18 @@ class SamplerMemory:
     def note_last(self, order: WrappedSampler, latest: SamplerPass) -> None:
         """The last item that an epoch serves was drawn: what the sampler holds now, only its end and others change."""
         if self._latest is latest:
-            self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=latest.label[0])
-            self.has_changed = self.has_changed or self._ended_with != self._began_with
+            self._note_ending(order, latest)
 
     def note_end(self, order: WrappedSampler, ended: SamplerPass) -> None:
         """A pass has come to the sampler's end."""
         if self._latest is ended:
             self._told.note_iterated(SamplerParts(order.sampler, order.dataset).samplers)
             self._close()
-            self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=ended.label[0])
-            self.has_changed = self.has_changed or self._ended_with != self._began_with
+            self._note_ending(order, ended)
+
+    def _note_ending(self, order: WrappedSampler, ended: SamplerPass) -> None:
+        self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=ended.label[0])
+        self.has_changed = self.has_changed or self._ended_with != self._began_with
 
     def tell_epoch(self, sampler: Any, dataset: Any, epoch: int) -> None:
         """Call ``set_epoch`` of a sampler and of those in it, but of one that somebody else has told another epoch."""

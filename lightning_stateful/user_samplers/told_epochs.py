@@ -39,7 +39,7 @@ class ToldEpochs:
         self._epoch, self._held = epoch, [_held_by(holder) for holder in holders]
 
     def note_iterated(self, holders: Sequence[Any]) -> None:
-        """What objects hold after their own iteration was told by nobody else: lhotse's go on to the next epoch."""
+        """Take what objects hold after their own iteration as told by nobody else: lhotse's go on to the next epoch."""
         held = enumerate(map(_held_by, holders))
         self._held = [self._held[place] if place in self.others else now for place, now in held]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stateful.samplers.generator_states import HeldState, state_for
+from lightning_stateful.samplers.generator_states import GeneratorState, state_for
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import state_of_generator
 
@@ -104,7 +104,7 @@ def test_a_state_set_in_memory_is_the_one_that_its_functions_set(make: Any) -> N
     for generator in (one, other):
         draw(generator)
     state_for(one, 7).seed(2**64 - 3)
-    HeldState(other, 7).seed(2**64 - 3)
+    GeneratorState(other, 7).seed(2**64 - 3)
 
     assert state_of_generator(one) == state_of_generator(other)
     assert [draw(one) for _ in range(300)] == [draw(other) for _ in range(300)]
