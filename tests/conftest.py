@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from support.quick import shorten_waits
 
 # One thread a process: the tests run side by side, and sums come out in one order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +29,12 @@ settings.load_profile("quick")
 def pytest_configure(config: pytest.Config) -> None:
     """Leave files in the order below: xdist would begin with those that have most tests."""
     config.option.loadscopereorder = False
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported out of all collections of garbage, which take a quarter of a second with it."""
+    gc.collect()
+    gc.freeze()
 
 
 # Files that take longest, first of all: two processes share the files, and so end together.
@@ -65,6 +73,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((turn for turn, name in enumerate(names) if str(item.path).endswith(name)), len(names))
 
     items.sort(key=turn)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_waits() -> None:
+    """Whatever the file imports waits no longer than it must."""
+    shorten_waits()
 
 
 @pytest.fixture(autouse=True)

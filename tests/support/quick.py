@@ -1,0 +1,23 @@
+"""Shortens what other packages wait for, or read again and again; nothing that a test looks at depends on it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+
+def shorten_waits() -> None:
+    """Shorten the waits of those packages that this process has imported.
+
+    torch waits 5 seconds for each worker of an iterator that the garbage collector finds in a cycle, such as that of an
+    error's traceback: the worker is never told to end. torchdata's threads ask ten times a second whether to end.
+    Lightning looks through all installed packages for each Trainer.
+    """
+    if "torch.utils.data" in sys.modules:
+        sys.modules["torch.utils.data._utils"].MP_STATUS_CHECK_INTERVAL = 0.5  # type: ignore[attr-defined]
+    for name in ("map", "snapshot_store", "_apply_udf", "_populate_queue"):
+        if f"torchdata.nodes.{name}" in sys.modules:
+            sys.modules[f"torchdata.nodes.{name}"].QUEUE_TIMEOUT = 0.01  # type: ignore[attr-defined]
+    registry = sys.modules.get("lightning.fabric.utilities.registry")
+    if registry is not None and not hasattr(registry.entry_points, "cache_info"):
+        registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined]
