@@ -41,19 +41,19 @@ def test_the_mixture_of_corpora_follows_its_schedule_and_goes_on_after_a_stop(ru
 
 
 def test_a_transformer_on_text_in_buckets_wastes_little_and_goes_on_after_a_stop(run_example: Any) -> None:
-    lines = run_example("bucket_text.py", "--max-tokens 1024 --steps 20 --stop 9")
+    lines = run_example("bucket_text.py", "--max-tokens 1024 --steps 10 --stop 6")
     shuffled, in_buckets = (float(line.split(": ")[1].split("%")[0]) for line in lines[1:3])
 
     assert shuffled > 50
     assert in_buckets < 5
-    assert lines[3] == f"stopped after step 9 {EXACT}"
+    assert lines[3] == f"stopped after step 6 {EXACT}"
 
 
 def test_a_sampler_of_ones_own_goes_on_under_fabric(run_example: Any) -> None:
-    lines = run_example("sampler_with_fabric.py", "--epochs 2 --stop 70")
+    lines = run_example("sampler_with_fabric.py", "--epochs 1 --stop 30")
 
-    assert lines[0].startswith("loss after 100 steps: ")
-    assert lines[1] == f"stopped after step 70 {EXACT}"
+    assert lines[0].startswith("loss after 50 steps: ")
+    assert lines[1] == f"stopped after step 30 {EXACT}"
 
 
 def test_a_stream_of_text_shards_goes_on_after_a_stop_with_the_same_and_with_other_workers(run_example: Any) -> None:

@@ -171,14 +171,14 @@ class Mixes:
         return [sample[0] for sample in samples], self.generator.random()
 
 
-def test_a_collate_function_shares_its_generator_with_the_dataset_in_a_spawned_worker_too() -> None:
+def test_a_collate_function_shares_its_generator_with_the_dataset_in_a_worker_that_was_sent_both() -> None:
     def run(**options: Any) -> Any:
         compose = Compose([])
         return served(Augmented(compose), collate_fn=Mixes(compose.random_generator), **options)
 
     whole = run()
     assert len({batch[1] for epoch in whole for batch in epoch}) == 2 * LENGTH // SIZE
-    assert run(num_workers=1, persistent_workers=True, multiprocessing_context="spawn") == whole
+    assert run(num_workers=1, persistent_workers=True, multiprocessing_context="forkserver") == whole
 
 
 class OrderedLate(Dataset[tuple[int, float]]):

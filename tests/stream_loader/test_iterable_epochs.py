@@ -13,10 +13,15 @@ from support.iterable_cases import (
     Counts,
     CountsAtEnd,
     CountsWithState,
+    EndlessTokens,
+    Ends,
+    GoesOn,
     Itself,
     Numbers,
+    Sized,
     Told,
     ToldWithState,
+    Two,
 )
 from support.stream_cases import InThisProcess, chunks, plain, read_numbers, stream_loader
 from torch.utils.data import DataLoader
@@ -31,8 +36,16 @@ WORKERS: dict[str, dict[str, Any]] = {
     "fresh workers": {"num_workers": 2, "multiprocessing_context": "fork"},
     "persistent workers": {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
 }
+# In workers, others keep as much from pass to pass; without any, all kinds are quick.
+SLOW = (Numbers, Two, GoesOn, Ends, Told, Itself, CountsWithState, EndlessTokens, Sized)
 CASES = [
-    pytest.param(kind, workers, limit, id=f"{kind.__name__}-{workers}-{limit}")
+    pytest.param(
+        kind,
+        workers,
+        limit,
+        id=f"{kind.__name__}-{workers}-{limit}",
+        marks=pytest.mark.slow if kind in SLOW and workers != "no workers" else (),
+    )
     for kind in KINDS
     for workers in WORKERS
     for limit in (None, 3)
@@ -127,7 +140,12 @@ def zipped(loader: Any) -> Any:
 @pytest.mark.parametrize("kind", [Counts, CountsAtEnd, CountsWithState])
 @pytest.mark.parametrize(
     ("workers", "both"),
-    [("no workers", nested), ("no workers", zipped), ("fresh workers", zipped), ("persistent workers", nested)],
+    [
+        ("no workers", nested),
+        ("no workers", zipped),
+        pytest.param("fresh workers", zipped, marks=pytest.mark.slow),
+        ("persistent workers", nested),
+    ],
 )
 def test_two_iterations_at_once_go_on_as_in_torch_with_a_warning(kind: Any, workers: str, both: Any) -> None:
     expected, loader = both(user_loader(kind, workers)), patch_dataloader(user_loader(kind, workers))

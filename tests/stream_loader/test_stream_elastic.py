@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import pytest
 from support import hf_streams
+from support.quick import thinned
 from support.stream_cases import (
     END,
     OTHER_SIZES,
@@ -107,12 +108,12 @@ def test_every_sample_comes_once_from_every_moment_on_any_workers() -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_kind_of_stream_is_complete_on_other_workers(name: str) -> None:
-    assert_complete(WHOLE[name], [(0, 3), (4, 1), (7, 9)], stride=6)
+    assert_complete(WHOLE[name], [(0, 3), (4, 1), (7, 9)], stride=9)
 
 
 @pytest.mark.parametrize("name", ["batched map", "concatenated", "shuffle buffer"])
 def test_streams_of_hugging_faces_are_complete_on_other_workers(hugging_face: dict[str, Make], name: str) -> None:
-    assert_complete(hugging_face[name], [(0, 3), (9, 1)], stride=5)
+    assert_complete(hugging_face[name], [(0, 3), (9, 1)], stride=9)
 
 
 CHANGING: dict[str, tuple[Make, int]] = {
@@ -126,7 +127,9 @@ CHANGING: dict[str, tuple[Make, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize(
+    "name", thinned(CHANGING, ["one block", "one by one", "tokens", "mixed by batch", "mixed by sample"])
+)
 def test_workers_may_change_any_number_of_times_over_many_passes(name: str) -> None:
     draws, (make, missed) = random.Random(len(name)), CHANGING[name]
     served, state, passes = Counter[int](), None, 1

@@ -66,7 +66,7 @@ def test_workers_go_on_exactly(dataset: Any, options: dict[str, Any]) -> None:
     assert_goes_on(make, [4, 0, 5], total=15)
 
 
-def test_workers_that_are_spawned_read_what_those_that_are_forked_do() -> None:
+def test_workers_that_are_sent_a_stream_read_what_those_that_are_forked_do() -> None:
     def make(context: str, num_workers: int = 1) -> Any:
         options = {"multiprocessing_context": context, "persistent_workers": True, "num_workers": num_workers}
         dataset = chunks()
@@ -74,7 +74,7 @@ def test_workers_that_are_spawned_read_what_those_that_are_forked_do() -> None:
 
     items, states = observe(partial(make, "fork"), 16)
 
-    assert list(islice(steps(loaded(make("spawn"), states[5])), 11)) == items[5:]
+    assert list(islice(steps(loaded(make("forkserver"), states[5])), 11)) == items[5:]
 
 
 def test_persistent_workers_live_on_and_end_with_their_loader() -> None:

@@ -37,7 +37,7 @@ def opened(config: StreamConfig) -> int:
     return int(config.sources[ALONE].shards.asked["opened"])  # type: ignore[attr-defined]  # numbered shards
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("sizes", [[1000], [143] * 6 + [142], [10] * 100, SKEWED, [0, 87, 1, 0, 69, 0]])
 def test_an_epoch_has_as_many_steps_as_are_due(ranks: int, workers: int, sizes: list[int]) -> None:
@@ -61,7 +61,7 @@ def test_empty_shards_make_no_epoch_shorter_or_longer(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (3, 2), (5, 1)])
+@pytest.mark.parametrize(("ranks", "workers"), [(3, 2), (5, 1)])
 @pytest.mark.parametrize("sizes", [[50, 3, 3, 3, 41], [37]])
 def test_no_sample_is_lost_over_ten_epochs(sizes: list[int], ranks: int, workers: int, drop_last: bool) -> None:
     config = stream(sizes, drop_last=drop_last, batch_size=4)

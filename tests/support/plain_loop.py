@@ -81,8 +81,7 @@ def main(folder: Path, hold: int) -> None:
         folder: Where ledgers and checkpoints are written.
         hold: Step that is begun and never ended; 0 for none.
     """
-    is_alone = not dist.is_initialized()
-    if is_alone:
+    if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(1)
@@ -117,15 +116,16 @@ def main(folder: Path, hold: int) -> None:
     if rank == 0:
         weights = {name: value.tolist() for name, value in net.state_dict().items()}
         (folder / "weights.json").write_text(json.dumps(weights))
-    if is_alone:
-        # Under load gloo may wait for ever for a rank that has left already.
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def bare_loop(folder: Path) -> None:
     """Train to the end."""
     main(folder, 0)
+
+
+def killed_loop(folder: Path) -> None:
+    """Go on with the run that was killed, to the end."""
+    main(folder.with_name("killed"), 0)
 
 
 def held_loop(folder: Path) -> None:

@@ -1,9 +1,13 @@
-"""Shortens what other packages wait for, or read again and again; nothing that a test looks at depends on it."""
+"""Shortens what other packages wait for, or read again and again, and lists of cases."""
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 
 def shorten_waits() -> None:
@@ -21,3 +25,10 @@ def shorten_waits() -> None:
     registry = sys.modules.get("lightning.fabric.utilities.registry")
     if registry is not None and not hasattr(registry.entry_points, "cache_info"):
         registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined]
+
+
+def thinned(names: Iterable[str], slow: Iterable[str]) -> list[Any]:
+    """Cases by name for a parametrisation; those in ``slow`` run in ``make test-all`` only."""
+    names, slow = list(names), set(slow)
+    assert slow <= set(names), slow - set(names)
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]

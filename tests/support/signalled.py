@@ -27,7 +27,8 @@ class SignalledInStep(LedgerModel):
             def step(self, closure: Any = None) -> Any:
                 loss = super().step(closure)
                 if model.global_step == model.at:
-                    os.kill(os.getpid(), model.signum)
+                    # In this thread, at once: ``os.kill`` may choose another, which is late under load.
+                    signal.raise_signal(model.signum)
                 return loss
 
         optimizer = Signalled(self.parameters(), lr=self.lr)

@@ -23,6 +23,7 @@ from support.ddp_runs import (
     steps_of,
 )
 from support.ledger import batches, trained
+from support.quick import thinned
 from support.ranks import Ranks
 from support.texts import MODULES, VAL_FIRST, Texts, fits, length_of, padding_of
 
@@ -64,7 +65,7 @@ def uninterrupted(ranks: dict[int, Ranks], number: int, name: str) -> Runs:
 
 
 @pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, ["batch size"]))
 def test_all_ranks_take_the_same_steps_and_every_sample_comes_once(
     ranks: dict[int, Ranks], name: str, number: int
 ) -> None:
@@ -97,7 +98,7 @@ def test_all_ranks_of_a_step_serve_the_same_bucket_save_where_one_ends(ranks: di
 
 
 @pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, ["batch size"]))
 def test_evaluation_gives_every_sample_once_over_the_ranks(ranks: dict[int, Ranks], name: str, number: int) -> None:
     runs = uninterrupted(ranks, number, name)
     for epoch in range(2):
@@ -105,7 +106,7 @@ def test_evaluation_gives_every_sample_once_over_the_ranks(ranks: dict[int, Rank
         assert over_all(runs, epoch, "val") == list(range(VAL_FIRST, VAL_FIRST + NUM_VAL))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, ["batch size"]))
 def test_padding_is_logged_over_all_ranks(ranks: dict[int, Ranks], name: str) -> None:
     runs = uninterrupted(ranks, 3, name)
     steps = [*steps_of(runs, 0), *steps_of(runs, 1)]
@@ -117,8 +118,7 @@ def few_samples(folder: Path, kind: str, length: int) -> dict[str, Any]:
     return plain(run(lambda: MODULES[kind](train=Texts(length), val=None)))
 
 
-@pytest.mark.parametrize("length", [2, 4])
-@pytest.mark.parametrize("kind", ["tokens", "batch size"])
+@pytest.mark.parametrize(("kind", "length"), [("tokens", 2), ("batch size", 4)])
 def test_hardly_any_samples_still_give_all_ranks_the_same_steps(
     ranks: dict[int, Ranks], kind: str, length: int
 ) -> None:
@@ -133,7 +133,7 @@ def test_hardly_any_samples_still_give_all_ranks_the_same_steps(
 # Stops
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, ["batch size"]))
 def test_a_chain_of_stops_gives_the_uninterrupted_run_on_every_rank(ranks: dict[int, Ranks], name: str) -> None:
     assert_chains(ranks[2].of(chain, name))
 
@@ -163,7 +163,7 @@ def to_the_end(folder: Path, name: str) -> list[Link]:
     return chain_of(partial(make, name), folder, [("on_train_batch_end", 0, 0)], ckpt_path=left)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, ["batch size"]))
 def test_an_epoch_is_handed_over_from_two_ranks_to_three_to_one_to_two(ranks: dict[int, Ranks], name: str) -> None:
     begun = ranks[2].of(handed_over, name)
     more = ranks[3].of(handed_over, name)

@@ -23,6 +23,7 @@ from support.ddp_runs import (
     run,
 )
 from support.ledger import ids_of, trained
+from support.quick import thinned
 from support.ranks import Ranks
 from support.runs import quiet_trainer, seeded, train
 from support.stream_runs import (
@@ -87,7 +88,7 @@ def chain(folder: Path, kind: str) -> list[Link]:
     return chain_of(partial(MODULES[kind], files(folder)), folder, STOPS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, ["chunks", "batched map", "cycle"]))
 def test_a_chain_of_stops_gives_the_uninterrupted_run_on_ranks_which_lose_nothing(ranks: Ranks, kind: str) -> None:
     runs = assert_chains(ranks.of(chain, kind))
     every = every_sample_of(kind)
@@ -147,7 +148,7 @@ def workers(folder: Path, kind: str) -> list[Link]:
     return chain_of(make, folder, [("on_train_batch_end", 0, 2)], callbacks=lambda: [Settle()])
 
 
-@pytest.mark.parametrize("kind", ["json", "own with a state"])
+@pytest.mark.parametrize("kind", thinned(["json", "own with a state"], ["json"]))
 def test_workers_go_on_exactly_on_every_rank(ranks: Ranks, kind: str) -> None:
     assert_chains(ranks.of(workers, kind))
 
@@ -187,7 +188,8 @@ def schedule(folder: Path, name: str) -> list[Link]:
     return chain_of(partial(make, folder), folder, STOPS, **options)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+# Those of one process, in test_stream_moments, stop in the others too.
+@pytest.mark.parametrize("name", thinned(SCHEDULES, ["loaders made anew", "long accumulation", "long epochs"]))
 def test_a_run_of_any_schedule_goes_on_exactly_on_every_rank_and_loses_nothing(ranks: Ranks, name: str) -> None:
     runs = assert_chains(ranks.of(schedule, name))
     if name not in BESIDE_CHUNKS:

@@ -1,4 +1,7 @@
-"""Loaders, data modules and trainers can be pickled with all they hold: workers and ranks may be spawned."""
+"""Loaders, data modules and trainers can be pickled with all they hold: workers and ranks may be spawned.
+
+Those of multiprocessing's server are sent what spawned ones are sent, and begin within a moment.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from support.ledger import LedgerModel, Numbers, samples
 from support.runs import numbers_module, quiet_trainer, seeded, stopped, train, train_alone
 from support.stream_runs import chunks
@@ -78,7 +82,7 @@ def test_a_trainer_can_be_pickled_at_any_moment_of_a_resumed_run(
 
 
 def test_ranks_that_are_spawned_train_on_all_samples(tmp_path: Path) -> None:
-    trainer = quiet_trainer(Writes(tmp_path), strategy="ddp_spawn", devices=2)
+    trainer = quiet_trainer(Writes(tmp_path), strategy=DDPStrategy(start_method="forkserver"), devices=2)
     trainer.fit(seeded(LedgerModel), datamodule=numbers_module())
     found = [torch.load(path, weights_only=True) for path in sorted(tmp_path.iterdir())]
     assert len(found) == 2

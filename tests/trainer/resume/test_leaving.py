@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledger import Numbers, trained
-from support.runs import SaveAt, stopped, train, train_alone
+from support.ledger import LedgerModel, Numbers, trained
+from support.ranks import start
+from support.runs import SaveAt, quiet_trainer, stopped, train, train_alone
 from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.errors import StatefulWarning
-
-# A process that has no toolkit; each checkpoint's name says what data it was made with.
-PLAIN = """
-import sys, warnings
-from pathlib import Path
-sys.modules["lightning_stateful"] = None
-warnings.simplefilter("ignore")
-import lightning.pytorch as pl, torch
-from torch.utils.data import DataLoader, IterableDataset
-from support.ledger import LedgerModel, Numbers
-
-class Rows(IterableDataset):
-    def __iter__(self):
-        return map(Numbers(8).__getitem__, range(8))
-
-MAKE = {
-    "one": lambda: DataLoader(Numbers(8), batch_size=2),
-    "stream": lambda: DataLoader(Rows(), batch_size=2),
-    "two": lambda: {"a": DataLoader(Numbers(8), batch_size=2), "b": DataLoader(Numbers(6), batch_size=2)},
-}
-for path in sorted(Path(sys.argv[1]).iterdir()):
-    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, enable_model_summary=False)
-    trainer.fit(LedgerModel(), MAKE[path.name.split("-")[0]](), ckpt_path=path)
-    print(path.stem, trainer.current_epoch)
-"""
 
 
 class Rows(IterableDataset[Any]):
@@ -63,14 +37,24 @@ def test_a_plain_trainer_resumes_checkpoints_of_this_package_where_it_is_not_ins
         stopped(tmp_path / f"{name}-middle.ckpt", make, run=train_alone, batch=1)
     stopped(tmp_path / "one-end.ckpt", numbers, "on_train_epoch_end", run=train_alone)
 
-    told = subprocess.run(
-        [sys.executable, "-c", PLAIN, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""},
-    )
-    assert told.stdout.split("\n")[:-1] == ["one-end 2", "one-middle 2", "stream-middle 2", "two-middle 2"], told.stderr
+    log = tmp_path / "log.txt"
+    process = start(resume_without_the_toolkit, tmp_path, log=log)
+    process.join(120)
+    said = log.read_text().splitlines()
+    assert [line for line in said if line.startswith("epoch")] == [
+        "epoch 2: one-end", "epoch 2: one-middle", "epoch 2: stream-middle", "epoch 2: two-middle",
+    ], said  # fmt: skip
+
+
+def resume_without_the_toolkit(folder: Path) -> None:
+    """Resume checkpoints where nothing can import this package; their names say what data they were made with."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "lightning_stateful"]:
+        del sys.modules[name]
+    sys.modules["lightning_stateful"] = None  # type: ignore[assignment]  # so that an import of it fails
+    for path in sorted(folder.glob("*.ckpt")):
+        trainer = quiet_trainer(max_epochs=2)
+        trainer.fit(LedgerModel(), MAKE[path.name.split("-")[0]](), ckpt_path=path)
+        print(f"epoch {trainer.current_epoch}: {path.stem}", flush=True)
 
 
 # Moments of a run of 4 batches an epoch, with a validation after each, and the batches done by then.

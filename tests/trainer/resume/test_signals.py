@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ def interrupt() -> None:
 
 
 def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
 
 
 class Crashes(LedgerModel):
@@ -127,7 +126,7 @@ class SignalledInValidation(LedgerModel):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().validation_step(batch, batch_idx)
         if (self.current_epoch, batch_idx) == (1, 1):
-            os.kill(os.getpid(), signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("averaging", ["none", "WeightAveraging"])
@@ -151,7 +150,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_batch() -> None:
     class Stuck(LedgerModel):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             for _ in range(3):
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
                 self.ledger.append("interrupted")
             return super().training_step(batch, batch_idx)
 
