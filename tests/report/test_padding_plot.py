@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.bucket_cases import in_budget
+from support.quick import thinned
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.report.padding_plot import plot_padding
@@ -33,9 +34,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("lengths", "options"), CASES.values(), ids=CASES)
-def test_a_picture_is_written(tmp_path: Path, lengths: Any, options: dict[str, Any]) -> None:
-    path = tmp_path / "padding.png"
+@pytest.mark.parametrize("name", thinned(CASES, ["too long dropped", "one sample"]))
+def test_a_picture_is_written(tmp_path: Path, name: str) -> None:
+    (lengths, options), path = CASES[name], tmp_path / "padding.png"
     plot_padding(BucketBatchSampler(lengths, **in_budget(options)), path, num_replicas=2)
     width, height = size_of(path)
 
@@ -45,10 +46,8 @@ def test_a_picture_is_written(tmp_path: Path, lengths: Any, options: dict[str, A
 
 
 def test_the_ending_chooses_the_format(tmp_path: Path) -> None:
-    for ending, begins in (("svg", b"<?xml"), ("pdf", b"%PDF")):
-        path = tmp_path / f"padding.{ending}"
-        plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), str(path))
-        assert path.read_bytes().startswith(begins)
+    plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), str(tmp_path / "padding.pdf"))
+    assert (tmp_path / "padding.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_it_says_how_much_padding_there_is_before_and_after(tmp_path: Path) -> None:
@@ -58,33 +57,30 @@ def test_it_says_how_much_padding_there_is_before_and_after(tmp_path: Path) -> N
         plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000, num_buckets=12), tmp_path / "padding.svg")
     text = (tmp_path / "padding.svg").read_text()
 
+    assert text.startswith("<?xml")
     for said in ("600 samples, 12 buckets", "before: shuffled", "after: 12 buckets", "% padding", "tokens in a batch"):
         assert said in text
 
 
-def test_no_figure_is_left_open(tmp_path: Path) -> None:
-    from matplotlib import pyplot
-
-    before = pyplot.get_fignums()
-    plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.png")
-    with pytest.raises(ConfigurationError):
-        plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.what")
-
-    assert pyplot.get_fignums() == before
-
-
-def test_the_backend_of_a_notebook_stays(tmp_path: Path) -> None:
+def test_the_backend_of_a_notebook_stays_and_no_figure_is_left_open(tmp_path: Path) -> None:
     import matplotlib as mpl
+    from matplotlib import pyplot
 
     before = mpl.get_backend()
     mpl.use("svg")
+    open_before = pyplot.get_fignums()
     try:
         plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.png")
         assert mpl.get_backend() == "svg"
     finally:
         mpl.use(before)
+    assert pyplot.get_fignums() == open_before
 
 
 def test_a_format_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    from matplotlib import pyplot
+
+    before = pyplot.get_fignums()
     with pytest.raises(ConfigurationError, match=r"padding\.what' cannot be drawn: .*not supported"):
         plot_padding(BucketBatchSampler(LENGTHS, max_tokens=1000), tmp_path / "padding.what")
+    assert pyplot.get_fignums() == before

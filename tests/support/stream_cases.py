@@ -261,9 +261,9 @@ def observe(make: Make, total: int) -> tuple[list[Any], list[Any]]:
     return items, states
 
 
-def assert_goes_on(make: Make, legs: Sequence[int], total: int = 30) -> None:
+def assert_goes_on(make: Make, legs: Sequence[int], total: int = 30, observed: Any = None) -> None:
     """A run that is stopped after each of ``legs`` is given what it is without a stop, and stands where that does."""
-    items, states = observe(make, total)
+    items, states = observe(make, total) if observed is None else observed
     assert any(item != END for item in items)
     at, state = 0, None
     for leg in (*legs, total):

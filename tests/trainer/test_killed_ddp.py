@@ -34,7 +34,7 @@ from lightning_stateful import (
     StreamDataModule,
 )
 
-NUM_EPOCHS, NUM_STEPS = 2, 10
+NUM_EPOCHS, NUM_STEPS = 2, 7
 KINDS = 18
 
 

@@ -148,6 +148,8 @@ def test_a_run_saved_in_any_hook_goes_on_exactly(tmp_path: Path, name: str) -> N
         assert sorted(map(len, batches(whole.ledger, 0))) == SIZES[name]
     if name == "endless, accumulating":
         assert whole.global_step == 4
+    if name.startswith("workers"):
+        assert whole.ledger == train_with(LOADERS[name.removeprefix("workers, ")], max_epochs=2).ledger
 
 
 def test_a_run_saved_at_the_last_batch_of_an_epoch_of_unknown_length_begins_the_next_one(tmp_path: Path) -> None:
@@ -185,11 +187,6 @@ def test_loaders_side_by_side_each_serve_what_they_serve_alone() -> None:
         for epoch in range(2):
             served, expected = (parts(run.ledger, name, epoch) for run in (together, alone))
             assert served == expected + [None] * (len(served) - len(expected))
-
-
-@pytest.mark.parametrize("name", ["batches without len", "own state"])
-def test_workers_serve_what_the_main_process_does(name: str) -> None:
-    assert train_with(partial(with_workers, name)).ledger == train_with(LOADERS[name]).ledger
 
 
 def test_workers_that_live_on_begin_every_epoch_of_a_sampler_without_len() -> None:
