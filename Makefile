@@ -4,6 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # Each test process gets one thread; two processes share the work.
 export OMP_NUM_THREADS ?= 1
+# pytest keeps the test files as it has rewritten them, whatever is set here; each process needs all of them.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What depends most on the versions of Lightning, Hugging Face's datasets and NumPy, in a virtual environment of its own.
 OLDEST := .venv-oldest/.installed

@@ -15,7 +15,7 @@ def shorten_waits() -> None:
 
     torch waits 5 seconds for each worker of an iterator that the garbage collector finds in a cycle, such as that of an
     error's traceback: the worker is never told to end. torchdata's threads ask ten times a second whether to end.
-    Lightning looks through all installed packages for each Trainer, and moves all that it knows of a logged value to its
+    Lightning looks through all installed packages for each Trainer, and moves all that it knows of a logged value to a
     device whenever that is logged, which takes a fifth of the time of a small run. Here there is one device.
     """
     if "torch.utils.data" in sys.modules:
