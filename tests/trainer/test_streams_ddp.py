@@ -52,10 +52,10 @@ from lightning_stateful.errors import StatefulWarning, StateMismatchError
 STOPS = [("on_before_backward", 0, 2), ("on_train_batch_end", 1, 0)]
 # The kinds that differ most; the others are read in one process by many tests.
 KINDS = ("chunks", "json", "batched map", "tokens", "mixed by sample", "cycle", "own with a state", "own")
-MIXED = ("in turn", "mixed by sample", "cycle")
+MIXED = ("mixed by sample", "cycle")
 # After so many steps each number of ranks leaves the rest to the next; one rank has workers.
 HANDED_OVER = {number: {"max_steps": steps, "max_epochs": -1} for number, steps in ((2, 2), (1, 4), (3, 5))}
-HANDED = ("chunks", "filter", "batched map", "tokens", "in turn", "mixed by sample")
+HANDED = ("chunks", "batched map", "tokens", "mixed by sample")
 CALLBACK = {"callbacks": lambda: [StatefulDataCallback(seed=7)]}
 
 
@@ -77,8 +77,7 @@ def files(folder: Path) -> Path:
 
 
 def every_sample_of(kind: str) -> list[int]:
-    every = [index for index in EVERY_SAMPLE if kind != "filter" or index % 5 != 1]
-    return [*every, *OF_OTHERS] if kind in MIXED else every
+    return [*EVERY_SAMPLE, *OF_OTHERS] if kind in MIXED else EVERY_SAMPLE
 
 
 # In step, and nothing lost
@@ -189,7 +188,9 @@ def schedule(folder: Path, name: str) -> list[Link]:
 
 
 # Those of one process, in test_stream_moments, stop in the others too.
-@pytest.mark.parametrize("name", thinned(SCHEDULES, ["loaders made anew", "long accumulation", "long epochs"]))
+@pytest.mark.parametrize(
+    "name", thinned(SCHEDULES, ["loaders made anew", "long accumulation", "long epochs", "short epochs"])
+)
 def test_a_run_of_any_schedule_goes_on_exactly_on_every_rank_and_loses_nothing(ranks: Ranks, name: str) -> None:
     runs = assert_chains(ranks.of(schedule, name))
     if name not in BESIDE_CHUNKS:
