@@ -178,6 +178,8 @@ def start(function: Callable[..., Any], *arguments: Any, log: Path, **environmen
 def _begin(function: Callable[..., Any], arguments: tuple[Any, ...], log: Path, environment: dict[str, str]) -> None:
     os.setsid()
     multiprocessing.set_start_method("fork", force=True)
+    # A shell has those that it starts in the background ignore Ctrl-C, and they all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     with log.open("a") as file:
