@@ -6,17 +6,17 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.rank_threads import Say, TurnsStore, check_run, in_threads, open_sync, small, walk, with_large
+from support.ranks import kill, start
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from lightning_stateful.errors import StreamError
@@ -211,49 +211,49 @@ class TestRestarts:
 
 
 @contextmanager
-def started(role: str, port: int) -> Iterator[subprocess.Popen[str]]:
-    """This file as a process, which does not outlive the test."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, role, str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def started(log: Path, role: str, port: int) -> Iterator[Any]:
+    """A rank in a process of its own, which does not outlive the test."""
+    process = start(read_to_step_3, role, port, log=log)
+    try:
+        yield process
+    finally:
+        kill([process])
 
 
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+def said(log: Path, number: int) -> str:
+    """A line that the other rank has printed, once it has."""
+    deadline = time.monotonic() + 60
+    while log.read_text().count("\n") <= number if log.exists() else True:
+        assert time.monotonic() < deadline, "the other rank says nothing"
+        time.sleep(0.01)
+    return log.read_text().splitlines()[number]
 
 
 class TestProcesses:
     """The other rank is a process that is killed at step 3."""
 
-    def test_a_rank_that_is_killed_is_named(self) -> None:
+    def test_a_rank_that_is_killed_is_named(self, tmp_path: Path) -> None:
         server = TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
-        with started("client", server.port) as other:
+        with started(tmp_path / "log", "client", server.port) as other:
 
             def each(step: int) -> None:
                 if step == 3:
-                    assert line_of(other) == "step 3"
-                    other.send_signal(signal.SIGKILL)
-                    other.wait()
+                    assert said(tmp_path / "log", 0) == "step 3"
+                    kill([other])
                     sync.timeout = 0.5
 
             sync = open_sync(server, 2, 0, timeout=60.0)
             with pytest.raises(StreamError, match=r"1 of 2 ranks have not published(.|\n)*rank 1: stood at"):
                 walk(sync, 10**6, each=each)
 
-    def test_a_server_that_is_killed_is_missed_at_once(self) -> None:
-        with started("server", 0) as other:
-            store = TCPStore("127.0.0.1", int(line_of(other)), None, False, PATIENCE)
+    def test_a_server_that_is_killed_is_missed_at_once(self, tmp_path: Path) -> None:
+        with started(tmp_path / "log", "server", 0) as other:
+            store = TCPStore("127.0.0.1", int(said(tmp_path / "log", 0)), None, False, PATIENCE)
 
             def each(step: int) -> None:
                 if step == 3:
-                    assert line_of(other) == "step 3"
-                    other.send_signal(signal.SIGKILL)
-                    other.wait()
+                    assert said(tmp_path / "log", 1) == "step 3"
+                    kill([other])
 
             with pytest.raises(StreamError, match="does not answer"):
                 walk(open_sync(store, 2, 1, timeout=1000.0), 10**6, each=each)
@@ -271,7 +271,3 @@ def read_to_step_3(role: str, port: int) -> None:
             time.sleep(100)
 
     walk(open_sync(store, 2, int(role == "client"), timeout=60.0), 10**6, each=each)
-
-
-if __name__ == "__main__":
-    read_to_step_3(sys.argv[1], int(sys.argv[2]))

@@ -37,8 +37,10 @@ def opened(config: StreamConfig) -> int:
     return int(config.sources[ALONE].shards.asked["opened"])  # type: ignore[attr-defined]  # numbered shards
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow), 8])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "workers"),
+    [(1, 1), (8, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2), (3, 1), (3, 2), (8, 1)))],
+)
 @pytest.mark.parametrize("sizes", [[1000], [143] * 6 + [142], [10] * 100, SKEWED, [0, 87, 1, 0, 69, 0]])
 def test_an_epoch_has_as_many_steps_as_are_due(ranks: int, workers: int, sizes: list[int]) -> None:
     for knows_sizes in (False, True):

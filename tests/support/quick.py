@@ -20,6 +20,8 @@ def shorten_waits() -> None:
     """
     if "torch.utils.data" in sys.modules:
         sys.modules["torch.utils.data._utils"].MP_STATUS_CHECK_INTERVAL = 0.5  # type: ignore[attr-defined]
+        # So often, too, it looks whether workers that say nothing have died.
+        sys.modules["torch.utils.data.dataloader"]._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.5,)
     for name in ("map", "snapshot_store", "_apply_udf", "_populate_queue"):
         if f"torchdata.nodes.{name}" in sys.modules:
             sys.modules[f"torchdata.nodes.{name}"].QUEUE_TIMEOUT = 0.01  # type: ignore[attr-defined]
