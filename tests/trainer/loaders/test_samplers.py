@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support import samplers
 from support.ledger import Asks, Numbers, batches, parts, samples, trained
+from support.quick import thinned
 from support.runs import (
     assert_goes_on_from_every_moment,
     assert_same_end,
@@ -140,7 +141,11 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# What a loader with a state of its own, or one without an end and with a limit, goes through as well.
+SLOW = ("accumulating", "limited", "counting steps", "endless", "an epoch of two batches", "shuffled in place")
+
+
+@pytest.mark.parametrize("name", thinned(CASES, SLOW))
 def test_a_run_saved_in_any_hook_goes_on_exactly(tmp_path: Path, name: str) -> None:
     make, moments, options = CASES[name]
     whole = assert_goes_on_from_every_moment(tmp_path, make, moments, train_with, **options)
