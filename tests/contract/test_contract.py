@@ -161,6 +161,7 @@ STOPPED_EVERYWHERE = (
 # What others here stand for: the same sampler behind another face, or the same face over another sampler.
 SLOW = (
     "patched, random",
+    "patched, weighted",
     "patched, class balanced",
     "patched, unbatched",
     "patched, torchdata's loader",

@@ -188,8 +188,18 @@ def taken(loader: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", [Fails, FailsForGood])
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        *((Fails, workers) for workers in WORKERS),
+        (FailsForGood, "no workers"),
+        *(
+            pytest.param(FailsForGood, workers, marks=pytest.mark.slow)
+            for workers in WORKERS
+            if workers != "no workers"
+        ),
+    ],
+)
 def test_a_loop_that_catches_an_error_goes_on_behind_it_as_in_torch(kind: Any, workers: str) -> None:
     expected = taken(user_loader(kind, workers))
     assert True in expected

@@ -151,7 +151,8 @@ def sharded_other_batch_size(folder: Path) -> list[int]:
     return samples(first.ledger + rest.ledger, 0)
 
 
-@pytest.mark.parametrize("case", [sharded_stream, sharded_validation_due])
+# A validation that is due is made up for without FSDP2 in tests/trainer/resume/test_edges.py.
+@pytest.mark.parametrize("case", [sharded_stream, pytest.param(sharded_validation_due, marks=pytest.mark.slow)])
 def test_fsdp2_which_restores_late_goes_on_exactly(ranks: Ranks, case: Any) -> None:
     for parts in ranks.of(case):
         assert_chain(parts, served_again=0)

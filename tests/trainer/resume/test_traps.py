@@ -34,7 +34,7 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning
 WITHIN = [("on_train_batch_end", 1, 4)]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_1_loaders_with_workers_begin_at_the_right_epoch(tmp_path: Path, persistent: bool) -> None:
     def make() -> Any:
         return numbers_module(num_workers=1, persistent_workers=persistent)
