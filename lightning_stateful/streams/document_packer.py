@@ -1,0 +1,244 @@
+"""Packs the documents of a stream into sequences of one length: a torchdata node whose state holds no tokens."""
+
+from __future__ import annotations
+
+import base64
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple
+
+from numpy.typing import NDArray
+from torchdata.nodes import BaseNode
+
+from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
+from lightning_stateful.packing.documents import Document, DocumentReader
+from lightning_stateful.packing.open_sequences import OpenSequence, filler_of
+from lightning_stateful.packing.sequences import make_sequence
+from lightning_stateful.packing.settings import TOKENS, Packing
+from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
+from lightning_stateful.streams.transforms import Where, sample_in_words
+
+# Documents of the first block, and of a block at most; blocks have the tokens of some sequences.
+_FIRST_BLOCK, _MOST_DOCUMENTS = 16, 64
+_LEAST_SEQUENCES, _MOST_SEQUENCES = 4, 16
+
+
+class _Block(NamedTuple):
+    """The state before a block of documents was read.
+
+    Attributes:
+        number: The number of the block since the node was reset.
+        source: The state of the source.
+        size: Documents of the block; the last may have fewer.
+        rooms: Tokens that fit into each open sequence, the oldest first.
+        waited: Sequences finished since the oldest of these has been the oldest.
+        num_made: Sequences finished before it since the node was reset.
+        dropped: Documents left out before it.
+    """
+
+    number: int
+    source: NodeState
+    size: int
+    rooms: tuple[int, ...]
+    waited: int
+    num_made: int
+    dropped: int
+
+
+class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
+    """Packs documents into sequences of one length.
+
+    Documents are read in blocks. With ``how="split"`` they are joined and cut; with ``how="whole"`` each is put into
+    the open sequence with the least room that it fits in, and where it fits in none and as many are open as may be, the
+    fullest is closed. Where the source ends, the sequences that are still open are filled up with padding and given.
+
+    Args:
+        source: The documents, as :class:`~lightning_stateful.packing.DocumentReader` takes them.
+        packing: The settings.
+        where: Says where the samples come from, for errors.
+
+    State:
+        ``source``, its state before the block that has the first document of the oldest sequence not given yet;
+        ``size``, the documents of that block; ``rooms``, how many tokens had room in the sequences that were open
+        there, as text, and ``waited``, how many were finished since the oldest of them has been the oldest; ``served``,
+        how many sequences have been given since; ``dropped``, the documents left out before, because they are too long.
+        On a resume documents are read again from there on, and go where they went before, which follows from the rooms
+        alone: what sequences held then was given, and what they hold now is read.
+
+    Raises:
+        ConfigurationError: ``packing`` is none.
+        ShardError: A document is empty, has no integers, or other columns than those before.
+        StreamError: A document is too long.
+        PositionError: The source has other documents than before.
+    """
+
+    context: ClassVar[tuple[str, ...]] = ("where",)
+
+    def __init__(self, source: BaseNode[Any], packing: Packing, *, where: Where | None = None) -> None:
+        super().__init__()
+        if not isinstance(packing, Packing):
+            raise ConfigurationError(f"packing must be a Packing, got {packing!r}.")
+        self.source = source
+        self._packing, self._where = packing, where
+        self._documents = DocumentReader(packing)
+
+    def reset(self, initial_state: NodeState | None = None) -> None:
+        """Begin, or read the documents again that were held when a state was taken."""
+        super().reset(initial_state)
+        begun = initial_state or {
+            "source": None, "size": _FIRST_BLOCK, "rooms": "", "waited": 0, "served": 0, "dropped": 0,
+        }  # fmt: skip
+        reset_to(self.source, begun["source"])
+        rooms = _decoded(begun["rooms"], self._packing.sequence_length)
+        self._filler = filler_of(self._packing, rooms, begun["waited"])
+        # The states before those blocks whose documents are still held; and the number of the next block.
+        self._blocks: deque[_Block] = deque()
+        self._next_block, self._size, self._dropped = 0, begun["size"], begun["dropped"]
+        # Finished sequences of the latest block, how many of them have been given, and of each number of them the
+        # oldest block that the others need.
+        self._finished: list[OpenSequence] = []
+        self._at = 0
+        self._oldest = [0]
+        self._num_made = 0
+        self._is_over = False
+        left_out = self.skip(begun["served"])
+        if left_out < begun["served"] or (begun["served"] and self._oldest[self._at] < 0):
+            raise PositionError(
+                f"{begun['served']} sequences were given since a document that is read again, and now its stream gives "
+                f"{left_out}, or others. Read the same data with the same functions and the same packing, or resume "
+                "from another checkpoint."
+            )
+
+    def next_many(self, number: int) -> list[dict[str, NDArray[Any]]]:
+        """The next sequences, up to ``number``."""
+        sequences: list[dict[str, NDArray[Any]]] = []
+        while len(sequences) < number and (taken := self._take(number - len(sequences))):
+            sequences += [make_sequence(sequence.pieces, self._packing) for sequence in taken]
+        return sequences
+
+    def skip(self, number: int) -> int:
+        """Leave out sequences, up to ``number``; their documents are read."""
+        skipped = 0
+        while skipped < number and (taken := self._take(number - skipped)):
+            skipped += len(taken)
+        return skipped
+
+    def get_state(self) -> NodeState:
+        """The state before the oldest block that is needed, and what has been given since."""
+        number = self._oldest[self._at]
+        block = self._blocks[number - self._blocks[0].number] if number < self._next_block else self._next()
+        return {
+            "source": block.source,
+            "size": block.size,
+            "rooms": _encoded(block.rooms, self._packing.sequence_length),
+            "waited": block.waited,
+            "served": self._num_made - len(self._finished) + self._at - block.num_made,
+            "dropped": block.dropped,
+        }
+
+    def describe(self) -> list[Any]:
+        """Plain data to be compared."""
+        described = self._packing.config()
+        if self._packing.is_whole:
+            described["open_sequences"] = self._packing.open_sequences
+        return ["packed", described]
+
+    def _take(self, number: int) -> list[OpenSequence]:
+        """The next finished sequences, at least one and up to ``number``; none at the end only."""
+        while self._at == len(self._finished):
+            if self._is_over:
+                return []
+            self._read_block()
+        taken = self._finished[self._at : self._at + number]
+        self._at += len(taken)
+        return taken
+
+    def _next(self) -> _Block:
+        """The state before the next block."""
+        rooms = tuple(sequence.room for sequence in self._filler.open)
+        at = (self._next_block, state_of(self.source), self._size)
+        return _Block(*at, rooms, self._filler.waited, self._num_made, self._dropped)
+
+    def _read_block(self) -> None:
+        """Read a block, or finish what is open where there is none."""
+        while self._blocks and self._blocks[0].number < self._oldest[self._at]:
+            self._blocks.popleft()
+        block = self._next()
+        samples: list[Any] = next_many(self.source, self._size)
+        finished: list[OpenSequence] = []
+        if samples:
+            finished = self._fill(samples, block)
+            self._blocks.append(block)
+            self._next_block += 1
+        else:
+            self._is_over = True
+            finished = self._filler.take_all()
+        self._finished, self._at = finished, 0
+        self._num_made += len(finished)
+        oldest = min((sequence.block for sequence in self._filler.open), default=self._next_block)
+        blocks = (sequence.block for sequence in reversed(finished))
+        self._oldest = list(accumulate(blocks, min, initial=oldest))[::-1]
+
+    def _fill(self, samples: Sequence[Any], block: _Block) -> list[OpenSequence]:
+        """Put the documents of a block into sequences; returns those that are finished."""
+        finished: list[OpenSequence] = []
+        num_tokens, most = 0, self._packing.sequence_length if self._packing.is_whole else None
+        for number, sample in enumerate(samples):
+            try:
+                document = self._documents.read(sample, "a document")
+            except ConfigurationError:
+                raise self._error_of(sample, number, block) from None
+            size = len(document[TOKENS])
+            if most is not None and size > most:
+                if self._packing.too_long == "error":
+                    raise self._too_long(document, sample, number, block)
+                self._dropped += self._packing.too_long == "drop"
+            num_tokens += size
+            finished += self._filler.add(document, block.number)
+        if num_tokens > _MOST_SEQUENCES * self._packing.sequence_length:
+            self._size = max(self._size // 2, 1)
+        elif num_tokens < _LEAST_SEQUENCES * self._packing.sequence_length:
+            self._size = min(self._size * 2, _MOST_DOCUMENTS)
+        return finished
+
+    def _error_of(self, sample: Any, number: int, block: _Block) -> Exception:
+        """The error that a sample is no document, which says where it comes from."""
+        try:
+            self._documents.read(sample, self._said(sample, number, block))
+        except ConfigurationError as error:
+            return ShardError(str(error))
+        return ShardError(f"{self._said(sample, number, block)} could not be read as a document.")
+
+    def _too_long(self, document: Document, sample: Any, number: int, block: _Block) -> StreamError:
+        return StreamError(
+            f"{self._said(sample, number, block)} has {len(document[TOKENS])} tokens, and a sequence has "
+            f'{self._packing.sequence_length}. Pass a Packing with too_long="drop", "truncate" or "split", or a larger '
+            "sequence_length."
+        )
+
+    def _said(self, sample: Any, number: int, block: _Block) -> str:
+        """A sample in words, after reading its block again up to it."""
+        with suppress(Exception):
+            reset_to(self.source, block.source)
+            skip(self.source, number)
+            next_many(self.source, 1)
+        return sample_in_words(sample, self._where)
+
+
+def _encoded(rooms: Sequence[int], length: int) -> str:
+    """Rooms as text: the digits of one number, to the base of the length and one more, behind a first digit of 1."""
+    number = 1
+    for room in rooms:
+        number = number * (length + 1) + room
+    return base64.b64encode(number.to_bytes((number.bit_length() + 7) // 8, "big")).decode() if rooms else ""
+
+
+def _decoded(text: str, length: int) -> list[int]:
+    """The rooms that :func:`_encoded` wrote."""
+    number, rooms = int.from_bytes(base64.b64decode(text), "big") or 1, list[int]()
+    while number > 1:
+        number, room = divmod(number, length + 1)
+        rooms.append(room)
+    return rooms[::-1]
