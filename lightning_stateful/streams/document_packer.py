@@ -23,8 +23,8 @@ from lightning_stateful.streams.transforms import Where, sample_in_words
 # Documents of the first block, and of a block at most; blocks have the tokens of some sequences.
 _FIRST_BLOCK, _MOST_DOCUMENTS = 16, 64
 _LEAST_SEQUENCES, _MOST_SEQUENCES = 4, 16
-# Sequences that are made together take less time each.
-_MADE_AT_ONCE = 8
+# Short sequences take less time each where some are made together, in arrays that a processor's cache holds.
+_TOKENS_AT_ONCE = 8192
 
 
 class _Block(NamedTuple):
@@ -120,12 +120,11 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         """The next sequences, up to ``number``."""
         sequences: list[dict[str, NDArray[Any]]] = []
         while len(sequences) < number and self._has_next():
-            left = number - len(sequences)
-            if not self._at < self._first_made + len(self._made):
-                some = self._finished[self._at : self._at + max(left, _MADE_AT_ONCE)]
+            if self._at >= self._first_made + len(self._made):
+                some = self._finished[self._at : self._at + max(_TOKENS_AT_ONCE // self._packing.sequence_length, 1)]
                 self._made = make_sequences([sequence.pieces for sequence in some], self._packing)
                 self._first_made = self._at
-            taken = self._made[self._at - self._first_made :][:left]
+            taken = self._made[self._at - self._first_made :][: number - len(sequences)]
             self._at += len(taken)
             sequences += taken
         return sequences
