@@ -23,6 +23,8 @@ from lightning_stateful.streams.transforms import Where, sample_in_words
 # Documents of the first block, and of a block at most; blocks have the tokens of some sequences.
 _FIRST_BLOCK, _MOST_DOCUMENTS = 16, 64
 _LEAST_SEQUENCES, _MOST_SEQUENCES = 4, 16
+# Of a number of open sequences.
+_BITS_OF_NUMBER = 16
 # Short sequences take less time each where some are made together, in arrays that a processor's cache holds.
 _TOKENS_AT_ONCE = 8192
 
@@ -63,11 +65,11 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
 
     State:
         ``source``, its state before the block that has the first document of the oldest sequence not given yet;
-        ``size``, the documents of that block; ``rooms``, how many tokens had room in the sequences that were open
-        there, as text, and ``waited``, how many were finished since the oldest of them has been the oldest; ``served``,
-        how many sequences have been given since; ``dropped``, the documents left out before, because they are too long.
-        On a resume documents are read again from there on, and go where they went before, which follows from the rooms
-        alone: what sequences held then was given, and what they hold now is read.
+        ``size``, the documents of that block; ``open``, how many tokens had room in the sequences that were open there,
+        and how many were finished since the oldest of them was the oldest, as text; ``served``, how many sequences have
+        been given since; ``dropped``, the documents left out before, because they are too long. On a resume documents
+        are read again from there on, and go where they went before, which follows from ``open`` alone: what sequences
+        held there has been given, and what they hold now is read.
 
     Raises:
         ConfigurationError: ``packing`` is none.
@@ -90,11 +92,10 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         """Begin, or read the documents again that were held when a state was taken."""
         super().reset(initial_state)
         begun = initial_state or {
-            "source": None, "size": _FIRST_BLOCK, "rooms": "", "waited": 0, "served": 0, "dropped": 0,
+            "source": None, "size": _FIRST_BLOCK, "open": "", "served": 0, "dropped": 0,
         }  # fmt: skip
         reset_to(self.source, begun["source"])
-        rooms = _decoded(begun["rooms"], self._packing.sequence_length)
-        self._filler = filler_of(self._packing, rooms, begun["waited"])
+        self._filler = filler_of(self._packing, *_decoded(begun["open"], self._packing.sequence_length))
         # The states before those blocks whose documents are still held; and the number of the next block.
         self._blocks: deque[_Block] = deque()
         self._next_block, self._size, self._dropped = 0, begun["size"], begun["dropped"]
@@ -145,8 +146,7 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         return {
             "source": block.source,
             "size": block.size,
-            "rooms": _encoded(block.rooms, self._packing.sequence_length),
-            "waited": block.waited,
+            "open": _encoded(block.rooms, block.waited, self._packing.sequence_length),
             "served": self._num_made - len(self._finished) + self._at - block.num_made,
             "dropped": block.dropped,
         }
@@ -236,18 +236,25 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         return sample_in_words(sample, self._where)
 
 
-def _encoded(rooms: Sequence[int], length: int) -> str:
-    """Rooms as text: the digits of one number, to the base of the length and one more, behind a first digit of 1."""
-    number = 1
+def _encoded(rooms: Sequence[int], waited: int, length: int) -> str:
+    """The rooms of open sequences, and for how long the oldest has waited, as text: one number, to base 85."""
+    if not rooms:
+        return ""
+    number = waited + 1
     for room in rooms:
         number = number * (length + 1) + room
-    return base64.b64encode(number.to_bytes((number.bit_length() + 7) // 8, "big")).decode() if rooms else ""
+    number = number << _BITS_OF_NUMBER | len(rooms)
+    return base64.b85encode(number.to_bytes((number.bit_length() + 7) // 8, "big")).decode()
 
 
-def _decoded(text: str, length: int) -> list[int]:
-    """The rooms that :func:`_encoded` wrote."""
-    number, rooms = int.from_bytes(base64.b64decode(text), "big") or 1, list[int]()
-    while number > 1:
+def _decoded(text: str, length: int) -> tuple[list[int], int]:
+    """What :func:`_encoded` wrote."""
+    if not text:
+        return [], 0
+    number = int.from_bytes(base64.b85decode(text), "big")
+    number, count = number >> _BITS_OF_NUMBER, number & (1 << _BITS_OF_NUMBER) - 1
+    rooms = []
+    for _ in range(count):
         number, room = divmod(number, length + 1)
         rooms.append(room)
-    return rooms[::-1]
+    return rooms[::-1], number - 1
