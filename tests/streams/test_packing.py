@@ -23,7 +23,7 @@ from lightning_stateful.packing import Packing
 from lightning_stateful.streams import DocumentPacker
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import ShardReader
-from lightning_stateful.streams.source import Step
+from lightning_stateful.streams.source import Source, Step
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.transforms import FilterNode, MapNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
@@ -76,7 +76,7 @@ class TestInTorchdata:
         source = Mapper(IterableWrapper(texts), lambda text: {"input_ids": list(map(len, text.split()))})
         return Loader(Prefetcher(Batcher(DocumentPacker(source, packing), 2, drop_last=False), 2))
 
-    @pytest.mark.parametrize("packing", [Packing(16), Packing(32, how="whole", open_sequences=3)], ids=["split", "whole"])
+    @pytest.mark.parametrize("packing", [Packing(16), Packing(32, how="whole", open_sequences=3)], ids=repr)
     def test_it_packs_and_resumes(self, packing: Packing) -> None:
         whole = [[plain(sequence) for sequence in batch] for batch in self.graph(packing)]
         given = [[3, 5, 3] * (number % 7 + 1) for number in range(90)]
@@ -240,19 +240,20 @@ def test_dropped_documents_are_counted_once_on_any_ranks() -> None:
 
 @pytest.mark.parametrize("by", ["batch", "sample"])
 def test_shares_of_sequences_are_shares_of_tokens_each_of_one_source(by: Any) -> None:
-    steps = (Step(MapNode, {"function": as_document}), Step(DocumentPacker, {"packing": Packing(16)}))
-    sources = {
-        name: source([300] * 4, of={"label": name}, steps=(Step(MapNode, {"function": partial(labelled, sign)}), *steps[1:]))
-        for name, sign in (("one", 1), ("two", -1))
-    }
+    def one(name: str, sign: int) -> Source:
+        maps = Step(MapNode, {"function": partial(signed, sign)})
+        return source([300] * 4, of={"label": name}, steps=(maps, Step(DocumentPacker, {"packing": Packing(16)})))
+
+    sources = {"one": one("one", 1), "two": one("two", -1)}
     config = mixture(sources, by=by, weights={"one": 3, "two": 1}, batching={"batch_size": 4})
     batches = [batch for step in serve(StreamState.beginning(config, 0, 1, 1), 40)[0] for batch in step]
-    assert all((sequence["input_ids"] > 0).all() or (sequence["input_ids"] < 0).all() for s in batches for sequence in s)
-    tokens = np.concatenate([sequence["input_ids"] for batch in batches for sequence in batch])
+    found = [sequence["input_ids"] for batch in batches for sequence in batch]
+    assert all((tokens > 0).all() or (tokens < 0).all() for tokens in found)
+    tokens = np.concatenate(found)
     assert (tokens > 0).sum() == 3 * (tokens < 0).sum() == len(tokens) * 3 / 4
 
 
-def labelled(sign: int, sample: Any) -> Tokens:
+def signed(sign: int, sample: Any) -> Tokens:
     return [sign * (1 + token) for token in as_document(sample)]
 
 
