@@ -57,6 +57,29 @@ def test_it_resumes_at_every_sequence_of_what_plain_python_packs(seed: int) -> N
     assert assert_resumes(lambda: lists(given, packing)) == packed(given, packing)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_it_resumes_where_few_documents_fit_beside_those_that_wait(seed: int) -> None:
+    rng = random.Random(seed)
+    # Sequences are closed because they have waited, and of those that have as much room one is older.
+    given = [tokens_of(number, rng.choice([5, 9, 9, 9, 10, 10, 12])) for number in range(600)]
+    packing = Packing(16, how="whole", open_sequences=rng.choice([2, 5, 9]))
+    whole, node = packed(given, packing), started(lists(given, packing))
+    for at in range(0, 200, 4):
+        assert list(started(lists(given, packing), json.loads(json.dumps(node.state_dict())))) == whole[at:]
+        assert node.next_many(4) == whole[at : at + 4]
+
+
+def test_sequences_that_are_made_together_are_left_out_one_by_one() -> None:
+    given, packing = [tokens_of(number, 900) for number in range(200)], Packing(3000)
+    whole, node = packed(given, packing), started(packer(given, packing))
+    rng, at = random.Random(1), 0
+    while at < len(whole):
+        at += node.skip(rng.choice([0, 1, 3, 5]))
+        assert list(map(plain, found := node.next_many(2))) == whole[at : at + 2]
+        at += len(found)
+    assert at == len(whole)
+
+
 def test_the_order_is_always_this_one() -> None:
     # Of others, a state that was taken before would be worth nothing.
     sizes = [5, 6, 4, 3, 7, 1, 8, 4, 2, 5]
@@ -128,11 +151,16 @@ def test_long_documents_are_read_in_smaller_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [lambda given: given[:10], lambda given: []],
-    ids=["few", "none"],
+    ("how", "changed"),
+    [
+        ("split", lambda given: given[:10]),
+        ("split", lambda given: []),
+        ("whole", lambda given: given[:10]),
+        # None of them goes where something was held.
+        ("whole", lambda given: [[1] * 64] * 900),
+    ],
+    ids=["split, few", "split, none", "whole, few", "whole, others"],
 )
-@pytest.mark.parametrize("how", ["split", "whole"])
 def test_other_documents_than_before_are_refused(how: Any, changed: Any) -> None:
     given, packing = documents(random.Random(1), 900, 30), Packing(64, how=how)
     node = started(packer(given, packing))
