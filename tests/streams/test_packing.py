@@ -61,7 +61,7 @@ def test_it_resumes_at_every_sequence_of_what_plain_python_packs(seed: int) -> N
 def test_it_resumes_where_few_documents_fit_beside_those_that_wait(seed: int) -> None:
     rng = random.Random(seed)
     # Sequences are closed because they have waited, and of those that have as much room one is older.
-    given = [tokens_of(number, rng.choice([5, 9, 9, 9, 10, 10, 12])) for number in range(600)]
+    given = [tokens_of(number, rng.choice([3, 9, 10, 10, 11, 11, 12, 13])) for number in range(600)]
     packing = Packing(16, how="whole", open_sequences=rng.choice([2, 5, 9]))
     whole, node = packed(given, packing), started(lists(given, packing))
     for at in range(0, 200, 4):
