@@ -35,12 +35,13 @@ class DocumentReader:
 
     Args:
         packing: The settings.
+        named: Columns that a log line has named as left out: a set that several readers may share.
     """
 
-    def __init__(self, packing: Packing) -> None:
+    def __init__(self, packing: Packing, named: set[str] | None = None) -> None:
         self._packing = packing
         self._columns: tuple[str, ...] | None = None
-        self._left_out: set[str] = set()
+        self._left_out: set[str] = set() if named is None else named
 
     def read(self, sample: Any, name: str) -> Document:
         """The columns of a sample, each of as many elements, the separator's among them.
@@ -86,8 +87,8 @@ class DocumentReader:
         if left_out:
             self._left_out |= left_out
             _log.warning(
-                "Packing leaves out %s of the samples: columns need one number a token, and sequences have position_ids "
-                "and document_ids of their own.",
+                "Packing leaves out %s of the samples: columns need one number a token, and sequences have "
+                "position_ids and document_ids of their own.",
                 ", ".join(sorted(left_out)),
             )
 

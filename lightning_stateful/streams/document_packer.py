@@ -29,6 +29,10 @@ _BITS_OF_NUMBER = 16
 _TOKENS_AT_ONCE = 8192
 
 
+# Columns that are left out, which a process names once and not in every shard.
+_named: set[str] = set()
+
+
 class _Block(NamedTuple):
     """The state before a block of documents was read.
 
@@ -86,7 +90,7 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
             raise ConfigurationError(f"packing must be a Packing, got {packing!r}.")
         self.source = source
         self._packing, self._where = packing, where
-        self._documents = DocumentReader(packing)
+        self._documents = DocumentReader(packing, _named)
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or read the documents again that were held when a state was taken."""

@@ -75,7 +75,8 @@ def test_sequences_that_are_made_together_are_left_out_one_by_one() -> None:
     rng, at = random.Random(1), 0
     while at < len(whole):
         at += node.skip(rng.choice([0, 1, 3, 5]))
-        assert list(map(plain, found := node.next_many(2))) == whole[at : at + 2]
+        found = node.next_many(2)
+        assert list(map(plain, found)) == whole[at : at + 2]
         at += len(found)
     assert at == len(whole)
 
