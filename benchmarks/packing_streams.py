@@ -25,9 +25,9 @@ DOCUMENTS, OPEN, ROUNDS = 30_000, 64, 5
 LENGTHS = (512, 2_048, 8_192)
 HAS_GRAIN = importlib.util.find_spec("grain") is not None
 CLAIM = (
-    f"{DOCUMENTS:,} documents, whose lengths are those of real text (4 to 512 tokens) or log-normal (median 600 tokens). "
-    "The plain loops keep a list of tokens, extend it by each document and cut tensors off; the first has tokens alone, "
-    "the second positions too, as torchtitan's. Grain "
+    f"{DOCUMENTS:,} documents of the lengths of real text (4 to 512 tokens), or a third as many of log-normal lengths "
+    "(median 600 tokens). The plain loops keep a list of tokens, extend it by each document and cut tensors off; the "
+    "first has tokens alone, the second positions too, as torchtitan's. Grain "
     f"{version('grain') if HAS_GRAIN else '(not installed here)'} reads arrays, in this process. Sequences of the node "
     "have input_ids, labels, position_ids and document_ids. CPU times; with how='whole', 64 sequences are open."
 )
@@ -205,7 +205,9 @@ def main() -> None:
         kept += states(name, lists)
     of = {way: [row["node is faster, times"] for row in speeds if row["packed by"] == way] for way in WAYS}
     targets = [
-        target(f"node against the {way}, least of all, times", min(found), at_least=1.5) for way, found in of.items() if found
+        target(f"node against the {way}, least of all, times", min(found), at_least=1.5)
+        for way, found in of.items()
+        if found
     ]
     targets.append(target("state of a node, most, bytes", max(row["bytes, most"] for row in kept), at_most=300))
     report("packing_streams", CLAIM, {"Speed": speeds, "Padding, whole": paddings, "States and resumes": kept}, targets)

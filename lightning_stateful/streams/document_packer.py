@@ -20,9 +20,9 @@ from lightning_stateful.packing.settings import TOKENS, Packing
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
 from lightning_stateful.streams.transforms import Where, sample_in_words
 
-# Documents of the first block, and of a block at most; blocks have the tokens of some sequences.
-_FIRST_BLOCK, _MOST_DOCUMENTS = 16, 64
-_LEAST_SEQUENCES, _MOST_SEQUENCES = 4, 16
+# Documents of the first block, and of a block at most; the next has more where a block has few tokens, or less.
+_FIRST_BLOCK, _MOST_DOCUMENTS = 16, 128
+_FEW_TOKENS, _MANY_TOKENS = 2**13, 2**16
 # Of a number of open sequences.
 _BITS_OF_NUMBER = 16
 # Short sequences take less time each where some are made together, in arrays that a processor's cache holds.
@@ -198,11 +198,9 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         """Put the documents of a block into sequences; returns those that are finished."""
         finished: list[OpenSequence] = []
         num_tokens, most = 0, self._packing.sequence_length if self._packing.is_whole else None
+        documents = self._documents.read_lists(samples)
         for number, sample in enumerate(samples):
-            try:
-                document = self._documents.read(sample, "a document")
-            except ConfigurationError:
-                raise self._error_of(sample, number, block) from None
+            document = self._read(sample, number, block) if documents is None else documents[number]
             size = len(document[TOKENS])
             if most is not None and size > most:
                 if self._packing.too_long == "error":
@@ -210,11 +208,18 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
                 self._dropped += self._packing.too_long == "drop"
             num_tokens += size
             finished += self._filler.add(document, block.number)
-        if num_tokens > _MOST_SEQUENCES * self._packing.sequence_length:
+        if num_tokens > _MANY_TOKENS:
             self._size = max(self._size // 2, 1)
-        elif num_tokens < _LEAST_SEQUENCES * self._packing.sequence_length:
+        elif num_tokens < _FEW_TOKENS:
             self._size = min(self._size * 2, _MOST_DOCUMENTS)
         return finished
+
+    def _read(self, sample: Any, number: int, block: _Block) -> Document:
+        """A sample as a document."""
+        try:
+            return self._documents.read(sample, "a document")
+        except ConfigurationError:
+            raise self._error_of(sample, number, block) from None
 
     def _error_of(self, sample: Any, number: int, block: _Block) -> Exception:
         """The error that a sample is no document, which says where it comes from."""
