@@ -23,12 +23,10 @@ from lightning_stateful.streams.transforms import Where, sample_in_words
 # Documents of the first block, and of a block at most; the next has more where a block has few tokens, or less.
 _FIRST_BLOCK, _MOST_DOCUMENTS = 16, 128
 _FEW_TOKENS, _MANY_TOKENS = 2**13, 2**16
-# Of a number of open sequences.
-_BITS_OF_NUMBER = 16
+# Of the number of open sequences in a state.
+_BITS_OF_NUMBER = 24
 # Short sequences take less time each where some are made together, in arrays that a processor's cache holds.
 _TOKENS_AT_ONCE = 8192
-
-
 # Columns that are left out, which a process names once and not in every shard.
 _named: set[str] = set()
 
@@ -226,14 +224,14 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         try:
             self._documents.read(sample, self._said(sample, number, block))
         except ConfigurationError as error:
-            return ShardError(str(error))
-        return ShardError(f"{self._said(sample, number, block)} could not be read as a document.")
+            return ShardError(f"A document could not be packed: {error}")
+        return ShardError(f"A document could not be packed: {self._said(sample, number, block)}.")
 
     def _too_long(self, document: Document, sample: Any, number: int, block: _Block) -> StreamError:
         return StreamError(
-            f"{self._said(sample, number, block)} has {len(document[TOKENS])} tokens, and a sequence has "
-            f'{self._packing.sequence_length}. Pass a Packing with too_long="drop", "truncate" or "split", or a larger '
-            "sequence_length."
+            f"A document is too long: {self._said(sample, number, block)} has {len(document[TOKENS])} tokens, and a "
+            f'sequence has {self._packing.sequence_length}. Pass a Packing with too_long="drop", "truncate" or '
+            '"split", or a larger sequence_length.'
         )
 
     def _said(self, sample: Any, number: int, block: _Block) -> str:

@@ -236,6 +236,23 @@ def test_no_token_is_lost_or_comes_twice_on_any_ranks(how: Any, seed: int) -> No
 
 
 @pytest.mark.parametrize("how", ["split", "whole"])
+def test_a_chain_of_one_two_three_ranks_and_one_serves_every_pass_as_one_run_does(how: Any) -> None:
+    packing = Packing(16, how=how, **({"too_long": "split", "open_sequences": 8} if how == "whole" else {}))
+    config = config_of([60, 25, 0, 90, 41], packing)
+    state = StreamState.beginning(config, 0, 1, 1)
+    for number in range(2):
+        sequences = []
+        for ranks, workers in ((1, 1), (2, 2), (3, 1), (1, 2), (1, 1)):
+            # The last goes on to the end.
+            last = ranks == workers == 1 and bool(sequences)
+            steps, state, ended = serve_epoch(state.on(ranks, workers), None if last else 4)
+            assert ended == last
+            sequences += flat(steps)
+        assert real(sequences) == tokens_in(config, number)
+        state = state.following()
+
+
+@pytest.mark.parametrize("how", ["split", "whole"])
 def test_passes_follow_one_another_and_lose_nothing(how: Any) -> None:
     packing = Packing(20, how=how, **({"too_long": "split"} if how == "whole" else {}))
     config = config_of([13, 40, 5, 21], packing)
