@@ -69,9 +69,9 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         ``source``, its state before the block that has the first document of the oldest sequence not given yet;
         ``size``, the documents of that block; ``open``, how many tokens had room in the sequences that were open there,
         and how many were finished since the oldest of them was the oldest, as text; ``served``, how many sequences have
-        been given since; ``dropped``, the documents left out before, because they are too long. On a resume documents
-        are read again from there on, and go where they went before, which follows from ``open`` alone: what sequences
-        held there has been given, and what they hold now is read.
+        been given since; with ``too_long="drop"`` also ``dropped``, the documents left out before. On a resume
+        documents are read again from there on, and go where they went before, which follows from ``open`` alone: what
+        sequences held there has been given, and what they hold now is read.
 
     Raises:
         ConfigurationError: ``packing`` is none.
@@ -93,14 +93,12 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or read the documents again that were held when a state was taken."""
         super().reset(initial_state)
-        begun = initial_state or {
-            "source": None, "size": _FIRST_BLOCK, "open": "", "served": 0, "dropped": 0,
-        }  # fmt: skip
+        begun = initial_state or {"source": None, "size": _FIRST_BLOCK, "open": "", "served": 0}
         reset_to(self.source, begun["source"])
         self._filler = filler_of(self._packing, *_decoded(begun["open"], self._packing.sequence_length))
         # The states before those blocks whose documents are still held; and the number of the next block.
         self._blocks: deque[_Block] = deque()
-        self._next_block, self._size, self._dropped = 0, begun["size"], begun["dropped"]
+        self._next_block, self._size, self._dropped = 0, begun["size"], begun.get("dropped", 0)
         # Finished sequences of the latest block, how many of them have been given, and of each number of them the
         # oldest block that the others need.
         self._finished: list[OpenSequence] = []
@@ -145,13 +143,13 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         """The state before the oldest block that is needed, and what has been given since."""
         number = self._oldest[self._at]
         block = self._blocks[number - self._blocks[0].number] if number < self._next_block else self._next()
-        return {
+        state = {
             "source": block.source,
             "size": block.size,
             "open": _encoded(block.rooms, block.waited, self._packing.sequence_length),
             "served": self._num_made - len(self._finished) + self._at - block.num_made,
-            "dropped": block.dropped,
         }
+        return {**state, "dropped": block.dropped} if self._packing.too_long == "drop" else state
 
     def describe(self) -> list[Any]:
         """Plain data to be compared."""

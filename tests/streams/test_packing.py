@@ -341,9 +341,7 @@ def test_the_state_of_a_worker_slot_is_below_500_bytes(how: Any, length: int) ->
         written = json.dumps(state.to_dict()["slots"][0], separators=(",", ":"))
         slot_state = max(slot_state, len(written))
     assert 200 < slot_state < 500
-    assert set(json.loads(written)["of"][ALONE]["state"]["source"]) == {
-        "source", "size", "open", "served", "dropped",
-    }  # fmt: skip
+    assert set(json.loads(written)["of"][ALONE]["state"]["source"]) == {"source", "size", "open", "served"}
 
 
 def long_document(sample: Any) -> Any:
