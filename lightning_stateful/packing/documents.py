@@ -103,6 +103,9 @@ class DocumentReader:
             ends.append(len(joined))
         tokens = np.frombuffer(joined, dtype=np.int64)
         rows = [tokens[first:end] for first, end in itertools.pairwise(ends)]
+        if self._packing.is_whole:
+            # One that waits for others does not keep all that were read with it.
+            rows = [row.copy() for row in rows]
         return [{TOKENS: row, LABELS: row} for row in rows]
 
     def _check_columns(self, given: Mapping[str, Any], document: Document, name: str) -> None:
