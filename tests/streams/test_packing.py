@@ -86,6 +86,29 @@ def test_documents_are_packed_alike_however_they_are_given(packing: Packing, sam
     assert found == packed(given, packing)
 
 
+@pytest.mark.parametrize("how", ["split", "whole"])
+def test_every_column_is_packed_alike_and_padded_by_its_name(how: Any) -> None:
+    given = [
+        {"input_ids": tokens, "labels": [-token for token in tokens], "loss_mask": np.array(tokens, np.float32) / 2}
+        for tokens in documents(random.Random(2), 40, 20)
+    ]
+    packing = Packing(21, how=how, separator=9, padding={"input_ids": 4, "loss_mask": 7}, labels_across=True)
+    sequences = list(packer(given, packing))
+    assert {sequence["loss_mask"].dtype for sequence in sequences} == {np.dtype(np.float32)}
+    for sequence in sequences:
+        tokens, is_padding = sequence["input_ids"], sequence["document_ids"] < 0
+        is_separator = ~is_padding & (sequence["labels"] == 9)
+        expected = np.where(is_padding, -100, np.where(is_separator, 9, -tokens))
+        assert sequence["labels"].tolist() == expected.tolist()
+        assert set(tokens[is_padding]) <= {4}
+        assert set(tokens[is_separator]) <= {9}
+        mask = sequence["loss_mask"]
+        # A separator's is that of the token before it.
+        assert (mask[is_padding] == 7).all()
+        assert (mask == tokens / 2)[~is_padding & ~is_separator].all()
+    assert sum(int((sequence["labels"] == 9).sum()) for sequence in sequences) == 40
+
+
 def test_sequences_that_are_made_together_are_left_out_one_by_one() -> None:
     given, packing = [tokens_of(number, 900) for number in range(200)], Packing(3000)
     whole, node = packed(given, packing), started(packer(given, packing))
