@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from lightning_stateful.loaders import StatefulLoader, is_patched, patch_dataloader
     from lightning_stateful.mixture import WeightSchedule
+    from lightning_stateful.packing import Packing
     from lightning_stateful.samplers import (
         BucketBatchSampler,
         MixtureBatchSampler,
@@ -51,6 +52,7 @@ _FOLDERS = {
     "MixtureBatchSampler": "samplers",
     "MixedStream": "streams",
     "MixtureDataModule": "data_modules",
+    "Packing": "packing",
     "QuadraticCost": "bucketing",
     "RoundRobinBatchSampler": "samplers",
     "RoundRobinDataModule": "data_modules",
@@ -75,6 +77,7 @@ __all__ = [
     "MixedStream",
     "MixtureBatchSampler",
     "MixtureDataModule",
+    "Packing",
     "QuadraticCost",
     "RoundRobinBatchSampler",
     "RoundRobinDataModule",

@@ -12,8 +12,10 @@ from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.packing.settings import Packing
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.stream_loader.options import Replay, StreamOptions
+from lightning_stateful.streams.document_packer import DocumentPacker
 from lightning_stateful.streams.hugging_face import HuggingFaceShards
 from lightning_stateful.streams.read_ahead import LengthBatcher
 from lightning_stateful.streams.shard_reader import OnError
@@ -44,6 +46,9 @@ class StreamDataModule(StatefulDataModule):
         read_ahead: Samples of a window, which each worker holds in memory. With ``batch_size`` it may be given too.
         boundary_key: From a sample to an integer, or the name of a column; a batch holds samples of one.
         shuffle_batches: Shuffle the batches of each window.
+        packing: Pack the samples, which are documents of tokens, into sequences of one length, each of one source; a
+            batch is ``batch_size`` sequences. Datasets with an index are left as they are: pass a
+            :class:`PackedDataset` to have them packed.
         shuffle: Read the shards of each epoch in an order of its own, and shuffle samples in blocks: of Hugging Face
             streams, in a :class:`MixedStream` too. A :class:`ChunkedDataset` says itself how it is shuffled.
         buffer_size: Samples of a block.
@@ -77,6 +82,7 @@ class StreamDataModule(StatefulDataModule):
         read_ahead: int | None = None,
         boundary_key: Callable[[Any], Any] | str | None = None,
         shuffle_batches: bool = True,
+        packing: Packing | None = None,
         shuffle: bool = True,
         buffer_size: int = 1000,
         steps_per_epoch: int | None = None,
@@ -89,7 +95,13 @@ class StreamDataModule(StatefulDataModule):
         if max_tokens is None and batch_size is None and budget is None:
             batch_size = 1
         self._length_batching: Step | None = None
+        self._packing = None if packing is None else Step(DocumentPacker, {"packing": packing})
         if not (max_tokens is None and budget is None and read_ahead is None):
+            if packing is not None:
+                raise ConfigurationError(
+                    "With packing, all sequences have the same length: pass batch_size, the number of sequences in a "
+                    "batch, and leave out max_tokens, budget and read_ahead."
+                )
             budget = Budget.of(budget, max_tokens=max_tokens, batch_size=batch_size)
             how = {"length": length, "boundary_key": boundary_key, "shuffle_batches": shuffle_batches}
             window = 10_000 if read_ahead is None else read_ahead
@@ -137,9 +149,10 @@ class StreamDataModule(StatefulDataModule):
         if exact and stream is None:
             return loader
         config = None if stream is None else self._config(stream, dataset, size, exact, budgeted, drop_last)
-        if config is None and budgeted:
+        if config is None and (budgeted or self._packing is not None):
+            what = "packed exactly" if self._packing is not None else "cut into batches ahead"
             raise ConfigurationError(
-                f"A {type(dataset).__name__} has no shards, so its batches cannot be cut ahead. Make a ChunkedDataset."
+                f"A {type(dataset).__name__} has no shards, so it cannot be {what}. Make a ChunkedDataset."
             )
         options = replace(
             self._serving,
@@ -180,10 +193,10 @@ class StreamDataModule(StatefulDataModule):
             elif isinstance(source.shards, HuggingFaceShards) and not source.shuffle:
                 # They do not say themselves how they are shuffled, in a mixture either.
                 source = replace(source, shuffle=self.shuffle, buffer_size=self._buffer_size * self.shuffle)
-            if not budgeted or self._length_batching is None:
+            step = self._length_batching if budgeted else self._packing
+            if step is None:
                 return source
-            step = self._length_batching
-            if exact:
+            if exact and budgeted:
                 step = replace(step, options={**step.options, "shuffle_batches": False})
             return replace(source, steps=(*source.steps, step))
 

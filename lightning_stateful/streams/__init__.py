@@ -1,7 +1,8 @@
 """Sources without random access: shards, and the torchdata nodes that read them."""
 
 from lightning_stateful.streams.chunks import ChunkedDataset
+from lightning_stateful.streams.document_packer import DocumentPacker
 from lightning_stateful.streams.nodes import Shards
 from lightning_stateful.streams.stream import MixedStream, Stream, as_stream
 
-__all__ = ["ChunkedDataset", "MixedStream", "Shards", "Stream", "as_stream"]
+__all__ = ["ChunkedDataset", "DocumentPacker", "MixedStream", "Shards", "Stream", "as_stream"]

@@ -202,6 +202,13 @@ class Mixing:
         Raises:
             ConfigurationError: A weight is missing, or an argument out of range.
         """
+        if by == "document":
+            raise ConfigurationError(
+                'by="document" would put documents of several sources into one sequence. What is left of such '
+                "sequences belongs to no source, and cannot be shared among other ranks or workers. Mix sequences, "
+                'each of one source, with by="sample", or batches of them with by="batch": their shares are shares by '
+                "token."
+            )
         if by not in get_args(By):
             raise ConfigurationError(f"Streams are mixed by one of {get_args(By)}, got by={by!r}.")
         if stop not in get_args(Stop):

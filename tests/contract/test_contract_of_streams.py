@@ -17,6 +17,7 @@ from support.stream_cases import (
     drawn,
     mixed,
     observe,
+    packed,
     stream_loader,
 )
 
@@ -47,6 +48,7 @@ IMPLEMENTERS: dict[str, Make] = {
     "chunks that draw": of(partial(few, transform=drawn), batch_size=3, drop_last=True, **WORKERS),
     "running windows": of(lambda: few().recurrent(lambda state, number: (state, number), 0).windowed(2)),
     "chunks in tokens": of(few, cut=True),
+    "packed": of(lambda: packed(few(), "whole"), **WORKERS),
     "mixed by sample": of(partial(mixed, by="sample", weights=[2, 1]), batch_size=4, steps_per_epoch=3),
     "mixed, in a cycle": of(partial(mixed, stop="cycle"), batch_size=5, **WORKERS),
     "an iterator with a state": of(partial(RemembersWhereItReads, 11), **WORKERS),

@@ -26,10 +26,12 @@ from support.stream_cases import (
     mixed,
     numbers,
     observe,
+    packed,
     plain,
     saved,
     steps,
     stream_loader,
+    tokens,
 )
 
 from lightning_stateful.errors import StatefulWarning, StateMismatchError
@@ -60,6 +62,9 @@ WHOLE: dict[str, Make] = {
     "one block": of(partial(chunks, buffer_size=99), batch_size=3),
     "one by one": of(partial(chunks, shuffle=False), batch_size=None),
     "tokens": of(chunks, cut=True),
+    "packed": of(lambda: packed(chunks()), collate_fn=tokens),
+    "packed whole": of(lambda: packed(chunks(), "whole"), collate_fn=tokens, batch_size=3),
+    "packed mixture": of(lambda: packed(mixed(), "whole"), collate_fn=tokens),
     "filtered": of(lambda: chunks().map(lambda number: 2 * number).filter(lambda number: number % 3 > 0)),
     "mixed by batch": of(mixed, batch_size=3),
     "mixed by sample": of(partial(mixed, by="sample", weights=[1, 2]), batch_size=4),

@@ -26,15 +26,18 @@ from support.stream_cases import (
     assert_goes_on,
     budgeted,
     chunks,
+    document,
     drawn,
     loaded,
     mixed,
     numbers,
     observe,
+    packed,
     plain,
     saved,
     steps,
     stream_loader,
+    tokens,
 )
 from support.stream_troubles import Trouble, fail, stand_still
 from torchdata.nodes import IterableWrapper
@@ -74,6 +77,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "steps": lambda folder: stream_loader(chunks(), steps_per_epoch=5),
     "one shard": lambda folder: stream_loader(chunks((23,))),
     "tokens": lambda folder: stream_loader(chunks(), config=budgeted(chunks())),
+    "packed": lambda folder: stream_loader(packed(chunks(), "whole"), collate_fn=tokens),
     "mixed": lambda folder: stream_loader(mixed(), batch_size=3),
     "by sample": lambda folder: stream_loader(mixed(by="sample", weights=[2, 1]), batch_size=3),
     "first exhausted": lambda folder: stream_loader(mixed(stop="first_exhausted")),
@@ -108,7 +112,7 @@ def test_ranks_take_equal_steps_and_have_equal_states_at_each(ranks: Ranks, name
     assert first["items"] != second["items"]
 
 
-@pytest.mark.parametrize("name", ["one shard", "tokens", "by sample", "rows", "drop_last", "no shards"])
+@pytest.mark.parametrize("name", ["one shard", "tokens", "packed", "by sample", "rows", "drop_last", "no shards"])
 def test_ranks_of_unequal_shares_lose_and_repeat_nothing(ranks: Ranks, name: str) -> None:
     first, second = (found[name] for found in ranks.of(exact))
     last = max(place for place, item in enumerate(first["items"]) if item == END)
@@ -116,6 +120,8 @@ def test_ranks_of_unequal_shares_lose_and_repeat_nothing(ranks: Ranks, name: str
     assert passes >= 2
     served = numbers(first["items"][:last]) + numbers(second["items"][:last])
     every = OF_CHUNKS + OF_OTHERS if name == "by sample" else OF_CHUNKS
+    if name == "packed":
+        every = Counter(token for number in OF_CHUNKS for token in document(number))
 
     assert set(served) <= set(every)
     if name == "no shards":

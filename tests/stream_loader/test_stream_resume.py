@@ -26,10 +26,12 @@ from support.stream_cases import (
     budgeted,
     chunks,
     drawn,
+    drawn_document,
     loaded,
     mixed,
     numbers,
     observe,
+    packed,
     plain,
     random_legs,
     saved,
@@ -108,6 +110,10 @@ CASES: dict[str, Case] = {
     "mixed by sample": of(partial(mixed, stop="cycle", weights=[1, 2], by="sample"), **SMALL),
     "mixed in steps": of(partial(mixed, weights={"one": 3, "two": 1}, temperature=2), steps_per_epoch=6),
     "mixed tokens": of_tokens(partial(mixed, weights=[2, 1])),
+    "packed": of(lambda: packed(chunks())),
+    "packed whole, lengths that are drawn": of(lambda: packed(chunks(), "whole", drawn_document), batch_size=3),
+    "packed in steps": of(lambda: packed(chunks(), "whole"), steps_per_epoch=4),
+    "packed mixture": of(lambda: packed(mixed(weights=[1, 2], by="sample", stop="cycle")), **SMALL),
     "a source gives nothing": of(lambda: MixedStream([chunks(), chunks((0, 0), 100)], stop="cycle"), batch_size=4),
     "a source gives no full batch": of(
         lambda: MixedStream([chunks((2, 9)), chunks((1, 2), 100), chunks((4, 3), 200)], stop="cycle"), **SMALL

@@ -20,10 +20,12 @@ from support.stream_cases import (
     budgeted,
     chunks,
     drawn,
+    drawn_document,
     loaded,
     mixed,
     numbers,
     observe,
+    packed,
     plain,
     saved,
     steps,
@@ -53,11 +55,12 @@ def all_drawn(samples: list[Any]) -> Any:
     ("dataset", "options"),
     [
         (partial(chunks, transform=drawn), {"batch_size": 3, "collate_fn": all_drawn, "persistent_workers": True}),
+        (lambda: packed(chunks(), "whole", drawn_document), {"persistent_workers": True}),
         (partial(mixed, weights=[2, 1], by="sample"), {"batch_size": 5, "steps_per_epoch": 5}),
         (RemembersWhereItReads, {"batch_size": None, "persistent_workers": True}),
         (Divided, {"batch_size": 4, "steps_per_epoch": 4}),
     ],
-    ids=["draws", "mixed", "state", "no state"],
+    ids=["draws", "packed", "mixed", "state", "no state"],
 )
 def test_workers_go_on_exactly(dataset: Any, options: dict[str, Any]) -> None:
     def make() -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torchdata.nodes
 from support.node_cases import NumberedShards, assert_resumes, is_kept, mixed, scan, started
+from support.packing_cases import plain
 from torchdata.nodes import (
     BaseNode,
     Batcher,
@@ -22,6 +23,8 @@ from torchdata.nodes import (
 )
 
 from lightning_stateful.bucketing.budget import Budget
+from lightning_stateful.packing import Packing
+from lightning_stateful.streams import DocumentPacker
 from lightning_stateful.streams.nodes import close
 from lightning_stateful.streams.read_ahead import BlockShuffle, LengthBatcher
 from lightning_stateful.streams.shard_reader import ShardReader
@@ -52,12 +55,18 @@ def unbatched(source: BaseNode[Any]) -> BaseNode[Any]:
     return torchdata.nodes.Unbatcher(Batcher(source, 4, drop_last=False))
 
 
+def packed(source: BaseNode[Any]) -> BaseNode[Any]:
+    documents = MapNode(source, lambda sample: [mixed(sample)] * length_of(sample))
+    return MapNode(DocumentPacker(documents, Packing(6, how="whole", open_sequences=2)), plain)
+
+
 OURS: dict[str, Over] = {
     "shuffle": partial(BlockShuffle, size=6, seed=3),
     "map": partial(MapNode, function=mixed),
     "filter": partial(FilterNode, function=is_kept),
     "window": partial(WindowNode, width=3, step=2),
     "running state": partial(RunningStateNode, function=scan, initial=0),
+    "packed": packed,
     "length batches": partial(LengthBatcher, window=7, budget=Budget(max_tokens=12), length=length_of),
 }
 THEIRS: dict[str, Over] = {

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful import ChunkedDataset, MixedStream
 from lightning_stateful.bucketing.budget import Budget
+from lightning_stateful.packing import Packing
 from lightning_stateful.stream_loader import StreamLoader, StreamOptions
-from lightning_stateful.streams import Stream
+from lightning_stateful.streams import DocumentPacker, Stream
 from lightning_stateful.streams.read_ahead import LengthBatcher
 from lightning_stateful.streams.worker_slot import StreamConfig
 
@@ -81,6 +82,27 @@ def budgeted(stream: Stream, window: int = 7, length: Callable[[int], int] = len
     """The configuration that ``StreamDataModule(max_tokens=12)`` makes of a stream."""
     cut = stream.then(LengthBatcher, window=window, budget=Budget(max_tokens=12), length=length)
     return cut.config(batch_size=None)
+
+
+def document(number: int) -> list[int]:
+    """A document of 1 to 9 tokens, of which no other has any."""
+    return [number * 10 + token for token in range(length_of(number))]
+
+
+def drawn_document(number: int) -> list[int]:
+    """The beginning of a document, of a length that is drawn."""
+    return document(number)[: random.randint(1, 9)]
+
+
+def packed(stream: Stream, how: Any = "split", document: Callable[[int], list[int]] = document) -> Stream:
+    """Sequences of 12 tokens out of a stream of numbers."""
+    more: dict[str, Any] = {"open_sequences": 3} if how == "whole" else {}
+    return stream.map(document).then(DocumentPacker, packing=Packing(12, how=how, **more))
+
+
+def tokens(sequences: list[Any]) -> list[int]:
+    """The tokens in sequences but for padding."""
+    return [token for one in sequences for token in one["input_ids"][one["document_ids"] >= 0].tolist()]
 
 
 def rank_and_ranks() -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from lightning_stateful import ChunkedDataset, MixedStream, StreamDataModule
 from lightning_stateful.bucketing import Budget
+from lightning_stateful.packing import Packing
 from support import hf_streams
 from support.stream_cases import Divided
 from support.stream_cases import chunks as chunks_of_numbers
@@ -63,6 +64,37 @@ def of_rows(batch: dict[str, list[Any]]) -> dict[str, Any]:
 def is_kept(row: dict[str, Any]) -> bool:
     """Four samples of five."""
     return bool(row["n"] % 5 != 1)
+
+
+def document(number: int) -> dict[str, list[int]]:
+    """A document of up to 17 tokens, of which no other has any."""
+    return {"input_ids": [number * 100 + token for token in range(1 + number**2 * 7 % 17)]}
+
+
+def of_documents(batch: dict[str, list[Any]]) -> dict[str, Any]:
+    """Documents of many rows, as people tokenize."""
+    return {"input_ids": [document(number)["input_ids"] for number in batch["n"]]}
+
+
+def tokens_in(numbers: Iterable[int]) -> list[int]:
+    """All tokens of some documents, sorted."""
+    return sorted(token for number in numbers for token in document(number)["input_ids"])
+
+
+def of_sequences(sequences: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The tokens of a batch but for padding, as ids of samples, and all that sequences have of them, as features."""
+    batch = default_collate(sequences)
+    is_real = batch["document_ids"] >= 0
+    columns = [batch[name][is_real] for name in ("input_ids", "position_ids", "document_ids", "labels")]
+    return {"id": columns[0], "x": torch.stack(columns, -1) / 1000}
+
+
+def packed(how: str, train_on: Any, **options: Any) -> StreamDataModule:
+    """Batches of two packed sequences."""
+    more: dict[str, Any] = {"too_long": "split", "open_sequences": 3} if how == "whole" else {}
+    val = chunks(VAL_SIZES, VAL_FIRST, transform=document)
+    given = {"val": val, "packing": Packing(12, how=how, **more), "collate_fn": of_sequences, **options}  # type: ignore[arg-type]
+    return module(train_on, **given)
 
 
 def write_files(folder: Path) -> None:
@@ -163,6 +195,8 @@ def hugging_face(folder: Path, kind: str) -> Any:
         return mapped(one.filter(is_kept))
     if kind == "batched map":
         return one.map(of_rows, batched=True, batch_size=3, remove_columns=["n", "text"]).with_format("torch")
+    if kind == "tokenized":
+        return one.map(of_documents, batched=True, batch_size=3, remove_columns=["n", "text"])
     if kind == "interleave":
         # Hugging Face runs what stands before in threads, where nothing can be seeded.
         pair, strategy = [one, other], "all_exhausted_without_replacement"
@@ -208,6 +242,22 @@ MODULES: dict[str, Callable[..., StreamDataModule]] = {
     ),
     "cycle": lambda folder, **options: module(
         MixedStream(two_streams(folder), weights=[0.5, 0.5], stop="cycle"), **options
+    ),
+    "packed split": lambda folder, **options: packed("split", chunks(transform=document), **options),
+    "packed whole": lambda folder, **options: packed("whole", chunks(transform=document), **options),
+    "packed tokens": lambda folder, **options: packed("whole", hugging_face(folder, "tokenized"), **options),
+    "packed mixture": lambda folder, **options: packed(
+        "split",
+        MixedStream(
+            {
+                "news": chunks(transform=document),
+                "code": chunks(OTHER_SIZES, OTHER_FIRST, transform=document, seed=4),
+            },
+            weights={"news": 2, "code": 1},
+            by="sample",
+            seed=4,
+        ),
+        **options,
     ),
     "own with a state": lambda folder, **options: module(OwnWithState(), **options),
     "own": lambda folder, **options: module(Own(), **options),

@@ -21,7 +21,17 @@ from support.runs import seeded
 from support.sampler_cases import cuts_loader, torchdatas_distributed
 from support.samplers import LENGTH, loader
 from support.sources import datasets
-from support.stream_runs import Own, OwnWithState, chunks, hugging_face, length_of, two_streams, write_files
+from support.stream_runs import (
+    Own,
+    OwnWithState,
+    chunks,
+    document,
+    hugging_face,
+    length_of,
+    of_sequences,
+    two_streams,
+    write_files,
+)
 from support.texts import Texts
 from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -30,12 +40,13 @@ from lightning_stateful import (
     BucketBatchSampler,
     MixedStream,
     MixtureBatchSampler,
+    Packing,
     StatefulDataCallback,
     StreamDataModule,
 )
 
 NUM_EPOCHS, NUM_STEPS = 2, 7
-KINDS = 18
+KINDS = 19
 
 
 def stream(data: Any, num_workers: int = 0, **options: Any) -> Any:
@@ -66,6 +77,7 @@ def loaders(files: Path) -> dict[str, Any]:
         "chunks": stream(chunks()),
         "chunks, workers": stream(chunks(), 2),
         "tokens": stream(chunks(), max_tokens=18, length=length_of, read_ahead=6),
+        "packed": stream(chunks(transform=document), packing=Packing(17, how="whole"), collate_fn=of_sequences),
         "parquet": stream(hugging_face(files, "parquet")),
         "json": stream(hugging_face(files, "json")),
         "mixed": stream(MixedStream(two_streams(files), weights=[2, 1], by="sample")),

@@ -24,15 +24,25 @@ from support.stream_runs import (
     VAL_SIZES,
     Own,
     chunks,
+    document,
     files_of,
     length_of,
     mapped,
     module,
+    packed,
+    tokens_in,
 )
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torchdata.nodes import Batcher, Loader, Mapper, SamplerWrapper
 
-from lightning_stateful import MixedStream, StatefulDataCallback, StreamDataModule, patch_dataloader
+from lightning_stateful import (
+    ChunkedDataset,
+    MixedStream,
+    Packing,
+    StatefulDataCallback,
+    StreamDataModule,
+    patch_dataloader,
+)
 from lightning_stateful.bucketing import Budget
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
 from lightning_stateful.stream_loader.loader import IterableLoader, of_batches
@@ -181,6 +191,9 @@ def test_overfitting_trains_on_the_same_batches_in_every_epoch() -> None:
         (lambda: module(chunks(), steps_per_epoch=0), "steps_per_epoch must be at least 1, got 0"),
         (lambda: module(chunks(), buffer_size=-1), "buffer_size"),
         (lambda: module(Own(), max_tokens=10, length=len), "Make a ChunkedDataset"),
+        (lambda: module(Own(), packing=Packing(9)), "so it cannot be packed exactly. Make a ChunkedDataset"),
+        (lambda: module(chunks(), packing=Packing(9), max_tokens=9), "With packing, all sequences have the same"),
+        (lambda: module(chunks(), packing=9), "packing must be a Packing, got 9"),
         (lambda: StreamDataModule(val=chunks()), "no dataset for this stage"),
         (lambda: module(chunks(), timeout=0), "timeout"),
     ],
@@ -347,6 +360,48 @@ def test_evaluation_of_a_mixture_gives_each_sample_once_whatever_stops_its_passe
     else:
         quiet_trainer().validate(model, datamodule=module(chunks(), val=mixed), verbose=False)
     assert sorted(samples(model.ledger, stage="val")) == [*VAL_SAMPLES, *range(600, 618)]
+
+
+# Sequences of fixed length
+
+
+@pytest.mark.parametrize("how", ["split", "whole"])
+def test_an_epoch_of_sequences_has_every_token_once_as_validation_has(how: str) -> None:
+    make = partial(packed, how, chunks(transform=document))
+    run = train(lambda: make(num_workers=2, eval_batch_size=3), max_epochs=2)
+    for epoch in range(2):
+        assert sorted(samples(run.ledger, epoch)) == tokens_in(EVERY_SAMPLE)
+        assert sorted(samples(run.ledger, epoch, "val")) == tokens_in(VAL_SAMPLES)
+    assert len(make(steps_per_epoch=7).train_dataloader()) == 7
+
+
+def test_batches_of_sequences_are_tensors_of_one_shape() -> None:
+    data = StreamDataModule(chunks(transform=document), packing=Packing(8, separator=5), batch_size=3)
+    *full, _ = data.train_dataloader()
+    assert len(full) > 4
+    for batch in full:
+        assert list(batch) == ["input_ids", "labels", "position_ids", "document_ids"]
+        assert {(column.shape, column.dtype) for column in batch.values()} == {((3, 8), torch.int64)}
+
+
+def test_a_graph_of_nodes_is_packed_as_any_stream_is() -> None:
+    graph = Mapper(SamplerWrapper(SequentialSampler(range(22))), document)
+    run = train(lambda: packed("whole", graph, val=None), max_epochs=2)
+    assert sorted(samples(run.ledger)) == sorted(tokens_in(range(22)) * 2)
+
+
+def test_a_stream_whose_documents_are_all_left_out_is_warned_of() -> None:
+    packing = Packing(8, how="whole", too_long="drop")
+    make = partial(module, ChunkedDataset([0, 1], lambda ref: iter([[1] * 9] * 20)), packing=packing, val=None)
+    with pytest.warns(StatefulWarning, match="has given no batch in an epoch, so nothing was trained on"):
+        assert trained(train(make, max_epochs=1).ledger) == []
+
+
+def test_another_packing_is_refused_on_a_resume(tmp_path: Path) -> None:
+    make = partial(packed, "split", chunks(transform=document))
+    ended(tmp_path / "stop.ckpt", make, max_steps=3)
+    with pytest.raises(StateMismatchError, match="sequence_length"):
+        train(lambda: make(packing=Packing(13)), ckpt_path=tmp_path / "stop.ckpt")
 
 
 def test_a_map_style_dataset_is_evaluated_beside_a_stream() -> None:

@@ -48,7 +48,8 @@ REREAD = "ignore:.*(were read again|Hugging Face's state):lightning_stateful.err
 
 
 # The loaders' own tests stop the other kinds.
-KINDS = ("chunks", "batched map", "tokens", "mixed by sample", "own with a state")
+PACKED = ("packed split", "packed whole", "packed tokens", "packed mixture")
+KINDS = ("chunks", "batched map", "tokens", "mixed by sample", "own with a state", *PACKED)
 
 
 @pytest.mark.filterwarnings(REREAD)

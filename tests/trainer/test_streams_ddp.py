@@ -42,6 +42,7 @@ from support.stream_runs import (
     files_of,
     mapped,
     module,
+    tokens_in,
     write_files,
 )
 from torch.utils.data import DataLoader
@@ -51,11 +52,13 @@ from lightning_stateful.errors import StatefulWarning, StateMismatchError
 
 STOPS = [("on_before_backward", 0, 2), ("on_train_batch_end", 1, 0)]
 # The kinds that differ most; the others are read in one process by many tests.
-KINDS = ("chunks", "json", "batched map", "tokens", "mixed by sample", "cycle", "own with a state", "own")
-MIXED = ("mixed by sample", "cycle")
+PACKED = ("packed split", "packed whole", "packed tokens", "packed mixture")
+# The kinds that differ most; the others are read in one process by many tests.
+KINDS = ("chunks", "json", "batched map", "tokens", "mixed by sample", "cycle", "own with a state", "own", *PACKED[:2])
+MIXED = ("mixed by sample", "cycle", "packed mixture")
 # After so many steps each number of ranks leaves the rest to the next; one rank has workers.
 HANDED_OVER = {number: {"max_steps": steps, "max_epochs": -1} for number, steps in ((2, 2), (1, 4), (3, 5))}
-HANDED = ("chunks", "batched map", "tokens", "mixed by sample")
+HANDED = ("chunks", "batched map", "tokens", "mixed by sample", *PACKED)
 CALLBACK = {"callbacks": lambda: [StatefulDataCallback(seed=7)]}
 
 
@@ -77,7 +80,8 @@ def files(folder: Path) -> Path:
 
 
 def every_sample_of(kind: str) -> list[int]:
-    return [*EVERY_SAMPLE, *OF_OTHERS] if kind in MIXED else EVERY_SAMPLE
+    every = [*EVERY_SAMPLE, *OF_OTHERS] if kind in MIXED else EVERY_SAMPLE
+    return tokens_in(every) if kind in PACKED else every
 
 
 # In step, and nothing lost

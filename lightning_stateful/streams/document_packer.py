@@ -1,0 +1,265 @@
+"""Packs the documents of a stream into sequences of one length: a torchdata node whose state holds no tokens."""
+
+from __future__ import annotations
+
+import base64
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple
+
+from numpy.typing import NDArray
+from torchdata.nodes import BaseNode
+
+from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
+from lightning_stateful.packing.documents import Document, DocumentReader
+from lightning_stateful.packing.open_sequences import OpenSequence, filler_of
+from lightning_stateful.packing.sequences import make_sequences
+from lightning_stateful.packing.settings import TOKENS, Packing
+from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
+from lightning_stateful.streams.transforms import Where, sample_in_words
+
+# Documents of the first block, and of a block at most; the next has more where a block has few tokens, or less.
+_FIRST_BLOCK, _MOST_DOCUMENTS = 16, 128
+_FEW_TOKENS, _MANY_TOKENS = 2**13, 2**16
+# Of the number of open sequences in a state.
+_BITS_OF_NUMBER = 24
+# Short sequences take less time each where some are made together, in arrays that a processor's cache holds.
+_TOKENS_AT_ONCE = 8192
+# Columns that are left out, which a process names once and not in every shard.
+_named: set[str] = set()
+
+
+class _Block(NamedTuple):
+    """The state before a block of documents was read.
+
+    Attributes:
+        number: The number of the block since the node was reset.
+        source: The state of the source.
+        size: Documents of the block; the last may have fewer.
+        rooms: Tokens that fit into each open sequence, the oldest first.
+        waited: Sequences finished since the oldest of these has been the oldest.
+        num_made: Sequences finished before it since the node was reset.
+        dropped: Documents left out before it.
+    """
+
+    number: int
+    source: NodeState
+    size: int
+    rooms: tuple[int, ...]
+    waited: int
+    num_made: int
+    dropped: int
+
+
+class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
+    """Packs documents into sequences of one length.
+
+    Documents are read in blocks. With ``how="split"`` they are joined and cut; with ``how="whole"`` each is put into
+    the open sequence with the least room that it fits in, and where it fits in none and as many are open as may be, the
+    fullest is closed. Where the source ends, the sequences that are still open are filled up with padding and given.
+
+    Args:
+        source: The documents, as :class:`~lightning_stateful.packing.DocumentReader` takes them.
+        packing: The settings.
+        where: Says where the samples come from, for errors.
+
+    State:
+        ``source``, its state before the block that has the first document of the oldest sequence not given yet;
+        ``size``, the documents of that block; ``open``, how many tokens had room in the sequences that were open there,
+        and how many were finished since the oldest of them was the oldest, as text; ``served``, how many sequences have
+        been given since; with ``too_long="drop"`` also ``dropped``, the documents left out before. On a resume
+        documents are read again from there on, and go where they went before, which follows from ``open`` alone: what
+        sequences held there has been given, and what they hold now is read.
+
+    Raises:
+        ConfigurationError: ``packing`` is none.
+        ShardError: A document is empty, has no integers, or other columns than those before.
+        StreamError: A document is too long.
+        PositionError: The source has other documents than before.
+    """
+
+    context: ClassVar[tuple[str, ...]] = ("where",)
+
+    def __init__(self, source: BaseNode[Any], packing: Packing, *, where: Where | None = None) -> None:
+        super().__init__()
+        if not isinstance(packing, Packing):
+            raise ConfigurationError(f"packing must be a Packing, got {packing!r}.")
+        self.source = source
+        self._packing, self._where = packing, where
+        self._documents = DocumentReader(packing, _named)
+
+    def reset(self, initial_state: NodeState | None = None) -> None:
+        """Begin, or read the documents again that were held when a state was taken."""
+        super().reset(initial_state)
+        begun = initial_state or {"source": None, "size": _FIRST_BLOCK, "open": "", "served": 0}
+        reset_to(self.source, begun["source"])
+        self._filler = filler_of(self._packing, *_decoded(begun["open"], self._packing.sequence_length))
+        # The states before those blocks whose documents are still held; and the number of the next block.
+        self._blocks: deque[_Block] = deque()
+        self._next_block, self._size, self._dropped = 0, begun["size"], begun.get("dropped", 0)
+        # Finished sequences of the latest block, how many of them have been given, and of each number of them the
+        # oldest block that the others need.
+        self._finished: list[OpenSequence] = []
+        self._at = 0
+        self._oldest = [0]
+        # Some of them that were made, from the first of these on.
+        self._made: list[dict[str, NDArray[Any]]] = []
+        self._first_made = 0
+        self._num_made = 0
+        self._is_over = False
+        left_out = self.skip(begun["served"])
+        if left_out < begun["served"] or (begun["served"] and self._oldest[self._at] < 0):
+            raise PositionError(
+                f"{begun['served']} sequences were given since a document that is read again, and now its stream gives "
+                f"{left_out}, or others. Read the same data with the same functions and the same packing, or resume "
+                "from another checkpoint."
+            )
+
+    def next_many(self, number: int) -> list[dict[str, NDArray[Any]]]:
+        """The next sequences, up to ``number``."""
+        sequences: list[dict[str, NDArray[Any]]] = []
+        while len(sequences) < number and self._has_next():
+            if self._at >= self._first_made + len(self._made):
+                some = self._finished[self._at : self._at + max(_TOKENS_AT_ONCE // self._packing.sequence_length, 1)]
+                self._made = make_sequences([sequence.pieces for sequence in some], self._packing)
+                self._first_made = self._at
+            taken = self._made[self._at - self._first_made :][: number - len(sequences)]
+            self._at += len(taken)
+            sequences += taken
+        return sequences
+
+    def skip(self, number: int) -> int:
+        """Leave out sequences, up to ``number``; their documents are read."""
+        skipped = 0
+        while skipped < number and self._has_next():
+            taken = min(number - skipped, len(self._finished) - self._at)
+            self._at += taken
+            skipped += taken
+        return skipped
+
+    def get_state(self) -> NodeState:
+        """The state before the oldest block that is needed, and what has been given since."""
+        number = self._oldest[self._at]
+        block = self._blocks[number - self._blocks[0].number] if number < self._next_block else self._next()
+        state = {
+            "source": block.source,
+            "size": block.size,
+            "open": _encoded(block.rooms, block.waited, self._packing.sequence_length),
+            "served": self._num_made - len(self._finished) + self._at - block.num_made,
+        }
+        return {**state, "dropped": block.dropped} if self._packing.too_long == "drop" else state
+
+    def describe(self) -> list[Any]:
+        """Plain data to be compared."""
+        described = self._packing.config()
+        if self._packing.is_whole:
+            described["open_sequences"] = self._packing.open_sequences
+        return ["packed", described]
+
+    def _has_next(self) -> bool:
+        """Whether there is another finished sequence; reads blocks until there is, or to the end."""
+        while self._at == len(self._finished) and not self._is_over:
+            self._read_block()
+        return self._at < len(self._finished)
+
+    def _next(self) -> _Block:
+        """The state before the next block."""
+        rooms = tuple(sequence.room for sequence in self._filler.open)
+        at = (self._next_block, state_of(self.source), self._size)
+        return _Block(*at, rooms, self._filler.waited, self._num_made, self._dropped)
+
+    def _read_block(self) -> None:
+        """Read a block, or finish what is open where there is none."""
+        while self._blocks and self._blocks[0].number < self._oldest[self._at]:
+            self._blocks.popleft()
+        block = self._next()
+        samples: list[Any] = next_many(self.source, self._size)
+        finished: list[OpenSequence] = []
+        if samples:
+            finished = self._fill(samples, block)
+            self._blocks.append(block)
+            self._next_block += 1
+        else:
+            self._is_over = True
+            finished = self._filler.take_all()
+        self._finished, self._made, self._at, self._first_made = finished, [], 0, 0
+        self._num_made += len(finished)
+        oldest = min((sequence.block for sequence in self._filler.open), default=self._next_block)
+        blocks = (sequence.block for sequence in reversed(finished))
+        self._oldest = list(accumulate(blocks, min, initial=oldest))[::-1]
+
+    def _fill(self, samples: Sequence[Any], block: _Block) -> list[OpenSequence]:
+        """Put the documents of a block into sequences; returns those that are finished."""
+        finished: list[OpenSequence] = []
+        num_tokens, most = 0, self._packing.sequence_length if self._packing.is_whole else None
+        documents = self._documents.read_lists(samples)
+        for number, sample in enumerate(samples):
+            document = self._read(sample, number, block) if documents is None else documents[number]
+            size = len(document[TOKENS])
+            if most is not None and size > most:
+                if self._packing.too_long == "error":
+                    raise self._too_long(document, sample, number, block)
+                self._dropped += self._packing.too_long == "drop"
+            num_tokens += size
+            finished += self._filler.add(document, block.number)
+        if num_tokens > _MANY_TOKENS:
+            self._size = max(self._size // 2, 1)
+        elif num_tokens < _FEW_TOKENS:
+            self._size = min(self._size * 2, _MOST_DOCUMENTS)
+        return finished
+
+    def _read(self, sample: Any, number: int, block: _Block) -> Document:
+        """A sample as a document."""
+        try:
+            return self._documents.read(sample, "a document")
+        except ConfigurationError:
+            raise self._error_of(sample, number, block) from None
+
+    def _error_of(self, sample: Any, number: int, block: _Block) -> Exception:
+        """The error that a sample is no document, which says where it comes from."""
+        try:
+            self._documents.read(sample, self._said(sample, number, block))
+        except ConfigurationError as error:
+            return ShardError(f"A document could not be packed: {error}")
+        return ShardError(f"A document could not be packed: {self._said(sample, number, block)}.")
+
+    def _too_long(self, document: Document, sample: Any, number: int, block: _Block) -> StreamError:
+        return StreamError(
+            f"A document is too long: {self._said(sample, number, block)} has {len(document[TOKENS])} tokens, and a "
+            f'sequence has {self._packing.sequence_length}. Pass a Packing with too_long="drop", "truncate" or '
+            '"split", or a larger sequence_length.'
+        )
+
+    def _said(self, sample: Any, number: int, block: _Block) -> str:
+        """A sample in words, after reading its block again up to it."""
+        with suppress(Exception):
+            reset_to(self.source, block.source)
+            skip(self.source, number)
+            next_many(self.source, 1)
+        return sample_in_words(sample, self._where)
+
+
+def _encoded(rooms: Sequence[int], waited: int, length: int) -> str:
+    """The rooms of open sequences, and for how long the oldest has waited, as text: one number, to base 85."""
+    if not rooms:
+        return ""
+    number = waited + 1
+    for room in rooms:
+        number = number * (length + 1) + room
+    number = number << _BITS_OF_NUMBER | len(rooms)
+    return base64.b85encode(number.to_bytes((number.bit_length() + 7) // 8, "big")).decode()
+
+
+def _decoded(text: str, length: int) -> tuple[list[int], int]:
+    """What :func:`_encoded` wrote."""
+    if not text:
+        return [], 0
+    number = int.from_bytes(base64.b85decode(text), "big")
+    number, count = number >> _BITS_OF_NUMBER, number & (1 << _BITS_OF_NUMBER) - 1
+    rooms = []
+    for _ in range(count):
+        number, room = divmod(number, length + 1)
+        rooms.append(room)
+    return rooms[::-1], number - 1
