@@ -132,28 +132,41 @@ class PlannedBatches:
         seed: Chooses the seed of each batch, from (seed, epoch, number of the batch), which is yielded with the
             indices for :class:`SeededDataset`. None for bare indices.
         is_batched: Whether the loader collates batches.
+        plan_again: Plans a further pass within an epoch, from the epoch and the number of passes before it: an
+            ``__iter__`` of the user's may begin DataLoader more than once.
     """
 
-    def __init__(self, seed: int | None, *, is_batched: bool) -> None:
-        self.seed, self.is_batched = seed, is_batched
+    def __init__(
+        self, seed: int | None, *, is_batched: bool, plan_again: Callable[[EpochPlan, int], EpochPlan] | None = None
+    ) -> None:
+        self.seed, self.is_batched, self._plan_again = seed, is_batched, plan_again
         # What the plan raised, as opposed to the dataset.
         self.error: Exception | None = None
         self.plan: EpochPlan
-        self.rank = self.first_step = 0
+        self.rank = self.first_step = self._num_passes = 0
+
+    def begin(self, plan: EpochPlan, rank: int, first_step: int = 0) -> None:
+        """Serve the batches of a rank, from a step of a plan on."""
+        self.plan, self.rank, self.first_step, self._num_passes = plan, rank, first_step, 0
 
     def __iter__(self) -> Iterator[Any]:
         self.error = None
+        plan, first_step = self.plan, self.first_step
+        # At its first batch: with workers, torch calls this twice for a pass.
+        if self._num_passes and self._plan_again is not None:
+            plan, first_step = self._plan_again(plan, self._num_passes), 0
+        self._num_passes += 1
         try:
-            yield from self._indices()
+            yield from self._indices(plan, first_step)
         except Exception as error:
             self.error = error
             raise
 
-    def _indices(self) -> Iterator[Any]:
-        batches = self.plan.batches(self.rank, self.first_step)
+    def _indices(self, plan: EpochPlan, first_step: int) -> Iterator[Any]:
+        batches = plan.batches(self.rank, first_step)
         if self.seed is None:
             return (batch for _, batch in batches)
-        seed = derive_seed("batch", self.seed, self.plan.epoch)
+        seed = derive_seed("batch", self.seed, plan.epoch)
         if self.is_batched:
             # Plain tuples are sent to workers faster.
             return ((mixed_seed(seed, number), batch) for number, batch in batches)
@@ -176,6 +189,7 @@ class BatchReader:
         watch: Compares what a loader with an ``__iter__`` of its own gives with what it reads; None for others.
         holder: An object that holds the loader and is iterated in its place, and the name of the attribute.
         watches_collate: Warn of a ``collate_fn`` that carries something over from batch to batch.
+        plan_again: As of :class:`PlannedBatches`.
     """
 
     def __init__(
@@ -189,10 +203,11 @@ class BatchReader:
         watch: Watch | None = None,
         holder: tuple[Any, str] | None = None,
         watches_collate: bool = False,
+        plan_again: Callable[[EpochPlan, int], EpochPlan] | None = None,
     ) -> None:
         self.options = options
         self._dataset = dataset
-        self._batches = batches = PlannedBatches(seed, is_batched=is_batched)
+        self._batches = batches = PlannedBatches(seed, is_batched=is_batched, plan_again=plan_again)
         self._generator = torch.Generator()
         self._isolate = IsolatedReads()
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
@@ -226,7 +241,7 @@ class BatchReader:
         if self._given_by is not self.loader or not iterates_as_torch(self.loader):
             return None
         batches = PlannedBatches(self._batches.seed, is_batched=self._batches.is_batched)
-        batches.plan, batches.rank = plan, rank
+        batches.begin(plan, rank)
         first = next(iter(batches))
         loader, dataset = self.loader, self._dataset
         dataset = dataset if batches.seed is None else SeededDataset(dataset, self._held)
@@ -285,7 +300,7 @@ class BatchReader:
         left_out = 0
         if isinstance(plan, OwnPlan) and plan.is_reread_at(first_step):
             left_out = plan.skipped + first_step
-        batches.plan, batches.rank, batches.first_step = plan, rank, 0 if left_out else first_step
+        batches.begin(plan, rank, 0 if left_out else first_step)
         count = plan.num_steps - first_step
         self._held.begin()
         if not is_own and not (loader.num_workers or loader.pin_memory):

@@ -1,8 +1,9 @@
 """Loaders that iterate in a way of their own: subclasses of DataLoader with ``__iter__``, and objects that hold one.
 
-Batches are counted as such a loader gives them. As long as it gives one for each that DataLoader reads, a resume begins
-DataLoader at the next one. Otherwise its epoch is read again, up to where the model stood. Attributes that it changes
-are compared too: what it keeps from epoch to epoch a new loader has not, and a resume there is refused.
+Batches are counted as such a loader gives them. As long as it hands on the very batches that DataLoader reads, in
+order and as many as its ``len()`` says, a resume begins DataLoader at the next one. Otherwise its epoch is read again,
+up to where the model stood. Attributes that it changes are compared too: what it keeps from epoch to epoch a new loader
+has not, and a resume there is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Watch:
     """Compares the batches that a loader gives with those that DataLoader has read for it.
 
     Attributes:
-        differs: Whether it has ever given another number of batches than DataLoader.
+        differs: Whether it has ever given other batches than DataLoader's own, in order: more or fewer of them, some
+            that it has changed, or those of a second pass. What it gives may then depend on those before.
         is_known: Whether it gave more than one batch, and never differed: at its first it might give that twice.
         changes: Whether an attribute of the loader has changed from batch to batch.
         kept: Attributes that a pass began with otherwise than the first one, in this run or before a resume.
@@ -90,12 +92,17 @@ class Watch:
         if not self.changes:
             found = digests_of_attributes(self._holders)
             self.changes, self._latest = self.num_given > 1 and found != self._latest, found
-        is_next = bool(self._ahead) and self._ahead.popleft() is batch
-        # One that reads ahead hands on the very batches; one that changes them has read no more than it has given.
-        if not is_next and self.num_read != self.num_given:
-            self.differs, self.is_known = True, False
-        elif self.num_given > 1 and not self.differs:
+        if self.differs:
+            return
+        if not self._ahead or self._ahead.popleft() is not batch:
+            self.note_other()
+        elif self.num_given > 1:
             self.is_known = True
+
+    def note_other(self) -> None:
+        """The loader gives other batches than those that DataLoader reads for it, one after the other."""
+        self.differs, self.is_known = True, False
+        self._ahead.clear()
 
     def note_read(self, batch: Any) -> None:
         """DataLoader has read a batch."""
@@ -128,7 +135,8 @@ class OwnPlan:
     ) -> None:
         self.plan, self.skipped = plan, skipped
         # One that gave as many as it says, or more, says nothing about its end.
-        self.num_steps = UNKNOWN if skipped and skipped >= num_steps else num_steps - skipped
+        is_known = num_steps < UNKNOWN and not (skipped and skipped >= num_steps)
+        self.num_steps = num_steps - skipped if is_known else UNKNOWN
         self._watch, self._given_on = watch, given_on
 
     @property
@@ -139,7 +147,9 @@ class OwnPlan:
     def is_reread_at(self, step: int) -> bool:
         """Whether a resume at a step has to read the epoch again from where this plan's begins."""
         differs = self._watch.differs or self._watch.changes or (step == 1 and not self._watch.is_known)
-        return self.skipped > 0 or (step > 0 and differs)
+        # One that says that it gives another number of batches may yet do so, or read its data once more.
+        says_other = self.num_steps != self.plan.num_steps
+        return self.skipped > 0 or (step > 0 and (differs or says_other))
 
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
         """DataLoader's batches of a rank."""

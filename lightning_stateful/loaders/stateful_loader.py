@@ -28,6 +28,9 @@ from lightning_stateful.user_samplers.rank_exchange import exchanged
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
+# A second pass within an epoch has the order of an epoch that no run gets to.
+_PASS_OF_EPOCH = 2**32
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
@@ -158,7 +161,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         # Whether a data module has made it for the Trainer that asks, which reads this very loader, on its own ranks.
         self.is_for_trainer = False
         # Whether the ranks have compared what they have; a Trainer's do before they train.
-        self._is_compared = False
+        self._is_compared = self._has_warned_of_passes = False
         self._told = None if settings.exact else ToldEpochs([loader.dataset])
         self._reader: BatchReader | None = None
         self.seed, self.path, self.seed_samples = settings.seed, settings.path, settings.seed_samples
@@ -278,8 +281,35 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             seed = self._own_seed if self.seed_samples else None
             how: dict[str, Any] = {"is_batched": self.batch_sampler is not None, "original": self._original}
             how |= {"watch": self._watch, "holder": self._holder, "watches_collate": self._trains}
+            how |= {"plan_again": None if self._watch is None else self._plan_again}
             self._reader = BatchReader(self.dataset, seed, options, **how)
         return self._reader
+
+    def _plan_again(self, plan: EpochPlan, number: int) -> EpochPlan:
+        """Plan a further pass that the user's ``__iter__`` begins in an epoch: as torch's, in an order of its own.
+
+        Args:
+            plan: The plan of the epoch.
+            number: Passes that were begun in the epoch before.
+
+        Warns:
+            StatefulWarning: The pass is like the first, because the order is that of a sampler of the user's.
+        """
+        if self._watch is not None:
+            self._watch.note_other()
+        if not isinstance(self.order, WrappedSampler):
+            return self.order.plan(plan.epoch + number * _PASS_OF_EPOCH, self.topology.num_replicas)
+        if not self._has_warned_of_passes:
+            self._has_warned_of_passes = True
+            warnings.warn(
+                f"The loader {self.path or 'trained on'} reads its data more than once in an epoch, and the order of "
+                f"{type(self.order.sampler).__qualname__} is that of the epoch: all its passes in an epoch are the "
+                "same, where torch would iterate the sampler again. Repeat within the sampler, or shuffle with "
+                "shuffle=True.",
+                StatefulWarning,
+                stacklevel=2,
+            )
+        return plan
 
     def _own_length(self, plan: EpochPlan) -> int:
         """Batches that the user's loader says it gives of a plan."""

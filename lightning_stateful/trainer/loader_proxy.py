@@ -29,6 +29,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.loaders.batch_reader import FailedBatch
 from lightning_stateful.loaders.patching import AnyLoader
+from lightning_stateful.samplers.tracker import TrackedLoader
 from lightning_stateful.trainer.lightning import (
     CombinedLoader,
     _DataLoaderSource,
@@ -231,6 +232,20 @@ def _shown(loader: AnyLoader, original: Any, overfits: bool, is_dealt_out: bool)
     return SimpleNamespace(sampler=sampler, batch_sampler=batches, **{f"{_RECORDS}kwargs": {"shuffle": shuffles}})
 
 
+def _arguments_of(shown: Any) -> dict[str, Any]:
+    """The arguments of a user's loader, and of a batch sampler of torch's, that were read when it was patched."""
+    if isinstance(shown, TrackedLoader):
+        return {}
+    held = getattr(shown, "__dict__", {})
+    found = {name: held.get(name) for name in ("collate_fn", "worker_init_fn", "num_workers", "batch_sampler")}
+    batches = found["batch_sampler"]
+    # A batch sampler of the user's is iterated itself, so what is set on it comes into force.
+    if type(batches) is BatchSampler:
+        names = ("batch_size", "drop_last", "sampler")
+        found |= {f"batch_sampler.{name}": getattr(batches, name) for name in names}
+    return found
+
+
 class LoaderProxy:
     """An iterable over a loader that asks where to begin at the first ``next()`` of every pass.
 
@@ -280,6 +295,7 @@ class LoaderProxy:
         self.loader, self._length, self._at_end, self._note = loader, length, at_end, note
         self.original = loader if original is None else getattr(original, "original", original)
         self._shown = _shown(loader, self.original, overfits, is_dealt_out)
+        self._given = _arguments_of(self._shown)
         self._locate = locate
         self._after_read = after_read
         self._isolated = isolated
@@ -293,6 +309,13 @@ class LoaderProxy:
         if keeps_indices and loader.is_sized and loader.batch_sampler is not None:
             self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)  # type: ignore[arg-type]  # never None here
             vars(self.batch_sampler)["sampler"] = self._shown.sampler
+
+    def changed_arguments(self) -> list[str]:
+        """Arguments of the user's loader or its batch sampler that were set since the latest call, in vain."""
+        now = _arguments_of(self._shown)
+        changed = [name for name, value in self._given.items() if now.get(name, value) is not value]
+        self._given = now
+        return changed
 
     def __iter__(self) -> Iterator[Any]:
         return _Pass(self._batches())

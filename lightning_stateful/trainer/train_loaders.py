@@ -393,6 +393,7 @@ class TrainLoaders:
         if self._training_began and self._compare is not None:
             compare, self._compare = self._compare, None
             compare()
+        self._warn_of_changed_arguments(path)
         epoch, step = self._next_step()
         self._first_steps[path] = step
         # An epoch that had ended before it was resumed has no further batch, even if its length is not known.
@@ -403,6 +404,15 @@ class TrainLoaders:
             return None
         plan, step = self.combined.plan_at(path, epoch, step)
         return (plan, step) if step < plan.num_steps else None
+
+    def _warn_of_changed_arguments(self, path: str) -> None:
+        if changed := self._proxies[path].changed_arguments():
+            rank_zero_warn(
+                f"{', '.join(changed)} of {name_of('training', path)} was set after the Trainer had asked for it, and "
+                "training goes on with what it was then. Let train_dataloader return a loader with the new value, with "
+                "Trainer(reload_dataloaders_every_n_epochs=1), or give a batch_sampler of your own, which is iterated.",
+                category=StatefulWarning,
+            )
 
     def _next_step(self) -> tuple[int, int]:
         """Epoch and step of the next batch: where the run was resumed, until Lightning has restored its counters."""

@@ -269,7 +269,9 @@ def digest_of_surroundings(sampler: Any, dataset: Any = None) -> str:
             holders += [kind, sys.modules.get(kind.__module__)]
     for holder in holders:
         for name, item in (holder if isinstance(holder, dict) else attributes_of(holder)).items():
-            if type(item) in PLAIN or isinstance(item, (*_SEQUENCES, torch.Tensor, np.ndarray)):
+            # Modules hold what Python has noted, such as warnings that were shown.
+            is_value = type(item) in PLAIN or isinstance(item, (*_SEQUENCES, torch.Tensor, np.ndarray))
+            if is_value and not name.startswith("__"):
                 shown = [_shown(one) for one in _spread(item)] if isinstance(item, _SEQUENCES) else _shown(item)
                 hashed.update(f"{name}={shown};".encode())
     return hashed.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -165,7 +166,22 @@ class TestOptions:
         assert plan.progress_after(4) == Progress(consumed=4, details={"sampler": []})
 
 
+class Warns(Sampler[int]):
+    """Warns in each pass, which Python notes in its module."""
+
+    def __iter__(self) -> Iterator[int]:
+        warnings.warn("some classes are small", UserWarning, stacklevel=1)
+        return iter(range(9))
+
+    def __len__(self) -> int:
+        return 9
+
+
 class TestTheirs:
+    def test_one_that_warns_is_no_other_for_it(self) -> None:
+        with pytest.warns(UserWarning, match="some classes are small"):
+            serve(WrappedSampler(Warns()), 0, 1)
+
     @pytest.mark.parametrize("as_argument", [True, False], ids=["told", "a torch Dataset"])
     def test_one_that_changes_its_dataset_is_refused_because_copies_share_it(self, as_argument: bool) -> None:
         dataset = theirs.Numbers(9) if not as_argument else theirs.CountsEpochs()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 
@@ -93,6 +94,45 @@ class LeavesOut(DataLoader[Any]):
         for number, batch in enumerate(super().__iter__()):
             if number % 3 != 1:
                 yield batch
+
+
+class PassesTwice(DataLoader[Any]):
+    """Reads its data twice in an epoch, and says so."""
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+    def __iter__(self) -> Any:
+        for _ in range(2):
+            yield from super().__iter__()
+
+
+class Pairs(DataLoader[Any]):
+    """Gives each batch together with one of a second pass, for a loss over pairs."""
+
+    def __iter__(self) -> Any:
+        for one, other in zip(super().__iter__(), super().__iter__(), strict=True):
+            yield {name: torch.cat([one[name], other[name]]) for name in one}
+
+
+class ByNumber(DataLoader[Any]):
+    """Changes each batch by its number in the epoch."""
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            yield {**batch, "x": batch["x"] + 100 * number, "id": batch["id"] + 100 * number}
+
+
+class KeepsBack(DataLoader[Any]):
+    """Gives as many batches as it reads: the first twice, and the last not at all."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        kept = next(batches)
+        yield kept
+        for batch in batches:
+            yield kept
+            kept = batch
 
 
 def read_ahead(batches: Any) -> Iterator[Any]:

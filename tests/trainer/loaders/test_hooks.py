@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 
 from lightning_stateful import StatefulDataCallback, StatefulLoader, StreamDataModule, patch_dataloader
+from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.trainer.loader_proxy import LoaderProxy
 
 
@@ -145,6 +146,16 @@ def test_a_sampler_that_a_hook_changes_is_the_one_that_is_trained_on() -> None:
         for others in ([], [StatefulDataCallback(accept=("nondeterministic",))])
     )
     assert [event[-1] for event in ours] == [event[-1] for event in plain]
+
+
+def test_an_argument_of_a_loader_that_a_hook_sets_in_vain_is_warned_of() -> None:
+    loader = batches()
+
+    def enlarge(*args: Any) -> None:
+        loader.batch_sampler.batch_size += 1  # type: ignore[union-attr]  # torch's own
+
+    with pytest.warns(StatefulWarning, match=r"^batch_sampler.batch_size of the training loader was set after"):
+        train(lambda: loader, callbacks=[LambdaCallback(on_train_epoch_end=enlarge), StatefulDataCallback()])
 
 
 @pytest.mark.filterwarnings("ignore:overfit_batches trains on the same batches.*")

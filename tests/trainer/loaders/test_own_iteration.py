@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from support.ddp_runs import Link, assert_chains, chain_of
 from support.ledger import Numbers, trained
 from support.ranks import Ranks
 from support.runs import assert_goes_on_from_every_moment, train, train_alone
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful import StatefulDataCallback, check_resume, patch_dataloader
 from lightning_stateful.core.order import UNKNOWN
@@ -22,7 +22,8 @@ from lightning_stateful.loaders.patching import build_patched
 
 KINDS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (own.MultiEpochs, own.Infinite, own.Twice, own.TwiceAsLong, own.LeavesOut)},
-    **{kind.__name__: kind for kind in (own.ReadsAhead, own.InBackground)},
+    **{kind.__name__: kind for kind in (own.ReadsAhead, own.InBackground, own.PassesTwice, own.Pairs)},
+    **{kind.__name__: kind for kind in (own.ByNumber, own.KeepsBack)},
     "Prefetching": lambda *args, **options: own.Prefetching(DataLoader(*args, **options)),
     "Unsized": lambda *args, **options: own.Unsized(DataLoader(*args, **options)),
     "HandsOn": lambda *args, **options: own.HandsOn(DataLoader(*args, **options)),
@@ -77,6 +78,29 @@ def test_a_loop_resumes_at_every_batch(name: str, num_workers: int) -> None:
     how: Any = {"stops": [2, 6, 9], "chain": ()} if num_workers else {"stops": stops}
     result = check_resume(patched, key=str, **how)
     assert result, result
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_each_pass_in_an_epoch_is_shuffled_by_itself(num_workers: int) -> None:
+    first: list[int] = []
+    second: list[int] = []
+    for number, batch in enumerate(patch_dataloader(made("PassesTwice", num_workers=num_workers), seed=3)):
+        (first if number < 6 else second).extend(batch["id"].tolist())
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+
+
+def test_passes_of_a_users_sampler_in_one_epoch_are_the_same_with_a_warning() -> None:
+    class Alike(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(12))
+
+        def __len__(self) -> int:
+            return 12
+
+    loader = patch_dataloader(own.PassesTwice(Numbers(12), batch_size=2, sampler=Alike()))
+    with pytest.warns(StatefulWarning, match="reads its data more than once in an epoch, and the order of .*Alike is"):
+        assert len(list(loader)) == 12
 
 
 def test_an_epoch_with_fewer_batches_ends_there(tmp_path: Path) -> None:
