@@ -99,7 +99,7 @@ class RankStore:
     def texts(self, keys: Sequence[str]) -> list[str | None]:
         """The text at each key; None where there is none."""
         # multi_get would wait for keys that are not there.
-        if keys and self._store.has_extended_api() and self._ask("check", keys):
+        if len(keys) > 1 and self._store.has_extended_api() and self._ask("check", keys):
             return [_unpacked(value) for value in self._ask("multi_get", keys)]
         return [self.text(key) for key in keys]
 

@@ -33,6 +33,9 @@ _SPARE = 8  # Groups that are kept beside those asked for: others may be ahead o
 _KEPT_RUNS = 4  # This one, and some before until it has got as far as records are kept.
 _NOTICE = 2**40  # In a counter, above the number of ranks: some rank has ended or failed.
 _MOST_NAMED = 8  # Ranks in an error.
+_ALONE = 16  # Up to so many ranks, each gathers the records of all for itself: that is quicker than to ask for a copy.
+_PATIENCE = 2.0  # Seconds to wait for a copy that another rank gathers, before this rank gathers for itself.
+_COPIES = 4  # Steps of which there may be a copy at the same time.
 _LONGEST_FAREWELL = 30.0  # Seconds that a rank that has failed waits for ranks that have not come yet.
 
 
@@ -174,14 +177,19 @@ class RankSync:
         return True
 
     def records_at(self, step: int) -> list[Record]:
-        """The record of every rank after all steps below ``step``, rank 0 first; at once, on this rank alone.
+        """The record of every rank after all steps below ``step``, rank 0 first; no other rank needs to ask.
+
+        Of many ranks the first that asks gathers the records and leaves a copy for the others, which wait for it for
+        two seconds at most, and then gather for themselves.
 
         Raises:
             PositionError: ``step`` is 0, nothing is known of it yet, or no longer.
             StreamError: What is in the store is not of this run.
         """
-        records = self._decoded([json.loads(line) for line in self._lines_at(step)])
-        return [record for record in records if record is not None]
+        self._refuse_unknown(step)
+        text = None if self.topology.num_replicas <= _ALONE else self._copied(step)
+        text = text or f"[{','.join(self._lines_at(step))}]"
+        return [record for record in self._decoded(json.loads(text)) if record is not None]
 
     def final_records(self, step: int) -> list[Record | None]:
         """:meth:`records_at` for all ranks, which all call it: rank 0 reads the records and passes them on.
@@ -194,20 +202,20 @@ class RankSync:
         """
         key = f"{self.run}/final/{step}"
         if not self.topology.rank:
+            if step:
+                self._refuse_unknown(step)
             lines = self._lines_at(step) if step else ["null"] * self.topology.num_replicas
             for rank, sent in enumerate(self._groups(step // self._size)):
                 if sent is not None and sent.has_end and len(sent.lines) == step % self._size + 1:
                     lines[rank] = sent.lines[-1]
-            pieces = in_pieces(f"[{','.join(lines)}]")
-            for digest, piece in pieces:
-                self._store.put(f"{key}/{digest}", piece)
-            self._store.put(key, json.dumps([digest for digest, _ in pieces]))
-        text = self._store.wait(lambda: self._store.text(key), self.timeout)
-        if text is None:
+            self._store.put(key, json.dumps(self._put_pieces(key, f"[{','.join(lines)}]")))
+        digests = self._store.wait(lambda: self._store.text(key), self.timeout)
+        if digests is None:
             raise StreamError(f"Rank 0 did not pass on the records at step {step} in {self.timeout:g} s: see its log.")
-        digests: list[str] = json.loads(text)
-        passed_on = self._pieces({f"{key}/{digest}": digest for digest in digests})
-        return self._decoded(json.loads("".join(passed_on[digest] for digest in digests)))
+        text = self._joined(key, json.loads(digests))
+        if text is None:
+            raise foreign(f"where {key} should be the records at step {step} there is something else")
+        return self._decoded(json.loads(text))
 
     def _begin(self, timeout: float) -> None:
         """Name the run, compare the terms with those of the rank that began first, and send what was published."""
@@ -319,11 +327,54 @@ class RankSync:
         self._post_stop(step, "failed", text)
         raise StreamError(text)
 
-    def _lines_at(self, step: int) -> list[str]:
-        """The record of every rank after all steps below ``step``, as JSON."""
+    def _copied(self, step: int) -> str | None:
+        """The records of all ranks after all steps below ``step`` as another rank has gathered them, or this one now.
+
+        None if the rank that gathers them does not come to an end, or the place is taken by a later step.
+        """
+        key = f"{self.run}/copies/{step % _COPIES}"
+        own = [step, self.topology.rank, None]
+        standing = self._store.settle(key, own, lambda old: old[0] < step)
+        if standing == own:
+            return self._leave_copy(step, key)
+
+        def find() -> list[Any] | None:
+            found: list[Any] = json.loads(self._store.text(key) or "[-1, 0, []]")
+            return None if found[0] == step and found[2] is None else found
+
+        found = standing if standing[2] is not None else self._store.wait(find, _PATIENCE)
+        return self._joined(key, found[2]) if found and found[0] == step and found[2] else None
+
+    def _leave_copy(self, step: int, key: str) -> str:
+        """Gather the records of all ranks, and leave them at a key; or that they are not to be had."""
+        rank, digests = self.topology.rank, list[str]()
+        try:
+            text = f"[{','.join(self._lines_at(step))}]"
+            digests = self._put_pieces(key, text)
+        finally:
+            self._store.settle(key, [step, rank, digests], lambda old: old == [step, rank, None])
+        return text
+
+    def _put_pieces(self, key: str, text: str) -> list[str]:
+        """Put a text below a key, for :meth:`_joined`; returns the digests of its pieces."""
+        pieces = in_pieces(text)
+        for number, (_, piece) in enumerate(pieces):
+            self._store.put(f"{key}/{number}", piece)
+        return [digest for digest, _ in pieces]
+
+    def _joined(self, key: str, digests: Sequence[str]) -> str | None:
+        """The text that stands below a key in pieces; None if that has been replaced."""
+        pieces = self._store.texts([f"{key}/{number}" for number in range(len(digests))])
+        found = [piece for piece, digest in zip(pieces, digests, strict=True) if piece and digest_of(piece) == digest]
+        return "".join(found) if len(found) == len(digests) else None
+
+    def _refuse_unknown(self, step: int) -> None:
         if not 1 <= step <= self._next:
             known = f"after step 0 and up to step {self._next}"
             raise PositionError(f"Where ranks stand is known {known}, not at step {step}; ask if it happens first.")
+
+    def _lines_at(self, step: int) -> list[str]:
+        """The record of every rank after all steps below ``step``, as JSON."""
         group, index = divmod(step - 1, self._size)
         lines = []
         for rank, sent in enumerate(self._groups(group)):
