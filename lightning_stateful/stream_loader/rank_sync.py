@@ -59,22 +59,27 @@ class RankSync:
     The constructor does not wait; the first step of a process group waits until all its ranks have come. Ranks have to
     read runs with the same label in the same order, and to ask about steps one after the other.
 
+    Where several processes share a data-parallel rank, each column of them, with one process of every rank, is in step
+    apart from the others: they read the same. All begin at the same place, and an error is raised in all columns.
+
     Args:
         store: The process group's, the same object for all runs; a connection of its own is made to it.
-        topology: The ranks, and this one.
+        topology: The data-parallel ranks, and this one.
         label: Keeps apart streams that are read at the same time.
         keep: For how many steps back records can be had.
         timeout: Seconds to wait for others, at each step anew; on ranks other than 0 up to five more.
         group_size: Steps of a group; None for one up to 127 ranks, two up to 191, and so on.
         describe: Says in words what a rank was doing at a record, for errors.
+        world: The processes, and this one; None where each is a data-parallel rank.
         terms: What has to be equal on all ranks, beside these arguments: plain JSON data by name.
 
     Attributes:
-        run: Name of this run of reading, on all ranks and never used before; empty until the ranks have met.
+        run: Name of this run of reading, on all ranks of this column and never used before; empty until the ranks have
+            met.
         stop: The step before which all stop, once :meth:`happens` has found it; until then None.
 
     Raises:
-        ConfigurationError: An argument is out of range.
+        ConfigurationError: An argument is out of range; later, ranks have different numbers of processes.
         StreamError: From all methods but the constructor: the store does not answer.
     """
 
@@ -88,14 +93,16 @@ class RankSync:
         timeout: float = 1800.0,
         group_size: int | None = None,
         describe: Callable[[int, Record], str] = lambda rank, record: f"stood at {json.dumps(record)[:200]}",
+        world: Topology | None = None,
         terms: Mapping[str, Any] | None = None,
     ) -> None:
-        usual = max(topology.num_replicas // _RANKS_A_STEP, 1)
+        usual = max((world or topology).num_replicas // _RANKS_A_STEP, 1)
         self._size = usual if group_size is None else as_int("group_size", group_size, least=1)
         self._keep = as_int("keep", keep, least=1)
-        self.topology, self.timeout, self.run = topology, timeout, ""
+        self.topology, self.timeout, self.run, self._all_columns = topology, timeout, "", ""
         self.stop: int | None = None
-        self._store, self._alive, self._label, self._describe = RankStore.of(store, topology), store, label, describe
+        self._store, self._alive = RankStore.of(store, topology, world), store
+        self._label, self._describe = label, describe
         own = {"num_replicas": topology.num_replicas, "keep": self._keep, "group_size": self._size}
         self._terms: dict[str, Any] = json.loads(json.dumps({**own, **(terms or {})}))
         self._num_kept = -(-self._keep // self._size) + _SPARE
@@ -221,8 +228,9 @@ class RankSync:
         """Name the run, compare the terms with those of the rank that began first, and send what was published."""
         if self.run:
             return
-        self.run = self._store.begin_run(self._label, timeout)
-        rank, terms = self._store.settle(f"{self.run}/terms", [self.topology.rank, self._terms])
+        self._all_columns = self._store.begin_run(self._label, timeout)
+        self.run = f"{self._all_columns}/{self._store.column}"
+        rank, terms = self._store.settle(f"{self._all_columns}/terms", [self.topology.rank, self._terms])
         if terms != self._terms:
             names = [name for name in {**terms, **self._terms} if terms.get(name) != self._terms.get(name)]
             sides = ", ".join(f"{name} is {terms.get(name)!r} and {self._terms.get(name)!r}" for name in names)
@@ -255,8 +263,8 @@ class RankSync:
             del self._stored[digest]
         self._count(group, self._store.add(self._counter(group), 1 + has_end * _NOTICE))
 
-    def _counter(self, group: int) -> str:
-        return f"{self.run}/sent/{group % _COUNTERS}"
+    def _counter(self, group: int, run: str = "") -> str:
+        return f"{run or self.run}/sent/{group % _COUNTERS}"
 
     def _record_key(self, rank: int, group: int) -> str:
         return f"{self.run}/records/{rank}/{group % self._num_kept}"
@@ -275,7 +283,8 @@ class RankSync:
         group = step // self._size
 
         def find() -> bool | None:
-            if self._complete <= group:
+            # This column may be complete, and another one broken: then its processes would hang in the next step.
+            if self._complete <= group or self._store.num_columns > 1:
                 self._count(group, int(self._store.text(self._counter(group)) or 0))
             if self._is_noticed:
                 self._read_stop(step)
@@ -295,16 +304,18 @@ class RankSync:
         if kind in ("failed", "mismatch") and at <= step:
             raise (StreamError if kind == "failed" else RankMismatchError)(text)
 
-    def _settle_stop(self, step: int, kind: str, text: str) -> None:
+    def _settle_stop(self, step: int, kind: str, text: str, run: str = "") -> None:
         """Note that this rank stops before a step; the earliest stands, and a failure rather than an end."""
-        own = [step, kind, text[:4000]]
-        self._store.settle(f"{self.run}/stop", own, lambda old: (step, kind == "ended") < (old[0], old[1] == "ended"))
+        own, key = [step, kind, text[:4000]], f"{run or self.run}/stop"
+        self._store.settle(key, own, lambda old: (step, kind == "ended") < (old[0], old[1] == "ended"))
 
     def _post_stop(self, step: int, kind: str, text: str) -> None:
-        """Note that no rank can go on at a step, and have those look there that wait for any group."""
-        self._settle_stop(step, kind, text)
-        for number in range(_COUNTERS):
-            self._store.add(self._counter(number), _NOTICE)
+        """Note that no rank of any column can go on at a step, and have those look there that wait for any group."""
+        for column in range(self._store.num_columns):
+            run = f"{self._all_columns}/{column}"
+            self._settle_stop(step, kind, text, run)
+            for number in range(_COUNTERS):
+                self._store.add(self._counter(number, run), _NOTICE)
         self._is_noticed = True
 
     def _blame(self, group: int, step: int) -> None:

@@ -30,6 +30,7 @@ from support.rank_threads import (
 )
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import ConfigurationError, PositionError, RankMismatchError, StreamError
 from lightning_stateful.stream_loader import rank_sync
 from lightning_stateful.stream_loader.rank_sync import RankSync
@@ -62,6 +63,35 @@ class TestEveryInterleaving:
                 check_run([length, length], store=store, keep=4, say=with_large(1))
                 keys.append(store.inner.num_keys())
         assert keys[1] == keys[3] < 80
+
+
+class TestProcessesThatShareRanks:
+    @given(st.integers(0, 2**32), st.permutations([0, 0, 1, 1]))
+    def test_are_in_step_column_by_column_and_read_their_own(self, seed: int, ranks: list[int]) -> None:
+        draw = random.Random(seed)
+        store = TurnsStore(4, seed, [draw.choice([1, 5, 20]) for _ in range(4)])
+
+        def body(process: int) -> tuple[int, list[Any], list[Any]]:
+            rank = ranks[process]
+            sync = open_sync(store, 2, rank, world=Topology(num_replicas=4, rank=process), keep=5)
+            seen: list[Any] = []
+            stop = walk(sync, 9 + 2 * rank, each=lambda step: seen.append(sync.records_at(step + 1)))
+            return stop, seen, sync.final_records(stop)
+
+        expected = [[small(rank, step) for rank in range(2)] for step in range(1, 10)]
+        for _ in range(2):
+            assert store.run(*[body] * 4) == [(9, expected, [end(0, 9), small(1, 9)])] * 4
+
+    def test_begin_at_the_same_place_or_not_at_all(self) -> None:
+        store = HashStore()
+
+        def body(process: int) -> None:
+            world, terms = Topology(num_replicas=4, rank=process), {"progress": f"step {process % 2}"}
+            walk(open_sync(store, 2, process // 2, world=world, terms=terms), 9)
+
+        for error in in_threads(*[body] * 4):
+            assert isinstance(error, RankMismatchError)
+            assert "progress is 'step" in str(error)
 
 
 class TestAsking:
