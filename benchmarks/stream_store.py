@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.measure import Row, report, target
 from lightning_stateful.core.steps import Topology
+from lightning_stateful.stream_loader import rank_sync
 from lightning_stateful.stream_loader.rank_store import RankStore, StateEncoder
 from lightning_stateful.stream_loader.rank_sync import RankSync
 
@@ -25,7 +26,11 @@ CLAIM = (
     "Ranks tell each other where they stand in their streams, and whether all have a batch for the next step, through "
     "the run's TCPStore, in a small part of a step. (all_gather_object over gloo does the first of the two, is a "
     "collective, and makes all wait for the slowest; that wait is left out.) 1,024 ranks, in groups of 16 "
-    "steps, ask little of the one process that serves the store: four processes send it what so many ranks would."
+    "steps, ask little of the one process that serves the store: four processes send it what so many ranks would. "
+    "When Lightning builds a checkpoint, every rank asks for the records of all: one gathers them, and the others take "
+    "its copy; beside it, what it costs if each gathers them for itself. The four processes share two processors, so "
+    "'all' is the work of all ranks on two; a rank of a real run has a processor of its own: the server's time and "
+    "one rank's."
 )
 STEP = 0.05
 STEPS = 200
@@ -124,7 +129,9 @@ class CountingStore:
             found = function(*arguments)
             # multi_get waits for the keys before it asks for them.
             requests = {"has_extended_api": 0, "multi_get": 2}.get(name, 1)
-            self.counts.update(requests=requests, bytes=size((arguments, found)) if requests else 0)
+            keys = len(arguments[0]) if arguments and isinstance(arguments[0], list) else 1
+            asked = size((arguments, found)) if requests else 0
+            self.counts.update(requests=requests, keys=requests * keys, bytes=asked)
             return found
 
         return ask
@@ -189,6 +196,16 @@ def play(number: int, num_ranks: int, port: int, server: int, barrier: Any, answ
         for sync in syncs[not number :]:
             sync.final_records(steps)
 
+    longest_of_a_rank = 0.0
+
+    def checkpoint() -> None:
+        nonlocal longest_of_a_rank
+        longest_of_a_rank = 0.0
+        for sync in syncs:
+            began = time.perf_counter()
+            assert len(sync.records_at(steps)) == num_ranks
+            longest_of_a_rank = max(longest_of_a_rank, time.perf_counter() - began)
+
     def begin() -> None:
         nonlocal published
         for sync in syncs:
@@ -199,12 +216,17 @@ def play(number: int, num_ranks: int, port: int, server: int, barrier: Any, answ
     with mock.patch.multiple(RankStore, has_met=True, _meet=lambda self, timeout: "group"):
         part("begin", begin)
         part("steps", walk_over)
-        part("records_at", lambda: None if number else syncs[0].records_at(steps))
+        with mock.patch.object(rank_sync, "_ALONE", num_ranks):
+            part("each for itself", checkpoint)
+            answer["each for itself"]["one"] = longest_of_a_rank
+        with mock.patch.object(rank_sync, "_ALONE", 0):
+            part("one for all", checkpoint)
+            answer["one for all"]["one"] = longest_of_a_rank
         part("final_records", gather)
     answers.put(answer)
 
 
-def simulated(num_ranks: int) -> Row:
+def simulated(num_ranks: int) -> tuple[Row, list[Row]]:
     spawn = multiprocessing.get_context("spawn")
     answers, barrier, done, port = spawn.Queue(), spawn.Barrier(PROCESSES), spawn.Event(), free_port()
     server = spawn.Process(target=serve, args=(port, done))
@@ -226,6 +248,19 @@ def simulated(num_ranks: int) -> Row:
     def longest(part: str, figure: str) -> float:
         return float(max(answer[part][figure] for answer in found))
 
+    checkpoints: list[Row] = [
+        {
+            "ranks": num_ranks,
+            "gathered": how,
+            "requests": total(how, "requests"),
+            "keys": total(how, "keys"),
+            "MB": total(how, "bytes") / 1e6,
+            "server's s": longest(how, "server"),
+            "slowest rank, s": longest(how, "one"),
+            "all, s": longest(how, "seconds"),
+        }
+        for how in ("each for itself", "one for all")
+    ]
     return {
         "ranks": num_ranks,
         "steps a group": max(num_ranks // 64, 1),
@@ -233,25 +268,32 @@ def simulated(num_ranks: int) -> Row:
         "KB a step": total("steps", "bytes") / SIMULATED_STEPS / 1e3,
         "server's ms a step": longest("steps", "server") / SIMULATED_STEPS * 1e3,
         "all ms a step": longest("steps", "seconds") / SIMULATED_STEPS * 1e3,
-        "ms for records_at": longest("records_at", "seconds") * 1e3,
         "MB for final_records": total("final_records", "bytes") / 1e6,
         "s for final_records": longest("final_records", "seconds"),
-    }
+    }, checkpoints
 
 
 def main() -> None:
     steps = in_steps()
-    loads = [simulated(num_ranks) for num_ranks in SIMULATED]
+    loads, pairs = zip(*(simulated(num_ranks) for num_ranks in SIMULATED), strict=True)
+    after = pairs[-1][1]
     (own,) = (row for row in steps if row["call"] == "publish, happens")
     targets = [
         target("publish and happens, median % of a step of 50 ms", own["median, % of a step"], at_most=1),
         target(
             "server's share of a step of 50 ms with 1,024 ranks, %", loads[-1]["server's ms a step"] / 0.5, at_most=50
         ),
+        target("requests of all for a checkpoint, 1,024 ranks", after["requests"], at_most=8000),
+        target(
+            "server's time and the slowest rank's for a checkpoint, 1,024 ranks, s",
+            after["server's s"] + after["slowest rank, s"],
+            at_most=1,
+        ),
     ]
     tables = {
         f"Two processes, {STEPS} steps of {STEP * 1e3:.0f} ms, records of 300 bytes": steps,
-        f"What {PROCESSES} processes ask of one TCPStore that play many ranks, {SIMULATED_STEPS} steps": loads,
+        f"What {PROCESSES} processes ask of one TCPStore that play many ranks, {SIMULATED_STEPS} steps": list(loads),
+        "A checkpoint, for which every rank asks for the records of all": [row for pair in pairs for row in pair],
     }
     report("stream_store", CLAIM, tables, targets)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -50,6 +50,8 @@ class BucketOrder:
     kind: ClassVar[str] = "buckets"
     version: ClassVar[int] = 1
     carries_over: ClassVar[bool] = False
+    # Within an epoch, where the steps stay the same; anything else is refused there.
+    harmless: ClassVar = ("batch_size",)
 
     @property
     def lengths(self) -> LengthArray:
@@ -94,6 +96,9 @@ class BucketOrder:
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
         """Return ``progress``, if it is the beginning of an epoch; within one, only the same configuration will do.
 
+        But for another ``batch_size`` in as many buckets: there the segments are counted in ranks that would have taken
+        the same steps with it, so that on such ranks the rest of the epoch goes on in the same steps.
+
         Raises:
             StateMismatchError: The progress is within an epoch of other batches; with every difference.
         """
@@ -107,17 +112,49 @@ class BucketOrder:
             for name, value in sorted({**dict.fromkeys(saved, "<nothing>"), **present}.items())
             if name != "dataset" and saved.get(name, "<nothing>") != value
         ]
-        if progress.consumed and found:
+        if not (progress.consumed and found):
+            return progress
+        scaled = self._with_other_batches(progress, saved["batch_size"]) if self._is_scaled(found) else None
+        if scaled is None:
             raise StateMismatchError(found, where="The position within an epoch")
-        return progress
+        return scaled
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> BucketOrder:
         """A copy for one of several loaders, or for evaluation; see :meth:`BatchOrder.adapted`."""
         return seeded_at(self, path) if shuffle else replace(self, shuffle=False)
 
-    def _segment(self, left: Remainder, epoch: int, cycle: int, num_replicas: int, number: int) -> Segment:
+    def _is_scaled(self, found: Sequence[Difference]) -> bool:
+        """Whether differences leave the buckets as they are, each with batches of another size."""
+        present = self.config()
+        is_size = [one.path for one in found] == ["batch_size"] and all(type(one.saved) is int for one in found)
+        # Without a number of buckets, that follows from the batch size.
+        return is_size and "num_buckets" in present and "multiple" not in present
+
+    def _with_other_batches(self, progress: Progress, batch_size: int) -> Progress | None:
+        """A progress in batches of so many samples, counted in ranks of the present batches; None if it cannot be."""
+        left, segments = Remainder.whole(len(self.buckets)), []
+        for number, (ranks, steps) in enumerate(progress.details["segments"]):
+            now, rest = divmod(ranks * batch_size, self.buckets.sizes[0])
+            if rest:
+                return None
+            before = self._segment(left, progress.epoch, progress.cycle, ranks, number, size=batch_size)
+            after = self._segment(left, progress.epoch, progress.cycle, now, number)
+            if steps > min(before.steps.num_steps, after.steps.num_steps):
+                return None
+            pairs = zip(before.ranges(0, steps), after.ranges(0, steps), strict=True)
+            # The last two steps may share what is left in other ways.
+            if not all(np.array_equal(one, other) for one, other in pairs):
+                return None
+            left = after.left_after(steps)
+            segments.append([now, steps])
+        return replace(progress, details={"segments": segments})
+
+    def _segment(
+        self, left: Remainder, epoch: int, cycle: int, num_replicas: int, number: int, size: int | None = None
+    ) -> Segment:
         counts = np.diff(left.num_below(self.buckets.starts))
-        steps = BucketSteps(counts, self.buckets.sizes, num_replicas, drop_last=self.drop_last)
+        sizes = self.buckets.sizes if size is None else (size,) * len(self.buckets.sizes)
+        steps = BucketSteps(counts, sizes, num_replicas, drop_last=self.drop_last)
         key = derive_seed("steps of buckets", self.seed, epoch, cycle, number) if self.shuffle else None
         return Segment(left, steps, key)
 

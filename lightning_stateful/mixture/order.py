@@ -43,7 +43,8 @@ class MixtureOrder:
     - ``served``: samples of every source, in the epoch or, with ``num_steps``, since training began;
     - ``batches``: batches of the epoch over all ranks, by which batches are numbered;
     - ``planned``: for how many ``ranks`` the rest of the epoch was planned and, unless it was the whole, after how many
-      ``steps`` and samples ``served``. On other ranks it is planned anew from ``served``; with ``num_steps``, always.
+      ``steps`` and samples ``served``. On other ranks it is planned anew from ``served``, unless that plan would have
+      served the same on these; with ``num_steps``, always.
 
     Attributes:
         sources: The datasets.
@@ -146,15 +147,14 @@ class MixtureOrder:
             here = replace(here, details=self._details(nothing, here.consumed * num_replicas, ranks))
         details = here.details
         planned = {"steps": 0, "served": {}, **details["planned"]}
-        if planned.get("ranks") != num_replicas:
-            planned = {"steps": here.consumed, "served": details["served"]}
-        origin = self._in_order(planned["served"])
-        plan = MixtureEpochPlan(self, num_replicas, here, planned["steps"], origin)
-        if not planned["steps"] <= here.consumed <= planned["steps"] + plan.total_steps:
+        plan = MixtureEpochPlan(self, num_replicas, here, planned["steps"], self.sources.in_order(planned["served"]))
+        if planned.get("ranks") != num_replicas and not ("ranks" in planned and plan.goes_on_alike()):
+            plan = replace(plan, planned_steps=here.consumed, origin=self.sources.in_order(details["served"]))
+        first, last = plan.planned_steps, plan.planned_steps + plan.total_steps
+        if not first <= here.consumed <= last:
             raise PositionError(
                 f"{here.consumed} steps of epoch {epoch} were taken, and on {num_replicas} ranks the rest of it "
-                f"was planned to go from step {planned['steps']} to {planned['steps'] + plan.total_steps}. Resume "
-                "from a checkpoint of these sources."
+                f"was planned to go from step {first} to {last}. Resume from a checkpoint of these sources."
             )
         if not here.consumed:
             plan.refuse_empty()
@@ -174,8 +174,12 @@ class MixtureOrder:
         if carried != self.carries_over or not served:
             # Passes begin with each epoch, or go on from one to the next: nothing is left of how they were counted.
             return Progress(epoch=progress.epoch, consumed=progress.consumed)
-        kept = self._in_present_lengths(served, saved["sources"])
-        return replace(progress, details=self._details(kept, progress.details["batches"]))
+        kept = self.sources.moved(served, saved["sources"])
+        details = self._details(kept, progress.details["batches"])
+        if not self.carries_over and self._differs_in_batch_size_alone(saved):
+            # What was planned may go on, where other ranks make the steps as large as before.
+            details["planned"] = {**progress.details["planned"], "ranks": 0}
+        return replace(progress, details=details)
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> MixtureOrder:
         """The same batches for another use; unshuffled epochs do not go on where the one before ended."""
@@ -220,9 +224,6 @@ class MixtureOrder:
     def _stop(self) -> str:
         return str(self.stop) if self.num_steps is None else f"{self.num_steps} steps"
 
-    def _in_order(self, served: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(served.get(name, 0) for name in self.sources.names)
-
     def _details(self, served: Sequence[int], batches: int, ranks: int = 0) -> dict[str, Any]:
         """Details of a progress where nothing is planned or, for so many ranks, the whole epoch."""
         named = dict(zip(self.sources.names, served, strict=True))
@@ -242,7 +243,7 @@ class MixtureOrder:
         known = progress if progress.details else Progress()
         if (known.epoch, known.consumed) == (epoch, consumed):
             return known
-        origin = self._in_order(known.details.get("served", {}))
+        origin = self.sources.in_order(known.details.get("served", {}))
         before = MixtureEpochPlan(self, num_replicas, known, known.consumed, origin)
         served = before.served_after((epoch - known.epoch) * steps - known.consumed + consumed)
         return Progress(epoch=epoch, consumed=consumed, details=self._details(served, consumed * num_replicas))
@@ -259,17 +260,10 @@ class MixtureOrder:
         if remedy:
             raise StateMismatchError([Difference(path="stop", saved=stop, present=self._stop(), remedy=remedy)])
 
-    def _in_present_lengths(self, served: Mapping[str, int], saved_sources: Mapping[str, Any]) -> list[int]:
-        """Samples served of each source, which may have another length now; one that is new begins."""
-        kept = []
-        for name, length in zip(self.sources.names, self.sources.lengths, strict=True):
-            # A loader adds a digest after the length.
-            before = int(str(saved_sources.get(name, length)).split(" ", maxsplit=1)[0])
-            samples = served.get(name, 0)
-            # Where a pass has just been served whole, what has come to the source since is still to be served.
-            passes = max(samples - 1, 0) // before
-            kept.append(passes * length + min(samples - passes * before, length))
-        return kept
+    def _differs_in_batch_size_alone(self, saved: Mapping[str, Any]) -> bool:
+        present = self.config()
+        is_alike = all(saved.get(name) == present[name] for name in present.keys() - {"batch_size", "sources"})
+        return is_alike and self.sources.are(saved["sources"])
 
 
 @dataclass(frozen=True)
@@ -401,6 +395,11 @@ class MixtureEpochPlan:
                     f"{self.num_replicas} ranks; with drop_last=True it would never be served. Give it a smaller "
                     "batch size, or pass drop_last=False."
                 )
+
+    def goes_on_alike(self) -> bool:
+        """Whether the steps taken on other ranks would have served the same on these: all are as large as then."""
+        served = self.order.sources.in_order(self.progress.details["served"])
+        return 0 <= self._taken <= self.total_steps and self.served_after(self._taken) == served
 
     @property
     def _taken(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -52,6 +53,26 @@ class Sources:
     def __len__(self) -> int:
         return len(self.names)
 
+    def in_order(self, served: Mapping[str, int]) -> tuple[int, ...]:
+        """Numbers by name, as one for each source; 0 for one that is not there."""
+        return tuple(served.get(name, 0) for name in self.names)
+
+    def are(self, saved: Mapping[str, Any]) -> bool:
+        """Whether these are the sources of a configuration: the same names and lengths, in the same order."""
+        return [(name, _length(length)) for name, length in saved.items()] == [
+            *zip(self.names, self.lengths, strict=True)
+        ]
+
+    def moved(self, served: Mapping[str, int], saved: Mapping[str, Any]) -> list[int]:
+        """Samples served of each source, which may have another length than in a configuration; a new one begins."""
+        kept = []
+        for name, length in zip(self.names, self.lengths, strict=True):
+            before, samples = _length(saved.get(name, length)), served.get(name, 0)
+            # Where a pass has just been served whole, what has come to the source since is still to be served.
+            passes = max(samples - 1, 0) // before
+            kept.append(passes * length + min(samples - passes * before, length))
+        return kept
+
     def take(self, numbers: Indices, offsets: Indices, sizes: Indices, seed: tuple[Label, ...] | None) -> Indices:
         """The samples of many runs, each of consecutive samples of one source, one run after the other.
 
@@ -87,6 +108,11 @@ class Sources:
                 key = derive_seed("source", *seed, self.names[source], number)
                 result[begin:end] = keyed_permutation(length, key).take(offsets[begin:end] - number * length)
         return result + before
+
+
+def _length(described: Any) -> int:
+    """The length of a source in a configuration, to which a loader adds a digest."""
+    return int(str(described).split(" ", maxsplit=1)[0])
 
 
 def present(numbers: Indices) -> list[int]:

@@ -89,6 +89,7 @@ class IterableOrder(StreamReader):
     """
 
     kind: ClassVar[str] = "iterable"
+    _reads_alike: ClassVar[bool] = False
     setup: IterableSetup
     # The epoch of the latest run.
     _epoch = -1

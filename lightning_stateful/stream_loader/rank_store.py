@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lightning_stateful.core.steps import Topology
-from lightning_stateful.errors import StreamError
+from lightning_stateful.errors import ConfigurationError, StreamError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -36,7 +36,7 @@ _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 Path = tuple[str | int, ...]
 
-_STORES: weakref.WeakKeyDictionary[Store, dict[int, RankStore]] = weakref.WeakKeyDictionary()
+_STORES: weakref.WeakKeyDictionary[Store, dict[tuple[int, int], RankStore]] = weakref.WeakKeyDictionary()
 _STORES_LOCK = threading.Lock()
 
 
@@ -45,26 +45,37 @@ class RankStore:
 
     torch's own ``get`` and ``wait`` block in C++, deaf to signals, and a ``wait`` that times out prints two warnings.
 
+    Several processes may share a data-parallel rank, as under tensor parallelism. They are in *columns*, each with one
+    process of every rank.
+
     Args:
         store: torch's, the same object for all runs of a process group.
-        topology: The ranks, and this one.
+        topology: The data-parallel ranks, and this one.
+        world: The processes, and this one; None where each is a data-parallel rank.
+
+    Attributes:
+        column: That of this process, once the processes have met.
+        num_columns: Processes of a data-parallel rank.
 
     Raises:
         StreamError: From every method: the store does not answer, or holds what is not of this package.
     """
 
     @classmethod
-    def of(cls, store: Store, topology: Topology) -> RankStore:
+    def of(cls, store: Store, topology: Topology, world: Topology | None = None) -> RankStore:
         """The one of a process group, for as long as torch's store lives."""
+        key = (topology if world is None else world).rank, topology.num_replicas
         with _STORES_LOCK:
             stores = _STORES.setdefault(store, {})
-            if topology.rank not in stores:
-                stores[topology.rank] = cls(store, topology)
-            return stores[topology.rank]
+            if key not in stores:
+                stores[key] = cls(store, topology, world)
+            return stores[key]
 
-    def __init__(self, store: Store, topology: Topology) -> None:
-        self._topology, self._store, self._name = topology, _connection_beside(store), ""
-        self._shortest_pause = min(max(topology.num_replicas / _LOOKS_PER_SECOND, 2e-4), _LONGEST_PAUSE)
+    def __init__(self, store: Store, topology: Topology, world: Topology | None = None) -> None:
+        self._topology, self._world = topology, topology if world is None else world
+        self._store, self._name = _connection_beside(store), ""
+        self.column, self.num_columns = 0, 1
+        self._shortest_pause = min(max(self._world.num_replicas / _LOOKS_PER_SECOND, 2e-4), _LONGEST_PAUSE)
         self._lock = threading.Lock()
         self._num_runs: Counter[str] = Counter()
         self._runs: dict[str, list[str]] = {}  # By label: those that are not deleted yet.
@@ -76,9 +87,10 @@ class RankStore:
         return bool(self._name)
 
     def begin_run(self, label: str, timeout: float) -> str:
-        """The name of this rank's next run under a label; the first time, wait for all ranks of the process group.
+        """The name of the next run under a label, of all columns; the first time, wait for the whole process group.
 
         Raises:
+            ConfigurationError: Data-parallel ranks have different numbers of processes.
             StreamError: Not all came in time.
         """
         with self._lock:
@@ -99,7 +111,7 @@ class RankStore:
     def texts(self, keys: Sequence[str]) -> list[str | None]:
         """The text at each key; None where there is none."""
         # multi_get would wait for keys that are not there.
-        if keys and self._store.has_extended_api() and self._ask("check", keys):
+        if len(keys) > 1 and self._store.has_extended_api() and self._ask("check", keys):
             return [_unpacked(value) for value in self._ask("multi_get", keys)]
         return [self.text(key) for key in keys]
 
@@ -146,24 +158,28 @@ class RankStore:
         return found
 
     def _meet(self, timeout: float) -> str:
-        """Wait for all ranks of the process group, and name it.
+        """Wait for all processes of the group, name it, and find the column of this one.
 
-        Each rank leaves a token, rank 0 answers each token with a name for all of them, and each rank counts itself
-        under that name, which holds once all have. So a token that a process has left behind which has died meanwhile
-        does no harm: once its successor has come, rank 0 answers with another name.
+        Each process leaves a token, process 0 answers each token with a name for all of them and a column, and each
+        counts itself under that name, which holds once all have. So a token that a process has left behind which has
+        died meanwhile does no harm: once its successor has come, process 0 answers with another name.
         """
-        rank, token, answered, name = self._topology.rank, secrets.token_hex(8), list[str | None](), ""
-        keys = [f"token/{other}" for other in range(self._topology.num_replicas)]
-        self.put(keys[rank], token)
+        ranks, world = self._topology, self._world
+        token, answered, name = f"{secrets.token_hex(8)}-{ranks.rank}", list[str | None](), ""
+        meeting = "" if ranks.num_replicas == world.num_replicas else f"{ranks.num_replicas} ranks/"
+        keys = [f"{meeting}token/{other}" for other in range(world.num_replicas)]
+        self.put(keys[world.rank], token)
 
         def find() -> bool | None:
             nonlocal answered, name
-            if not rank and (tokens := self.texts(keys)) != answered and None not in tokens:
+            if not world.rank and (tokens := self.texts(keys)) != answered and None not in tokens:
                 answered = tokens
-                for other in tokens:
-                    self._ask("set", f"answer/{other}", digest_of("".join(map(str, tokens)))[:12].encode())
+                group = digest_of("".join(map(str, tokens)))[:12]
+                for other, column in zip(tokens, _columns(tokens, ranks.num_replicas), strict=True):
+                    self._ask("set", f"answer/{other}", f"{group} {column}".encode())
             if answer := self.text(f"answer/{token}"):
-                name = answer
+                name, column, num_columns = answer.split()
+                self.column, self.num_columns = int(column), int(num_columns)
                 self.add(f"{name}/met", 1)
                 # Taken, unless there is another one by now.
                 self._ask("compare_set", f"answer/{token}", answer, b"")
@@ -171,14 +187,20 @@ class RankStore:
 
         if not self.wait(find, timeout):
             raise self._not_met(token, keys, timeout)
-        # By rank 0 alone, whose multi_get would wait for those that are gone.
-        for key in () if rank else [*keys, *(f"answer/{other}" for other in answered)]:
+        # By process 0 alone, whose multi_get would wait for those that are gone.
+        for key in () if world.rank else [*keys, *(f"answer/{other}" for other in answered)]:
             self.delete(key)
+        if not self.num_columns:
+            raise ConfigurationError(
+                f"{world.num_replicas} processes were to be {ranks.num_replicas} data-parallel ranks with the same "
+                f"number of processes each, but they are not: process {world.rank} has said that it is rank "
+                f"{ranks.rank}. Give every process num_replicas and rank of its place among the data-parallel ranks."
+            )
         return name
 
     def _not_met(self, token: str, keys: Sequence[str], timeout: float) -> StreamError:
         """The error that not all ranks have come, or that this one came when others had given up."""
-        rank, left = self._topology.rank, [self.text(key) for key in keys]
+        rank, left = self._world.rank, [self.text(key) for key in keys]
         missing = [other for other, its in enumerate(left) if its is None or self.text(f"answer/{its}")] or [0]
         notes = [json.loads(self.text(f"gave_up/{other}") or "[null, []]") for other in range(len(keys))]
         self.put(f"gave_up/{rank}", json.dumps([token, missing]))
@@ -207,6 +229,18 @@ class RankStore:
                 "The key-value store of the run does not answer; the process that serves it (rank 0, or the launcher) "
                 f"has most likely ended. Look for the reason in its log. {type(error).__name__}: {error}"
             ) from error
+
+
+def _columns(tokens: Sequence[str | None], num_ranks: int) -> list[str]:
+    """Of each token of a process, its column and their number; no columns where ranks differ in their processes."""
+    seen: Counter[str] = Counter()
+    columns = []
+    for token in tokens:
+        rank = str(token).rpartition("-")[2]
+        columns.append(seen[rank])
+        seen[rank] += 1
+    number = len(tokens) // num_ranks if set(seen.values()) == {len(tokens) / num_ranks} else 0
+    return [f"{column} {number}" for column in columns]
 
 
 def foreign(what: str) -> StreamError:

@@ -33,6 +33,9 @@ _SPARE = 8  # Groups that are kept beside those asked for: others may be ahead o
 _KEPT_RUNS = 4  # This one, and some before until it has got as far as records are kept.
 _NOTICE = 2**40  # In a counter, above the number of ranks: some rank has ended or failed.
 _MOST_NAMED = 8  # Ranks in an error.
+_ALONE = 16  # Up to so many ranks, each gathers the records of all for itself: that is quicker than to ask for a copy.
+_PATIENCE = 2.0  # Seconds to wait for a copy that another rank gathers, before this rank gathers for itself.
+_COPIES = 4  # Steps of which there may be a copy at the same time.
 _LONGEST_FAREWELL = 30.0  # Seconds that a rank that has failed waits for ranks that have not come yet.
 
 
@@ -56,22 +59,27 @@ class RankSync:
     The constructor does not wait; the first step of a process group waits until all its ranks have come. Ranks have to
     read runs with the same label in the same order, and to ask about steps one after the other.
 
+    Where several processes share a data-parallel rank, each column of them, with one process of every rank, is in step
+    apart from the others: they read the same. All begin at the same place, and an error is raised in all columns.
+
     Args:
         store: The process group's, the same object for all runs; a connection of its own is made to it.
-        topology: The ranks, and this one.
+        topology: The data-parallel ranks, and this one.
         label: Keeps apart streams that are read at the same time.
         keep: For how many steps back records can be had.
         timeout: Seconds to wait for others, at each step anew; on ranks other than 0 up to five more.
         group_size: Steps of a group; None for one up to 127 ranks, two up to 191, and so on.
         describe: Says in words what a rank was doing at a record, for errors.
+        world: The processes, and this one; None where each is a data-parallel rank.
         terms: What has to be equal on all ranks, beside these arguments: plain JSON data by name.
 
     Attributes:
-        run: Name of this run of reading, on all ranks and never used before; empty until the ranks have met.
+        run: Name of this run of reading, on all ranks of this column and never used before; empty until the ranks have
+            met.
         stop: The step before which all stop, once :meth:`happens` has found it; until then None.
 
     Raises:
-        ConfigurationError: An argument is out of range.
+        ConfigurationError: An argument is out of range; later, ranks have different numbers of processes.
         StreamError: From all methods but the constructor: the store does not answer.
     """
 
@@ -85,14 +93,16 @@ class RankSync:
         timeout: float = 1800.0,
         group_size: int | None = None,
         describe: Callable[[int, Record], str] = lambda rank, record: f"stood at {json.dumps(record)[:200]}",
+        world: Topology | None = None,
         terms: Mapping[str, Any] | None = None,
     ) -> None:
-        usual = max(topology.num_replicas // _RANKS_A_STEP, 1)
+        usual = max((world or topology).num_replicas // _RANKS_A_STEP, 1)
         self._size = usual if group_size is None else as_int("group_size", group_size, least=1)
         self._keep = as_int("keep", keep, least=1)
-        self.topology, self.timeout, self.run = topology, timeout, ""
+        self.topology, self.timeout, self.run, self._all_columns = topology, timeout, "", ""
         self.stop: int | None = None
-        self._store, self._alive, self._label, self._describe = RankStore.of(store, topology), store, label, describe
+        self._store, self._alive = RankStore.of(store, topology, world), store
+        self._label, self._describe = label, describe
         own = {"num_replicas": topology.num_replicas, "keep": self._keep, "group_size": self._size}
         self._terms: dict[str, Any] = json.loads(json.dumps({**own, **(terms or {})}))
         self._num_kept = -(-self._keep // self._size) + _SPARE
@@ -174,14 +184,19 @@ class RankSync:
         return True
 
     def records_at(self, step: int) -> list[Record]:
-        """The record of every rank after all steps below ``step``, rank 0 first; at once, on this rank alone.
+        """The record of every rank after all steps below ``step``, rank 0 first; no other rank needs to ask.
+
+        Of many ranks the first that asks gathers the records and leaves a copy for the others, which wait for it for
+        two seconds at most, and then gather for themselves.
 
         Raises:
             PositionError: ``step`` is 0, nothing is known of it yet, or no longer.
             StreamError: What is in the store is not of this run.
         """
-        records = self._decoded([json.loads(line) for line in self._lines_at(step)])
-        return [record for record in records if record is not None]
+        self._refuse_unknown(step)
+        text = None if self.topology.num_replicas <= _ALONE else self._copied(step)
+        text = text or f"[{','.join(self._lines_at(step))}]"
+        return [record for record in self._decoded(json.loads(text)) if record is not None]
 
     def final_records(self, step: int) -> list[Record | None]:
         """:meth:`records_at` for all ranks, which all call it: rank 0 reads the records and passes them on.
@@ -194,27 +209,28 @@ class RankSync:
         """
         key = f"{self.run}/final/{step}"
         if not self.topology.rank:
+            if step:
+                self._refuse_unknown(step)
             lines = self._lines_at(step) if step else ["null"] * self.topology.num_replicas
             for rank, sent in enumerate(self._groups(step // self._size)):
                 if sent is not None and sent.has_end and len(sent.lines) == step % self._size + 1:
                     lines[rank] = sent.lines[-1]
-            pieces = in_pieces(f"[{','.join(lines)}]")
-            for digest, piece in pieces:
-                self._store.put(f"{key}/{digest}", piece)
-            self._store.put(key, json.dumps([digest for digest, _ in pieces]))
-        text = self._store.wait(lambda: self._store.text(key), self.timeout)
-        if text is None:
+            self._store.put(key, json.dumps(self._put_pieces(key, f"[{','.join(lines)}]")))
+        digests = self._store.wait(lambda: self._store.text(key), self.timeout)
+        if digests is None:
             raise StreamError(f"Rank 0 did not pass on the records at step {step} in {self.timeout:g} s: see its log.")
-        digests: list[str] = json.loads(text)
-        passed_on = self._pieces({f"{key}/{digest}": digest for digest in digests})
-        return self._decoded(json.loads("".join(passed_on[digest] for digest in digests)))
+        text = self._joined(key, json.loads(digests))
+        if text is None:
+            raise foreign(f"where {key} should be the records at step {step} there is something else")
+        return self._decoded(json.loads(text))
 
     def _begin(self, timeout: float) -> None:
         """Name the run, compare the terms with those of the rank that began first, and send what was published."""
         if self.run:
             return
-        self.run = self._store.begin_run(self._label, timeout)
-        rank, terms = self._store.settle(f"{self.run}/terms", [self.topology.rank, self._terms])
+        self._all_columns = self._store.begin_run(self._label, timeout)
+        self.run = f"{self._all_columns}/{self._store.column}"
+        rank, terms = self._store.settle(f"{self._all_columns}/terms", [self.topology.rank, self._terms])
         if terms != self._terms:
             names = [name for name in {**terms, **self._terms} if terms.get(name) != self._terms.get(name)]
             sides = ", ".join(f"{name} is {terms.get(name)!r} and {self._terms.get(name)!r}" for name in names)
@@ -247,8 +263,8 @@ class RankSync:
             del self._stored[digest]
         self._count(group, self._store.add(self._counter(group), 1 + has_end * _NOTICE))
 
-    def _counter(self, group: int) -> str:
-        return f"{self.run}/sent/{group % _COUNTERS}"
+    def _counter(self, group: int, run: str = "") -> str:
+        return f"{run or self.run}/sent/{group % _COUNTERS}"
 
     def _record_key(self, rank: int, group: int) -> str:
         return f"{self.run}/records/{rank}/{group % self._num_kept}"
@@ -267,7 +283,8 @@ class RankSync:
         group = step // self._size
 
         def find() -> bool | None:
-            if self._complete <= group:
+            # This column may be complete, and another one broken: then its processes would hang in the next step.
+            if self._complete <= group or self._store.num_columns > 1:
                 self._count(group, int(self._store.text(self._counter(group)) or 0))
             if self._is_noticed:
                 self._read_stop(step)
@@ -287,16 +304,18 @@ class RankSync:
         if kind in ("failed", "mismatch") and at <= step:
             raise (StreamError if kind == "failed" else RankMismatchError)(text)
 
-    def _settle_stop(self, step: int, kind: str, text: str) -> None:
+    def _settle_stop(self, step: int, kind: str, text: str, run: str = "") -> None:
         """Note that this rank stops before a step; the earliest stands, and a failure rather than an end."""
-        own = [step, kind, text[:4000]]
-        self._store.settle(f"{self.run}/stop", own, lambda old: (step, kind == "ended") < (old[0], old[1] == "ended"))
+        own, key = [step, kind, text[:4000]], f"{run or self.run}/stop"
+        self._store.settle(key, own, lambda old: (step, kind == "ended") < (old[0], old[1] == "ended"))
 
     def _post_stop(self, step: int, kind: str, text: str) -> None:
-        """Note that no rank can go on at a step, and have those look there that wait for any group."""
-        self._settle_stop(step, kind, text)
-        for number in range(_COUNTERS):
-            self._store.add(self._counter(number), _NOTICE)
+        """Note that no rank of any column can go on at a step, and have those look there that wait for any group."""
+        for column in range(self._store.num_columns):
+            run = f"{self._all_columns}/{column}"
+            self._settle_stop(step, kind, text, run)
+            for number in range(_COUNTERS):
+                self._store.add(self._counter(number, run), _NOTICE)
         self._is_noticed = True
 
     def _blame(self, group: int, step: int) -> None:
@@ -319,11 +338,54 @@ class RankSync:
         self._post_stop(step, "failed", text)
         raise StreamError(text)
 
-    def _lines_at(self, step: int) -> list[str]:
-        """The record of every rank after all steps below ``step``, as JSON."""
+    def _copied(self, step: int) -> str | None:
+        """The records of all ranks after all steps below ``step`` as another rank has gathered them, or this one now.
+
+        None if the rank that gathers them does not come to an end, or the place is taken by a later step.
+        """
+        key = f"{self.run}/copies/{step % _COPIES}"
+        own = [step, self.topology.rank, None]
+        standing = self._store.settle(key, own, lambda old: old[0] < step)
+        if standing == own:
+            return self._leave_copy(step, key)
+
+        def find() -> list[Any] | None:
+            found: list[Any] = json.loads(self._store.text(key) or "[-1, 0, []]")
+            return None if found[0] == step and found[2] is None else found
+
+        found = standing if standing[2] is not None else self._store.wait(find, _PATIENCE)
+        return self._joined(key, found[2]) if found and found[0] == step and found[2] else None
+
+    def _leave_copy(self, step: int, key: str) -> str:
+        """Gather the records of all ranks, and leave them at a key; or that they are not to be had."""
+        rank, digests = self.topology.rank, list[str]()
+        try:
+            text = f"[{','.join(self._lines_at(step))}]"
+            digests = self._put_pieces(key, text)
+        finally:
+            self._store.settle(key, [step, rank, digests], lambda old: old == [step, rank, None])
+        return text
+
+    def _put_pieces(self, key: str, text: str) -> list[str]:
+        """Put a text below a key, for :meth:`_joined`; returns the digests of its pieces."""
+        pieces = in_pieces(text)
+        for number, (_, piece) in enumerate(pieces):
+            self._store.put(f"{key}/{number}", piece)
+        return [digest for digest, _ in pieces]
+
+    def _joined(self, key: str, digests: Sequence[str]) -> str | None:
+        """The text that stands below a key in pieces; None if that has been replaced."""
+        pieces = self._store.texts([f"{key}/{number}" for number in range(len(digests))])
+        found = [piece for piece, digest in zip(pieces, digests, strict=True) if piece and digest_of(piece) == digest]
+        return "".join(found) if len(found) == len(digests) else None
+
+    def _refuse_unknown(self, step: int) -> None:
         if not 1 <= step <= self._next:
             known = f"after step 0 and up to step {self._next}"
             raise PositionError(f"Where ranks stand is known {known}, not at step {step}; ask if it happens first.")
+
+    def _lines_at(self, step: int) -> list[str]:
+        """The record of every rank after all steps below ``step``, as JSON."""
         group, index = divmod(step - 1, self._size)
         lines = []
         for rank, sent in enumerate(self._groups(group)):

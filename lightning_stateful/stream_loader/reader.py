@@ -27,6 +27,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
 )
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import differences
 from lightning_stateful.stream_loader.plan import StreamDetails, StreamEpochPlan
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
@@ -57,6 +58,8 @@ class StreamReader(ABC):
     kind: ClassVar[str]
     version: ClassVar[int] = 1
     carries_over: ClassVar[bool] = True
+    # Whether processes of the same data-parallel rank read the same.
+    _reads_alike: ClassVar[bool] = True
     # Where the readers stand, they go on in other batches.
     harmless: ClassVar = ("batch_size",)
 
@@ -278,13 +281,22 @@ class StreamReader(ABC):
         self.recent.settle(run)
         return self._begin(state)
 
-    def _connect(self, state: Any, describe: Callable[[int, Record], str]) -> RankSync:
-        setup, world = self.setup, torch.distributed.get_world_size()
-        if world != setup.topology.num_replicas:
+    def _refuse_shared_ranks(self, num_processes: int) -> None:
+        """Refuse processes that cannot read alike where they share a data-parallel rank."""
+        num_ranks = self.setup.topology.num_replicas
+        said = f"{num_processes} processes are {num_ranks} data-parallel ranks."
+        if num_processes % num_ranks:
+            raise ConfigurationError(f"{said} Each rank needs the same number of processes.")
+        if num_processes > num_ranks and not self._reads_alike:
             raise ConfigurationError(
-                f"{world} processes are {setup.topology.num_replicas} data-parallel ranks. Streams need one process "
-                "for each rank, as under DDP or FSDP."
+                f"{said} {self.name} divides itself, and a state holds what it gave to one process of each rank, not "
+                "to the others that share the rank. Make shards of it (NodeShards, ChunkedDataset, a Hugging Face "
+                "dataset), which all of them read alike."
             )
+
+    def _connect(self, state: Any, describe: Callable[[int, Record], str]) -> RankSync:
+        setup, world = self.setup, detect_topology()
+        self._refuse_shared_ranks(world.num_replicas)
         if self._label is None:
             _COUNTED[self.name] += 1
             self._label = f"{self.name} {_COUNTED[self.name]}"
@@ -297,5 +309,6 @@ class StreamReader(ABC):
             keep=self.recent.keep,
             timeout=setup.options.timeout,
             describe=describe,
+            world=world,
             terms={**self.config(), **read, **setup.first_samples, "progress": where},
         )

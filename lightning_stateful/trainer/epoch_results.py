@@ -211,11 +211,14 @@ def _described(metric: Any, value: Any, count: Any) -> dict[str, Any]:
 
 
 def _of_all_ranks(trainer: pl.Trainer, at: list[int], own: dict[str, Any]) -> list[Any]:
+    """By rank, what it has summed up at a batch; on others than rank 0, whose file a resume reads, their own alone."""
     if trainer.world_size == 1:
         return [own]
     post(_POSTED, [at, own])
+    if trainer.global_rank:
+        return [own if rank == trainer.global_rank else None for rank in range(trainer.world_size)]
     found: list[Any] = posted(_POSTED)
-    ends = time.monotonic() + (_PATIENCE if trainer.global_rank == 0 else 0)
+    ends = time.monotonic() + _PATIENCE
     while time.monotonic() < ends and not all(one is not None and one[0] == at for one in found):
         time.sleep(0.01)
         found = posted(_POSTED)

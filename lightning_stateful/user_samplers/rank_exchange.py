@@ -43,21 +43,22 @@ def exchanged(name: str, value: Any, *, timeout: float = 300.0) -> list[Any] | N
     key = f"lightning_stateful/{_BLOCKS[0]}/{name} {_COUNTED[name]}"
     _COUNTED[name] += 1
     store.set(f"{key}/{world.rank}", json.dumps(value))
-    ends, values = time.monotonic() + timeout, []
-    for rank in range(world.num_replicas):
-        wait = _FIRST_WAIT
-        while not store.check([f"{key}/{rank}"]):
-            if _BLOCKS[0] % 2 and store.check([failure := _failure_key()]):
-                raise RankMismatchError(store.get(failure).decode())
-            if time.monotonic() > ends:
-                raise RankMismatchError(
-                    f"{name}: rank {rank} has not come within {timeout:.0f} s to compare what it yields. Build the "
-                    "same loaders on every rank, in the same order."
-                )
-            time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT)
-        values.append(json.loads(store.get(f"{key}/{rank}")))
-    return values
+    store.add(f"{key}/came", 1)
+    keys = [f"{key}/{rank}" for rank in range(world.num_replicas)]
+    ends, wait = time.monotonic() + timeout, _FIRST_WAIT
+    # Many processes look at one number, and at all keys once it says that these are there.
+    while store.add(f"{key}/came", 0) < len(keys) or not store.check(keys):
+        if _BLOCKS[0] % 2 and store.check([failure := _failure_key()]):
+            raise RankMismatchError(store.get(failure).decode())
+        if time.monotonic() > ends:
+            late = [rank for rank, its in enumerate(keys) if not store.check([its])]
+            raise RankMismatchError(
+                f"{name}: ranks {late[:8]} have not come within {timeout:.0f} s to compare what they yield. Build the "
+                "same loaders on every rank, in the same order."
+            )
+        time.sleep(wait)
+        wait = min(2 * wait, _LONGEST_WAIT)
+    return [json.loads(value) for value in store.multi_get(keys)]
 
 
 def post(name: str, value: Any) -> None:
@@ -73,7 +74,10 @@ def posted(name: str) -> list[Any]:
         return []
     store = torch.distributed.distributed_c10d._get_default_store()
     keys = [f"lightning_stateful/posted/{name}/{rank}" for rank in range(detect_topology().num_replicas)]
-    return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
+    # Two requests for all of them once all have posted, and nobody deletes what was posted.
+    there = keys if store.check(keys) else [key for key in keys if store.check([key])]
+    values = dict(zip(there, map(json.loads, store.multi_get(there)), strict=True)) if there else {}
+    return [values.get(key) for key in keys]
 
 
 @contextmanager

@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed
+from support.rank_threads import CountedStore
 from support.ranks import Ranks
 from support.samplers import Bag
+from torch.distributed import HashStore
 
-from lightning_stateful.user_samplers.rank_exchange import exchanged, failing_together
+from lightning_stateful.core.steps import Topology
+from lightning_stateful.user_samplers import rank_exchange
+from lightning_stateful.user_samplers.rank_exchange import exchanged, failing_together, post, posted
 from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
     name_of_rank,
@@ -172,6 +176,22 @@ class TestRanks:
 
         assert list(proven) == [[False, [0, 2, 4, 6, 8, 10]], [False, [1, 3, 5, 7, 9, 11]]]
         assert list(own) == [[True, list(range(12))]] * 2
+
+    def test_the_values_of_many_ranks_are_a_few_requests(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store, num_ranks = CountedStore(HashStore()), 40
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+        monkeypatch.setattr(rank_exchange, "detect_topology", lambda: Topology(num_replicas=num_ranks, rank=0))
+        # As the others do, who have come before.
+        key = f"lightning_stateful/{rank_exchange._BLOCKS[0]}/many 0"
+        for rank in range(1, num_ranks):
+            store.inner.set(f"{key}/{rank}", str(rank))
+            store.inner.add(f"{key}/came", 1)
+            store.inner.set(f"lightning_stateful/posted/many/{rank}", str(rank))
+        post("many", 0)
+
+        assert exchanged("many", 0) == posted("many") == list(range(num_ranks))
+        assert store.requests <= 10
 
     def test_without_others_there_is_nothing_to_exchange(self) -> None:
         assert exchanged("number", 1) is None

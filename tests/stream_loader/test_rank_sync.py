@@ -5,16 +5,19 @@ from __future__ import annotations
 import base64
 import random
 import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.rank_threads import (
     CountedStore,
+    Gone,
     Say,
     TurnsStore,
     check_run,
@@ -27,7 +30,9 @@ from support.rank_threads import (
 )
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import ConfigurationError, PositionError, RankMismatchError, StreamError
+from lightning_stateful.stream_loader import rank_sync
 from lightning_stateful.stream_loader.rank_sync import RankSync
 
 PATIENCE = timedelta(seconds=30)
@@ -58,6 +63,35 @@ class TestEveryInterleaving:
                 check_run([length, length], store=store, keep=4, say=with_large(1))
                 keys.append(store.inner.num_keys())
         assert keys[1] == keys[3] < 80
+
+
+class TestProcessesThatShareRanks:
+    @given(st.integers(0, 2**32), st.permutations([0, 0, 1, 1]))
+    def test_are_in_step_column_by_column_and_read_their_own(self, seed: int, ranks: list[int]) -> None:
+        draw = random.Random(seed)
+        store = TurnsStore(4, seed, [draw.choice([1, 5, 20]) for _ in range(4)])
+
+        def body(process: int) -> tuple[int, list[Any], list[Any]]:
+            rank = ranks[process]
+            sync = open_sync(store, 2, rank, world=Topology(num_replicas=4, rank=process), keep=5)
+            seen: list[Any] = []
+            stop = walk(sync, 9 + 2 * rank, each=lambda step: seen.append(sync.records_at(step + 1)))
+            return stop, seen, sync.final_records(stop)
+
+        expected = [[small(rank, step) for rank in range(2)] for step in range(1, 10)]
+        for _ in range(2):
+            assert store.run(*[body] * 4) == [(9, expected, [end(0, 9), small(1, 9)])] * 4
+
+    def test_begin_at_the_same_place_or_not_at_all(self) -> None:
+        store = HashStore()
+
+        def body(process: int) -> None:
+            world, terms = Topology(num_replicas=4, rank=process), {"progress": f"step {process % 2}"}
+            walk(open_sync(store, 2, process // 2, world=world, terms=terms), 9)
+
+        for error in in_threads(*[body] * 4):
+            assert isinstance(error, RankMismatchError)
+            assert "progress is 'step" in str(error)
 
 
 class TestAsking:
@@ -103,6 +137,112 @@ class TestManyRanks:
         groups = 80 // group_size
         # Who is counted last knows already.
         assert [more - less for less, more in zip(*requests, strict=True)] == [3 * groups, 3 * groups, 2 * groups]
+
+
+class TestCheckpointsOfManyRanks:
+    """Every rank asks for the records of all, as Lightning does when it builds a checkpoint."""
+
+    RANKS = 40
+
+    def walked(self, length: int = 6, say: Say = small) -> tuple[list[CountedStore], list[RankSync]]:
+        """Ranks that have met, and walked over as many steps."""
+        stores = [CountedStore(inner) for inner in [HashStore()] * self.RANKS]
+        bodies = [lambda rank: (sync := open_sync(stores[rank], self.RANKS, rank), walk(sync, length, say=say))[0]]
+        syncs = in_threads(*bodies * self.RANKS)
+        for store in stores:
+            store.requests = store.keys = 0
+        return stores, syncs
+
+    def expected(self, step: int, say: Say = small) -> list[Any]:
+        return [say(rank, step) for rank in range(self.RANKS)]
+
+    @pytest.mark.parametrize("asks_first", [0, 7])
+    def test_one_rank_reads_what_all_have_sent_and_the_others_a_copy_of_it(self, asks_first: int) -> None:
+        stores, syncs = self.walked()
+        order = [asks_first, *(rank for rank in range(self.RANKS) if rank != asks_first)]
+        for step in (3, 4, 5, 6, 6):
+            assert [syncs[rank].records_at(step) for rank in order] == [self.expected(step)] * self.RANKS
+        assert stores[asks_first].keys > 4 * self.RANKS
+        # The place of the copy, and the copy.
+        assert {stores[rank].keys for rank in order[1:]} == {5 * 2}
+
+    def test_at_once_they_read_a_copy_as_well(self) -> None:
+        stores, syncs = self.walked()
+        assert in_threads(*[lambda rank: syncs[rank].records_at(6)] * self.RANKS) == [self.expected(6)] * self.RANKS
+        read_all = [store for store in stores if store.keys >= self.RANKS]
+        assert len(read_all) == 1
+
+    def test_records_with_large_parts_come_back(self) -> None:
+        say = with_large(2)
+        _, syncs = self.walked(say=say)
+        assert [sync.records_at(5) for sync in syncs[:3]] == [self.expected(5, say)] * 3
+
+    def test_nobody_waits_for_long_for_a_rank_that_has_died_while_it_gathered(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(rank_sync, "_PATIENCE", 0.2)
+        stores, syncs = self.walked()
+        monkeypatch.setattr(stores[3], "inner", died := DiesAtReading(stores[3].inner))
+        (found,) = in_threads(lambda rank: syncs[3].records_at(6))
+        assert isinstance(found, Gone)
+        died.is_dead = True
+        began = time.monotonic()
+        assert syncs[5].records_at(6) == self.expected(6)
+        assert 0.2 <= time.monotonic() - began < 2
+        # Later steps are gathered by somebody else.
+        assert [sync.records_at(5) for sync in syncs[5:8]] == [self.expected(5)] * 3
+        assert stores[6].keys < self.RANKS
+
+    def test_what_one_rank_cannot_have_any_more_the_others_are_not_kept_waiting_for(self) -> None:
+        stores, syncs = self.walked(length=30)
+        for key in [key for key in stores[0].inner.list_keys() if "/records/9/" in key]:
+            stores[0].inner.delete_key(key)
+        began = time.monotonic()
+        for sync in syncs[:4]:
+            with pytest.raises(PositionError, match="rank 9 stood at step 29 is not kept"):
+                sync.records_at(29)
+        assert time.monotonic() - began < 1
+
+    def test_a_copy_that_gave_way_to_that_of_a_later_step_is_gathered_anew(self) -> None:
+        stores, syncs = self.walked(length=12)
+        assert syncs[0].records_at(4) == syncs[1].records_at(4) == self.expected(4)
+        assert syncs[2].records_at(12) == self.expected(12)
+        assert syncs[3].records_at(4) == self.expected(4)
+        assert syncs[4].records_at(8) == self.expected(8)
+        # And one that does not hold what it should.
+        for key in [key for key in stores[0].inner.list_keys() if "/copies/0/" in key]:
+            stores[0].inner.set(key, b"nonsense")
+        assert syncs[5].records_at(12) == self.expected(12)
+
+    @given(st.integers(0, 2**32), st.sampled_from([small, with_large(2)]))
+    def test_ranks_that_ask_for_different_steps_in_any_order_get_theirs(self, seed: int, say: Say) -> None:
+        draw = random.Random(seed)
+        store = TurnsStore(3, seed, [draw.choice([1, 5, 20]) for _ in range(3)])
+        steps = [[draw.randint(1, 9) for _ in range(4)] for _ in range(3)]
+
+        def body(rank: int) -> list[Any]:
+            walk(sync := open_sync(store, 3, rank), 9, say=say)
+            return [sync.records_at(step) for step in steps[rank]]
+
+        with mock.patch.multiple(rank_sync, _ALONE=0):
+            found = store.run(body, body, body)
+        assert found == [[[say(rank, step) for rank in range(3)] for step in of_rank] for of_rank in steps]
+
+
+class DiesAtReading:
+    """A store whose process dies as it reads what the others have sent, and asks nothing any more."""
+
+    is_dead = False
+
+    def __init__(self, inner: HashStore) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "multi_get":
+            self.is_dead = True
+        if self.is_dead:
+            raise Gone
+        return getattr(self.inner, name)
 
 
 class TestRecords:

@@ -19,7 +19,8 @@ from support.rank_threads import Say, TurnsStore, check_run, in_threads, open_sy
 from support.ranks import kill, start
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from lightning_stateful.errors import StreamError
+from lightning_stateful.core.steps import Topology
+from lightning_stateful.errors import ConfigurationError, StreamError
 
 PATIENCE = timedelta(seconds=30)
 
@@ -81,6 +82,43 @@ class TestFailures:
         for error in store.run(lambda rank: walk(open_sync(store, 3, rank), 40), *bodies):
             assert isinstance(error, StreamError)
             assert "rank 2 broke off before step 9: no such file" in str(error)
+
+    @pytest.mark.parametrize(("group_size", "broken", "last"), [(1, 3, 3), (4, 6, 4)])
+    def test_of_one_process_break_off_all_that_share_its_ranks(self, group_size: int, broken: int, last: int) -> None:
+        """Four processes are two ranks, and meet in every step of the model."""
+        store, model = HashStore(), threading.Barrier(4, timeout=5)
+
+        def body(process: int) -> tuple[int, list[int], str]:
+            world, rank = Topology(num_replicas=4, rank=process), process // 2
+            sync, steps, published = open_sync(store, 2, rank, world=world, group_size=group_size), [], 0
+            while True:
+                while published < sync.horizon(len(steps)) and (process != 2 or published < broken):
+                    published += 1
+                    sync.publish(small(rank, published))
+                if published < sync.horizon(len(steps)):
+                    # The others have published by then.
+                    time.sleep(0.1)
+                    sync.publish_failure("no such file")
+                try:
+                    sync.happens(len(steps))
+                except StreamError as error:
+                    return int(sync.run.rpartition("/")[2]), steps, str(error)
+                steps.append(len(steps))
+                model.wait()
+
+        found = in_threads(body, body, body, body)
+        text = f"The stream of rank 1 broke off before step {last}: no such file"
+        assert found == [(column, list(range(last)), text) for column in (0, 1, 0, 1)]
+
+    def test_processes_that_are_not_the_same_number_for_each_rank_are_refused(self) -> None:
+        store, ranks = HashStore(), (0, 0, 0, 1)
+
+        def body(process: int) -> None:
+            walk(open_sync(store, 2, ranks[process], world=Topology(num_replicas=4, rank=process)), 3)
+
+        for error in in_threads(body, body, body, body):
+            assert isinstance(error, ConfigurationError)
+            assert "4 processes were to be 2 data-parallel ranks with the same number" in str(error)
 
     def test_a_store_that_is_gone_is_said_to_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
         sync = open_sync(store := TurnsStore(1), 1, 0)

@@ -105,16 +105,22 @@ class TurnsStore:
 
 
 class CountedStore:
-    """A store of torch's that counts what it is asked."""
+    """A store of torch's that counts what it is asked, and for how many keys."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.requests = inner, 0
+        self.inner, self.requests, self.keys = inner, 0, 0
 
     def __getattr__(self, name: str) -> Any:
         if name == "clone":
             raise AttributeError(name)
         self.requests += name in OPERATIONS
-        return getattr(self.inner, name)
+        function = getattr(self.inner, name)
+
+        def ask(*arguments: Any) -> Any:
+            self.keys += len(arguments[0]) if name in OPERATIONS and isinstance(arguments[0], list) else 1
+            return function(*arguments)
+
+        return ask
 
 
 def in_threads(*bodies: Callable[[int], Any]) -> list[Any]:
