@@ -34,6 +34,7 @@ from lightning_stateful.trainer.checkpoint import (
 )
 from lightning_stateful.trainer.epoch_results import EpochResults
 from lightning_stateful.trainer.eval_loaders import exact_evaluation
+from lightning_stateful.trainer.held_trainers import warn_of_old_copies
 from lightning_stateful.trainer.lightning import TrainerFn, check_trainer, pl
 from lightning_stateful.trainer.loader_proxy import Request, discard_training_loaders, intercept, release
 from lightning_stateful.trainer.logs import log_data
@@ -375,6 +376,7 @@ class StatefulDataCallback(pl.Callback):
         refuse_other_loaders(trainer, self._loaders)
         if self._loaders is not None:
             self._loaders.begin()
+            warn_of_old_copies(self._loaders.combined)
             loop_progress.follow_lengths(trainer)
         if isinstance(self._phase, Resumed):
             self._phase = replace(self._phase, training_began=True)
