@@ -107,7 +107,6 @@ class StatefulDataCallback(pl.Callback):
         self._trainer: pl.Trainer | None = None
         self._loaders: TrainLoaders | None = None
         self._phase: SetUp | Resumed | Training | Interrupted = SetUp()
-        self._seed = 0
         self._signals = HeldSignals()
         self._results = EpochResults()
 
@@ -138,7 +137,6 @@ class StatefulDataCallback(pl.Callback):
             else:
                 self._phase = SetUp(begins_at=begins_at)
             self._trainer, self._loaders, self._results = trainer, None, EpochResults()
-            self._seed = seed_or_default(self.settings.seed)
             # Lightning may have built the user's own loaders before this hook.
             discard_training_loaders(trainer)
         intercept(trainer, partial(self._training_loaders, trainer), partial(self._evaluation_loaders, trainer))
@@ -320,7 +318,7 @@ class StatefulDataCallback(pl.Callback):
         state = find_data_state(checkpoint, saved, stateful_module(trainer), self.settings.accept)
         loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         if saved is not None:
-            refuse_other_seed(saved, self._seed, self.settings.accept)
+            refuse_other_seed(saved, loaders.seed, self.settings.accept)
             loaders.expect(saved.get("content"), state)
         loops["fit_loop"] = loop_progress.rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted
@@ -440,6 +438,11 @@ class StatefulDataCallback(pl.Callback):
     def _in_training(self) -> Training:
         """The phase of a run that trains by now."""
         return self._phase if isinstance(self._phase, Training) else Training(None, self._validation_epoch())
+
+    @property
+    def _seed(self) -> int:
+        # That of seed_everything within setup() of a module, too.
+        return seed_or_default(self.settings.seed) if self._loaders is None else self._loaders.seed
 
     def _seed_model(self, trainer: pl.Trainer, stage: str) -> None:
         if self.settings.seed_model:
