@@ -210,9 +210,9 @@ class HeldGenerators:
             if identity is not None:
                 self._note(identity, path, link, holder, links)
             elif id(value) not in seen and len(path) < _MOST_DEEP:
-                parts = _parts_of(value)
+                parts = parts_of(value)
                 if id(type(value)) not in seen and parts is not None:
-                    parts += _of_class(type(value))
+                    parts += parts_of_class(type(value))
                 seen |= {id(value), id(type(value))}
                 for name, container, key, part in parts or ():
                     if type(part) not in PLAIN and len(queue) + len(seen) < _MOST_OBJECTS:
@@ -235,7 +235,7 @@ class HeldGenerators:
             self._found[identity] = state_for(link.value, derive_seed("held", *path))
 
 
-def _parts_of(value: Any) -> list[tuple[str, Any, Any, Any]] | None:
+def parts_of(value: Any) -> list[tuple[str, Any, Any, Any]] | None:
     """The parts of an object: name, container, key in it, and the part. None for what is not looked into."""
     if isinstance(value, _LEFT_OUT) or type(value).__module__.partition(".")[0] in _LIBRARIES:
         return None
@@ -291,14 +291,15 @@ def _variables_of(function: FunctionType) -> list[tuple[str, Any, Any, Any]]:
     parts += _held_in(function.__kwdefaults__ or {})
     if _is_users(function.__module__):
         variables = function.__globals__
-        named = [name for name in _names_in(function.__code__) if name in variables]
+        named = [name for name in names_in(function.__code__) if name in variables]
         parts += [(name, variables, name, variables[name]) for name in named]
     return parts
 
 
 @lru_cache(maxsize=4096)
-def _names_in(code: CodeType) -> list[str]:
-    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in _names_in(part)]
+def names_in(code: CodeType) -> list[str]:
+    """The variables and attributes that code names, with those of functions in it."""
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_in(part)]
     return sorted({*code.co_names, *inner})
 
 
@@ -311,7 +312,7 @@ def _is_users(module: str | None) -> bool:
     return "site-packages" not in file and "dist-packages" not in file
 
 
-def _of_class(kind: type) -> list[tuple[str, Any, Any, Any]]:
+def parts_of_class(kind: type) -> list[tuple[str, Any, Any, Any]]:
     """Generators that are attributes of a class, and the functions of one that is the user's."""
     parts: list[tuple[str, Any, Any, Any]] = []
     for one in kind.__mro__[:-1]:

@@ -250,8 +250,8 @@ class StreamRun:
     def _note(self, delivery: Delivery) -> None:
         """Note where the slot that has delivered stands now."""
         state, before = delivery.state, self._states[delivery.worker]
-        if delivery.said:
-            warnings.warn(delivery.said, StatefulWarning, stacklevel=2)
+        for text in self._slots.unsaid(delivery):
+            warnings.warn(text, StatefulWarning, stacklevel=2)
         # A new list: the old one is part of the history.
         self._states = list(self._states)
         if isinstance(state, OpaqueState):

@@ -24,6 +24,8 @@ from lightning_stateful.user_loaders import copied, is_torchdatas
 
 # What torch says when a worker is gone, or slow.
 _OF_WORKERS = re.compile(r"DataLoader (worker|timed out)|Pin memory thread")
+# Of thousands of empty shards, only some are named.
+_MOST_SAID = 20
 
 
 class OpaqueState:
@@ -47,14 +49,14 @@ class Delivery(NamedTuple):
         state: Its state afterwards; as text, without large parts that it had before, if it comes from another process.
         batch: The batch; None in the last delivery, which only says where the slot ended.
         is_end: Whether it is the last.
-        said: What a user should know of it; empty for nothing.
+        said: Texts that a user should read.
     """
 
     worker: int
     state: OpaqueState | Changes
     batch: Any
     is_end: bool
-    said: str = ""
+    said: tuple[str, ...] = ()
 
 
 class SlotDataset(IterableDataset[Delivery]):
@@ -162,11 +164,16 @@ class _Deliveries:
             self._is_over = False
             state = slot.state()
             batch = self._dataset.collated(samples, task, state["batches"])
-            said, slot.said = slot.said, ""
-            return Delivery(task.worker, self._encode(state), batch, False, said)
+            return Delivery(task.worker, self._encode(state), batch, False, self._said())
         self._is_over = True
         slot.close()
-        return Delivery(task.worker, self._encode(slot.state()), None, True, slot.said)
+        return Delivery(task.worker, self._encode(slot.state()), None, True, self._said())
+
+    def _said(self) -> tuple[str, ...]:
+        """Take what the slot has said."""
+        said = tuple(self._slot.said)
+        self._slot.said.clear()
+        return said
 
     def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         # As Python exits modules are gone already, and what is open is closed with the process.
@@ -188,6 +195,7 @@ class SlotLoader:
 
     def __init__(self, loader: DataLoader[Any], config: Any, seed: int | None) -> None:
         self._original = loader
+        self._said: set[str] = set()
         self._dataset = SlotDataset(config, loader.collate_fn, loader.dataset, seed)
         self._generator = torch.Generator()
         # A loader of torchdata's would keep a state of its own.
@@ -229,6 +237,13 @@ class SlotLoader:
         deliveries: Iterator[Any] = iter(self.loader)
         self._dataset.send_tasks()
         return map(Delivery._make, deliveries)
+
+    def unsaid(self, delivery: Delivery) -> Iterator[str]:
+        """Each text of a delivery that no earlier one had, as long as there are few."""
+        for text in delivery.said:
+            if text not in self._said and len(self._said) < _MOST_SAID:
+                self._said.add(text)
+                yield text
 
     def num_outstanding(self, process: int) -> int:
         """Deliveries that a persistent worker was asked for and that nobody has received."""

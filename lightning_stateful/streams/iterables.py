@@ -162,7 +162,7 @@ class IterableSlot:
         ``more`` (batches that were asked for and never handed over).
 
     Attributes:
-        said: What a user should know of the latest batch; empty for nothing.
+        said: Texts that a user should read, which whoever shows them takes out.
 
     Raises:
         ShardError: The dataset could not be brought to a state.
@@ -172,7 +172,6 @@ class IterableSlot:
     """
 
     goes_on = True
-    said = ""
 
     def __init__(self, config: IterableConfig, task: IterableTask) -> None:
         self._config, self._dataset, self._task, self.epoch = config, config.dataset, task, task.epoch
@@ -180,6 +179,7 @@ class IterableSlot:
         self._history = history_of(self._dataset)
         self._samples: Any = None
         self._iterator: Any = None
+        self.said: list[str] = []
         self._is_exhausted = False
         # Of the pass, where that was found to have begun already.
         self._found: list[Any] = []
@@ -293,7 +293,7 @@ class IterableSlot:
             if not self._read_batch(epoch, later):
                 break
         if not since + ended["more"] and not ended["over"] and inspect.isgenerator(self._samples):
-            self.said = (
+            self.said.append(
                 f"{self._name()} was left behind the first batch of pass {epoch}, with its state of there. A "
                 "generator that uses that state only when it is read begins the next pass with it, so a resume from "
                 "here may not be exact. Let an epoch have more batches than workers, or resume within one."
@@ -311,7 +311,7 @@ class IterableSlot:
         most = max((number if number >= 0 else -number for number in missing), default=0)
         are_read = bool(missing) and not self._begins_alike(most)
         if missing and self._history.draws and not are_read:
-            self.said = (
+            self.said.append(
                 f"{self._name()} holds a random generator that goes on from pass to pass. Earlier passes are not read "
                 "again for that, so the resume is not exact in what it draws. Seed it in set_epoch(epoch) or __iter__, "
                 "or give the dataset state_dict and load_state_dict."
@@ -389,7 +389,7 @@ class IterableSlot:
         return is_same
 
     def _say_inexact(self, what: str) -> None:
-        self.said = (
+        self.said.append(
             f"{self._name()} {what}: the resume is not exact. Its own state_dict and load_state_dict leave something "
             "out, such as its position in the pass, a buffer, or a generator of random numbers, or a state that was "
             'loaded stays in force for later passes. Have them see to it; accept=("nondeterministic",) is silent.'

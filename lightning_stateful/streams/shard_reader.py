@@ -57,6 +57,9 @@ class ShardReader(StreamNode[Any]):
             whole runs, up to 31 further than asked for.
         on_error: ``"skip"`` to leave out the rest of a shard that cannot be read, and count it.
 
+    Attributes:
+        said: Texts that a user should read, which whoever shows them takes out.
+
     State:
         ``shard``, the index in ``numbers``, and ``item``, the number of the next sample in it; ``state``, the latest
         state of the shard's node that was worth its size, and ``since``, the samples since; ``skipped_shards``.
@@ -85,6 +88,7 @@ class ShardReader(StreamNode[Any]):
         self._seeds_samples = seeds_samples and seed is not None
         self._node: BaseNode[Any] | None = None
         self._held = HeldGenerators(is_repeatable=False, shards=shards)
+        self.said: list[str] = []
         # A search takes longer than a small shard.
         self._num_bare = 0
 
@@ -117,6 +121,8 @@ class ShardReader(StreamNode[Any]):
             if failure is not None:
                 self._leave_out_shard(failure)
             elif len(samples) < number:
+                if not self._item:
+                    self._say_empty()
                 self._advance()
         return samples
 
@@ -229,6 +235,13 @@ class ShardReader(StreamNode[Any]):
         self.close()
         self._at, self._item, self._state_item, self._state = self._at + 1, 0, 0, None
         self._gap = self._gap_after(None)
+
+    def _say_empty(self) -> None:
+        self.said.append(
+            f"{self._name()} gave no sample. No other shard is read in its place, so its rank has less to read; and as "
+            "an epoch ends for all ranks where one has nothing more, it may be much shorter. Look whether the shard is "
+            "empty or was cut off, and leave it out if so. Where a filter has left nothing of it, all is well."
+        )
 
     def _leave_out_shard(self, error: Exception) -> None:
         """Go on behind a shard that cannot be read, or raise."""

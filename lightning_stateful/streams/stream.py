@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, StatefulWarning
 from lightning_stateful.mixture.sources import Stop
 from lightning_stateful.samplers.mixture_samplers import refuse_splits
 from lightning_stateful.samplers.rng import keep_if_drawn
@@ -258,6 +259,9 @@ class StreamIterator:
             # Nodes that an error went through have lost what they held.
             slot.reopen()
             raise
+        finally:
+            while slot.said:
+                warnings.warn(slot.said.pop(0), StatefulWarning, stacklevel=2)
         return next(self)
 
     def state_dict(self) -> dict[str, Any]:

@@ -134,13 +134,14 @@ class SourceReader:
         source: The source.
         task: What the slot reads of it.
         begin: Where to begin, as :meth:`state` gave it.
+        said: Gets the texts that a user should read.
 
     Attributes:
         has_given: Whether it has given anything since the beginning of its slices.
     """
 
-    def __init__(self, source: Source, task: SourceTask, begin: NodeState) -> None:
-        self._source, self._task = source, task
+    def __init__(self, source: Source, task: SourceTask, begin: NodeState, said: list[str]) -> None:
+        self._source, self._task, self._said = source, task, said
         self._slices, self._index, self._begin, self._opened = task.progress(source, begin)
         self._round: int = begin["round"]
         # In slices that are done, and of those that several slots read in what the first of them has met.
@@ -207,6 +208,7 @@ class SourceReader:
     def _open(self) -> StreamNode[Any]:
         piece = self._slices[self._index].of
         node, self._reader = self._source.open(piece)
+        self._reader.said = self._said
         begin = piece.state if self._begin is None else self._begin
         node.reset(None if begin is None else begin["source"])
         self._seen = [0] * (len(piece.served) + 1) if begin is None else list(begin["seen"])
@@ -243,14 +245,14 @@ class WorkerSlot:
     Attributes:
         epoch: The pass.
         goes_on: Whether there is something behind an error.
-        said: What a user should know of the latest batch; empty for nothing.
+        said: Texts that a user should read, which whoever shows them takes out.
     """
 
     goes_on = False
-    said = ""
 
     def __init__(self, config: StreamConfig, task: SlotTask) -> None:
         self._config, self._task, self.epoch = config, task, task.epoch
+        self.said: list[str] = []
         self._keeps_tails = config.drop_last and config.mixing is not None and config.mixing.stop == "cycle"
         self._size = (config.batch_size or 1) if config.is_batched else 1
         self._begin(task)
@@ -266,7 +268,8 @@ class WorkerSlot:
         self._ended: set[str] = set(state["ended"])
         begins = dict.fromkeys(task.of, FRESH) if task.state is None else task.state["of"]
         self._readers = {
-            name: SourceReader(source, task.of[name], begins[name]) for name, source in self._config.sources.items()
+            name: SourceReader(source, task.of[name], begins[name], self.said)
+            for name, source in self._config.sources.items()
         }
         # After the latest batch: a slot may have read more, which then was no batch.
         self._states = {name: reader.state() for name, reader in self._readers.items()}

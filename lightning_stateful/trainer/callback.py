@@ -34,6 +34,7 @@ from lightning_stateful.trainer.checkpoint import (
 )
 from lightning_stateful.trainer.epoch_results import EpochResults
 from lightning_stateful.trainer.eval_loaders import exact_evaluation
+from lightning_stateful.trainer.held_trainers import warn_of_old_copies
 from lightning_stateful.trainer.lightning import TrainerFn, check_trainer, pl
 from lightning_stateful.trainer.loader_proxy import Request, discard_training_loaders, intercept, release
 from lightning_stateful.trainer.logs import log_data
@@ -106,7 +107,6 @@ class StatefulDataCallback(pl.Callback):
         self._trainer: pl.Trainer | None = None
         self._loaders: TrainLoaders | None = None
         self._phase: SetUp | Resumed | Training | Interrupted = SetUp()
-        self._seed = 0
         self._signals = HeldSignals()
         self._results = EpochResults()
 
@@ -137,7 +137,6 @@ class StatefulDataCallback(pl.Callback):
             else:
                 self._phase = SetUp(begins_at=begins_at)
             self._trainer, self._loaders, self._results = trainer, None, EpochResults()
-            self._seed = seed_or_default(self.settings.seed)
             # Lightning may have built the user's own loaders before this hook.
             discard_training_loaders(trainer)
         intercept(trainer, partial(self._training_loaders, trainer), partial(self._evaluation_loaders, trainer))
@@ -319,7 +318,7 @@ class StatefulDataCallback(pl.Callback):
         state = find_data_state(checkpoint, saved, stateful_module(trainer), self.settings.accept)
         loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         if saved is not None:
-            refuse_other_seed(saved, self._seed, self.settings.accept)
+            refuse_other_seed(saved, loaders.seed, self.settings.accept)
             loaders.expect(saved.get("content"), state)
         loops["fit_loop"] = loop_progress.rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted
@@ -375,6 +374,7 @@ class StatefulDataCallback(pl.Callback):
         refuse_other_loaders(trainer, self._loaders)
         if self._loaders is not None:
             self._loaders.begin()
+            warn_of_old_copies(self._loaders.combined)
             loop_progress.follow_lengths(trainer)
         if isinstance(self._phase, Resumed):
             self._phase = replace(self._phase, training_began=True)
@@ -438,6 +438,11 @@ class StatefulDataCallback(pl.Callback):
     def _in_training(self) -> Training:
         """The phase of a run that trains by now."""
         return self._phase if isinstance(self._phase, Training) else Training(None, self._validation_epoch())
+
+    @property
+    def _seed(self) -> int:
+        # That of seed_everything within setup() of a module, too.
+        return seed_or_default(self.settings.seed) if self._loaders is None else self._loaders.seed
 
     def _seed_model(self, trainer: pl.Trainer, stage: str) -> None:
         if self.settings.seed_model:

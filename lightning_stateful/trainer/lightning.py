@@ -25,6 +25,7 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
         GradientAccumulationScheduler,
         LearningRateFinder,
         StochasticWeightAveraging,
+        TQDMProgressBar,
     )
     from lightning.pytorch.loops.evaluation_loop import RestartStage
     from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -45,6 +46,7 @@ else:
         GradientAccumulationScheduler,
         LearningRateFinder,
         StochasticWeightAveraging,
+        TQDMProgressBar,
     )
     from pytorch_lightning.loops.evaluation_loop import RestartStage
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
@@ -67,6 +69,7 @@ __all__ = [
     "LearningRateFinder",
     "RestartStage",
     "StochasticWeightAveraging",
+    "TQDMProgressBar",
     "TrainerFn",
     "TrainerStatus",
     "WeightAveraging",
@@ -101,7 +104,7 @@ INTERNALS = {
     "fit_loop.epoch_loop._results": "to read what a step has logged without a collective",
     "fit_loop.epoch_loop._should_check_val_fx": "to know whether a validation follows the batch",
     "fit_loop.epoch_loop._skip_next_val": "to leave out a validation that was run before the stop",
-    "fit_loop.epoch_loop.advance": "to stop a run after the validation that is due",
+    "fit_loop.epoch_loop.advance": "to stop a run after the validation that is due, and count batches that steps fetch",
     "fit_loop.epoch_loop.max_steps": "to finish an epoch whose last step is taken",
     "fit_loop.epoch_loop.on_advance_end": "to let signals wait for the end of a batch",
     "fit_loop.epoch_loop.reset": "to prepare a resumed epoch before its first batch",

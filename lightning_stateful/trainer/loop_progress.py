@@ -432,6 +432,7 @@ def _reset_once(trainer: pl.Trainer, progress: LoopProgress) -> None:
     restore_max_steps(trainer)
     if progress.running:
         announce_resumed_epoch(trainer, ended=progress.ended)
+        _count_fetched(trainer, progress.batch)
     epoch_loop.reset()
     if not progress.validate:
         # A loop that still calls itself restarting skips or repeats a validation, steps schedulers and counts a
@@ -439,6 +440,20 @@ def _reset_once(trainer: pl.Trainer, progress: LoopProgress) -> None:
         epoch_loop._restarting = False
     if progress.stopping:
         tell_to_stop(trainer, after_validation=progress.validate)
+
+
+def _count_fetched(trainer: pl.Trainer, batch: int) -> None:
+    """Let hooks get the right ``batch_idx`` where steps fetch by themselves (``dataloader_iter``)."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    advance = epoch_loop.advance
+
+    def advance_once(fetcher: Any) -> None:
+        vars(epoch_loop).pop("advance", None)
+        if hasattr(fetcher, "_batch_idx"):
+            fetcher._batch_idx, fetcher.combined_loader._iterator._idx = max(batch - 1, 0), batch
+        advance(fetcher)
+
+    epoch_loop.advance = advance_once
 
 
 def _validated_before(trainer: pl.Trainer, epoch: int) -> int:

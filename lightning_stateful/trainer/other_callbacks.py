@@ -15,6 +15,7 @@ from lightning_stateful.trainer.lightning import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
+    TQDMProgressBar,
     WeightAveraging,
     pl,
 )
@@ -54,6 +55,9 @@ def announce_resumed_epoch(trainer: pl.Trainer, *, ended: bool) -> None:
             else:
                 # Puts its scheduler in the place of others. This epoch's weights are in its average already.
                 callback.on_train_epoch_start(trainer, module)
+        elif isinstance(callback, TQDMProgressBar):
+            # Without the total it shows "5/?".
+            TQDMProgressBar.on_train_epoch_start(callback, trainer, module)
 
 
 def finish_averaging(trainer: pl.Trainer) -> None:

@@ -104,13 +104,14 @@ class TrainLoaders:
         settings: How to patch them.
 
     Attributes:
+        seed: Chooses their orders and the randomness.
         combined: The patched loaders, by path.
         structure: Their proxies, in the structure that the loaders came in.
     """
 
     def __init__(self, trainer: pl.Trainer, raw: Any, settings: Settings) -> None:
         self._trainer = trainer
-        self._settings = settings
+        self._settings, self.seed = settings, seed_or_default(settings.seed)
         step = trainer.lightning_module.training_step
         self._step_fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
         structure = Structure.of(raw)
@@ -304,7 +305,7 @@ class TrainLoaders:
     def _report(self, given: Mapping[str, Any]) -> None:
         drawing = "Samplers and samples draw" if self._settings.seed_samples else "Samplers draw"
         rank_zero_info(
-            f"{drawing} random numbers by (seed {seed_or_default(self._settings.seed)}, epoch, batch), and not from "
+            f"{drawing} random numbers by (seed {self.seed}, epoch, batch), and not from "
             "where the generators of the process stand."
         )
         for path, loader in self.combined.loaders.items():
@@ -353,12 +354,12 @@ class TrainLoaders:
 
     def _proxy(self, path: str, original: Any) -> LoaderProxy:
         # One seed for all: which of several loaders is asked last depends on which of them have ended.
-        seed, rank = seed_or_default(self._settings.seed), topology_of(self._trainer).rank
+        rank = topology_of(self._trainer).rank
         is_noted = self._settings.check_content and self._trainer.is_global_zero
         return LoaderProxy(
             self.combined.loaders[path],
             partial(self._locate, path),
-            partial(self._seed_batch, seed, rank),
+            partial(self._seed_batch, self.seed, rank),
             isolated=not self._settings.seed_model,
             original=original,
             overfits=overfits(self._trainer),

@@ -7,8 +7,10 @@ import gc
 import gzip
 import multiprocessing
 import os
+import re
 import signal
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -36,10 +38,12 @@ from support.stream_cases import (
     write_lines,
 )
 from support.stream_troubles import Trouble, fail, stand_still
+from torchdata.nodes import IterableWrapper
 
 from lightning_stateful import ChunkedDataset, MixedStream
 from lightning_stateful.errors import ConfigurationError, ShardError, StatefulWarning, StreamError
-from lightning_stateful.streams import Stream
+from lightning_stateful.streams import Stream, as_stream
+from lightning_stateful.streams.node_shards import NodeShards
 
 # Makes a loader on so many workers.
 Make = Callable[..., Any]
@@ -312,3 +316,46 @@ def test_a_source_that_was_used_up_before_a_resume_is_not_taken_for_an_empty_one
         stopped = make()
         list(islice(stopped, at))
         assert list(map(plain, loaded(make(), saved(stopped)))) == whole[at:]
+
+
+# Shards without a sample
+
+EMPTY = "gave no sample. No other shard is read in its place"
+STREAMS: dict[str, Callable[[Path], Any]] = {
+    "chunks": lambda folder: chunks((4, 0, 9, 4)),
+    "hugging face": lambda folder: hf_streams.stream("json", folder, (4, 0, 9, 4)),
+    "nodes": lambda folder: as_stream(NodeShards(lambda shard: IterableWrapper(range((4, 0, 9, 4)[shard])), 4)),
+    "one, read by all": lambda folder: chunks((0,)),
+}
+NAMES = {"chunks": r"chunk 1 of 4", "hugging face": "part1", "nodes": "shard 1 of", "one, read by all": "chunk 0 of 1"}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_shard_without_a_sample_is_named_once(tmp_path: Path, kind: str, workers: str) -> None:
+    loader = stream_loader(STREAMS[kind](tmp_path), exact=True, **WORKERS[workers])
+    for is_first in (True, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            list(loader)
+        assert len([one for one in caught if EMPTY in str(one.message)]) == is_first
+        assert not is_first or re.search(NAMES[kind], str(caught[0].message))
+
+
+def test_a_stream_by_itself_names_a_shard_without_a_sample() -> None:
+    with pytest.warns(StatefulWarning, match=f"chunk 1 of 3.* {EMPTY}"):
+        list(chunks((4, 0, 9)))
+
+
+@pytest.mark.filterwarnings(f"error:.*{EMPTY}")
+@pytest.mark.parametrize("workers", WORKERS)
+def test_the_end_of_a_shard_or_of_a_share_is_no_empty_shard(workers: str) -> None:
+    def make() -> Any:
+        # More slots than shards, and slots with none of the few samples of one.
+        return stream_loader(chunks((4, 1, 9), buffer_size=1), batch_size=1, **WORKERS[workers])
+
+    whole = list(map(plain, make()))
+    for at in range(len(whole) + 1):
+        stopped = make()
+        list(islice(stopped, at))
+        assert at == len(whole) or list(map(plain, loaded(make(), saved(stopped)))) == whole[at:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -130,6 +131,24 @@ def test_ranks_of_unequal_shares_lose_and_repeat_nothing(ranks: Ranks, name: str
         # What one rank has left comes first in the next pass.
         assert {served[number] for number in every} <= {passes - 1, passes}
         assert served.total() > (passes - 1) * len(every)
+
+
+def empty(folder: Path) -> list[str]:
+    """What is said of a stream in which one of four shards is empty."""
+    loader = stream_loader(chunks((8, 0, 8, 8), shuffle=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(loader)
+        list(loader)
+    return [str(one.message) for one in caught]
+
+
+def test_the_rank_that_reads_an_empty_shard_names_it_once(ranks: Ranks) -> None:
+    first, second = ranks.of(empty)
+    assert not first
+    assert len(second) == 1
+    assert "chunk 1 of 4" in second[0]
+    assert "gave no sample" in second[0]
 
 
 # Faults

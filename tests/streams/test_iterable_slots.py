@@ -104,7 +104,7 @@ def test_an_own_state_that_leads_to_other_samples_is_told(kind: Any, number: int
         next(slot)
     resumed = slot_of(kind(), slot.state())
     is_same = next(resumed, None) == next(slot, None)
-    assert is_same or "not exact. Its own state_dict and load_state_dict leave something out" in resumed.said
+    assert is_same or "not exact. Its own state_dict and load_state_dict leave something out" in "".join(resumed.said)
     silent = slot_of(kind(), slot.state(), is_checked=False)
     next(silent, None)
     assert not silent.said
@@ -157,7 +157,7 @@ def test_a_generator_that_goes_on_is_warned_of_and_its_passes_are_not_read_again
     assert slot.state()["draws"]
     resumed = slot_of(Augments(), {**slot.state(), "passes": [4]}, 1)
     next(resumed)
-    assert "holds a random generator that goes on from pass to pass" in resumed.said
+    assert "holds a random generator that goes on from pass to pass" in "".join(resumed.said)
 
 
 def test_other_samples_are_refused_unless_accepted() -> None:

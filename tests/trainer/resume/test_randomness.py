@@ -128,6 +128,31 @@ def test_what_a_validation_draws_does_not_depend_on_where_the_run_was_stopped(tm
     assert sum(event[0] == "val" for event in resumed.ledger) == 9
 
 
+class SeedsInSetup(DrawsInValidation):
+    def setup(self, stage: str) -> None:
+        pl.seed_everything(9, verbose=False)
+
+
+@pytest.mark.parametrize("is_fresh", [True, False], ids=["another process", "the same process"])
+def test_a_seed_set_in_setup_is_that_of_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fresh: bool
+) -> None:
+    # Put back behind the test.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    run = training(SeedsInSetup)
+
+    def make() -> Any:
+        return numbers_module(seed=None)
+
+    before = stopped(tmp_path / "stop.ckpt", run=run, make=make, batch=10)
+    if is_fresh:
+        monkeypatch.delenv("PL_GLOBAL_SEED")
+    resumed = assert_resumes(tmp_path / "stop.ckpt", before, 0, run=run, make=make)
+    assert resumed.trainer.callbacks[0].state_dict()["seed"] == 9
+    monkeypatch.setenv("PL_GLOBAL_SEED", "9")
+    assert train(make, model=seeded(DrawsInValidation)).ledger == run(make).ledger
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_dropout_on_a_gpu_goes_on_exactly_after_a_resume(tmp_path: Path) -> None:

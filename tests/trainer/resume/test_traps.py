@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, TQDMProgressBar
 from lightning.pytorch.tuner import Tuner
 from support.ledger import Asks, LedgerModel, Numbers, batches, samples, trained
 from support.runs import (
@@ -232,6 +232,38 @@ def test_30_steps_that_fetch_by_themselves_resume_exactly(tmp_path: Path) -> Non
     assert_goes_on_from_every_moment(
         tmp_path, lambda: numbers_module(val=None), moments, training(IterModel), served_again=0
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")
+def test_30_hooks_of_a_resumed_epoch_count_on(tmp_path: Path) -> None:
+    counted: list[tuple[str, int, int]] = []
+
+    def note(name: str) -> Any:
+        return lambda trainer, module, *args: counted.append((name, trainer.current_epoch, args[-1]))
+
+    def make() -> Any:
+        return numbers_module(val=None)
+
+    hooks: Any = {name: note(name) for name in ("on_train_batch_start", "on_train_batch_end")}
+    run = training(IterModel, lambda: [LambdaCallback(**hooks)])
+    run(make)
+    whole = counted.copy()
+    counted.clear()
+    stopped(tmp_path / "stop.ckpt", make, batch=2, run=run)
+    assert counted[-1] == ("on_train_batch_end", 0, 2)
+    run(make, ckpt_path=tmp_path / "stop.ckpt")
+    assert counted == whole
+
+
+def test_a_progress_bar_knows_the_total_of_a_resumed_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stopped(tmp_path / "stop.ckpt", batch=2)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[TQDMProgressBar()], logger=False, enable_checkpointing=False
+    )
+    trainer.fit(seeded(), datamodule=numbers_module(val=None), ckpt_path=tmp_path / "stop.ckpt")
+    shown = capsys.readouterr().out
+    assert f"4/{trainer.num_training_batches}" in shown
+    assert "4/?" not in shown
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")

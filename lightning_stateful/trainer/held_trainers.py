@@ -1,0 +1,84 @@
+"""Finds a Trainer or LightningModule that a dataset holds, of which persistent workers keep an old copy."""
+
+from __future__ import annotations
+
+import dis
+from collections import deque
+from functools import lru_cache
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.samplers.attributes import PLAIN
+from lightning_stateful.samplers.held_generators import names_in, parts_of, parts_of_class
+from lightning_stateful.trainer.lightning import pl
+
+_MOST_OBJECTS = 20_000
+
+
+def warn_of_old_copies(combined: CombinedLoaders) -> None:
+    """Warn of a dataset in persistent workers that holds a Trainer or a LightningModule.
+
+    Workers have a copy of the dataset from when they were started. If they live on, ``trainer.current_epoch`` stays
+    what it was then, and workers that a resume starts have another one.
+
+    Args:
+        combined: The training loaders.
+
+    Warns:
+        StatefulWarning: One does, for each such loader.
+    """
+    for loader in combined.loaders.values():
+        dataset = getattr(loader, "dataset", None)
+        persistent = getattr(loader, "num_workers", 0) and getattr(loader, "persistent_workers", False)
+        found = find_trainer(dataset) if persistent else None
+        if found is None:
+            continue
+        rank_zero_warn(
+            f"The dataset, a {type(dataset).__qualname__}, holds a {type(found).__qualname__}, and persistent workers "
+            "keep the copy of it that they were started with. What the dataset reads there, such as current_epoch, "
+            "stays that of the epoch in which they were started; a resume starts them in a later epoch, and so reads "
+            "something else. Pass persistent_workers=False: then each epoch starts workers with a copy of its own.",
+            category=StatefulWarning,
+        )
+
+
+def find_trainer(dataset: Any) -> pl.Trainer | pl.LightningModule | None:
+    """The nearest Trainer or LightningModule in attributes, containers and closures of an object; None without one.
+
+    No property and no method of the objects is called. A data module is not looked into where a method of it is held
+    that does not name its trainer, as a transform is.
+    """
+    queue, seen = deque([dataset]), set[int]()
+    while queue and len(seen) < _MOST_OBJECTS:
+        value = queue.popleft()
+        if isinstance(value, (pl.Trainer, pl.LightningModule)):
+            return value
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, MethodType) and isinstance(value.__self__, pl.LightningDataModule):
+            function = value.__func__
+            if not isinstance(function, FunctionType) or "trainer" not in names_in(function.__code__):
+                continue
+        parts = parts_of(value)
+        if isinstance(value, FunctionType):
+            # An attribute may be named as a variable of the module is.
+            read = _variables_in(value.__code__)
+            parts = [part for part in parts or () if part[1] is not value.__globals__ or part[0] in read]
+        if parts is not None and id(type(value)) not in seen:
+            seen.add(id(type(value)))
+            parts += parts_of_class(type(value))
+        queue.extend(part for _, _, _, part in parts or () if type(part) not in PLAIN)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _variables_in(code: CodeType) -> frozenset[str]:
+    """The variables of its module that code reads."""
+    inner = (_variables_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return frozenset(own).union(*inner)
