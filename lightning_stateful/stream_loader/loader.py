@@ -174,9 +174,8 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
                 where they are seeded then anyway.
         """
         batches: Iterator[Any] = plan.read(first_step)
-        # Samples that are seeded in this process draw from the generators that it draws from.
-        draws_here = self.options.seed_samples and not self.num_workers
-        return _isolated(batches) if draws_here and isolated else batches
+        # What is seeded in this process draws from the generators that it draws from.
+        return _isolated(batches) if isolated and self.order.setup.seeds_process else batches
 
     @property
     def _iterator(self) -> Any:  # torch's attribute, by which Lightning ends workers

@@ -19,6 +19,7 @@ from lightning_stateful.errors import ConfigurationError, Difference, ShardError
 from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names
+from lightning_stateful.stream_loader.worker_slots import draws_in_collation
 from lightning_stateful.streams.iterable_state import IterableState
 from lightning_stateful.streams.pass_history import digest_of_sample
 from lightning_stateful.streams.shard_reader import ShardReader
@@ -129,6 +130,11 @@ class LoaderSetup:
         return detect_topology(self.options.num_replicas, self.options.rank)
 
     @property
+    def seeds_process(self) -> bool:
+        """Whether the generators of this process are seeded while batches are read in it."""
+        return self.options.seed_samples and not self.loader.num_workers
+
+    @property
     def first_samples(self) -> dict[str, str]:
         """Digests of what has to be the same on all ranks."""
         return {}
@@ -219,6 +225,12 @@ class StreamSetup(LoaderSetup):
         self.warning = " ".join(
             dict.fromkeys(one.shards.warning for one in self.config.sources.values() if one.shards.warning)
         )
+
+    @property
+    def seeds_process(self) -> bool:
+        """Whether the generators of this process are seeded while batches are read in it."""
+        draws = self.config.seeds_process or draws_in_collation(self.loader.collate_fn)
+        return super().seeds_process and draws
 
     @cached_property
     def first_samples(self) -> dict[str, str]:

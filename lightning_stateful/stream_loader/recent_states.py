@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from functools import cached_property
 from typing import Any
 
@@ -39,14 +38,14 @@ class RecentStates:
     def __init__(self) -> None:
         self.began: tuple[int, int] | None = None
         self.lag = 0
-        self._known: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._known: dict[tuple[int, int], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # Runs stay in this process.
         known = {at: known for at, known in self._known.items() if not isinstance(known, ServedState)}
         if self.began is not None:
             known[self.began] = self.get(*self.began)
-        return {**vars(self), "_known": OrderedDict(known)}
+        return {**vars(self), "_known": known}
 
     @property
     def keep(self) -> int:
@@ -68,11 +67,14 @@ class RecentStates:
 
     def note(self, epoch: int, step: int, known: Any) -> None:
         """Note the state before a step, or what a run has served."""
-        self._known[epoch, step] = known
-        self._known.move_to_end((epoch, step))
-        if len(self._known) > self.keep + 1:
-            oldest = next(at for at in self._known if at != self.began)
-            del self._known[oldest]
+        at, states = (epoch, step), self._known
+        states.pop(at, None)  # The latest stands last.
+        states[at] = known
+        if len(states) > _READ_AHEAD + self.lag + 1:
+            for oldest in states:
+                if oldest != self.began:
+                    del states[oldest]
+                    return
 
     def copy(self, epoch: int, step: int, of_epoch: int, of_step: int) -> None:
         """Note before a step what is known of another."""

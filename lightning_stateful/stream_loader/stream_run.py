@@ -103,9 +103,10 @@ class StreamRun:
 
     def has_next(self) -> bool:
         """Whether another batch follows on all ranks, or an error in its place."""
-        if self._sure == self.num_served or self.is_over or self._broken is not None:
+        step = self.num_served
+        if self._sure == step or self.is_over or self._broken is not None:
             return not self.is_over
-        sync, step = self._sync, self.num_served
+        sync = self._sync
         self._read_until(step + 1 if sync is None else sync.horizon(step))
         if self._error is not None and not self._buffer:
             self._broken = self._error
@@ -230,13 +231,14 @@ class StreamRun:
 
     def _read(self) -> tuple[Any, SlotStates] | None:
         """The next batch of this rank, and where its slots stand then; None at its end."""
-        rank = self._topology.rank
+        deliveries = self._deliveries
         try:
-            for delivery in () if self._deliveries is None else self._deliveries:
+            while deliveries is not None and (delivery := next(deliveries, None)) is not None:
                 self._note(delivery)
                 if not delivery.is_end:
                     return delivery.batch, self._states
         except Exception as error:
+            rank = self._topology.rank
             explained = self._slots.explained(error, lambda: self._shards_in(rank, list(map(_decoded, self._states))))
             if explained is not error or self._sync is not None:
                 self._deliveries = None
@@ -249,15 +251,19 @@ class StreamRun:
 
     def _note(self, delivery: Delivery) -> None:
         """Note where the slot that has delivered stands now."""
-        state, before = delivery.state, self._states[delivery.worker]
-        for text in self._slots.unsaid(delivery):
-            warnings.warn(text, StatefulWarning, stacklevel=2)
+        worker, state = delivery.worker, delivery.state
+        if delivery.said:
+            for text in self._slots.unsaid(delivery):
+                warnings.warn(text, StatefulWarning, stacklevel=2)
         # A new list: the old one is part of the history.
-        self._states = list(self._states)
-        if isinstance(state, OpaqueState):
-            self._states[delivery.worker] = state.state
+        states = self._states = self._states.copy()
+        if isinstance(state, dict):
+            states[worker] = state
+        elif isinstance(state, OpaqueState):
+            states[worker] = state.state
         else:
-            self._states[delivery.worker] = complete(state, before if isinstance(before, StateText) else None)
+            before = states[worker]
+            states[worker] = complete(state, before if isinstance(before, StateText) else None)
 
     def _shards_in(self, rank: int, states: Sequence[NodeState]) -> list[str]:
         """The shards that a rank's slots have open, by name."""

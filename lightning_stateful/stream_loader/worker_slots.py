@@ -41,19 +41,24 @@ class OpaqueState:
         self.state = state
 
 
+# A sample may be None.
+_END = object()
+
+
 class Delivery(NamedTuple):
     """What a worker slot hands over.
 
     Attributes:
         worker: Which of the rank's workers the slot is.
-        state: Its state afterwards; as text, without large parts that it had before, if it comes from another process.
+        state: Its state afterwards; an :class:`OpaqueState` where batches are pinned; as text, without large parts that
+            it had before, if it comes from another process.
         batch: The batch; None in the last delivery, which only says where the slot ended.
         is_end: Whether it is the last.
         said: Texts that a user should read.
     """
 
     worker: int
-    state: OpaqueState | Changes
+    state: NodeState | OpaqueState | Changes
     batch: Any
     is_end: bool
     said: tuple[str, ...] = ()
@@ -69,6 +74,7 @@ class SlotDataset(IterableDataset[Delivery]):
         collate: Makes a batch of samples; of a single sample where the loader does not batch.
         dataset: The user's dataset.
         seed: Seeds what ``collate`` draws, by (seed, pass, slot, batch of the slot); None to leave it.
+        is_pinned: Whether torch pins what is handed over to memory.
     """
 
     tasks: list[Any]
@@ -76,22 +82,24 @@ class SlotDataset(IterableDataset[Delivery]):
     _process: int | None
     _held: HeldGenerators
 
-    def __init__(self, config: Any, collate: Callable[[Any], Any], dataset: Any, seed: int | None) -> None:
+    def __init__(
+        self, config: Any, collate: Callable[[Any], Any], dataset: Any, seed: int | None, *, is_pinned: bool = False
+    ) -> None:
         if seed is not None:
-            seed = None if collate in (default_collate, default_convert) else derive_seed("collate", seed)
+            seed = derive_seed("collate", seed) if draws_in_collation(collate) else None
         # Persistent workers hold a copy of this dataset from their first pass: tasks reach them through queues.
         own: dict[str, Any] = {"tasks": [], "queues": [], "_process": None}
         own["_held"] = HeldGenerators(is_repeatable=False, collate_fn=collate)
-        vars(self).update(own, _config=config, _collate=collate, _dataset=dataset, _seed=seed)
+        vars(self).update(own, _config=config, _collate=collate, _dataset=dataset, _seed=seed, _is_pinned=is_pinned)
 
     def __iter__(self) -> Iterator[Delivery]:
         return _Deliveries(self)
 
-    def task(self) -> tuple[Any, Callable[[NodeState], OpaqueState | Changes]]:
+    def task(self) -> tuple[Any, Callable[[NodeState], NodeState | OpaqueState | Changes]]:
         """What this process reads, and what makes of a slot's state what is handed over."""
         info = get_worker_info()
         if info is None:
-            return self.tasks[0], OpaqueState
+            return self.tasks[0], OpaqueState if self._is_pinned else _as_it_is
         # The number of this process, before it takes on that of its slot.
         self._process = info.id if self._process is None else self._process
         task = self.queues[self._process].get() if self.queues else self.tasks[self._process]
@@ -105,15 +113,14 @@ class SlotDataset(IterableDataset[Delivery]):
     def collated(self, samples: list[Any], task: Any, number: int) -> Any:
         """The batch of a slot of that number."""
         if self._seed is None:
-            return self._collated(samples)
+            return self._collate(samples if self._config.is_batched else samples[0])
         seed = mixed_seed(self._seed, task.epoch, task.slot, task.steps_before, number)
         if self._held.is_idle:
             return self._collated(samples, seed)
         return self._held.isolated(seed, partial(self._collated, samples, seed))
 
-    def _collated(self, samples: list[Any], seed: int | None = None) -> Any:
-        if seed is not None:
-            seed_randomness(seed)
+    def _collated(self, samples: list[Any], seed: int) -> Any:
+        seed_randomness(seed)
         return self._collate(samples if self._config.is_batched else samples[0])
 
     def send_tasks(self) -> None:
@@ -151,28 +158,31 @@ class _Deliveries:
     def __next__(self) -> Delivery:
         if self._is_over:
             raise StopIteration
-        is_first = self._slot is None
-        if is_first:
+        if self._slot is None:
             self._task, self._encode = self._dataset.task()
             self._slot = self._dataset._config.open(self._task)
+            if self._task.waits:
+                return Delivery(self._task.worker, self._encode(self._slot.state()), None, True)
         slot, task = self._slot, self._task
-        if is_first and task.waits:
-            return Delivery(task.worker, self._encode(slot.state()), None, True)
         # What raises is over, as a generator is, unless it goes on; a batch that cannot be collated is left out.
         self._is_over = not slot.goes_on
-        for samples in slot:
-            self._is_over = False
-            state = slot.state()
-            batch = self._dataset.collated(samples, task, state["batches"])
-            return Delivery(task.worker, self._encode(state), batch, False, self._said())
-        self._is_over = True
-        slot.close()
-        return Delivery(task.worker, self._encode(slot.state()), None, True, self._said())
+        samples = next(slot, _END)
+        if samples is _END:
+            self._is_over = True
+            slot.close()
+            return Delivery(task.worker, self._encode(slot.state()), None, True, self._said(slot))
+        self._is_over = False
+        state = slot.state()
+        batch = self._dataset.collated(samples, task, state["batches"])
+        return Delivery(task.worker, self._encode(state), batch, False, self._said(slot))
 
-    def _said(self) -> tuple[str, ...]:
+    @staticmethod
+    def _said(slot: Any) -> tuple[str, ...]:
         """Take what the slot has said."""
-        said = tuple(self._slot.said)
-        self._slot.said.clear()
+        if not slot.said:
+            return ()
+        said = tuple(slot.said)
+        slot.said.clear()
         return said
 
     def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -196,7 +206,7 @@ class SlotLoader:
     def __init__(self, loader: DataLoader[Any], config: Any, seed: int | None) -> None:
         self._original = loader
         self._said: set[str] = set()
-        self._dataset = SlotDataset(config, loader.collate_fn, loader.dataset, seed)
+        self._dataset = SlotDataset(config, loader.collate_fn, loader.dataset, seed, is_pinned=loader.pin_memory)
         self._generator = torch.Generator()
         # A loader of torchdata's would keep a state of its own.
         kind = DataLoader if is_torchdatas(loader) else type(loader)
@@ -282,6 +292,15 @@ class SlotLoader:
         )
         broken_off.__cause__ = error
         return broken_off
+
+
+def _as_it_is(state: NodeState) -> NodeState:
+    return state
+
+
+def draws_in_collation(collate: Callable[[Any], Any]) -> bool:
+    """Whether a ``collate_fn`` may draw random numbers: it is none of torch's own."""
+    return collate not in (default_collate, default_convert)
 
 
 def _forget_frames(error: BaseException | None) -> None:

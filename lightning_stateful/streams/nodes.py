@@ -29,6 +29,7 @@ class Shards(ABC):
 
     Attributes:
         draws: Whether code of the user's runs at every sample, which may draw random numbers.
+        runs_users_code: Whether any code of the user's runs as a shard is opened or read.
         hides_workers: Whether a dataset in it, which would divide itself among workers, is told that there is one.
         warning: What a user should know before training, and what to do about it; empty for nothing.
         reread: Why a shard has to be read again from its beginning on a resume, in words; empty where that is quick.
@@ -36,6 +37,7 @@ class Shards(ABC):
     """
 
     draws: bool = False
+    runs_users_code: bool = True
     hides_workers: bool = False
     warning: str = ""
     reread: str = ""

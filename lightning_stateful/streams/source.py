@@ -102,6 +102,11 @@ class Source:
         return replace(self, seed=seed_or_default(self.seed), path=".".join(filter(None, (path, self.path))))
 
     @property
+    def seeds_process(self) -> bool:
+        """Whether the process's generators are seeded while it is read, for code of the user's."""
+        return self.seed_samples and (self.shards.runs_users_code or bool(self.steps))
+
+    @property
     def _own_seed(self) -> int:
         return loader_seed(seed_or_default(self.seed), self.path)
 
@@ -122,7 +127,8 @@ class Source:
     def open(self, piece: ShardSlice) -> tuple[StreamNode[Any], ShardReader]:
         """The node that gives the samples, or batches, of a slice, not reset yet; and the one that reads the shards."""
         seed = derive_seed("stream", self._own_seed, piece.epoch, piece.first)
-        sample_seed = derive_seed("stream", self._own_seed, piece.epoch) if self.seed_samples else None
+        is_seeded = self.seed_samples and self.shards.runs_users_code
+        sample_seed = derive_seed("stream", self._own_seed, piece.epoch) if is_seeded else None
         reader = ShardReader(
             self.shards,
             piece.shards,

@@ -59,6 +59,11 @@ class StreamConfig:
         """Whether a dataset in a source, which would divide itself among workers, is told that there is one."""
         return any(source.shards.hides_workers for source in self.sources.values())
 
+    @property
+    def seeds_process(self) -> bool:
+        """Whether the process's generators are seeded while it is read."""
+        return any(source.seeds_process for source in self.sources.values())
+
     def open(self, task: SlotTask) -> WorkerSlot:
         """What reads the batches of a worker slot."""
         return WorkerSlot(self, task)
@@ -154,12 +159,14 @@ class SourceReader:
     def next_many(self, number: int) -> list[Any]:
         """The next samples, or batches, up to ``number``; fewer at the end only."""
         taken: list[Any] = []
-        while len(taken) < number and self._index < len(self._slices):
+        while self._index < len(self._slices):
             found = self._next_of_slice(number - len(taken))
-            if len(found) < number - len(taken):
-                self._advance()
             taken = taken + found if taken else found
-        self.has_given = self.has_given or bool(taken)
+            if len(taken) >= number:
+                break
+            self._advance()
+        if taken:
+            self.has_given = True
         return taken
 
     @property
@@ -179,8 +186,7 @@ class SourceReader:
         at, opened = self._begin, self._opened
         if self._node is not None and self._reader is not None:
             at, opened = self._state_in_slice(self._node), self._reader.num_opened
-        held: NodeState = {"round": self._round, "slice": self._index, "opened": opened}
-        return {**held, "skipped": self._skipped, "state": at}
+        return {"round": self._round, "slice": self._index, "opened": opened, "skipped": self._skipped, "state": at}
 
     def close(self) -> None:
         """Close the slice that is open."""
@@ -190,11 +196,12 @@ class SourceReader:
 
     def _next_of_slice(self, number: int) -> list[Any]:
         """The next items of the present slice; of one that several slots read, those of this slot."""
-        node, slot_slice, items = self._node or self._open(), self._slices[self._index], list[Any]()
-        if slot_slice.is_whole:
-            items = node.next_many(number)
+        node = self._node or self._open()
+        if self._is_whole:
+            items: list[Any] = node.next_many(number)
             self._seen[0] += len(items)
             return items
+        items, slot_slice = [], self._slices[self._index]
         while len(items) < number:
             left_out = slot_slice.skips(self._seen)
             if left_out and node.skip(left_out) < left_out:
@@ -212,11 +219,12 @@ class SourceReader:
         begin = piece.state if self._begin is None else self._begin
         node.reset(None if begin is None else begin["source"])
         self._seen = [0] * (len(piece.served) + 1) if begin is None else list(begin["seen"])
-        self._node = node
+        self._node, self._is_whole = node, self._slices[self._index].is_whole
         return node
 
     def _state_in_slice(self, node: StreamNode[Any]) -> NodeState:
-        return {"source": node.state_dict(), "seen": list(self._seen)}
+        # The node was reset as it was opened.
+        return {"source": node.get_state(), "seen": self._seen.copy()}
 
     def _advance(self) -> None:
         state = None if self._node is None else self._state_in_slice(self._node)
