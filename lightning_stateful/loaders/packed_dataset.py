@@ -24,6 +24,7 @@ from lightning_stateful.packing.split import SplitPlan
 from lightning_stateful.packing.whole import WholePlan
 from lightning_stateful.samplers.batch_samplers import Lengths
 from lightning_stateful.samplers.fingerprint import describe_dataset
+from lightning_stateful.samplers.fingerprint import digest as fingerprint
 
 PackedSequence = dict[str, NDArray[Any]]
 
@@ -108,12 +109,11 @@ class PackedDataset(Dataset[PackedSequence]):
     @property
     def order(self) -> SequenceOrder:
         """The sequences of each epoch in turn, as a loader's ``sampler``."""
-        return SequenceOrder(len(self), self._seed)
+        return SequenceOrder(len(self), self.packing, self._digest, self._seed)
 
     def describe(self) -> dict[str, Any]:
-        """All that decides what sequences hold, for a state."""
-        packing = self.packing.config()
-        return {"packing": packing, "lengths": self._digest, "of": describe_dataset(self.dataset)}
+        """For a state: a digest of all that decides what sequences hold, and the documents."""
+        return {"packed": fingerprint(self.order.config()), "of": describe_dataset(self.dataset)}
 
     def parts(self, index: int) -> list[Part]:
         """The documents' indices in the sequence at ``index``, and which tokens of each; nothing is read.

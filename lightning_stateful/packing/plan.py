@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from lightning_stateful.core.checks import check_length
 from lightning_stateful.core.permutation import Indices
+from lightning_stateful.packing.settings import Packing
 
 # Passes of one epoch, of a loader that starts over beside a longer one, are so many epochs apart.
 _EPOCHS_OF_CYCLE = 2**20
@@ -51,10 +52,14 @@ class SequenceOrder:
 
     Attributes:
         length: Sequences of one epoch.
-        seed: Of the plan: a state compares it. None for the same sequences in every epoch.
+        packing: The settings that the plan was made with. These and what follows are there to be compared with a state.
+        lengths: A digest of the lengths of documents.
+        seed: The seed of the plan; None for the same sequences in every epoch.
     """
 
     length: int
+    packing: Packing
+    lengths: str
     seed: int | None = 0
     kind: ClassVar[str] = "packed"
     version: ClassVar[int] = 1
@@ -71,4 +76,5 @@ class SequenceOrder:
 
     def config(self) -> dict[str, Any]:
         """Plain data to be compared."""
-        return {"shuffle": self.seed is not None, **({} if self.seed is None else {"seed": self.seed})}
+        shuffle = {"shuffle": False} if self.seed is None else {"shuffle": True, "seed": self.seed}
+        return {**shuffle, "packing": self.packing.config(), "lengths": self.lengths}
