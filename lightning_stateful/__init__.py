@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from lightning_stateful.data_modules import (
         BucketDataModule,
         MixtureDataModule,
+        PackedDataModule,
         RoundRobinDataModule,
         StatefulDataModule,
         StreamDataModule,
     )
-    from lightning_stateful.loaders import StatefulLoader, is_patched, patch_dataloader
+    from lightning_stateful.loaders import PackedDataset, StatefulLoader, is_patched, patch_dataloader
     from lightning_stateful.mixture import WeightSchedule
     from lightning_stateful.packing import Packing
     from lightning_stateful.samplers import (
@@ -52,6 +53,8 @@ _FOLDERS = {
     "MixtureBatchSampler": "samplers",
     "MixedStream": "streams",
     "MixtureDataModule": "data_modules",
+    "PackedDataModule": "data_modules",
+    "PackedDataset": "loaders",
     "Packing": "packing",
     "QuadraticCost": "bucketing",
     "RoundRobinBatchSampler": "samplers",
@@ -77,6 +80,8 @@ __all__ = [
     "MixedStream",
     "MixtureBatchSampler",
     "MixtureDataModule",
+    "PackedDataModule",
+    "PackedDataset",
     "Packing",
     "QuadraticCost",
     "RoundRobinBatchSampler",

@@ -25,7 +25,8 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSamp
 
 from lightning_stateful.bucketing import Budget
 from lightning_stateful.core import BlockShuffledOrder, SequentialOrder
-from lightning_stateful.loaders import StatefulLoader, build_patched
+from lightning_stateful.loaders import PackedDataset, StatefulLoader, build_patched
+from lightning_stateful.packing import Packing
 from lightning_stateful.samplers import (
     BucketBatchSampler,
     MixtureBatchSampler,
@@ -72,6 +73,18 @@ def patched(make: Callable[[], Any]) -> Make:
     return lambda num_replicas, rank: build_patched(make(), num_replicas=num_replicas, rank=rank, seed=3)
 
 
+def of_tokens(sequences: list[dict[str, Any]]) -> list[str]:
+    """A batch of packed sequences, each as its tokens."""
+    return [str(sequence["input_ids"].tolist()) for sequence in sequences]
+
+
+def packed(packing: Packing) -> Make:
+    """A loader over documents of 1 to 16 tokens, packed."""
+    documents = [[100 * number + token for token in range(length)] for number, length in enumerate(LENGTHS)]
+    data = PackedDataset(documents, lengths=LENGTHS, packing=packing)
+    return loader(data, sampler=data.order, batch_size=2, collate_fn=of_tokens)
+
+
 sampler, loader = partial(ranked, StatefulDistributedSampler), partial(ranked, StatefulLoader)
 round_robin, mixture = partial(ranked, RoundRobinBatchSampler, SOURCES), partial(ranked, MixtureBatchSampler, SOURCES)
 buckets, wrapper = partial(ranked, BucketBatchSampler, LENGTHS), partial(ranked, DDPSamplerWrapper)
@@ -103,6 +116,8 @@ OURS: dict[str, Make] = {
     "loader, buckets, tail dropped": loader(
         list(range(len(LENGTHS))), batch_sampler=BucketBatchSampler(LENGTHS, max_tokens=32, drop_last=True)
     ),
+    "loader, packed, split": packed(Packing(8)),
+    "loader, packed, whole": packed(Packing(8, how="whole", too_long="split")),
     "patched, round robin": patched(
         lambda: DataLoader(list(range(24)), batch_sampler=RoundRobinBatchSampler(SOURCES, 3))
     ),
@@ -156,6 +171,7 @@ STOPPED_EVERYWHERE = (
     "mixture, steps",
     "loader, mixture, scheduled",
     "buckets",
+    "loader, packed, split",
     "patched, own state",
 )
 # What others here stand for: the same sampler behind another face, or the same face over another sampler.

@@ -1,0 +1,200 @@
+"""A map-style dataset of sequences of one length, packed out of a map-style dataset of documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_stateful.bucketing.lengths import LengthArray, chunks, digest
+from lightning_stateful.core.checks import as_int
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.loaders.batch_reader import read_batch
+from lightning_stateful.loaders.length_cache import lengths_of
+from lightning_stateful.packing.documents import Document, DocumentReader
+from lightning_stateful.packing.plan import PackingPlan, Part, SequenceOrder
+from lightning_stateful.packing.sequences import DOCUMENTS, Piece, make_sequences
+from lightning_stateful.packing.settings import IGNORED_LABEL, LABELS, TOKENS, Packing
+from lightning_stateful.packing.split import SplitPlan
+from lightning_stateful.packing.whole import WholePlan
+from lightning_stateful.samplers.batch_samplers import Lengths
+from lightning_stateful.samplers.fingerprint import describe_dataset
+from lightning_stateful.samplers.fingerprint import digest as fingerprint
+
+PackedSequence = dict[str, NDArray[Any]]
+
+
+class PackedDataset(Dataset[PackedSequence]):
+    """Packs the documents of a map-style dataset into sequences of one length, for any loader.
+
+    Every epoch has the same number of sequences, other ones in each, and holds every document once: every token of it,
+    but for what ``too_long`` drops or truncates. Index ``i`` below ``len(dataset)`` is sequence ``i`` of the epoch that
+    :meth:`set_epoch` has told; ``epoch * len(dataset) + i`` names the epoch itself, whatever was told. The sequences of
+    an epoch are shuffled already: read them in order. A stateful loader takes :attr:`order` as its sampler::
+
+        StatefulLoader(dataset, sampler=dataset.order, batch_size=8)
+
+    A sequence is a dict of arrays of shape ``(sequence_length,)``: ``input_ids``, ``labels`` (not shifted: the label of
+    a token is the token), other columns of one number a token, ``position_ids``, which begin anew with every document,
+    and ``document_ids``, which count the documents of a sequence and are -1 in padding.
+
+    Args:
+        dataset: Its samples are lists, arrays or tensors of tokens, or dicts with them as ``input_ids``.
+        lengths: The number of tokens of every sample, without the separator: integers, the path of a ``.npy`` file, the
+            name of a column or attribute, or a function of a sample; see :class:`BucketDataModule`.
+        packing: The settings.
+        seed: Chooses the order of documents.
+        shuffle: False for documents in the dataset's order (with ``how="whole"`` in that of their lengths), the same in
+            every epoch.
+        cache_file: Path of a ``.npy`` file for lengths that a function measures.
+        measure_workers: Processes that measure lengths.
+
+    Attributes:
+        order: The sequences of each epoch in turn.
+        num_tokens: Tokens of documents in an epoch; the rest of its sequences is padding.
+        num_dropped: Documents left out because they are longer than a sequence.
+
+    Raises:
+        ConfigurationError: A document is empty or too long, or lengths are not found; or, when a sample is read, it has
+            another number of tokens than ``lengths`` says.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        lengths: Lengths | Callable[[Any], int],
+        packing: Packing,
+        seed: int = 0,
+        shuffle: bool = True,
+        cache_file: str | Path | None = None,
+        measure_workers: int | None = None,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ConfigurationError(
+                f"PackedDataset needs a dataset with __getitem__ and __len__, which a {type(dataset).__name__} has "
+                "not. StreamDataModule(..., packing=...) packs datasets without an index."
+            )
+        self.dataset, self.packing = dataset, packing
+        self.lengths: LengthArray = lengths_of(dataset, lengths, cache_file=cache_file, num_workers=measure_workers)
+        _refuse_empty(self.lengths)
+        self._seed = as_int("seed", seed) if shuffle else None
+        self._plan: PackingPlan = _plan_of(self.lengths, packing, self._seed)
+        self._epoch, self._digest = 0, digest(self.lengths)
+        self._named: set[str] = set()
+        self.num_tokens, self.num_dropped = self._plan.num_tokens, getattr(self._plan, "num_dropped", 0)
+        if not len(self):
+            raise ConfigurationError(
+                f"All {len(dataset)} documents are longer than a sequence of {packing.sequence_length} tokens, and "
+                'dropped. Raise sequence_length, or pass too_long="split" or "truncate".'
+            )
+
+    def __len__(self) -> int:
+        """Sequences of one epoch."""
+        return self._plan.num_sequences
+
+    def __iter__(self) -> Iterator[PackedSequence]:
+        """The sequences of the epoch that was told."""
+        return (self[index] for index in range(len(self)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the epoch that the indices below ``len(dataset)`` belong to; before workers are started."""
+        self._epoch = as_int("epoch", epoch, least=0)
+
+    @property
+    def order(self) -> SequenceOrder:
+        """The sequences of each epoch in turn, as a loader's ``sampler``."""
+        return SequenceOrder(len(self), self.packing, self._digest, self._seed)
+
+    def describe(self) -> dict[str, Any]:
+        """For a state: a digest of all that decides what sequences hold, and the documents."""
+        return {"packed": fingerprint(self.order.config()), "of": describe_dataset(self.dataset)}
+
+    def parts(self, index: int) -> list[Part]:
+        """The documents' indices in the sequence at ``index``, and which tokens of each; nothing is read.
+
+        Raises:
+            IndexError: ``index`` is negative.
+        """
+        number = as_int("index", index)
+        if number < 0:
+            raise IndexError(f"Sequences are counted from 0 on, got index {number}.")
+        epoch, sequence = divmod(number, len(self))
+        return self._plan.parts(sequence, epoch or self._epoch)
+
+    def __getitem__(self, index: int) -> PackedSequence:
+        """The sequence at ``index``."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[PackedSequence]:
+        """The sequences at ``indices``; a document that several of them share is read once."""
+        parts = [self.parts(index) for index in indices]
+        documents = self._read(list(dict.fromkeys(part.document for each in parts for part in each)))
+        pieces = [[Piece(documents[part.document], part.first, part.end) for part in each] for each in parts]
+        return make_sequences(pieces, self.packing)
+
+    def _read(self, numbers: list[int]) -> dict[int, Document]:
+        """The documents of these indices, with their separators."""
+        reader = DocumentReader(self.packing, self._named)
+        samples = read_batch(self.dataset, numbers)
+        documents = {}
+        for number, sample in zip(numbers, samples, strict=True):
+            document = reader.read(sample, f"document {number}")
+            found, expected = len(document[TOKENS]) - self.packing.num_separators, int(self.lengths[number])
+            if found != expected:
+                raise ConfigurationError(
+                    f"Document {number} has {found} tokens, and lengths say {expected}. Measure the lengths of what "
+                    "the dataset returns, without the separator; a dataset must return as many tokens each time."
+                )
+            documents[number] = document
+        return documents
+
+
+def collate_flat(sequences: Sequence[PackedSequence]) -> dict[str, Any]:
+    """Join sequences to one row without padding, as attention kernels for documents of many lengths take it.
+
+    Args:
+        sequences: Of a :class:`PackedDataset` or a packed stream.
+
+    Returns:
+        The columns of the sequences as tensors of shape ``(tokens,)``, but ``document_ids``; ``cu_seqlens``, int32 of
+        shape ``(documents + 1,)``, where each document begins and, last, the number of tokens; and ``max_seqlen``, the
+        tokens of the longest, an int. A document that goes on in another sequence counts as one in each. The first
+        label of every sequence is -100: what stands before it in the row is another sequence's.
+    """
+    numbers = np.concatenate([sequence[DOCUMENTS] for sequence in sequences])
+    is_real = numbers >= 0
+    starts = np.cumsum([0, *(len(sequence[DOCUMENTS]) for sequence in sequences[:-1])])
+    is_first = np.append(True, numbers[1:] != numbers[:-1])
+    is_first[starts] = True
+    # A document begins where another number stands than before.
+    begins = np.flatnonzero(is_first[is_real])
+    bounds = np.append(begins, int(is_real.sum())).astype(np.int32)
+    flat: dict[str, Any] = {}
+    for name in sequences[0]:
+        if name != DOCUMENTS:
+            column = np.concatenate([sequence[name] for sequence in sequences])
+            if name == LABELS:
+                column[starts] = IGNORED_LABEL
+            flat[name] = torch.from_numpy(column[is_real])
+    return {**flat, "cu_seqlens": torch.from_numpy(bounds), "max_seqlen": int(np.diff(bounds).max())}
+
+
+def _plan_of(lengths: LengthArray, packing: Packing, seed: int | None) -> PackingPlan:
+    if packing.is_whole:
+        return WholePlan(lengths, packing, seed)
+    return SplitPlan(lengths, packing.sequence_length, packing.num_separators, seed)
+
+
+def _refuse_empty(lengths: LengthArray) -> None:
+    for start, chunk in chunks(lengths):
+        if not int(chunk.min()):
+            raise ConfigurationError(
+                f"Document {start + int(chunk.argmin())} has no tokens, as lengths say. Leave documents without any "
+                "out of the dataset."
+            )
