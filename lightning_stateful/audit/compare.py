@@ -89,7 +89,7 @@ def samples(item: Any, key: Key) -> list[Hashable] | None:
 
 
 def explain(ranks: Sequence[Passes], rank: int, start: Place, place: Place, rest: list[Any], key: Key) -> str:
-    """What usually makes a resumed run go on otherwise.
+    """The usual cause of a resumed run that goes on otherwise.
 
     Args:
         ranks: For every rank the items of every epoch of the run that was not stopped.
@@ -187,7 +187,7 @@ def _difference(expected: Any, got: Any, path: str, above: frozenset[tuple[int, 
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
-    """What a container or an object consists of, by path; None if it says itself what it equals."""
+    """The parts of a container or an object by path; None if it defines its own equality."""
     if isinstance(value, Mapping):
         return {f"[{key!r}]": item for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -35,7 +35,7 @@ def check_even(recordings: Sequence[Recording]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """What an epoch has to serve.
+    """The samples that an epoch has to serve.
 
     Attributes:
         number: Which epoch.
@@ -95,7 +95,7 @@ class Epoch:
             yield {"what": what, "expected": due[name], "got": served[name]}
 
     def _explain(self, tables: Sequence[Table]) -> str:
-        """What is usually wrong with the last table, if anything is."""
+        """The usual fault behind the last table, if there is one."""
         served, first = len(self.names(tables[:-1])), self.names(tables[-1:])[:1]
         begin = self.due.index(first[0]) if first and first[0] in self.due else served
         if len(tables) < 2 or begin == served:

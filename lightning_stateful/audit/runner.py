@@ -101,7 +101,7 @@ class Stop:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Recording:
-    """What one rank was given in a run without a stop, and its states on the way.
+    """Batches of one rank in a run without a stop, and its states on the way.
 
     Attributes:
         items: The items of all epochs; ``END`` closes each, unless the run was cut off.
@@ -133,13 +133,13 @@ class Recording:
         return self.items[sum(self.lengths[:epoch]) + epoch + step :]
 
     def resumed_at(self, place: Place) -> Place:
-        """Where a run goes on that was stopped at a place: the end of an epoch is the beginning of the next."""
+        """The place at which a stopped run goes on: the end of an epoch is the beginning of the next."""
         epoch, step = place
         return (epoch + 1, 0) if step and self.from_place(place)[:1] == [END] else place
 
 
 class Followed(NamedTuple):
-    """How a run compares with a recording.
+    """The comparison of a run with a recording.
 
     Attributes:
         num_equal: Items that were as expected, the ends of epochs among them.
@@ -307,7 +307,7 @@ class Recorder:
         return run.load(copy.deepcopy(stop.state), stop.place)
 
     def observe(self, num_replicas: int, num_epochs: int) -> list[Recording]:
-        """What every rank is given if nothing is stopped, and no state taken."""
+        """The batches of every rank if nothing is stopped, and no state taken."""
         key = (num_replicas, num_epochs)
         if key not in self._observed:
             self._observed[key] = []
@@ -320,7 +320,7 @@ class Recorder:
         return self._observed[key]
 
     def record(self, num_epochs: int, stops: Stops, num_replicas: int = 1, rank: int = 0) -> Recording:
-        """What one rank is given, and its states at the stops.
+        """The batches of one rank, and its states at the stops.
 
         Raises:
             ConfigurationError: A stop lies outside the run.

@@ -86,7 +86,7 @@ class BucketDataModule(StatefulDataModule):
 
     @property
     def budget(self) -> Budget:
-        """What a batch may hold; a ``batch_size`` that was set since counts.
+        """The limit of a batch; a ``batch_size`` that was set since counts.
 
         Raises:
             ConfigurationError: None of ``max_tokens``, ``batch_size`` and ``budget`` is given, or several.

@@ -316,7 +316,7 @@ class StatefulDataModule(pl.LightningDataModule):
 
     @property
     def _running(self) -> TrainerFn | None:
-        """What a trainer is doing with this module just now."""
+        """The stage of the trainer that runs this module now."""
         trainer = self._trainer
         if trainer is None or trainer.state.status != TrainerStatus.RUNNING:
             return None

@@ -340,7 +340,7 @@ class BatchReader:
     def _read_own(
         self, fetch: Callable[[], Any], plan: EpochPlan, step: int, left_out: int, looks_ahead: bool
     ) -> Iterator[Any]:
-        """What an ``__iter__`` of the user's gives, to its own end; the plan is told where that is."""
+        """The batches of a user's ``__iter__``, to its own end; the plan is told where that is."""
         end = object()
         take = partial(_next_or, fetch, end)
         for _ in range(left_out):

@@ -34,7 +34,7 @@ _PASS_OF_EPOCH = 2**32
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """How a loader serves its order: arguments of :class:`StatefulLoader` of the same names."""
+    """Settings by which a loader serves its order: arguments of :class:`StatefulLoader` of the same names."""
 
     seed: int
     path: str = ""

@@ -63,7 +63,7 @@ class IterableSetup(LoaderSetup):
             )
 
     def describe(self) -> str:
-        """How the dataset is divided and resumed, in words."""
+        """A sentence on how the dataset is divided and resumed."""
         if self.config.gives_batches:
             divided = "is no DataLoader: each rank trains on what its own gives, without seed_samples"
         else:
@@ -205,7 +205,7 @@ class IterableOrder(StreamReader):
             self.recent.note(epoch + 1, 0, self._left(self._run))
 
     def state_at(self, epoch: int, step: int) -> IterableState:
-        """Where all worker slots stand before ``step`` of ``epoch``; see :meth:`StreamReader.state_at`."""
+        """The positions of all worker slots before ``step`` of ``epoch``; see :meth:`StreamReader.state_at`."""
         is_left = not step and (epoch, 0) not in self.recent and self._epoch == epoch - 1 and self.begins_anew
         if is_left and self._run is not None and not self._run.is_closed:
             # A loop has left the epoch before.

@@ -62,7 +62,7 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         self.tracker = Tracker(order, num_replicas=options.num_replicas, rank=options.rank, accept=options.accept)
 
     def _reader(self, options: StreamOptions) -> StreamReader:
-        """What reads the loader's dataset: a stream of shards, or a dataset that divides itself."""
+        """The reader of the loader's dataset: of a stream of shards, or of a dataset that divides itself."""
         config, dataset = options.config, self._original.dataset
         if config is None and is_dealt_out(dataset, detect_topology(options.num_replicas, options.rank)):
             stream: Any = as_stream(dataset, self.seed, seed_samples=options.seed_samples)
@@ -91,7 +91,7 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
 
     @property
     def order(self) -> StreamReader:
-        """What reads the batches, and offers plans as a :class:`~lightning_stateful.core.BatchOrder` does."""
+        """The reader of the batches, which offers plans as a :class:`~lightning_stateful.core.BatchOrder` does."""
         return cast(StreamReader, self.tracker.order)
 
     @property
@@ -135,12 +135,12 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
 
     @property
     def _sized(self) -> Any:
-        """What knows how many batches it has."""
+        """The part that knows its number of batches."""
         return self._original
 
     @property
     def resume_note(self) -> str:
-        """How a resume goes on, in words."""
+        """A sentence on how a resume goes on."""
         return str(self.order.setup.describe())
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""How a user's loader over an iterable dataset is read and served, and what a stream of shards makes of it."""
+"""Options of a loader over an iterable dataset: those of a user's loader, and what a stream of shards makes of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MANY_READS = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """How a stream is read and served.
+    """Options by which a stream is read and served.
 
     Attributes:
         config: How the stream is read; None to read it as the loader says.
@@ -251,7 +251,7 @@ class StreamSetup(LoaderSetup):
         return found
 
     def describe(self) -> str:
-        """How the stream is divided and resumed, in words."""
+        """A sentence on how the stream is divided and resumed."""
         number = sum(source.shards.num_shards for source in self.config.sources.values())
         reasons = self.reasons_to_read_again()
         return (
@@ -306,7 +306,7 @@ class StreamSetup(LoaderSetup):
 
 
 def batching_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How a loader makes batches of samples."""
+    """The arguments by which a loader makes batches of samples."""
     return {
         "batch_size": loader.batch_size,
         "is_batched": loader.batch_size is not None,

@@ -75,7 +75,7 @@ class StreamEpochPlan:
 
 
 class StreamDetails(Mapping[str, Any]):
-    """Where every worker slot stands before a step, looked up when it is first asked for: a read-only dict.
+    """The positions of all worker slots before a step, looked up when first asked for: a read-only dict.
 
     Nothing is gathered for the many steps of which nobody writes a state. Copies and pickles are plain dicts.
 

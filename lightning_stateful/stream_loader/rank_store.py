@@ -146,7 +146,7 @@ class RankStore:
         return json.loads(_unpacked(standing))
 
     def wait(self, find: Callable[[], T | None], timeout: float) -> T | None:
-        """What ``find`` returns once it is not None; None if it still is after ``timeout`` seconds."""
+        """Call ``find`` until it returns something; None if it has not after ``timeout`` seconds."""
         began = time.monotonic()
         while (found := find()) is None:
             waited = time.monotonic() - began

@@ -398,7 +398,7 @@ class RankSync:
         return lines
 
     def _groups(self, group: int) -> list[_Group | None]:
-        """What each rank has sent as a group of steps; None where that is not there, or not any more."""
+        """The messages of all ranks for a group of steps; None where one is not there, or not any more."""
         found: list[_Group | None] = []
         keys = [self._record_key(rank, group) for rank in range(self.topology.num_replicas)]
         for rank, text in enumerate(self._store.texts(keys)):

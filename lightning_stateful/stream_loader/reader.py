@@ -96,7 +96,7 @@ class StreamReader(ABC):
         """End ``epoch`` before ``step``: with the pass of ``run``, or within a pass at the limit and without a run."""
 
     def config(self) -> dict[str, Any]:
-        """What determines the batches, as plain data to be compared."""
+        """The settings that determine the batches, as plain data to be compared."""
         described: dict[str, Any] = self.setup.config.describe()
         return described
 
@@ -162,7 +162,7 @@ class StreamReader(ABC):
             self._end(progress.epoch, progress.consumed)
 
     def state_at(self, epoch: int, step: int) -> Any:
-        """Where all worker slots stand before ``step`` of ``epoch``.
+        """The positions of all worker slots before ``step`` of ``epoch``.
 
         Raises:
             PositionError, StreamError: Nobody knows, or not any more.
@@ -234,7 +234,7 @@ class StreamReader(ABC):
             self.ended = None
 
     def _run_at(self, epoch: int, step: int) -> StreamRun:
-        """What reads from a step on: the latest run, if it stands there, or one that begins there."""
+        """The run that reads from a step on: the latest, if it stands there, or one that begins there."""
         known = self.recent.served(epoch, step)
         if known is not None and known.run is self._run and known.run.goes_on(known.num_served):
             # Its batches are read ahead already; for how long it says where they began is not known.

@@ -61,7 +61,7 @@ class RecentStates:
         return known.state if isinstance(known, ServedState) else known
 
     def served(self, epoch: int, step: int) -> ServedState | None:
-        """What a run has served before a step, if that is all that is known."""
+        """The counts that a run has served before a step, if they alone are known."""
         known = self._known.get((epoch, step))
         return known if isinstance(known, ServedState) else None
 

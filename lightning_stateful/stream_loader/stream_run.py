@@ -131,7 +131,7 @@ class StreamRun:
         return num_served == self.num_served and not self.is_closed
 
     def state_at(self, num_served: int, states: SlotStates) -> Any:
-        """Where all worker slots stood after ``num_served`` batches of each rank.
+        """The positions of all worker slots after ``num_served`` batches of each rank.
 
         Args:
             num_served: The number of batches.
@@ -148,7 +148,7 @@ class StreamRun:
 
     @cached_property
     def final_state(self) -> Any:
-        """Where all worker slots stand at the end; with other ranks, all ask for it."""
+        """The positions of all worker slots at the end; with other ranks, all ask for it."""
         if self._sync is not None:
             return self._state_of(self._sync.final_records(self.num_served), self.num_served)
         return self._state_alone(self._states, self.num_served)
@@ -163,7 +163,7 @@ class StreamRun:
                 self._read()
 
     def left(self) -> Any:
-        """Where all worker slots stand as a pass is left, be it at its end; with other ranks, all ask for it."""
+        """The positions of all worker slots as a pass is left, be it at its end; with other ranks, all ask for it."""
         return self.final_state if self.is_over else self.state_at(self.num_served, self.states)
 
     def num_asked(self) -> list[int]:

@@ -42,11 +42,11 @@ class OpaqueState:
 
 
 # A sample may be None.
-_END = object()
+_END: Any = object()
 
 
 class Delivery(NamedTuple):
-    """What a worker slot hands over.
+    """A batch that a worker slot hands over.
 
     Attributes:
         worker: Which of the rank's workers the slot is.
@@ -96,7 +96,7 @@ class SlotDataset(IterableDataset[Delivery]):
         return _Deliveries(self)
 
     def task(self) -> tuple[Any, Callable[[NodeState], NodeState | OpaqueState | Changes]]:
-        """What this process reads, and what makes of a slot's state what is handed over."""
+        """The tasks of this process, and the function that makes a delivery of a slot's state."""
         info = get_worker_info()
         if info is None:
             return self.tasks[0], OpaqueState if self._is_pinned else _as_it_is

@@ -60,7 +60,7 @@ class ShardSlice:
 
 
 class SlotSlice(NamedTuple):
-    """What one worker slot reads of a slice.
+    """The part of a slice that one worker slot reads.
 
     Attributes:
         of: The slice.
@@ -81,7 +81,7 @@ class SlotSlice(NamedTuple):
         return self.num_readers == 1 and not self.of.served
 
     def skips(self, seen: list[int]) -> int:
-        """How many items of the slice come before the next that this slot has: every n-th of those not served before.
+        """The number of items of the slice before the next that this slot has: every n-th of those not served before.
 
         Args:
             seen: For each time that the items were shared, how many of those left by then have come by; counts on up to
@@ -110,7 +110,7 @@ class SlotSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What is to be served of one source, before it is assigned to worker slots.
+    """The part of one source that is to be served, before it is assigned to worker slots.
 
     Attributes:
         epoch: The latest pass that a shard of it belongs to.
@@ -131,7 +131,7 @@ class Assignment:
     def slots(
         self, num_replicas: int, num_workers: int, *, sizes: Sequence[int] | None = None
     ) -> list[list[SlotSlice]]:
-        """What each worker slot reads, in that order; slot ``worker * num_replicas + rank`` is a worker of a rank.
+        """The tasks of all worker slots, in their order; slot ``worker * num_replicas + rank`` is a worker of a rank.
 
         Slices that were begun come first. Shards are given out whole as long as each slot gets one more of them. Begun
         slices, and the last shards, fewer than slots, are shared evenly by ranks, each of which reads all of them: one
@@ -210,7 +210,7 @@ class Assignment:
 
 
 class SlotProgress(NamedTuple):
-    """Where a worker slot stands in its slices of a source.
+    """The position of a worker slot in its slices of a source.
 
     Attributes:
         slices: The slices.
@@ -231,7 +231,7 @@ class SlotProgress(NamedTuple):
 
 
 def left_of(slots: Sequence[SlotProgress], epoch: int, order: Sequence[int]) -> Assignment:
-    """What worker slots have not served of a source; what one had begun alone has its number.
+    """The part of a source that worker slots have not served; what one had begun alone has its number.
 
     Args:
         slots: Where each of them stands.
@@ -261,7 +261,7 @@ def left_of(slots: Sequence[SlotProgress], epoch: int, order: Sequence[int]) -> 
 def _left_of_slice(
     piece: ShardSlice, num_readers: int, readers: Mapping[int, SlotProgress]
 ) -> tuple[ShardSlice | None, list[tuple[int, int]]]:
-    """What is left of a slice: its begun shards, and the others.
+    """The rest of a slice: its begun shards, and the others.
 
     Args:
         piece: The slice.

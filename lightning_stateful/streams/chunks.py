@@ -153,7 +153,7 @@ def _text_of(ref: Any) -> str:
 
 
 def _common_depth(refs: Sequence[Any]) -> int:
-    """How many folders, from the first on, all paths among references have in common."""
+    """The number of leading folders that all paths among references have in common."""
     folders = [_parts(ref)[:-1] for ref in refs if isinstance(ref, (str, os.PathLike))]
     pairs = zip(min(folders), max(folders), strict=False) if folders else ()
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

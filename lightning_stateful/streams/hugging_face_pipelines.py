@@ -19,7 +19,7 @@ from lightning_stateful.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class PipelineClass:
-    """What a class in a pipeline means for reading and resuming a shard.
+    """The meaning of a class in a pipeline for reading and resuming a shard.
 
     Attributes:
         word: What people call it; empty for what Hugging Face adds by itself.
@@ -184,7 +184,7 @@ def refuse(stage: Any, num_shards: int) -> None:
 
 
 def warnings_of(stage: Any, num_shards: int) -> Iterator[str]:
-    """What differs from reading the dataset as a whole, or from run to run, and what to do."""
+    """Warnings of all that differs from reading the dataset as a whole, or from run to run, with remedies."""
     word = class_of(stage).word
     if word == "shuffle":
         yield (
@@ -203,7 +203,7 @@ def warnings_of(stage: Any, num_shards: int) -> Iterator[str]:
 
 
 def _apart(stage: Any) -> str:
-    """What a stage does in each shard by itself, and what to do about it; empty where shards make no difference."""
+    """A warning of what a stage does in each shard by itself; empty where shards make no difference."""
     word = class_of(stage).word
     if word in ("take", "skip"):
         return f"{word}({stage.n}) is divided among them. Give the dataset fewer files, or one shard, instead"
@@ -237,7 +237,7 @@ def files_of(stage: Any) -> list[str]:
 
 
 def describe(dataset: Any) -> dict[str, Any]:
-    """What tells datasets apart: plain data that is equal wherever their files lie, and in every process."""
+    """A description that tells datasets apart: plain data, equal wherever their files lie, and in every process."""
     stages = list(walk(dataset._ex_iterable))
     labels = [label for label in map(_label_of, reversed(stages)) if label]
     return {

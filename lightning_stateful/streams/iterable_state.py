@@ -1,4 +1,4 @@
-"""Where the workers of all ranks stand in a pass over an iterable dataset that divides itself."""
+"""The positions of all workers in a pass over an iterable dataset that divides itself."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class IterableState:
         return self.beginning(self.config, self.epoch, num_replicas, num_workers)
 
     def tasks(self, rank: int) -> list[IterableTask]:
-        """What the worker slots of a rank read; those before the one whose batch comes next leave out a turn."""
+        """The tasks of the worker slots of a rank; those before the one whose batch comes next leave out a turn."""
         slots = [self.slots[worker * self.num_replicas + rank] for worker in range(self.num_workers)]
         served = {worker: (slot or {}).get("batches", 0) for worker, slot in enumerate(slots)}
         going = [worker for worker, slot in enumerate(slots) if not (slot or {}).get("over")]

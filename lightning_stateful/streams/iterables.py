@@ -44,7 +44,7 @@ _FRESH: NodeState = {
 
 @dataclass(frozen=True, kw_only=True)
 class IterableConfig:
-    """How an iterable dataset is read, pickled into workers together with the dataset.
+    """Settings by which an iterable dataset is read, pickled into workers together with the dataset.
 
     Attributes:
         dataset: The dataset, or the iterable of batches.
@@ -96,7 +96,7 @@ class IterableConfig:
         return self.stays and not is_told
 
     def open(self, task: IterableTask) -> IterableSlot:
-        """What reads the batches of a worker slot."""
+        """Open the reader of a worker slot's batches."""
         return IterableSlot(self, task)
 
     def set_epoch(self, epoch: int) -> None:
@@ -116,7 +116,7 @@ class IterableConfig:
 
 
 class IterableTask(NamedTuple):
-    """What a worker slot is to read.
+    """The part of a pass that a worker slot is to read.
 
     Attributes:
         slot: Its number: ``worker * num_replicas + rank``.
@@ -217,7 +217,7 @@ class IterableSlot:
         return batch
 
     def state(self) -> NodeState:
-        """Where the slot stands after the latest batch: plain data that later batches leave as it is."""
+        """The slot's position after the latest batch: plain data that later batches leave as it is."""
         return self._held
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ class NodeShards(Shards):
 
     @property
     def num_shards(self) -> int:
-        """How many shards there are."""
+        """The number of shards."""
         return self._num_shards
 
     def node(self, shard: int, epoch: int) -> BaseNode[Any]:

@@ -59,11 +59,11 @@ class Shards(ABC):
 
     @abstractmethod
     def name(self, shard: int) -> str:
-        """What people know the shard by, for errors: a file, or a number."""
+        """The name of the shard in errors: a file, or a number."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What tells other data apart cheaply, as plain data."""
+        """A cheap description that tells other data apart, as plain data."""
 
     def sizes(self) -> list[int] | None:
         """Samples of each shard, where that is known without reading."""

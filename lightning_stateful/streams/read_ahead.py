@@ -79,7 +79,7 @@ class BlockNode(StreamNode[T]):
         return items
 
     def get_state(self) -> NodeState:
-        """Where the block begins, and what has been given of it."""
+        """The beginning of the block, and the items that have been given of it."""
         if self._served == len(self._items):
             at = {"source": state_of(self.source), "block": self._next_block, "served": 0, "of": 0}
             return {**at, "size": self._size}
@@ -196,7 +196,7 @@ class LengthBatcher(BlockNode[list[Any]]):
         self._dropped = 0 if initial_state is None else initial_state["dropped"]
 
     def get_state(self) -> NodeState:
-        """Where the window begins, what has been given of it, and what was left out."""
+        """The beginning of the window, the items given of it, and those left out."""
         return {**super().get_state(), "dropped": self._dropped}
 
     def describe(self) -> list[Any]:

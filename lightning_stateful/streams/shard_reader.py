@@ -127,7 +127,7 @@ class ShardReader(StreamNode[Any]):
         return samples
 
     def get_state(self) -> NodeState:
-        """Where the next sample comes from, as fresh plain data."""
+        """The position of the next sample, as fresh plain data."""
         item = self._item
         if self._node is not None and not self._draws and item - self._state_item >= self._gap:
             self._take_state(self._node, item)
@@ -148,7 +148,7 @@ class ShardReader(StreamNode[Any]):
 
     @property
     def num_opened(self) -> int:
-        """How many of the shards have been opened, the one that is read now among them."""
+        """The number of shards that have been opened, the one that is read now among them."""
         return min(self._at + 1, len(self._numbers))
 
     def where(self) -> str:
@@ -270,7 +270,7 @@ def _read_run(run: list[Any], node: BaseNode[Any]) -> None:
 
 
 def num_read_again(shards: Shards, state: NodeState) -> int:
-    """How many samples a reader's state has read again, where these are more than the few between two states."""
+    """The number of samples read again for a reader's state, where these are more than the few between two states."""
     since: int = state["since"]
     if shards.reread and state["state"] is None:
         return since

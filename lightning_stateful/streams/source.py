@@ -1,4 +1,4 @@
-"""How a source of a stream is read, and which of several sources comes next."""
+"""Sources of a stream: the settings of each, and the choice of the next among several."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """How one source is read.
+    """Settings by which one source is read.
 
     Attributes:
         shards: The shards.
@@ -118,7 +118,7 @@ class Source:
         return numbers.tolist()  # type: ignore[no-any-return]  # a list of int
 
     def slices_again(self, epoch: int, slot: int, num_slots: int) -> list[SlotSlice]:
-        """What a worker slot reads of another pass when it begins the source again: its part of all shards."""
+        """The slices of another pass when a worker slot begins the source again: its part of all shards."""
         order = self.order(epoch)
         if len(order) < num_slots:
             return [SlotSlice(ShardSlice(epoch, tuple(order)), slot, num_slots)]

@@ -121,7 +121,7 @@ class Stream(IterableDataset[Any]):
         return StreamIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next sample comes from: fresh plain data."""
+        """The position of the next sample: fresh plain data."""
         return self.pack(*self._stand())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -175,7 +175,7 @@ class Stream(IterableDataset[Any]):
         return whole, here["worker"] * here["ranks"] + here["rank"]
 
     def open(self, begin: tuple[int, NodeState | None] | None = None) -> WorkerSlot:
-        """What a pass reads that is the latest from now on.
+        """Open the reader of a pass, the latest from now on.
 
         Args:
             begin: The epoch, and where the worker slot stands in it; None for where the stream stands.
@@ -265,7 +265,7 @@ class StreamIterator:
         return next(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this pass stands, be it at its end: fresh plain data."""
+        """The position of this pass, be it at its end: fresh plain data."""
         slot = self._opened()
         return self._stream.pack(slot.epoch, slot.state())
 

@@ -1,4 +1,4 @@
-"""Where all worker slots of a run stand in a pass over a stream, and what follows from it on any ranks and workers."""
+"""The positions of all worker slots in a pass over a stream, and how they are carried to other ranks and workers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class StreamState:
         }
 
     def task(self, slot: int, state: NodeState | None = None) -> SlotTask:
-        """What a slot is to read from where it stands, or from another state."""
+        """The task of a slot from its present position, or from another state."""
         return SlotTask(
             slot=slot,
             worker=slot // self.num_replicas,
@@ -94,7 +94,7 @@ class StreamState:
         return SourceTask(slot, self.num_slots, self.slices[name][slot], self.assignments[name].epoch)
 
     def _progress(self, name: str, slot: int, state: NodeState | None = None) -> SlotProgress:
-        """Where a slot stands in a source, or would stand in a state."""
+        """The position of a slot in a source, now or by another state."""
         state = state or self.slots[slot]
         held = FRESH if state is None else state["of"][name]
         return self._source_task(name, slot).progress(self.config.sources[name], held)
@@ -107,14 +107,14 @@ class StreamState:
         return moved
 
     def on(self, num_replicas: int, num_workers: int) -> StreamState:
-        """What is left of the pass, assigned to other slots; the same if they are as many."""
+        """The rest of the pass, assigned to other slots; the same if they are as many."""
         if (num_replicas, num_workers) == (self.num_replicas, self.num_workers):
             return self
         assignments = {name: self._left(name).shared() for name in self.assignments}
         return self._assigned_anew(assignments, num_replicas=num_replicas, num_workers=num_workers)
 
     def shared_anew(self) -> StreamState | None:
-        """What is left of the pass, shared evenly among the same slots; None where that would give no more steps.
+        """The rest of the pass, shared evenly among the same slots; None where that would give no more steps.
 
         Of a mixture, sources that some slots have served and others have not; the other slots go on in the others.
         """
@@ -152,7 +152,7 @@ class StreamState:
         return self._assigned_anew(assignments, epoch=self.epoch + 1, steps_before=0)
 
     def tasks(self, rank: int) -> list[SlotTask]:
-        """What the worker slots of a rank read, the one first whose batch comes next."""
+        """The tasks of the worker slots of a rank, the one first whose batch comes next."""
         return [self.task(worker * self.num_replicas + rank) for worker in self.workers_in_turn(rank)]
 
     def workers_in_turn(self, rank: int) -> list[int]:
@@ -174,7 +174,7 @@ class StreamState:
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """What has been left out since the beginning of training."""
+        """The samples left out since the beginning of training, counted by cause."""
         return self._left_out_with(self.assignments)
 
     def report(self) -> dict[str, int]:
@@ -292,7 +292,7 @@ class StreamState:
                     _check_state(here.state, fresh, shards)
 
     def _left(self, name: str) -> Assignment:
-        """What is left of a source."""
+        """The rest of a source."""
         source, latest = self.config.sources[name], self._latest(name)
         slots = []
         for slot, assigned in enumerate(self.slices[name]):
@@ -304,7 +304,7 @@ class StreamState:
         return left_of(slots, latest, source.order(latest))
 
     def _left_out_with(self, names: Iterable[str]) -> tuple[int, ...]:
-        """What had been left out before, and in some sources since shards were assigned.
+        """The samples left out before, and in some sources since shards were assigned.
 
         Of what several slots read, what its first reader has met. Where shards are assigned anew, all go on from
         the reader that is last: the count may differ by what lies between the two.

@@ -87,10 +87,10 @@ class _SampleNode(StreamNode[Any]):
 
     @abstractmethod
     def _items_of(self, samples: list[Any]) -> list[Any]:
-        """What becomes of some samples."""
+        """Map or filter some samples."""
 
     def _run(self, samples: list[Any], function: Callable[[Any], Any]) -> list[Any]:
-        """What a function gives for each sample; ``_FAILED`` where it failed and that is skipped."""
+        """The results of a function for each sample; ``_FAILED`` where it failed and that is skipped."""
         item, self._item = self._item, self._item + len(samples)
         read = partial(self._results, samples, function)
         if self._seed is None:

@@ -21,7 +21,7 @@ ALONE = ""
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """How a stream is read: the same on all ranks, and pickled into workers.
+    """Settings by which a stream is read: the same on all ranks, and pickled into workers.
 
     Attributes:
         sources: The sources by name; a single one is called :data:`ALONE`.
@@ -65,7 +65,7 @@ class StreamConfig:
         return any(source.seeds_process for source in self.sources.values())
 
     def open(self, task: SlotTask) -> WorkerSlot:
-        """What reads the batches of a worker slot."""
+        """Open the reader of a worker slot's batches."""
         return WorkerSlot(self, task)
 
     def at(self, path: str) -> StreamConfig:
@@ -85,7 +85,7 @@ class StreamConfig:
 
 
 class SourceTask(NamedTuple):
-    """What a worker slot is to read of a source.
+    """The part of a source that a worker slot is to read.
 
     Attributes:
         slot: The number of the slot: ``worker * num_replicas + rank``.
@@ -106,12 +106,12 @@ class SourceTask(NamedTuple):
         return source.slices_again(self.latest + number, self.slot, self.num_slots)
 
     def progress(self, source: Source, state: NodeState) -> SlotProgress:
-        """Where the slot stands, by the state of its :class:`SourceReader`."""
+        """The slot's position, by the state of its :class:`SourceReader`."""
         return SlotProgress(self.slices_in(source, state["round"]), state["slice"], state["state"], state["opened"])
 
 
 class SlotTask(NamedTuple):
-    """What a worker slot is to read.
+    """The part of a pass that a worker slot is to read.
 
     Attributes:
         slot: Its number: ``worker * num_replicas + rank``.
@@ -235,7 +235,7 @@ class SourceReader:
 
 
 def skipped_in(state: NodeState | None) -> list[int]:
-    """What the nodes of a slice have left out, for each of :data:`LEFT_OUT`."""
+    """Numbers of samples that the nodes of a slice have left out, for each of :data:`LEFT_OUT`."""
     total = [0] * len(LEFT_OUT)
     while state is not None:
         total = [number + state.get(name, 0) for number, name in zip(total, LEFT_OUT, strict=True)]
@@ -304,7 +304,7 @@ class WorkerSlot:
         return batch
 
     def state(self) -> NodeState:
-        """Where each source stands after the latest batch: plain data that later batches leave as it is."""
+        """The position in each source after the latest batch: plain data that later batches leave as it is."""
         return {"batches": self._served, "over": self._over, "turn": self._turn, **self._ends, "of": dict(self._states)}
 
     def reopen(self) -> None:
@@ -360,7 +360,7 @@ class WorkerSlot:
         return batch
 
     def _with_tail(self, name: str) -> list[Any]:
-        """What the round before had left, and what makes a batch of it, as much as there is."""
+        """The rest of the round before, with as many further samples as a batch needs and the source has."""
         batch = self._tails.pop(name, [])
         batch = batch + self._readers[name].next_many(self._size - len(batch))
         if len(batch) < self._size:

@@ -272,7 +272,7 @@ class StatefulDataCallback(pl.Callback):
         self._signals.end(failed=True)
 
     def _progress(self) -> LoopProgress:
-        """How far training has got."""
+        """The progress of training."""
         phase = self._phase
         if isinstance(phase, (Resumed, Interrupted)):
             return phase.progress
@@ -328,7 +328,7 @@ class StatefulDataCallback(pl.Callback):
             loop_progress.lift_max_steps(trainer, progress, global_step)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Where a trainer is fitted again after it was stopped within an epoch, go on at the next batch.
+        """Go on at the next batch in a trainer that is fitted again after it was stopped within an epoch.
 
         Raises:
             ConfigurationError: A state was loaded into the data module by hand, and there is no ``ckpt_path``.

@@ -1,4 +1,4 @@
-"""What stands between Lightning's loops and the user's loaders: hooks that return loaders, and loaders themselves.
+"""Proxies between Lightning's loops and the user's loaders: of hooks that return loaders, and of loaders themselves.
 
 A loop asks its ``_data_source`` for loaders. :func:`intercept` replaces that by an :class:`InterceptedSource`, which
 hands the request to the callback; a :class:`Structure` takes apart the lists and dicts that hooks return. What the loop

@@ -1,4 +1,4 @@
-"""What has been served of every source, and how it was padded, in the trainer's loggers.
+"""Logs samples served of every source, and their padding, to the trainer's loggers.
 
 Every rank computes the same numbers, so nothing is gathered.
 """

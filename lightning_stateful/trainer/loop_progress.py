@@ -29,7 +29,7 @@ _TRACKED = ("ready", "started", "processed", "completed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopProgress:
-    """How far a training run has got.
+    """The progress of a training run.
 
     Attributes:
         epoch: Epochs that are over.
@@ -129,7 +129,7 @@ def note_batch(trainer: pl.Trainer) -> BatchBegun:
 
 
 def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopProgress:
-    """How far training has got, for a checkpoint that is written now.
+    """The progress of training, for a checkpoint that is written now.
 
     Args:
         trainer: The trainer.
@@ -175,7 +175,7 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
 
 
 def read_counters(fit_loop_state: Mapping[str, Any], *, max_batches: float = float("inf")) -> LoopProgress:
-    """How far training had got by a fit loop's saved counters, whatever hook they were saved in.
+    """The progress of training by a fit loop's saved counters, whatever hook they were saved in.
 
     Args:
         fit_loop_state: ``fit_loop.state_dict()``, or ``checkpoint["loops"]["fit_loop"]``.

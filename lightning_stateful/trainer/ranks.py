@@ -25,7 +25,7 @@ _ABOUT_DATA = ("dataset", "sources", "fingerprint")
 
 
 def topology_of(trainer: pl.Trainer) -> Topology:
-    """Where this process stands among the data-parallel replicas, which need not be all processes."""
+    """The place of this process among the data-parallel replicas, which need not be all processes."""
     kwargs = trainer.distributed_sampler_kwargs
     if kwargs is None:
         return Topology()
@@ -125,7 +125,7 @@ def _compare(descriptions: list[Descriptions], what: str, accept: Collection[str
 
 
 def _leaves(described: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """What is said under each dotted name; the order of a dict says nothing."""
+    """The values under dotted names; the order of a dict says nothing."""
     for key, value in described.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{above}{key}.")

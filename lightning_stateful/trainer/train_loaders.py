@@ -206,7 +206,7 @@ class TrainLoaders:
         self._training_began = True
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """What has to be equal on all ranks, by the path of the loader."""
+        """The settings that have to be equal on all ranks, by the path of the loader."""
         of_group: dict[str, Any] = {"mode": self.combined.mode, "order of loaders": list(self.combined.loaders)}
         described, of_this_rank = {"": of_group}, self.combined.configs_of_this_rank()
         for path, loader in self.combined.loaders.items():
@@ -445,7 +445,7 @@ def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> N
 
 
 def length_of(loader: AnyLoader) -> int:
-    """What an epoch holds over all ranks, in samples or, of whole batches, steps."""
+    """The length of an epoch over all ranks, in samples or, of whole batches, steps."""
     plan = loader.plan(0)
     return plan.num_steps if plan.num_steps == UNKNOWN else plan.progress_after(plan.num_steps).consumed
 

@@ -45,7 +45,7 @@ _QUICK, _PATIENCE = 2.0, 20.0
 
 @dataclass(kw_only=True)
 class SamplerFacts:
-    """What trying a copy of a sampler has shown.
+    """The facts that a trial of a copy of a sampler has shown.
 
     Attributes:
         first: The first item of epoch 0, or None.
@@ -320,7 +320,7 @@ _CHANGES_UNSEEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Dealing:
-    """How a sampler's items come to ranks.
+    """The way a sampler's items come to ranks.
 
     Attributes:
         is_own: Whether each rank iterates its own sampler, and nothing is dealt out.
@@ -421,7 +421,7 @@ def _differ(order: WrappedSampler, reports: list[Any]) -> str:
 
 
 def _prove(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing | None:
-    """How to tell a sampler of one rank, if that is proven to yield what all ranks yield together; else None."""
+    """The way to tell a sampler of one rank, if that is proven to yield what all ranks yield together; else None."""
     facts, held = order.facts, ranks_held(order.sampler)
     if facts.error or facts.length is None or facts.seconds * 2 * (num_replicas + 1) > _PATIENCE:
         return None

@@ -69,7 +69,7 @@ class SamplerEpochPlan:
 
     @cached_property
     def rule(self) -> StepRule:
-        """How it is cut into steps: each gives every rank ``batch_size`` items."""
+        """The rule by which it is cut into steps: each gives every rank ``batch_size`` items."""
         return self.order.rule(self._num_replicas)
 
     @property

@@ -235,7 +235,7 @@ class WrappedSampler:
 
     @cached_property
     def facts(self) -> SamplerFacts:
-        """What trying a copy of it has shown; of torch's own nothing is tried.
+        """The facts that a trial of a copy has shown; of torch's own nothing is tried.
 
         Raises:
             UnsupportedLoaderError: It cannot be tried without a trace.
@@ -245,7 +245,7 @@ class WrappedSampler:
 
     @property
     def dealing(self) -> Dealing:
-        """How its items come to ranks, once :meth:`meet` has found out."""
+        """The way its items come to ranks, once :meth:`meet` has found out."""
         found: Dealing = vars(self).get("_dealing") or Dealing()
         return found
 
@@ -332,7 +332,7 @@ class WrappedSampler:
         return found
 
     def rule(self, num_replicas: int) -> StepRule:
-        """How its items are cut into steps of so many ranks."""
+        """The rule by which its items are cut into steps of so many ranks."""
         return StepRule(
             batch_size=1 if self.batch_size is None else self.batch_size,
             num_replicas=num_replicas,
