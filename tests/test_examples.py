@@ -64,6 +64,14 @@ def test_a_stream_of_text_shards_goes_on_after_a_stop_with_the_same_and_with_oth
     assert lines[2] == "resumed in three workers: 360 lines once, 0 more than once"
 
 
+def test_pretraining_on_a_packed_stream_goes_on_after_a_stop_and_loses_no_token(run_example: Any) -> None:
+    lines = run_example("pretrain_text.py", "--fast")
+
+    assert lines[0].startswith("4 files, ")
+    assert lines[1] == f"stopped after step 5 {EXACT}"
+    assert lines[2] == "resumed in three workers: 0 tokens lost, 0 more than once"
+
+
 # Patched loaders in such a loop are killed in tests/loaders/test_fabric_and_torchrun.py.
 @pytest.mark.slow
 def test_a_bare_loop_under_torchrun_goes_on_after_it_was_broken_off(tmp_path: Path) -> None:
