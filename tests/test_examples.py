@@ -72,6 +72,15 @@ def test_pretraining_on_a_packed_stream_goes_on_after_a_stop_and_loses_no_token(
     assert lines[2] == "resumed in three workers: 0 tokens lost, 0 more than once"
 
 
+def test_iterable_datasets_that_divide_themselves_become_shards_for_any_ranks(run_example: Any) -> None:
+    lines = run_example("migrate_iterables.py", "--fast")
+
+    assert [line.split(":")[0] for line in lines[::3]] == ["torchtitan's", "of one's own"]
+    assert all(int(line.split()[-11]) > 100 for line in lines[::3])
+    assert lines[1::3] == ["  stopped after step 5 and resumed: same batches and weights True"] * 2
+    assert lines[2::3] == ["  begun on one rank, read on by three: every window once True"] * 2
+
+
 # Patched loaders in such a loop are killed in tests/loaders/test_fabric_and_torchrun.py.
 @pytest.mark.slow
 def test_a_bare_loop_under_torchrun_goes_on_after_it_was_broken_off(tmp_path: Path) -> None:

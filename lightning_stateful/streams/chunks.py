@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
+from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.nodes import BaseNode
 
 from lightning_stateful.core.checks import as_int
@@ -105,6 +106,7 @@ class ChunkNode(StreamNode[Any]):
         super().reset(initial_state)
         self.close()
         samples = self._read_chunk(self._ref)
+        _refuse_to_divide(samples)
         self._samples, self.draws = iter(samples), not hasattr(samples, "__getitem__")
 
     def __iter__(self) -> Iterator[Any]:
@@ -126,6 +128,22 @@ class ChunkNode(StreamNode[Any]):
             with suppress(ValueError):
                 close()
         self._samples = None
+
+
+def _refuse_to_divide(samples: Any) -> None:
+    """Refuse a dataset for the samples of a chunk, which may leave some of them to other workers.
+
+    Raises:
+        ConfigurationError: There are other workers: they read other chunks.
+    """
+    info = get_worker_info()
+    if isinstance(samples, IterableDataset) and info is not None and info.num_workers > 1:
+        name = type(samples).__qualname__
+        raise ConfigurationError(
+            f"read_chunk_fn gave a {name}, which may divide a chunk among the {info.num_workers} workers, though one "
+            f"of them reads it: the others' samples would be lost. Pass NodeShards(lambda shard: IterableWrapper({name}"
+            "(...)), num_shards=...), where it is told that there is one worker; or num_workers=0."
+        )
 
 
 def _name_of(ref: Any, depth: int) -> str:

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_stateful import patch_dataloader
 from lightning_stateful.errors import ConfigurationError, ShardError, StateMismatchError
 from lightning_stateful.streams.chunks import ChunkedDataset, Chunks
 from lightning_stateful.streams.shard_reader import ShardReader
@@ -176,6 +178,27 @@ class TestNames:
     def test_other_chunks_are_told_apart_by_their_values(self, one: Any, other: Any) -> None:
         assert Chunks(one, list).describe() != Chunks(other, list).describe()
         assert Chunks(copy.deepcopy(one), list).describe() == Chunks(one, list).describe()
+
+
+class Divides(IterableDataset[int]):
+    """Leaves a part of its samples to each other worker."""
+
+    def __init__(self, chunk: int) -> None:
+        self.samples = range(chunk * 10, chunk * 10 + 10)
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(self.samples if worker is None else self.samples[worker.id :: worker.num_workers])
+
+
+class TestChunksThatAreDatasets:
+    @pytest.mark.parametrize("on_error", ["raise", "skip"])
+    def test_are_refused_in_workers_among_which_they_would_divide_themselves(self, on_error: Any) -> None:
+        stream = ChunkedDataset(range(4), Divides, on_error=on_error)
+        assert sorted(index for batch in patch_dataloader(DataLoader(stream)) for index in batch) == list(range(40))
+        loader = patch_dataloader(DataLoader(stream, num_workers=2))
+        with pytest.raises(ConfigurationError, match="gave a Divides, which may divide a chunk among the 2 workers"):
+            list(loader)
 
 
 class TestArguments:
