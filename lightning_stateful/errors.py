@@ -5,6 +5,7 @@
     StatefulError
     ├── ConfigurationError (ValueError)       an argument is wrong, alone or beside another
     │   └── UnsupportedLoaderError            a loader that cannot be patched
+    │       └── InvalidLoaderError (TypeError)   no loader at all
     ├── RankMismatchError (RuntimeError)      ranks disagree about lengths or configuration
     ├── StreamError (RuntimeError)            a stream broke off; the state is that of the last batch handed over
     │   └── ShardError                        a shard could not be read
@@ -33,6 +34,10 @@ class ConfigurationError(StatefulError, ValueError):
 
 class UnsupportedLoaderError(ConfigurationError):
     """A loader whose order cannot be computed from a position."""
+
+
+class InvalidLoaderError(UnsupportedLoaderError, TypeError):
+    """What a hook returned, or a Trainer was given, is no loader; a TypeError, as Lightning's is."""
 
 
 class RankMismatchError(StatefulError, RuntimeError):

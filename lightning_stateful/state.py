@@ -16,6 +16,7 @@ state is refused without a look at every value.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
@@ -40,6 +41,8 @@ COMBINED = "combined"
 _HARMLESS = ("drop_last", "dataset", "iteration", "sequence", "module", "mode")
 _BUT_FOR = ("dataset.length", "dataset.content", "dataset.shards", "dataset.files")
 _MISSING = "<nothing>"
+# Names in accept that are no keys of a configuration.
+_OTHER_NAMES = ("iteration", "nondeterministic", "replay")
 _REMEDIES = {
     "seed": "Pass the saved seed",
     "shuffle": "Pass the saved shuffle",
@@ -256,6 +259,28 @@ def fingerprint_warning(what: str, changed: str, name: str) -> str:
 def accepted_names(accept: Collection[str]) -> tuple[str, ...]:
     """Turn the names in ``accept`` into a tuple; a single name may be a plain string."""
     return (accept,) if isinstance(accept, str) else tuple(accept)
+
+
+def warning_of_unknown(accept: Collection[str], configs: Iterable[Mapping[str, Any]]) -> str:
+    """Say which names in ``accept`` are those of no difference; empty if there are none.
+
+    Args:
+        accept: The names.
+        configs: The present configurations, whose keys are names too.
+    """
+    known = {*_REMEDIES, *_OTHER_NAMES, *(name for config in configs for name in _names_in(config))}
+    unknown = [name for name in accepted_names(accept) if known.isdisjoint(name.split("."))]
+    if not unknown:
+        return ""
+    similar = [found for name in unknown for found in difflib.get_close_matches(name.split(".")[-1], sorted(known), 1)]
+    meant = f" Is {' or '.join(map(repr, similar))} meant?" if similar else ""
+    return f"accept names {', '.join(map(repr, unknown))}, which no difference is called by here.{meant}"
+
+
+def _names_in(config: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in config.items():
+        yield str(name)
+        yield from _names_in(value) if isinstance(value, Mapping) else ()
 
 
 def walk(state: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -19,6 +19,7 @@ _OWN_COUNT = (
     "The state holds the rank's own count of items: it must hold how much all ranks were served together. Or the "
     "factory does not pass num_replicas and rank on, so that every rank is served everything."
 )
+_IGNORED = "The factory does not pass num_replicas and rank on. Check a single rank of what is not dealt out."
 _DEALT = "What is left must be dealt to the ranks anew, from an order that does not depend on their number."
 
 
@@ -31,6 +32,17 @@ def check_even(recordings: Sequence[Recording]) -> None:
                 raise ContractError(
                     Divergence(law="even", what=what, epoch=epoch, rank=rank, expected=expected, got=got, cause=_UNEVEN)
                 )
+
+
+def check_apart(recordings: Sequence[Recording]) -> None:
+    """Raise if all ranks are given the same items, and these differ among each other."""
+    first = recordings[0].passes[0]
+    are_several = len(recordings) > 1 and any(difference(first[0], item) for item in first[1:])
+    if are_several and not any(difference(first, one.passes[0]) for one in recordings[1:]):
+        what = f"all {len(recordings)} ranks are given the same items, so each of them trains on all of the data"
+        raise ContractError(
+            Divergence(law="rank-free", what=what, epoch=0, expected="other items", got=first[0], cause=_IGNORED)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_stateful.audit.compare import Key, difference, identities
-from lightning_stateful.audit.elastic import check_even, check_resize
+from lightning_stateful.audit.elastic import check_apart, check_even, check_resize
 from lightning_stateful.audit.runner import ContractError, Divergence, Factory, Recorder, Recording, Stop, Stops
 from lightning_stateful.errors import ConfigurationError
 
@@ -119,6 +119,7 @@ def check_resume(
     try:
         recordings = recorder.observe(num_replicas, num_epochs)
         check_even(recordings)
+        check_apart(recordings)
         stopped = [recorder.record(num_epochs, stops, num_replicas, rank) for rank in range(num_replicas)]
         for rank, recording in enumerate(stopped):
             demand_unchanged(recording, rank)

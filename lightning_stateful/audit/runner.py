@@ -28,7 +28,7 @@ class Divergence:
         law: What was broken, a law of the contract or: ``"repeatable"`` (a second run of the same factory differs),
             ``"even"`` (ranks have different numbers of items), ``"snapshot"`` (a state changed after it was taken),
             ``"suffix"`` (a resumed run differs) or ``"rank-free"`` (on another number of ranks a sample came twice or
-            never).
+            never, or all ranks are given the same).
         what: The difference in words.
         epoch: Of the item, counted from the beginning of the run.
         step: Of the item within its epoch, or None where no item is to blame.

@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_stateful.errors import ConfigurationError, DamagedStateError
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.mixture_samplers import refuse_splits
 from lightning_stateful.state import check, pack_combined, refuse_differences, walk
@@ -186,6 +187,7 @@ class StatefulDataModule(pl.LightningDataModule):
         else:
             # Permissions and switches of both hold.
             theirs = self._callback.settings
+            _warn_of_two_seeds(type(self).__name__, self._settings.seed, theirs.seed)
             self._callback.settings = replace(
                 theirs,
                 accept=tuple(dict.fromkeys([*theirs.accept, *self._settings.accept])),
@@ -341,6 +343,15 @@ class StatefulDataModule(pl.LightningDataModule):
             else:
                 # Accepted as new: it begins with the epoch of the others.
                 loader.set_epoch(next(iter(parts.values()))["progress"]["epoch"])
+
+
+def _warn_of_two_seeds(name: str, own: int | None, theirs: int | None) -> None:
+    if own is not None and theirs is not None and own != theirs:
+        rank_zero_warn(
+            f"{name} has seed={own} and the StatefulDataCallback seed={theirs}. The order of the data, and what "
+            f"samples draw, follow from {own}; what the model draws, from {theirs}. Pass one of them for both.",
+            category=StatefulWarning,
+        )
 
 
 def _is_several(data: Any) -> bool:

@@ -104,7 +104,7 @@ class StreamDataModule(StatefulDataModule):
                 )
             budget = Budget.of(budget, max_tokens=max_tokens, batch_size=batch_size)
             how = {"length": length, "boundary_key": boundary_key, "shuffle_batches": shuffle_batches}
-            window = 10_000 if read_ahead is None else read_ahead
+            window = 10_000 if read_ahead is None else as_int("read_ahead", read_ahead, least=1)
             self._length_batching = Step(LengthBatcher, {"window": window, "budget": budget, **how})
             batch_size = budget.batch_size
             if options.get("drop_last"):

@@ -99,8 +99,8 @@ def measure_samples(dataset: Any, length: Callable[[Any], int], *, num_workers: 
         Non-negative integers of the smallest type that holds them, of shape ``(len(dataset),)``.
 
     Raises:
-        ConfigurationError: The function returned something else; with the sample.
-        Exception: Whatever reading or measuring a sample raises.
+        ConfigurationError: The function failed, or returned something else; with the sample.
+        Exception: Whatever reading a sample raises.
     """
     total = len(dataset)
     if num_workers is not None and num_workers < 0:
@@ -132,7 +132,14 @@ class _Measured(Dataset[int]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> int:
-        found = self._length(self._dataset[index])
+        sample = self._dataset[index]
+        try:
+            found = self._length(sample)
+        except Exception as error:
+            raise ConfigurationError(
+                f"The function that measures lengths fails on sample {index}, a {type(sample).__qualname__}: "
+                f"{type(error).__name__}: {error}."
+            ) from error
         try:
             number = as_int("a length", found)
         except ConfigurationError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import (
 )
 
 from lightning_stateful.core.seeding import loader_seed
-from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.description import (
     LoaderDescription,
     describe_loader,
@@ -28,7 +29,7 @@ from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import detect_topology
-from lightning_stateful.state import accepted_names
+from lightning_stateful.state import accepted_names, warning_of_unknown
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, is_dealt_out, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
 from lightning_stateful.streams.stream import as_stream
@@ -185,13 +186,15 @@ def patch_dataloader(
 
     Raises:
         UnsupportedLoaderError: The loader's batches cannot be computed from a position; with the reason.
+        ConfigurationError: It is patched already, with another seed or for other ranks.
     """
     if isinstance(loader, (StatefulLoader, StreamLoader)):
+        _refuse_other_options(loader, seed=seed, num_replicas=num_replicas, rank=rank)
         return loader
     if not isinstance(loader, DataLoader):
         # Any other iterable may give anything; that it gives batches is known only within a Trainer.
         raise UnsupportedLoaderError(f"Cannot patch the loader: {_reason_against(loader)}")
-    return build_patched(
+    patched = build_patched(
         loader,
         seed=seed,
         num_replicas=num_replicas,
@@ -200,6 +203,22 @@ def patch_dataloader(
         tail=tail,
         accept=accept,
     )
+    if unknown := warning_of_unknown(accept, [patched.tracker.config]):
+        warnings.warn(unknown, StatefulWarning, stacklevel=2)
+    return patched
+
+
+def _refuse_other_options(loader: AnyLoader, **options: int | None) -> None:
+    """Refuse options for a loader that was patched with others."""
+    present = {"seed": loader.seed, "num_replicas": loader.tracker.num_replicas, "rank": loader.tracker.rank}
+    other = {name: value for name, value in options.items() if value not in (None, present[name])}
+    if other:
+        asked = ", ".join(f"{name}={value}" for name, value in other.items())
+        has = ", ".join(f"{name}={present[name]}" for name in other)
+        raise ConfigurationError(
+            f"The loader is patched already, with {has}, and keeps that; {asked} would be of no effect. Patch the "
+            "DataLoader that it was made of."
+        )
 
 
 def deals_itself(loader: object) -> bool:

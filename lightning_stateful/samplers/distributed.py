@@ -47,7 +47,8 @@ class StatefulDistributedSampler(Tracked, DistributedSampler[Any]):
         training; give :meth:`state_dict` the number of samples that this rank was trained on to leave those out.
 
     Raises:
-        ConfigurationError: An argument is out of range.
+        ConfigurationError: An argument is out of range, or ``dataset`` is an order: this sampler has its own. Pass an
+            order to the loader, ``StatefulLoader(dataset, sampler=order)``.
     """
 
     def __init__(

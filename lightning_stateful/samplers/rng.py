@@ -82,10 +82,10 @@ def seed_or_default(seed: int | None) -> int:
     """The seed itself, or for None the one of Lightning's ``seed_everything`` (``PL_GLOBAL_SEED``), or else 0.
 
     Raises:
-        ConfigurationError: A seed is no integer.
+        ConfigurationError: A seed is no integer, or negative.
     """
     if seed is not None:
-        return as_int("seed", seed)
+        return as_int("seed", seed, least=0)
     found = os.environ.get("PL_GLOBAL_SEED", "0")
     try:
         return int(found)

@@ -280,6 +280,7 @@ class SlotLoader:
         """
         if self.loader.num_workers:
             _forget_frames(error)
+            _begin_with_message(error)
         is_own = isinstance(error, StatefulError) or not isinstance(error, RuntimeError)
         if is_own or not _OF_WORKERS.search(str(error)):
             return error
@@ -301,6 +302,14 @@ def _as_it_is(state: NodeState) -> NodeState:
 def draws_in_collation(collate: Callable[[Any], Any]) -> bool:
     """Whether a ``collate_fn`` may draw random numbers: it is none of torch's own."""
     return collate not in (default_collate, default_convert)
+
+
+def _begin_with_message(error: Exception) -> None:
+    """Put the message of an error of ours first, of which torch makes a line below the worker's traceback."""
+    name = f"\n{type(error).__module__}.{type(error).__qualname__}: "
+    where, found, message = str(error).rpartition(name)
+    if isinstance(error, StatefulError) and found and where.startswith("Caught "):
+        error.args = (f"{message.rstrip()}\n\n{where}",)
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -91,7 +91,7 @@ class Source:
         check_on_error(self.on_error)
         object.__setattr__(self, "buffer_size", as_int("buffer_size", self.buffer_size))
         if self.seed is not None:
-            object.__setattr__(self, "seed", as_int("seed", self.seed))
+            object.__setattr__(self, "seed", as_int("seed", self.seed, least=0))
         if self.buffer_size < 0:
             raise ConfigurationError(f"buffer_size must not be negative, got {self.buffer_size}.")
         if not self.shards.num_shards:

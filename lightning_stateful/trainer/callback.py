@@ -23,6 +23,7 @@ from lightning_stateful.trainer.checkpoint import (
     data_state_in,
     find_data_state,
     read_callback_state,
+    refuse_empty_loops,
     refuse_other_seed,
     refuse_restored_loops,
     refuse_unused_state,
@@ -308,6 +309,7 @@ class StatefulDataCallback(pl.Callback):
         if loops is None:
             warn_of_missing_loops(checkpoint)
             return
+        refuse_empty_loops(loops)
         saved = checkpoint.get("callbacks", {}).get(self.state_key)
         metrics: Mapping[str, float] = {}
         if saved is None:

@@ -201,6 +201,20 @@ def warn_of_missing_loops(checkpoint: Mapping[str, Any]) -> None:
     )
 
 
+def refuse_empty_loops(loops: Mapping[str, Any]) -> None:
+    """Refuse loop counters that leave out those of training, without which Lightning cannot restore the others.
+
+    Raises:
+        DamagedStateError: They do.
+    """
+    if "fit_loop" not in loops:
+        raise DamagedStateError(
+            f"checkpoint['loops'] has no 'fit_loop', only {sorted(loops)}, so nobody knows how far its run was. Resume "
+            "from a checkpoint that trainer.save_checkpoint has written; or leave out 'loops', to begin at epoch 0 "
+            "with its weights and optimizers."
+        )
+
+
 def warn_of_missing_state(progress: LoopProgress, begun_anew: Collection[str]) -> None:
     """Say what a run does that is resumed from a checkpoint without a data state.
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     from lightning.pytorch.loops.evaluation_loop import RestartStage
     from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
     from lightning.pytorch.trainer.connectors.data_connector import (
+        _check_dataloader_iterable,
         _DataLoaderSource,
         _worker_check,
     )
@@ -51,6 +52,7 @@ else:
     from pytorch_lightning.loops.evaluation_loop import RestartStage
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
     from pytorch_lightning.trainer.connectors.data_connector import (
+        _check_dataloader_iterable,
         _DataLoaderSource,
         _worker_check,
     )
@@ -75,6 +77,7 @@ __all__ = [
     "WeightAveraging",
     "_DataLoaderSource",
     "_IndexBatchSamplerWrapper",
+    "_check_dataloader_iterable",
     "_is_leaf_or_primitive_container",
     "_worker_check",
     "check_package",

@@ -27,11 +27,15 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stateful.core.order import EpochPlan
+from lightning_stateful.errors import ConfigurationError, InvalidLoaderError
 from lightning_stateful.loaders.batch_reader import FailedBatch
-from lightning_stateful.loaders.patching import AnyLoader
+from lightning_stateful.loaders.combined_loaders import MODES
+from lightning_stateful.loaders.patching import AnyLoader, is_iterable
 from lightning_stateful.samplers.tracker import TrackedLoader
 from lightning_stateful.trainer.lightning import (
     CombinedLoader,
+    TrainerFn,
+    _check_dataloader_iterable,
     _DataLoaderSource,
     _IndexBatchSamplerWrapper,
     _is_leaf_or_primitive_container,
@@ -165,6 +169,31 @@ def request_training_loaders(trainer: pl.Trainer) -> Any:
     """Ask the user's side for the training loaders, as the fit loop would."""
     source = trainer.fit_loop._data_source
     return source.request() if isinstance(source, InterceptedSource) else source.dataloader()
+
+
+def refuse_no_loaders(trainer: pl.Trainer, structure: Structure) -> None:
+    """Refuse what Lightning would refuse to train on, by the hook that returned it.
+
+    Raises:
+        InvalidLoaderError: Part of it cannot be iterated.
+        ConfigurationError: A CombinedLoader's mode is for evaluation only.
+    """
+    source = trainer.fit_loop._data_source
+    for loader in structure.loaders.values():
+        if is_iterable(loader):
+            continue
+        try:
+            _check_dataloader_iterable(loader, source, TrainerFn.FITTING)
+        except TypeError as error:
+            mend = "Is a return missing?" if loader is None else "Return a DataLoader, or a list or dict of them."
+            raise InvalidLoaderError(f"{error} {mend}") from None
+    if structure.mode is not None and structure.mode not in MODES:
+        module = source.instance if source.is_module() else trainer
+        origin = f"{type(module).__name__}.{source.name if source.is_module() else 'fit'}()"
+        raise ConfigurationError(
+            f"The training loaders of {origin} are a CombinedLoader of the mode {structure.mode!r}, which is for "
+            f"evaluation. Training has the modes {', '.join(map(repr, MODES))}."
+        )
 
 
 def discard_training_loaders(trainer: pl.Trainer) -> None:

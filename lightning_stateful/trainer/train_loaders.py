@@ -20,7 +20,7 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_devices, seed_or_default
 from lightning_stateful.samplers.tracker import TrackedLoader
-from lightning_stateful.state import accepted_names, differences
+from lightning_stateful.state import accepted_names, differences, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.batch_content import BatchContent
@@ -30,6 +30,7 @@ from lightning_stateful.trainer.loader_proxy import (
     LoaderProxy,
     Structure,
     discard_training_loaders,
+    refuse_no_loaders,
     request_training_loaders,
 )
 from lightning_stateful.trainer.loop_progress import LoopProgress
@@ -63,6 +64,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept", accepted_names(self.accept))
+        if self.seed is not None:
+            seed_or_default(self.seed)
         if self.tail not in (None, *TAILS):
             raise ConfigurationError(f"tail must be one of {TAILS}, got {self.tail!r}.")
 
@@ -115,6 +118,7 @@ class TrainLoaders:
         step = trainer.lightning_module.training_step
         self._step_fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
         structure = Structure.of(raw)
+        refuse_no_loaders(trainer, structure)
         # By the state of the generators that a loader was given: the path of the first such loader.
         self._drawn_as: dict[str, str] = {}
         self.combined = CombinedLoaders(
@@ -138,6 +142,9 @@ class TrainLoaders:
         self._report(structure.loaders)
         self._warn_of_cut_epochs()
         self._warn_of_shared_datasets()
+        configs = [{path: loader.tracker.config} for path, loader in self.combined.loaders.items()]
+        if unknown := warning_of_unknown(settings.accept, configs):
+            rank_zero_warn(unknown, category=StatefulWarning)
 
     @classmethod
     def build(cls, trainer: pl.Trainer, request: Callable[[], Any], settings: Settings) -> TrainLoaders:

@@ -51,6 +51,18 @@ def test_a_second_resume_that_forgets_the_first_is_found_by_the_chain() -> None:
     assert (given.divergence.stop, given.divergence.step) == (5, 5)
 
 
+def test_a_factory_that_ignores_its_rank_is_found() -> None:
+    result = check_resume(lambda num_replicas, rank: StatefulDistributedSampler(10, 1, 0), num_replicas=2)
+
+    assert not result
+    assert result.divergence is not None
+    assert result.divergence.law == "rank-free"
+    assert "all 2 ranks are given the same items" in str(result)
+    assert "does not pass num_replicas and rank on" in result.divergence.cause
+    # Samples that are all alike say nothing.
+    assert check_resume(lambda num_replicas, rank: StatefulDistributedSampler(1, 1, 0), num_replicas=2)
+
+
 def test_ranks_with_different_numbers_of_items_are_found() -> None:
     divergence = check_resume(lambda num_replicas, rank: Honest(length=8 - rank), num_replicas=2).divergence
 

@@ -195,7 +195,7 @@ class TestFiles:
     @pytest.mark.timeout(60)
     def test_a_function_that_fails_leaves_nothing_and_no_lock(self, path: Path, counting: Counting) -> None:
         dataset: list[Any] = [*TEXTS[:-1], None]
-        with pytest.raises(TypeError):
+        with pytest.raises(ConfigurationError, match=r"fails on sample \d+, a NoneType: TypeError: .*NoneType"):
             lengths_of(dataset, counting, cache_file=path)
         assert not path.exists()
         dataset[-1] = TEXTS[-1]

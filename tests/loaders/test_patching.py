@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_stateful.core import BlockShuffledOrder, Progress
-from lightning_stateful.errors import DamagedStateError, UnsupportedLoaderError
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders import StatefulLoader, build_patched, is_patched, patch_dataloader
 from lightning_stateful.stream_loader import StreamLoader
 from lightning_stateful.trainer.loader_proxy import LoaderProxy
@@ -203,7 +203,28 @@ class TestTheLoaderThatWasPatched:
     def test_patching_twice_is_patching_once(self) -> None:
         patched = patch_dataloader(Named("a"))
 
-        assert patch_dataloader(patched, seed=9) is patched
+        assert patch_dataloader(patched) is patched
+        assert patch_dataloader(patched, seed=0, seed_samples=False) is patched
+
+    def test_patching_again_with_another_seed_or_rank_is_refused(self) -> None:
+        patched = patch_dataloader(Named("a"), seed=3)
+
+        with pytest.raises(ConfigurationError, match="patched already, with seed=3, and keeps that; seed=7 would be"):
+            patch_dataloader(patched, seed=7)
+        with pytest.raises(ConfigurationError, match="with num_replicas=None, rank=None"):
+            patch_dataloader(patched, num_replicas=2, rank=0)
+
+    @pytest.mark.parametrize("seed", [-1, 1.5])
+    def test_what_is_no_seed_is_refused(self, seed: Any) -> None:
+        with pytest.raises(ConfigurationError, match=r"seed must be (at least 0|an integer), got"):
+            patch_dataloader(Named("a"), seed=seed)
+
+    def test_a_name_in_accept_that_no_difference_has_is_pointed_out(self) -> None:
+        with pytest.warns(StatefulWarning, match="accept names 'sead', .* Is 'seed' meant"):
+            patch_dataloader(Named("a"), accept=("sead", "dataset.length"))
+        with pytest.warns(StatefulWarning, match="accept names 'wholly.unheard'"):
+            patch_dataloader(Named("a"), accept="wholly.unheard")
+        patch_dataloader(Named("a"), accept=("dataset", "train.seed", "sequence", "weights", "replay", "iteration"))
 
 
 class TestTakingOver:

@@ -115,6 +115,19 @@ def test_a_reader_that_raises(tmp_path: Path, workers: str) -> None:
     assert_mends(make, trouble.marker.touch, trouble.marker.unlink, match)
 
 
+def test_an_error_of_a_worker_begins_with_what_to_do(tmp_path: Path) -> None:
+    trouble = Trouble(tmp_path, 5, fail)
+    trouble.marker.touch()
+    loader = stream_loader(chunks(read=trouble.read), num_workers=1)
+    with pytest.raises(
+        ShardError, match=r"^chunk \d of 6 .*could not be read .*: OSError: the disk is gone.*"
+    ) as error:
+        list(loader)
+    message, _, traceback = str(error.value).partition("\n\n")
+    assert message.endswith('on_error="skip" to leave out what is left of it.')
+    assert traceback.startswith("Caught ShardError in DataLoader worker process 0.\nOriginal Traceback")
+
+
 def test_workers_of_a_stream_that_broke_off_end_with_their_loader(tmp_path: Path) -> None:
     before = set(multiprocessing.active_children())
     trouble = Trouble(tmp_path, 3, fail)

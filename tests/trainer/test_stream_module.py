@@ -196,6 +196,7 @@ def test_overfitting_trains_on_the_same_batches_in_every_epoch() -> None:
         (lambda: module(chunks(), packing=9), "packing must be a Packing, got 9"),
         (lambda: StreamDataModule(val=chunks()), "no dataset for this stage"),
         (lambda: module(chunks(), timeout=0), "timeout"),
+        (lambda: module(chunks(), batch_size=None, max_tokens=9, read_ahead=0), "read_ahead must be at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(make: Any, words: str) -> None:

@@ -242,8 +242,23 @@ def test_one_that_is_too_short_to_go_round_with_others_is_refused_with_the_remed
         train_alone(lambda: sides)
 
 
-def test_what_cannot_be_iterated_is_refused() -> None:
-    with pytest.raises(UnsupportedLoaderError, match=r"Cannot patch the training loader: it is a int and not a torch"):
+@pytest.mark.parametrize("loader", [None, 3, [DataLoader(Numbers(4)), None]])
+def test_what_cannot_be_iterated_is_refused_as_lightning_does_by_the_hook_that_returned_it(loader: Any) -> None:
+    class Returns(BoringModel):
+        def train_dataloader(self) -> Any:
+            return loader
+
+    told = []
+    for callbacks in ([], [StatefulDataCallback()]):
+        with pytest.raises(TypeError, match=r"invalid dataloader was returned from `Returns.train_dataloader") as error:
+            quiet_trainer(*callbacks).fit(Returns())
+        told.append(str(error.value))
+    assert told[1].startswith(told[0])
+    assert isinstance(error.value, UnsupportedLoaderError)
+
+
+def test_what_cannot_be_iterated_is_refused_as_passed_to_fit() -> None:
+    with pytest.raises(TypeError, match=r"invalid dataloader was passed to `Trainer.fit\(train_dataloaders=...\)`"):
         train_alone(lambda: 3)
 
 

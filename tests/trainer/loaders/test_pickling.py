@@ -27,7 +27,7 @@ class Collates(StatefulDataModule):
 
     def __init__(self, context: str) -> None:
         options: Any = {"num_workers": 1, "multiprocessing_context": context, "persistent_workers": True}
-        super().__init__(Numbers(8), batch_size=2, collate_fn=self.collate, seed=3, **options)
+        super().__init__(Numbers(8), batch_size=2, collate_fn=self.collate, seed=7, **options)
 
     def collate(self, samples: list[Any]) -> Any:
         return {**default_collate(samples), "x": torch.ones(len(samples), 4)}

@@ -73,7 +73,7 @@ def test_a_loader_that_starts_over_within_an_epoch_is_shuffled_anew() -> None:
     "loaders", [[plain(10), plain(6)], [plain(10), plain(22, shuffle=False, sampler=WithoutLen())]]
 )
 def test_sequential_loaders_are_refused_by_the_mode_that_was_given(loaders: list[Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"can be combined in the modes .*'min_size'.*, got 'sequential'"):
+    with pytest.raises(ConfigurationError, match=r"of Returning.train_dataloader\(\) .*mode 'sequential'.*'min_size'"):
         train(lambda: Returning(lambda: CombinedLoader(loaders, "sequential")))
 
 

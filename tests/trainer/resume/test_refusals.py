@@ -75,6 +75,7 @@ def test_a_named_difference_is_accepted_and_the_position_kept(stopped: Path) -> 
     assert len(samples(resumed.ledger, 1)) == 26 - 8
 
 
+@pytest.mark.filterwarnings("ignore:StatefulDataModule has seed=7 and the StatefulDataCallback seed=8")
 def test_what_a_module_accepts_holds_for_a_callback_of_the_users_own_too(stopped: Path) -> None:
     def resume(**options: Any) -> int:
         callbacks = [StatefulDataCallback(seed=8)]
@@ -83,6 +84,25 @@ def test_what_a_module_accepts_holds_for_a_callback_of_the_users_own_too(stopped
     with pytest.raises(StateMismatchError, match="seed: saved 7, now 8"):
         resume()
     assert resume(accept=("seed",)) == 3
+
+
+def test_a_module_and_a_callback_of_two_seeds_are_warned_of() -> None:
+    with pytest.warns(StatefulWarning, match=r"has seed=7 and the StatefulDataCallback seed=8.*model draws, from 8"):
+        train(numbers_module, callbacks=[StatefulDataCallback(seed=8)], max_steps=1)
+    train(numbers_module, callbacks=[StatefulDataCallback(seed=7)], max_steps=1)
+
+
+def test_a_name_in_accept_that_no_difference_has_is_pointed_out() -> None:
+    with pytest.warns(StatefulWarning, match="accept names 'sead', which no difference is called by here. Is 'seed'"):
+        train(lambda: numbers_module(accept=("sead", "module", "dataset.fingerprint")), max_steps=1)
+
+
+@pytest.mark.parametrize("loops", [{}, {"validate_loop": {}}])
+def test_loop_counters_without_those_of_training_are_refused(stopped: Path, tmp_path: Path, loops: Any) -> None:
+    checkpoint = torch.load(stopped, weights_only=True)
+    torch.save({**checkpoint, "loops": loops}, tmp_path / "lacking.ckpt")
+    with pytest.raises(DamagedStateError, match=r"checkpoint\['loops'\] has no 'fit_loop'"):
+        train(numbers_module, ckpt_path=tmp_path / "lacking.ckpt")
 
 
 def test_batch_size_and_workers_are_no_difference(stopped: Path) -> None:
