@@ -142,17 +142,17 @@ class PackedDataset(Dataset[PackedSequence]):
         """The documents of these indices, with their separators."""
         reader = DocumentReader(self.packing, self._named)
         samples = read_batch(self.dataset, numbers)
-        documents = {}
-        for number, sample in zip(numbers, samples, strict=True):
-            document = reader.read(sample, f"document {number}")
-            found, expected = len(document[TOKENS]) - self.packing.num_separators, int(self.lengths[number])
-            if found != expected:
+        names = [f"document {number}" for number in numbers]
+        found = [reader.read(samples[0], names[0])]
+        found += reader.read_lists(samples[1:]) or list(map(reader.read, samples[1:], names[1:]))
+        for number, document in zip(numbers, found, strict=True):
+            size, expected = len(document[TOKENS]) - self.packing.num_separators, int(self.lengths[number])
+            if size != expected:
                 raise ConfigurationError(
-                    f"Document {number} has {found} tokens, and lengths say {expected}. Measure the lengths of what "
+                    f"Document {number} has {size} tokens, and lengths say {expected}. Measure the lengths of what "
                     "the dataset returns, without the separator; a dataset must return as many tokens each time."
                 )
-            documents[number] = document
-        return documents
+        return dict(zip(numbers, found, strict=True))
 
 
 def collate_flat(sequences: Sequence[PackedSequence]) -> dict[str, Any]:

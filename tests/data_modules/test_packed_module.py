@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 from support.ledger import LedgerModel, batches, samples
-from support.packed_data import NUM_DOCUMENTS, NUM_VAL, PACKINGS, VAL_FIRST, Documents, length_of, packed, tokens_of
+from support.packed_data import (
+    NUM_DOCUMENTS,
+    NUM_VAL,
+    PACKINGS,
+    VAL_FIRST,
+    Documents,
+    collated,
+    length_of,
+    packed,
+    tokens_of,
+)
 from support.runs import assert_goes_on_from_every_moment, assert_goes_on_from_stop_to_stop, stopped, train
 from torch.utils.data import default_collate
 
-from lightning_stateful import Packing
+from lightning_stateful import MixtureDataModule, Packing
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
 
 MOMENTS = [
@@ -50,6 +60,19 @@ def test_it_goes_on_from_every_moment(tmp_path: Path, name: str, workers: dict[s
 def test_runs_go_on_from_one_another(tmp_path: Path, options: dict[str, Any]) -> None:
     moments = [("on_train_batch_end", 0, 2), ("on_train_batch_end", 1, 0), ("on_before_backward", 1, 3)]
     assert_goes_on_from_stop_to_stop(tmp_path, lambda: packed("whole", val=None, **options), moments)
+
+
+def test_packed_datasets_are_sources_of_a_mixture(tmp_path: Path) -> None:
+    def make() -> MixtureDataModule:
+        given = {"a": Documents(30), "b": Documents(50, first=100)}
+        sources = {name: packed("whole").packed(documents, name) for name, documents in given.items()}
+        how: dict[str, Any] = {"batch_size": 3, "by": "sample", "seed": 3, "collate_fn": collated}
+        return MixtureDataModule(sources, weights={"a": 1, "b": 2}, num_steps=40, **how)
+
+    moments = [("on_train_batch_end", 0, 4), ("on_before_backward", 0, 30), ("on_train_batch_end", 1, 3)]
+    run = assert_goes_on_from_every_moment(tmp_path, make, moments)
+    sequences = [batch for batch in batches(run.ledger, 0) if batch]
+    assert len(sequences) == 40
 
 
 def test_batches_have_one_shape_and_an_epoch_the_steps_that_are_told() -> None:

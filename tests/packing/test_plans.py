@@ -13,7 +13,7 @@ import pytest
 from lightning_stateful.core.permutation import Indices
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.packing import Packing, split
-from lightning_stateful.packing.plan import PackingPlan, Part
+from lightning_stateful.packing.plan import PackingPlan, Part, SequenceOrder
 from lightning_stateful.packing.split import SplitPlan
 from lightning_stateful.packing.whole import WholePlan, best_fit_decreasing
 
@@ -179,3 +179,12 @@ def test_any_sequence_of_any_epoch_is_found_by_itself_in_any_process(how: Any) -
         epoch = random.randrange(4)
         number = random.randrange(again.num_sequences)
         assert again.parts(number, epoch) == whole[epoch][number]
+
+
+def test_the_order_names_epochs_and_passes_within_one() -> None:
+    order = SequenceOrder(5, Packing(8), "digest", seed=3)
+    offsets = np.array([0, 4])
+    found = {tuple(order.take(offsets, epoch, cycle).tolist()) for epoch in range(3) for cycle in range(3)}
+    assert order.take(offsets, 2, 0).tolist() == [10, 14]
+    assert len(found) == 9
+    assert SequenceOrder(5, Packing(8), "digest", seed=None).config() != order.config()
