@@ -99,15 +99,16 @@ def with_positions(documents: Iterable[list[int]], length: int) -> Iterator[Any]
 
 def grains(documents: Sequence[Any], length: int, how: str) -> Iterator[Any]:
     """Grain's iterator over packed sequences."""
-    import grain
-    from grain.experimental import BestFitPackIterDataset, ConcatThenSplitIterDataset
-
+    # Not among the requirements.
+    grain, packers = map(importlib.import_module, ("grain", "grain.experimental"))
     given = [{"input_ids": document} for document in documents]
     source = grain.MapDataset.source(given).to_iter_dataset(grain.ReadOptions(num_threads=0))
     lengths = {"input_ids": length}
     if how == "split":
-        return iter(ConcatThenSplitIterDataset(source, length_struct=lengths))
-    return iter(BestFitPackIterDataset(source, length_struct=lengths, num_packing_bins=OPEN, shuffle_bins=False))
+        return iter(packers.ConcatThenSplitIterDataset(source, length_struct=lengths))
+    return iter(
+        packers.BestFitPackIterDataset(source, length_struct=lengths, num_packing_bins=OPEN, shuffle_bins=False)
+    )
 
 
 def packing_of(how: Any, length: int) -> Packing:

@@ -266,7 +266,7 @@ def digest_of_surroundings(sampler: Any, dataset: Any = None) -> str:
     holders += [part._buffers for part in holders if isinstance(part, torch.nn.Module)]
     for kind in dict.fromkeys(kind for part in parts.samplers for kind in type(part).__mro__):
         if kind.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins", "typing", "collections", "abc"):
-            holders += [kind, sys.modules.get(kind.__module__)]
+            holders += [kind, *_with_classes(sys.modules.get(kind.__module__))]
     for holder in holders:
         for name, item in (holder if isinstance(holder, dict) else attributes_of(holder)).items():
             # Modules hold what Python has noted, such as warnings that were shown.
@@ -277,8 +277,16 @@ def digest_of_surroundings(sampler: Any, dataset: Any = None) -> str:
     return hashed.hexdigest()
 
 
+def _with_classes(module: ModuleType | None) -> list[Any]:
+    """A module and the classes that it defines, in which a sampler may keep a count as well."""
+    if module is None:
+        return []
+    return [module, *(of for of in vars(module).values() if isinstance(of, type) and of.__module__ == module.__name__)]
+
+
 def _spread(values: Any) -> list[Any]:
-    """All items of a container, or some thousand evenly apart."""
+    """All items of a container, those of a dict with their keys, or some thousand evenly apart."""
+    values = values.items() if isinstance(values, (dict, UserDict)) else values
     if len(values) <= SPREAD:
         return list(values)
     items = values if isinstance(values, (list, tuple)) else list(values)

@@ -177,7 +177,37 @@ class Warns(Sampler[int]):
         return 9
 
 
+COUNTS = {"passes": 0}
+
+
+class Registry:
+    """A class in which samplers count."""
+
+    passes = 0
+
+
+class CountsInModule(Sampler[int]):
+    """Shuffles by a count that its module holds."""
+
+    def __iter__(self) -> Iterator[int]:
+        COUNTS["passes"] += 1
+        return iter(random.Random(COUNTS["passes"]).sample(range(9), 9))
+
+
+class CountsInClass(Sampler[int]):
+    """Shuffles by a count that another class holds."""
+
+    def __iter__(self) -> Iterator[int]:
+        Registry.passes += 1
+        return iter(random.Random(Registry.passes).sample(range(9), 9))
+
+
 class TestTheirs:
+    @pytest.mark.parametrize("kind", [CountsInModule, CountsInClass])
+    def test_one_that_counts_in_its_module_is_refused_because_copies_share_it(self, kind: type[Sampler[int]]) -> None:
+        with pytest.raises(UnsupportedLoaderError, match=f"{kind.__name__} changes its dataset, its class or module"):
+            serve(WrappedSampler(kind()), 0, 1)
+
     def test_one_that_warns_is_no_other_for_it(self) -> None:
         with pytest.warns(UserWarning, match="some classes are small"):
             serve(WrappedSampler(Warns()), 0, 1)

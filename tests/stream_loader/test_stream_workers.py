@@ -37,7 +37,7 @@ from torchdata.nodes import IterableWrapper, Prefetcher
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_stateful import is_patched, patch_dataloader
-from lightning_stateful.errors import UnsupportedLoaderError
+from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.stream_loader import StreamLoader
 
 pytestmark = [
@@ -248,7 +248,9 @@ def test_a_patched_loader_is_still_of_its_class_with_its_attributes() -> None:
     loader.weights = {"one": 4}
     assert loader.weight("one") == 8
     assert original.weights == {"one": 1.5}
-    assert patch_dataloader(loader, seed=9) is loader
+    assert patch_dataloader(loader, seed=3) is loader
+    with pytest.raises(ConfigurationError, match="patched already, with seed=3, and keeps that; seed=9"):
+        patch_dataloader(loader, seed=9)
     assert numbers(list(map(plain, loader))) == Counter(range(sum(SIZES)))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         loader.nothing  # noqa: B018
