@@ -12,7 +12,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.utilities.combined_loader import CombinedLoader, _ModeIterator
 from support.ledger import LedgerModel
 from support.runs import numbers_module, quiet_trainer
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -28,6 +29,8 @@ FILES = [path for folder in ("trainer", "data_modules") for path in sorted((PACK
 # Private names of what is no part of a Trainer.
 ELSEWHERE: dict[Any, set[str]] = {
     CombinedLoader: {"_mode", "_iterator"},
+    _DataLoaderIterDataFetcher: {"_batch_idx"},
+    _ModeIterator: {"_idx"},
     StochasticWeightAveraging: {"_average_model", "_initialized", "_scheduler_state", "_accumulate_grad_batches"},
     _MultiProcessingDataLoaderIter: {"_shutdown_workers"},
     Metric: {"_update_count"},
