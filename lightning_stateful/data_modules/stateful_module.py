@@ -128,9 +128,7 @@ class StatefulDataModule(pl.LightningDataModule):
         **loader_options: Any,
     ) -> None:
         self._callback: StatefulDataCallback | None = None
-        # What state_dict() returns: for the checkpoint that is being written, where the callback has set it; and what
-        # was loaded, until training goes on there.
-        self._state_to_save: Mapping[str, Any] | None = None
+        # What was loaded, until training goes on there.
         self._loaded: Mapping[str, Any] | None = None
         # The latest training loaders, by path.
         self._built: dict[str, Any] = {}
@@ -272,7 +270,7 @@ class StatefulDataModule(pl.LightningDataModule):
 
         A state that was loaded is given back until training goes on there.
         """
-        state = self._state_to_save or self._loaded
+        state = self._loaded
         if state is None and self._callback is not None:
             state = self._callback.data_state()
         if state is None and self._built and self._running is None:
@@ -302,14 +300,6 @@ class StatefulDataModule(pl.LightningDataModule):
             state_dict = {STATE_KEY: state_dict}
         if self._running in (None, TrainerFn.FITTING):
             self._loaded = deepcopy(data_state_in(state_dict))
-
-    def set_state_to_save(self, state: Mapping[str, Any] | None) -> None:
-        """Let :meth:`state_dict` return ``state`` while a checkpoint is written; for the callback.
-
-        Args:
-            state: The state of the training data in the trainer that writes it; None when it is written.
-        """
-        self._state_to_save = state
 
     def take_loaded_state(self) -> Mapping[str, Any] | None:
         """The state that was loaded, if no loaders have gone on from it; it counts as used from now on."""

@@ -19,7 +19,7 @@ from lightning_stateful.streams.document_packer import DocumentPacker
 from lightning_stateful.streams.hugging_face import HuggingFaceShards
 from lightning_stateful.streams.read_ahead import LengthBatcher
 from lightning_stateful.streams.shard_reader import OnError
-from lightning_stateful.streams.source import Source, Step
+from lightning_stateful.streams.source import Source, Transform
 from lightning_stateful.streams.stream import Stream, as_stream
 from lightning_stateful.streams.worker_slot import StreamConfig
 
@@ -94,8 +94,8 @@ class StreamDataModule(StatefulDataModule):
     ) -> None:
         if max_tokens is None and batch_size is None and budget is None:
             batch_size = 1
-        self._length_batching: Step | None = None
-        self._packing = None if packing is None else Step(DocumentPacker, {"packing": packing})
+        self._length_batching: Transform | None = None
+        self._packing = None if packing is None else Transform(DocumentPacker, {"packing": packing})
         if not (max_tokens is None and budget is None and read_ahead is None):
             if packing is not None:
                 raise ConfigurationError(
@@ -105,7 +105,7 @@ class StreamDataModule(StatefulDataModule):
             budget = Budget.of(budget, max_tokens=max_tokens, batch_size=batch_size)
             how = {"length": length, "boundary_key": boundary_key, "shuffle_batches": shuffle_batches}
             window = 10_000 if read_ahead is None else as_int("read_ahead", read_ahead, least=1)
-            self._length_batching = Step(LengthBatcher, {"window": window, "budget": budget, **how})
+            self._length_batching = Transform(LengthBatcher, {"window": window, "budget": budget, **how})
             batch_size = budget.batch_size
             if options.get("drop_last"):
                 raise ConfigurationError(

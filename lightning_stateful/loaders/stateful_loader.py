@@ -194,10 +194,10 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         # A wrapped sampler looks at the dataset's length itself.
         self._length = len(dataset) if isinstance(dataset, Sized) and not isinstance(order, WrappedSampler) else None
         size, drop_last = description.batch_size, description.drop_last
-        indices = _PassSampler(self.tracker, flat=description.has_whole_batches or size is not None)
+        indices = _ServedIndices(self.tracker, flat=description.has_whole_batches or size is not None)
         batches: Any = None if size is None else BatchSampler(indices, size, drop_last)
         if description.has_whole_batches:
-            batches = _PassSampler(self.tracker)
+            batches = _ServedIndices(self.tracker)
         # torch guards these against changes.
         vars(self).update(batch_size=size, drop_last=drop_last, sampler=indices, batch_sampler=batches)
         if isinstance(loader, StatefulLoader):
@@ -238,7 +238,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         return order.is_sized if isinstance(order, WrappedSampler) else self.plan(0).num_steps != UNKNOWN
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
-        return _Pass(self)
+        return _LoaderIterator(self)
 
     def plan(self, epoch: int, progress: Progress | None = None) -> EpochPlan:
         """Plan an epoch, or the rest of it, for the present number of ranks; the loader stays where it is."""
@@ -379,7 +379,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             super().__setattr__(name, value)
 
 
-class _Pass:
+class _LoaderIterator:
     """The iterator of a loader; behind an error the next call goes on.
 
     As in torch a batch whose samples cannot be read is left out, and counts as handed over. Where reading itself fails,
@@ -392,7 +392,7 @@ class _Pass:
         self._tracker, self._read = loader.tracker, partial(loader.batches, looks_ahead=True)
         self._batches = self._tracker.iterate(self._read)
 
-    def __iter__(self) -> _Pass:
+    def __iter__(self) -> _LoaderIterator:
         return self
 
     def __next__(self) -> Any:
@@ -418,7 +418,7 @@ class _Pass:
         return batch
 
 
-class _PassSampler(DistributedSampler[Any]):
+class _ServedIndices(DistributedSampler[Any]):
     """The loader's ``sampler`` or ``batch_sampler``: what this rank is served in the current pass, from its beginning.
 
     It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of. The epoch

@@ -18,7 +18,7 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode
 from lightning_stateful.streams.shard_reader import OnError
-from lightning_stateful.streams.source import Source, Step
+from lightning_stateful.streams.source import Source, Transform
 from lightning_stateful.streams.stream import Stream
 from lightning_stateful.streams.transforms import MapNode
 from lightning_stateful.streams.worker_slot import ALONE
@@ -244,6 +244,6 @@ class ChunkedDataset(Stream):
             buffer_size=buffer_size if shuffle else 0,
             seed=seed,
             on_error=on_error,
-            steps=() if transform is None else (Step(MapNode, {"function": transform}),),
+            steps=() if transform is None else (Transform(MapNode, {"function": transform}),),
         )
         super().__init__({ALONE: source})

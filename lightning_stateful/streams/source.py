@@ -30,7 +30,7 @@ _DRAWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class Step:
+class Transform:
     """A node to be put over the samples of a source: its class, and its arguments.
 
     Attributes:
@@ -85,7 +85,7 @@ class Source:
     path: str = ""
     seed_samples: bool = True
     on_error: OnError = "raise"
-    steps: Sequence[Step] = field(default=())
+    steps: Sequence[Transform] = field(default=())
 
     def __post_init__(self) -> None:
         check_on_error(self.on_error)

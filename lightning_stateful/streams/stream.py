@@ -22,7 +22,7 @@ from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
 from lightning_stateful.streams.node_shards import NodeShards
 from lightning_stateful.streams.nodes import NodeState, Shards
-from lightning_stateful.streams.source import By, Mixing, Source, Step
+from lightning_stateful.streams.source import By, Mixing, Source, Transform
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig, WorkerSlot
@@ -97,8 +97,8 @@ class Stream(IterableDataset[Any]):
                 ``"where"``), and its ``describe()`` gives plain data that changes with its options.
             **options: Its other arguments, which are pickled into workers.
         """
-        step = Step(node, options)
-        return self._with(lambda source: replace(source, steps=(*source.steps, step)))
+        transform = Transform(node, options)
+        return self._with(lambda source: replace(source, steps=(*source.steps, transform)))
 
     def config(self, **batching: Any) -> StreamConfig:
         """The configuration by which this stream is read."""

@@ -20,7 +20,7 @@ from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import loop_progress, optimizer_steps, other_callbacks
 from lightning_stateful.trainer.checkpoint import (
-    data_state_in,
+    STATE_KEY,
     find_data_state,
     read_callback_state,
     refuse_empty_loops,
@@ -192,10 +192,6 @@ class StatefulDataCallback(pl.Callback):
         averaged = other_callbacks.holds_averages(self._trainer)
         if averaged:
             warn_of_unusable_weights()
-        data = self._data_state_at(progress)
-        if module is not None:
-            # Lightning asks callbacks for their state first, then the data module.
-            module.set_state_to_save(data)
         return {
             "version": VERSION,
             "restored": self._restored(),
@@ -205,7 +201,7 @@ class StatefulDataCallback(pl.Callback):
             "progress": progress.to_dict(),
             "monitored": self._monitored(progress),
             "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
-            "data": data if module is None else None,
+            "data": self._data_state_at(progress) if module is None else None,
             "content": {} if self._loaders is None else deepcopy(self._loaders.content.latest),
         }
 
@@ -241,7 +237,7 @@ class StatefulDataCallback(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the data state, where a data module has overridden ``state_dict`` and left it out.
+        """Write the data state into the data module's entry, whatever its ``state_dict`` has returned.
 
         Raises:
             StateError: This callback has served another trainer since.
@@ -256,11 +252,13 @@ class StatefulDataCallback(pl.Callback):
         # Lightning has saved empty states of the proxies, which a Trainer of plain loaders would refuse.
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         module = stateful_module(trainer)
-        if module is not None:
-            module.set_state_to_save(None)
-            # A subclass that overrides state_dict without super() leaves it out.
-            if data_state_in(checkpoint.get(type(module).__qualname__)) is None:
-                checkpoint["callbacks"][self.state_key]["data"] = self.data_state()
+        if module is None:
+            return
+        progress = LoopProgress.from_dict(checkpoint["callbacks"][self.state_key]["progress"])
+        if (data := self._data_state_at(progress)) is not None:
+            # A module that overrides state_dict leaves it out, and one in two trainers may have that of the other.
+            name = type(module).__qualname__
+            checkpoint[name] = {**checkpoint.get(name, {}), STATE_KEY: data}
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Remember how far the run got."""
@@ -400,9 +398,6 @@ class StatefulDataCallback(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """From here on the loop's counters say where training is."""
         self._signals.hold()
-        if (module := stateful_module(trainer)) is not None:
-            # Somebody has asked for a state, and has written no checkpoint.
-            module.set_state_to_save(None)
         phase = self._in_training()
         if phase.batch is None:
             refuse_other_loaders(trainer, self._loaders)

@@ -30,9 +30,6 @@ STATE_KEY = "lightning_stateful"
 class HoldsDataState(Protocol):
     """A data module that has the state of its training data, as the callback sees it."""
 
-    def set_state_to_save(self, state: Mapping[str, Any] | None) -> None:
-        """Return this state from ``state_dict()`` while a checkpoint is written; None to return its own again."""
-
     def take_loaded_state(self) -> Mapping[str, Any] | None:
         """The state that Lightning has loaded into it; None from the second call on."""
 

@@ -347,7 +347,7 @@ class LoaderProxy:
         return changed
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self._batches())
+        return _ProxyIterator(self._batches())
 
     def _batches(self) -> Iterator[Any]:
         # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.
@@ -432,7 +432,7 @@ def _has_sampler(loader: Any) -> bool:
     return batches is None or hasattr(batches, "sampler")
 
 
-class _Pass:
+class _ProxyIterator:
     """One pass over a proxy. It can be pickled, but what is unpickled is empty."""
 
     def __init__(self, batches: Iterator[Any]) -> None:

@@ -178,6 +178,27 @@ def test_a_module_may_restore_more_than_its_data(
     assert modules[1].restored == 3
 
 
+class LeavesOut(StatefulDataModule):
+    """Has a state of its own, and leaves out that of the data, in saving and in loading."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored = state_dict["own"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": 3}
+
+
+def test_the_place_in_the_data_is_saved_with_a_module_that_leaves_it_out(tmp_path: Path) -> None:
+    modules = [LeavesOut(Numbers(22), batch_size=2, seed=7) for _ in range(3)]
+    before = stopped(tmp_path / "stop.ckpt", lambda: modules[0], epoch=1, batch=4)
+    saved = torch.load(tmp_path / "stop.ckpt", weights_only=True)
+    assert saved["LeavesOut"]["own"] == 3
+    assert saved["LeavesOut"]["lightning_stateful"]["progress"]["consumed"] == 10
+    assert saved["callbacks"]["StatefulDataCallback"]["data"] is None
+    assert_resumes(tmp_path / "stop.ckpt", before, 0, make=lambda: modules[1], whole=train(lambda: modules[2]))
+    assert modules[1].restored == 3
+
+
 class CountsLooks(Numbers):
     """Counts how often it is described, as every loader that is built over it does once."""
 

@@ -13,7 +13,7 @@ from support.slot_cases import alone, flat, mixture, serve_epoch, serve_rest
 
 from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.streams.read_ahead import LengthBatcher
-from lightning_stateful.streams.source import Step
+from lightning_stateful.streams.source import Transform
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.transforms import RunningStateNode, WindowNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
@@ -130,12 +130,12 @@ def test_a_shard_that_one_of_its_readers_has_finished_is_not_assigned_anew() -> 
 @pytest.mark.parametrize(
     "step",
     [
-        Step(WindowNode, {"width": 3, "step": 2}),
-        Step(RunningStateNode, {"function": lambda state, value: ((value, state), state + 1), "initial": 0}),
+        Transform(WindowNode, {"width": 3, "step": 2}),
+        Transform(RunningStateNode, {"function": lambda state, value: ((value, state), state + 1), "initial": 0}),
     ],
     ids=["windows", "running state"],
 )
-def test_nodes_that_look_back_give_the_same_on_other_ranks(step: Step) -> None:
+def test_nodes_that_look_back_give_the_same_on_other_ranks(step: Transform) -> None:
     config = in_order([30], steps=(step,), batch_size=2)
     expected = sorted(flat(serve_epoch(StreamState.beginning(config, 0, 1, 1))[0]))
     for seed in range(6):
@@ -157,7 +157,9 @@ def length(sample: Any) -> int:
 @pytest.mark.parametrize("seed", range(4))
 def test_batches_of_like_lengths_are_shared_whole_again_and_again(seed: int) -> None:
     history = random.Random(seed)
-    batcher = Step(LengthBatcher, {"window": 10, "budget": Budget(max_tokens=12, too_long="drop"), "length": length})
+    batcher = Transform(
+        LengthBatcher, {"window": 10, "budget": Budget(max_tokens=12, too_long="drop"), "length": length}
+    )
     sizes = [60] if seed % 2 else [history.randint(0, 40) for _ in range(7)]
     config = alone(sizes, steps=(batcher,), batching={"batch_size": None})
     state, batches = StreamState.beginning(config, 0, history.randint(1, 3), history.randint(1, 2)), []

@@ -23,7 +23,7 @@ from lightning_stateful.packing import Packing
 from lightning_stateful.streams import DocumentPacker
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import ShardReader
-from lightning_stateful.streams.source import Source, Step
+from lightning_stateful.streams.source import Source, Transform
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.transforms import FilterNode, MapNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
@@ -231,7 +231,7 @@ def is_kept(sample: Any) -> bool:
 
 
 def config_of(sizes: list[int], packing: Packing, function: Any = as_document, **options: Any) -> StreamConfig:
-    steps = (Step(MapNode, {"function": function}), Step(DocumentPacker, {"packing": packing}))
+    steps = (Transform(MapNode, {"function": function}), Transform(DocumentPacker, {"packing": packing}))
     return alone(sizes, steps=steps, **{"shuffle": True, "buffer_size": 7, "seed": 1, **options})
 
 
@@ -326,8 +326,8 @@ def test_dropped_documents_are_counted_once_on_any_ranks() -> None:
 @pytest.mark.parametrize("by", ["batch", "sample"])
 def test_shares_of_sequences_are_shares_of_tokens_each_of_one_source(by: Any) -> None:
     def one(name: str, sign: int) -> Source:
-        maps = Step(MapNode, {"function": partial(signed, sign)})
-        return source([300] * 4, of={"label": name}, steps=(maps, Step(DocumentPacker, {"packing": Packing(16)})))
+        maps = Transform(MapNode, {"function": partial(signed, sign)})
+        return source([300] * 4, of={"label": name}, steps=(maps, Transform(DocumentPacker, {"packing": Packing(16)})))
 
     sources = {"one": one("one", 1), "two": one("two", -1)}
     config = mixture(sources, by=by, weights={"one": 3, "two": 1}, batching={"batch_size": 4})

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.streams import shard_reader
-from lightning_stateful.streams.source import Source, Step
+from lightning_stateful.streams.source import Source, Transform
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.transforms import FilterNode, MapNode, WindowNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
@@ -58,7 +58,7 @@ def refuses(sample: Any) -> Any:
     return sample
 
 
-SKIPPING = (Step(FilterNode, {"function": is_kept}), Step(MapNode, {"function": refuses}))
+SKIPPING = (Transform(FilterNode, {"function": is_kept}), Transform(MapNode, {"function": refuses}))
 
 
 @st.composite
@@ -278,7 +278,7 @@ OF_SLOT = ("slots", 0, "of", ALONE)
         (FIVE, (*OF_SLOT, "state", "source", "shard"), 9, "lies in shard 9 of 2"),
         (FIVE, (*OF_SLOT, "state", "source", "shard"), -1, "lies in shard -1 of 2"),
         (FIVE, ("slots",), [None] * 3, "has 3 worker slots of 2"),
-        (alone([6] * 5, steps=(Step(WindowNode, {"width": 2}),)), (), None, r"A state in a stream holds .*, got "),
+        (alone([6] * 5, steps=(Transform(WindowNode, {"width": 2}),)), (), None, r"A state in a stream holds .*, got "),
         (mixture({"a": [4], "b": [5]}), (), None, r"has the sources \[''\], and there are \['a', 'b'\]"),
     ],
 )
@@ -314,7 +314,7 @@ class TestReports:
         config = alone(
             [4] * 6,
             on_error="skip",
-            steps=(Step(MapNode, {"function": _fails_at_two}),),
+            steps=(Transform(MapNode, {"function": _fails_at_two}),),
             of={"fails": {0: 1, 3: -1}},
             batching={"batch_size": 1},
         )

@@ -12,7 +12,7 @@ from support.node_cases import is_kept
 from support.slot_cases import alone, flat, mixture, serve, serve_epoch, slot_of, source
 
 from lightning_stateful.errors import ShardError
-from lightning_stateful.streams.source import Source, Step
+from lightning_stateful.streams.source import Source, Transform
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.transforms import FilterNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
@@ -33,7 +33,7 @@ LAST_DROPPED = {"batch_size": 4, "drop_last": True}
 CONFIGS: dict[str, StreamConfig] = {
     "in blocks": alone([5, 0, 7, 2], shuffle=True, buffer_size=6, batching=LAST_DROPPED),
     "not batched": alone([2, 3], batching={"batch_size": None, "is_batched": False}),
-    "by state": alone([9, 8], of={"state_size": 20}, steps=(Step(FilterNode, {"function": is_kept}),)),
+    "by state": alone([9, 8], of={"state_size": 20}, steps=(Transform(FilterNode, {"function": is_kept}),)),
     "by batch": mixture(TWO, batching={"batch_size": 2}, weights=[1, 3]),
     "by sample": mixture(TWO, batching=LAST_DROPPED, by="sample", weights=[2, 1]),
     "first exhausted": mixture(TWO, batching={"batch_size": 2}, stop="first_exhausted"),
@@ -240,7 +240,7 @@ class TestStop:
         "small",
         [
             source([0], of={"label": "a"}),
-            source([5], of={"label": "a"}, steps=(Step(FilterNode, {"function": lambda _: False}),)),
+            source([5], of={"label": "a"}, steps=(Transform(FilterNode, {"function": lambda _: False}),)),
             source([5], of={"label": "a", "fails": {0: 0}}, on_error="skip"),
         ],
         ids=["empty", "filtered away", "unreadable"],

@@ -29,8 +29,8 @@ FILES = [path for folder in ("trainer", "data_modules") for path in sorted((PACK
 # Private names of what is no part of a Trainer.
 ELSEWHERE: dict[Any, set[str]] = {
     CombinedLoader: {"_mode", "_iterator"},
-    _ModeIterator: {"_idx"},
     _DataLoaderIterDataFetcher: {"_batch_idx"},
+    _ModeIterator: {"_idx"},
     StochasticWeightAveraging: {"_average_model", "_initialized", "_scheduler_state", "_accumulate_grad_batches"},
     _MultiProcessingDataLoaderIter: {"_shutdown_workers"},
     Metric: {"_update_count"},
