@@ -12,7 +12,13 @@ import numpy as np
 import torch
 
 from lightning_stateful.core.seeding import mixed_seed
-from lightning_stateful.samplers.rng import get_generator_state, python_memory, seed_generator, set_generator_state
+from lightning_stateful.samplers.rng import (
+    get_generator_state,
+    python_memory,
+    seed_generator,
+    set_generator_state,
+    state_of_generator,
+)
 
 _63_BITS, _NUM_WORDS = 2**63 - 1, 624
 _KINDS = frozenset({torch.Generator, np.random.Generator, np.random.RandomState, random.Random})
@@ -175,6 +181,24 @@ def state_for(generator: Any, place: int) -> GeneratorState:
     if type(generator) is random.Random and python_memory(generator) is not None:
         return _PythonState(generator, place)
     return GeneratorState(generator, place)
+
+
+def process_states() -> tuple[Any, ...]:
+    """The present states of the CPU generators of torch, NumPy and ``random``, equal as long as nothing is drawn."""
+    of_torch = torch.default_generator.get_state().numpy().tobytes()
+    return of_torch, *map(comparable_state, _process_generators(np.random.mtrand.get_bit_generator()))
+
+
+def comparable_state(state: GeneratorState) -> Any:
+    """The present state of a generator, equal as long as nothing is drawn."""
+    return state_of_generator(state.generator) if type(state) is GeneratorState else state.get()
+
+
+@lru_cache(maxsize=1)
+def _process_generators(bits: Any) -> list[GeneratorState]:
+    # The generator behind NumPy's functions can be exchanged, which leaves their RandomState as it is.
+    of_numpy, of_python = vars(np.random.mtrand)["_rand"], vars(random)["_inst"]
+    return [state_for(of_numpy, 0), state_for(of_python, 0)]
 
 
 @lru_cache(maxsize=1)

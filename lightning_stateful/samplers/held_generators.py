@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import PLAIN, attributes_of, is_data
-from lightning_stateful.samplers.generator_states import GeneratorState, identity_of, state_for
-from lightning_stateful.samplers.rng import state_of_generator
+from lightning_stateful.samplers.generator_states import GeneratorState, comparable_state, identity_of, state_for
 
 T = TypeVar("T")
 _MOST_OBJECTS, _MOST_DEEP = 20_000, 24
@@ -134,10 +133,7 @@ class HeldGenerators:
         if self._is_first:
             self._find()
             self._is_first = False
-        return [
-            state_of_generator(state.generator) if type(state) is GeneratorState else state.get()
-            for state in self._states
-        ]
+        return [comparable_state(state) for state in self._states]
 
     def _seed(self, seed: int) -> None:
         for state in self._states:

@@ -6,22 +6,21 @@ import atexit
 import copy
 import inspect
 import os
-import random
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
+from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import get_worker_info
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError
+from lightning_stateful.samplers.generator_states import process_states
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.streams import hugging_face_pipelines as pipelines
-from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode
+from lightning_stateful.streams.nodes import MOST_BARE, NodeState, Shards, StreamNode
 
 _NUM_NAMES = 3
 _SECONDS_TO_EXIT = 1.0
@@ -87,6 +86,8 @@ class HuggingFaceShards(Shards):
         reruns = pipelines.gives_tables(dataset._formatting) or any(map(pipelines.reruns_users_code, stages))
         if self.draws and reruns:
             self.reread_if_drawn = "functions that a resume runs once more for some samples have drawn random numbers"
+        self._held = HeldGenerators(is_repeatable=False, dataset=self._dataset)
+        self._epoch = 0
         # Asked for with every state, of datasets of many thousand files.
         self._description = pipelines.describe(self._dataset)
 
@@ -97,7 +98,13 @@ class HuggingFaceShards(Shards):
 
     def node(self, shard: int, epoch: int) -> HuggingFaceNode:
         """A node over one shard, which reads a copy that is its own."""
-        return HuggingFaceNode(self._shard(shard), epoch, is_exact=not self.reread, reruns=bool(self.reread_if_drawn))
+        if epoch != self._epoch:
+            # A pass may begin with other generators.
+            self._held.begin()
+            self._epoch = epoch
+        held = self._held if self.num_bare >= MOST_BARE else None
+        reruns = bool(self.reread_if_drawn)
+        return HuggingFaceNode(self._shard(shard), epoch, is_exact=not self.reread, reruns=reruns, held=held)
 
     def name(self, shard: int) -> str:
         """Its files, as far as Hugging Face knows them, or its number."""
@@ -134,9 +141,18 @@ class HuggingFaceNode(StreamNode[Any]):
         epoch: Its epoch.
         is_exact: Whether Hugging Face's state is exact as long as functions do not draw.
         reruns: Whether a resume runs functions of the user's once more for some samples.
+        held: The generators that functions may draw from, where that is known; None to look for them in the dataset.
     """
 
-    def __init__(self, dataset: Any, epoch: int, *, is_exact: bool = True, reruns: bool = False) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        epoch: int,
+        *,
+        is_exact: bool = True,
+        reruns: bool = False,
+        held: HeldGenerators | None = None,
+    ) -> None:
         super().__init__()
         dataset.set_epoch(epoch)
         self._dataset, self._epoch, self._is_exact, self._reruns = dataset, epoch, is_exact, reruns
@@ -145,7 +161,7 @@ class HuggingFaceNode(StreamNode[Any]):
         self._samples: Any = None
         # States of the generators before the samples that are read now, where draws are watched.
         self._before: tuple[Any, ...] | None = None
-        self._held = HeldGenerators(is_repeatable=False, dataset=dataset)
+        self._held = HeldGenerators(is_repeatable=False, dataset=dataset) if held is None else held
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Open the shard at its beginning, or at a state.
@@ -179,6 +195,17 @@ class HuggingFaceNode(StreamNode[Any]):
         """The next sample."""
         return next(iter(self))
 
+    def read_into(self, samples: list[Any], number: int) -> None:
+        """Append the next samples to a list, up to ``number``; what comes before an error stays in it."""
+        if not self._reruns or self._has_drawn:
+            samples.extend(islice(self._samples, number))
+            return
+        before = self._generator_states()
+        try:
+            samples.extend(islice(self._samples, number))
+        finally:
+            self._has_drawn = self._generator_states() != before
+
     def _watched(self) -> Iterator[Any]:
         """The samples that are still to come; notes whether functions draw while they are read."""
         self._before = self._generator_states()
@@ -193,9 +220,7 @@ class HuggingFaceNode(StreamNode[Any]):
             self._has_drawn, self._before = self._has_drawn or self._generator_states() != self._before, None
 
     def _generator_states(self) -> tuple[Any, ...]:
-        of_numpy: Any = np.random.get_state()
-        of_process = torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]
-        return *of_process, self._held.present()
+        return *process_states(), self._held.present()
 
     def get_state(self) -> NodeState | None:  # type: ignore[override]
         """Hugging Face's state, or None where it is not exact."""

@@ -19,6 +19,8 @@ NodeState = dict[str, Any]
 # What nodes count in their states of what they leave out: shards, samples on which a function failed, samples too long.
 LEFT_OUT = ("skipped_shards", "skipped_samples", "dropped")
 
+# Shards in a row without generators of their own, behind which nobody looks for more.
+MOST_BARE = 4
 _SKIPPED_AT_ONCE = 256
 
 
@@ -30,6 +32,7 @@ class Shards(ABC):
     Attributes:
         draws: Whether code of the user's runs at every sample, which may draw random numbers.
         runs_users_code: Whether any code of the user's runs as a shard is opened or read.
+        num_bare: Shards in a row, so far, whose nodes held no random generators of their own.
         hides_workers: Whether a dataset in it, which would divide itself among workers, is told that there is one.
         warning: What a user should know before training, and what to do about it; empty for nothing.
         reread: Why a shard has to be read again from its beginning on a resume, in words; empty where that is quick.
@@ -38,6 +41,7 @@ class Shards(ABC):
 
     draws: bool = False
     runs_users_code: bool = True
+    num_bare: int = 0
     hides_workers: bool = False
     warning: str = ""
     reread: str = ""
@@ -99,6 +103,10 @@ class StreamNode(BaseNode[T]):
     def next_many(self, number: int) -> list[T]:
         """The next items, up to ``number``; fewer at the end only. A class that does not define it defines ``next``."""
         return list(islice(self, number))
+
+    def read_into(self, samples: list[Any], number: int) -> None:
+        """Append the next items to a list, up to ``number``; what comes before an error stays in it."""
+        samples.extend(islice(self, number))
 
     def skip(self, number: int) -> int:
         """Leave out items, up to ``number``; returns how many there were."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, TypeVar, get_args
 
 from torchdata.nodes import BaseNode
@@ -15,7 +15,7 @@ from lightning_stateful.errors import ConfigurationError, PositionError, ShardEr
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode, close, reset_to, skip, state_of
+from lightning_stateful.streams.nodes import MOST_BARE, NodeState, Shards, StreamNode, close, reset_to, skip, state_of
 
 OnError = Literal["raise", "skip"]
 T = TypeVar("T")
@@ -24,8 +24,6 @@ T = TypeVar("T")
 # again on a resume, which costs less than states of every batch would.
 _LEAST_GAP = 256
 _CHARACTERS_A_SAMPLE = 16
-# Shards in a row without generators of their own, behind which nobody looks for more.
-_MOST_BARE = 4
 # So many samples more since a state are there only where the node has none any more.
 _MANY = 1024
 # Samples that are read together under one seed: to seed each costs more than many take to read.
@@ -89,8 +87,6 @@ class ShardReader(StreamNode[Any]):
         self._node: BaseNode[Any] | None = None
         self._held = HeldGenerators(is_repeatable=False, shards=shards)
         self.said: list[str] = []
-        # A search takes longer than a small shard.
-        self._num_bare = 0
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or go to where a state was taken; no shard is opened before it is read."""
@@ -173,7 +169,7 @@ class ShardReader(StreamNode[Any]):
         # A copy, which a node may go on counting in.
         reset_to(node, copy_plain(self._state))
         self._draws = self._seeds_samples and bool(getattr(node, "draws", self._shards.draws))
-        self._samples = self._in_runs(node) if self._draws else node
+        self._samples = chain.from_iterable(self._runs(node)) if self._draws else node
         since = self._item - self._state_item
         found = sum(1 for _ in islice(self._samples, since)) if self._draws else skip(node, since)
         if found < since:
@@ -182,13 +178,14 @@ class ShardReader(StreamNode[Any]):
                 "Read the same data, or resume from another checkpoint."
             )
 
-    def _in_runs(self, node: BaseNode[Any]) -> Iterator[Any]:
-        """The samples of a shard, of which some are always read together, under one seed."""
-        item, held = self._state_item, self._held
-        if self._num_bare < _MOST_BARE:
-            held = HeldGenerators(is_repeatable=False, shards=self._shards, node=node)
+    def _runs(self, node: BaseNode[Any]) -> Iterator[list[Any]]:
+        """The samples of a shard that are always read together, under one seed."""
+        item, held, shards = self._state_item, self._held, self._shards
+        # A search takes longer than a small shard.
+        if shards.num_bare < MOST_BARE:
+            held = HeldGenerators(is_repeatable=False, shards=shards, node=node)
             holds_more = len(held.present()) > len(self._held.present())
-            self._num_bare = 0 if holds_more else self._num_bare + 1
+            shards.num_bare = 0 if holds_more else shards.num_bare + 1
         while True:
             self._take_state(node, item)
             run: list[Any] = []
@@ -196,11 +193,11 @@ class ShardReader(StreamNode[Any]):
                 self._seeded(held, item, partial(_read_run, run, node))
             except Exception:
                 # What was read before the error comes first.
-                yield from run
+                yield run
                 raise
             if not run:
                 return
-            yield from run
+            yield run
             item += len(run)
 
     def _seeded(self, held: HeldGenerators, item: int, read: Callable[[], T]) -> T:
@@ -266,7 +263,10 @@ class ShardReader(StreamNode[Any]):
 
 def _read_run(run: list[Any], node: BaseNode[Any]) -> None:
     # The iterator is over before generators are put back.
-    run.extend(islice(node, _RUN))
+    if isinstance(node, StreamNode):
+        node.read_into(run, _RUN)
+    else:
+        run.extend(islice(node, _RUN))
 
 
 def num_read_again(shards: Shards, state: NodeState) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice, repeat
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,8 @@ _NUM_POSTED = 16
 LONG_FAST_FORWARD = 1.0
 
 _END = object()
+_NOTHING = nullcontext()
+_OF_KEPT: frozenset[Any] = frozenset({type(iter([])), type(iter(())), type(iter(range(0)))})
 _next: Callable[[Iterator[Any]], Any] = next
 
 
@@ -184,7 +187,8 @@ class SamplerPass:
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` items, which have to be ready."""
-        taken, self._ready = self._ready[:count], self._ready[count:]
+        ready = self._ready
+        taken, self._ready = (ready, []) if len(ready) == count else (ready[:count], ready[count:])
         return taken
 
     def noted_before(self, index: int) -> list[Any]:
@@ -223,6 +227,7 @@ class SamplerPass:
         order.memory.note_begin(order, self, self._earlier if is_loaded else None)
         self.drawn = index if state is not None else 0
         self._iterated = iterated = order.iterated()
+        self._copies = order.yields_containers
         note = partial(order.memory.note_contents, order, self)
         self._iterator = iterated.begin(*self.label, index, state, before_iter=note)
         distance = self._first - self.drawn
@@ -249,7 +254,7 @@ class SamplerPass:
             if began != index:
                 state = iterated.state(*self.label, began) if began else None
         wanted = 1 if is_noted else min(wanted, noted - began)
-        with iterated.entered():
+        with _NOTHING if gives_kept(self._iterator, wanted) else iterated.entered():
             if began < self._first:
                 # Dropped at the speed of the sampler itself.
                 item = next(islice(self._iterator, wanted - 1, None), _END)
@@ -258,7 +263,7 @@ class SamplerPass:
                 items = islice(self._iterator, wanted)
                 try:
                     # What a sampler yielded before it failed stays.
-                    self._ready.extend(map(_kept, items) if self._order.yields_containers else items)
+                    self._ready.extend(map(_kept, items) if self._copies else items)
                 finally:
                     self.drawn += len(self._ready) - before
                 item = self._ready[-1] if self._ready else _END
@@ -310,6 +315,16 @@ def _tell_epoch(sampler: Any, dataset: Any, epoch: int) -> None:
 def warn(message: str) -> None:
     """Warn the user of a sampler."""
     warnings.warn(message, StatefulWarning, stacklevel=3)
+
+
+def gives_kept(iterator: Any, count: int) -> bool:
+    """Whether the next items come out of a list or a range, so that no code of the sampler's runs for them.
+
+    A generator at ``yield from`` goes on with its own code only when that has ended.
+    """
+    while type(iterator) is GeneratorType:
+        iterator = iterator.gi_yieldfrom
+    return type(iterator) in _OF_KEPT and iterator.__length_hint__() >= count
 
 
 def next_digest_index(index: int) -> int:

@@ -159,20 +159,22 @@ class SamplerEpochPlan:
 
     def _steps(self, walk: SamplerPass, index: int, rank: int) -> Iterator[tuple[int, list[Any]]]:
         """The items of ``rank`` step by step, each with the number of the first."""
-        rule, full = self.rule, self.rule.full
+        rule = self.rule
+        full = rule.full
         # Of an end that is not announced, other ranks have to know before the last steps begin.
         ahead = 1 if rule.num_replicas == 1 and not rule.exact else 2
         is_first = True
         while True:
             end = self._length
-            if end is not None and not rule.num_steps(end - index):
-                break
-            if not (rule.pad or is_first or end is None or end - index < 2 * full) and walk.look_ahead(full) == full:
+            has_more = not (rule.pad or is_first or end is None or end - index < 2 * full)
+            if has_more and walk.look_ahead(full) == full:
                 # Most steps are alike.
                 items = self._in_order(walk.take(full), index)
                 yield index + rank, items[rank :: rule.num_replicas]
                 index += full
                 continue
+            if end is not None and not rule.num_steps(end - index):
+                break
             ready = walk.look_ahead(ahead * full if end is None else min(full, end - index))
             if is_first and walk.end is None:
                 # Some samplers know their length when a pass has begun.
