@@ -79,6 +79,7 @@ _REMEDIES = {
     "buffer_size": "Pass the saved buffer_size",
     "steps": "Do to the stream's samples what was done before: the same functions in the same order, max_tokens, "
     "read_ahead and length",
+    "packing": "Pass a Packing with the saved value",
     "mixing_seed": "Mix the streams with the saved seed",
     "in_turn": "Pass weights, or leave them out, as when the checkpoint was written",
     "module": "Use the data module that the checkpoint was made with",
@@ -187,7 +188,7 @@ def differences(
     found = []
     for loader, name, before, now in pairs:
         full = ".".join(part for part in (path, loader, name) if part)
-        if not is_accepted((full, name), accept) and (fingerprints or not is_fingerprint(name)):
+        if not is_accepted((full, name, _of_source(name)), accept) and (fingerprints or not is_fingerprint(name)):
             found.append(Difference(path=full, saved=before, present=now, remedy=_remedy(name)))
     return found
 
@@ -321,7 +322,7 @@ def _comparable(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _aligned(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Everything that is compared in two envelopes; values of several sources are dicts by the sources both have."""
-    before, now = _of_equal_lengths(_comparable(saved), _comparable(present))
+    before, now = _packed_once(*_of_equal_lengths(_comparable(saved), _comparable(present)))
     if not isinstance(before.get("sources"), Mapping) or not isinstance(now.get("sources"), Mapping):
         return before, now
     common = [name for name in before["sources"] if name in now["sources"]]
@@ -346,6 +347,15 @@ def _of_equal_lengths(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict
             ]
             kept = {name: of for name, of in contents.items() if lengths[0].get(name) == lengths[1].get(name)}
             config["dataset.content"] = kept
+    return before, now
+
+
+def _packed_once(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two configurations without what datasets say of their packing, where settings and lengths stand beside them."""
+    if all(isinstance(config.get("packing"), Mapping) for config in (before, now)):
+        for config in (before, now):
+            if isinstance(own := config.get("dataset"), Mapping) and "packed" in own:
+                config["dataset"] = {name: own[name] for name in own if name not in ("packed", "length")}
     return before, now
 
 
@@ -391,7 +401,15 @@ def is_accepted(names: tuple[str, ...], accept: Collection[str]) -> bool:
     return any(name == wanted or name.startswith(f"{wanted}.") for name in names for wanted in accept)
 
 
+def _of_source(name: str) -> str:
+    """The name of a setting of packing without the source of a stream that it belongs to; else the name as it is."""
+    parts = name.split(".")
+    return ".".join(parts[2:]) if parts[0] == "sources" and parts[2:3] == ["packing"] else name
+
+
 def _remedy(name: str) -> str:
     name = "dataset.content" if is_content(name) else name
+    if _of_source(name).split(".")[0] == "packing":
+        name = "packing"
     known = next((_REMEDIES[of] for of in (name, name.split(".")[0]) if of in _REMEDIES), "Restore the saved value")
     return f"{known}, or accept the change with accept=({name!r},)."

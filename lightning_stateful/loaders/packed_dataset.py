@@ -18,8 +18,8 @@ from lightning_stateful.loaders.batch_reader import read_batch
 from lightning_stateful.loaders.length_cache import lengths_of
 from lightning_stateful.packing.documents import Document, DocumentReader
 from lightning_stateful.packing.plan import PackingPlan, Part, SequenceOrder
-from lightning_stateful.packing.sequences import DOCUMENTS, Piece, make_sequences
-from lightning_stateful.packing.settings import IGNORED_LABEL, LABELS, TOKENS, Packing
+from lightning_stateful.packing.sequences import Piece, make_sequences
+from lightning_stateful.packing.settings import DOCUMENTS, IGNORED_LABEL, LABELS, TOKENS, Packing
 from lightning_stateful.packing.split import SplitPlan
 from lightning_stateful.packing.whole import WholePlan
 from lightning_stateful.samplers.batch_samplers import Lengths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -73,6 +74,19 @@ class SequenceOrder:
     def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
         """The indices at ``offsets``."""
         return offsets + (epoch + cycle * _EPOCHS_OF_CYCLE) * self.length
+
+    def converted(self, consumed: int, saved: Mapping[str, Any]) -> int:
+        """The sequences that have about as many tokens as so many of those that other settings of packing made.
+
+        Args:
+            consumed: Sequences of an epoch that were made with the other settings.
+            saved: The configuration that has these.
+        """
+        before = saved.get("packing")
+        if not isinstance(before, Mapping) or before == self.packing.config():
+            return consumed
+        tokens = consumed * int(before.get("sequence_length", self.packing.sequence_length))
+        return min(tokens // self.packing.sequence_length, self.length)
 
     def config(self) -> dict[str, Any]:
         """Plain data to be compared."""

@@ -8,10 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stateful.packing.settings import IGNORED_LABEL, LABELS, TOKENS, Packing
-
-POSITIONS = "position_ids"
-DOCUMENTS = "document_ids"
+from lightning_stateful.packing.settings import DOCUMENTS, IGNORED_LABEL, LABELS, POSITIONS, TOKENS, Packing
 
 
 class Piece(NamedTuple):
