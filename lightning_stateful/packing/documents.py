@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
@@ -73,23 +72,23 @@ class DocumentReader:
             return False
         return True
 
-    def read_lists(self, samples: Sequence[Any]) -> list[Document] | None:
-        """The documents of samples that are all lists of integers, or dicts with nothing else to pack.
+    def read_lists(self, samples: Sequence[Any]) -> tuple[Column, list[int]] | None:
+        """The tokens of samples that are all lists of integers, or dicts with nothing else to pack.
 
-        It gives what :meth:`read` does in half the time.
+        They are what :meth:`read` gives, in half the time; labels are the tokens.
 
         Returns:
-            The documents; None where a sample is anything else, or where none was read before.
+            The tokens of all, one document after the other, and where each begins and, last, their number; None where
+            a sample is anything else.
         """
-        if self._columns != (TOKENS,):
+        if self._columns not in (None, (TOKENS,)):
             return None
         joined, separator = array("q"), self._packing.separator
         others = self._left_out.intersection(_OF_SAMPLES)
-        ends = [0]
-        for sample in samples:
-            row = sample
-            if type(sample) is dict and sample.keys() - others == {TOKENS}:
-                row = sample[TOKENS]
+        bounds = [0]
+        for row in samples:
+            if type(row) is dict and row.keys() - others == {TOKENS}:
+                row = row[TOKENS]
             if type(row) is not list or not row or type(row[0]) is not int:
                 return None
             try:
@@ -98,13 +97,11 @@ class DocumentReader:
                 return None
             if separator is not None:
                 joined.append(separator)
-            ends.append(len(joined))
-        tokens = np.frombuffer(joined, dtype=np.int64)
-        rows = [tokens[first:end] for first, end in itertools.pairwise(ends)]
-        if self._packing.is_whole:
-            # One that waits for others does not keep all that were read with it.
-            rows = [row.copy() for row in rows]
-        return [{TOKENS: row, LABELS: row} for row in rows]
+            bounds.append(len(joined))
+        if self._columns is None:
+            self._check_padding((TOKENS,), "a document")
+            self._columns = (TOKENS,)
+        return np.frombuffer(joined, dtype=np.int64), bounds
 
     def _check_columns(self, sample: Any, document: Document, name: str) -> None:
         columns = tuple(sorted(document))
@@ -162,8 +159,7 @@ def _columns_of(sample: Any, name: str) -> Document:
         column = None if key == key_of_tokens or key in _OF_SAMPLES else _as_row(value)
         # An empty list may be of anything: names, spans.
         if column is not None and column.size:
-            _check_column(key, column, num_tokens, name)
-            document[key] = column
+            document[key] = _checked_column(key, column, num_tokens, name)
     return document
 
 
@@ -202,13 +198,13 @@ def _tokens_of(value: Any, key: str, name: str) -> Column:
         )
     if not row.size:
         raise ConfigurationError(f"{name} has no tokens. Leave documents without any out of the dataset.")
-    _check_range(key, row, name)
+    row = _in_int64(key, row, name)
     if row.dtype.kind not in "iu":
         raise ConfigurationError(f"{key} of {name} must be integers, got {row.dtype}: {row[:3].tolist()}.")
     return row
 
 
-def _check_column(key: str, column: Column, num_tokens: int, name: str) -> None:
+def _checked_column(key: str, column: Column, num_tokens: int, name: str) -> Column:
     if len(column) != num_tokens:
         raise ConfigurationError(
             f"{key!r} of {name} has {len(column)} elements for {num_tokens} tokens in {TOKENS!r}. Give it one element "
@@ -216,13 +212,16 @@ def _check_column(key: str, column: Column, num_tokens: int, name: str) -> None:
         )
     if key == LABELS and column.dtype.kind not in "iu":
         raise ConfigurationError(f"{key!r} of {name} must be integers, got {column.dtype}: {column[:3].tolist()}.")
-    _check_range(key, column, name)
+    return _in_int64(key, column, name)
 
 
-def _check_range(key: str, column: Column, name: str) -> None:
-    if column.dtype == np.uint64 or column.dtype.kind == "O":
-        largest = max(map(int, column.tolist()), key=abs)
-        if abs(largest) > _MOST_INT:
-            raise ConfigurationError(
-                f"{key} of {name} has the value {largest}, and sequences hold int64, up to {_MOST_INT}."
-            )
+def _in_int64(key: str, column: Column, name: str) -> Column:
+    """A column of the largest unsigned integers as int64; others as they are."""
+    if column.dtype != np.uint64 and column.dtype.kind != "O":
+        return column
+    largest = max(map(int, column.tolist()), key=abs)
+    if abs(largest) > _MOST_INT:
+        raise ConfigurationError(
+            f"{key} of {name} has the value {largest}, and sequences hold int64, up to {_MOST_INT}."
+        )
+    return column.astype(np.int64)

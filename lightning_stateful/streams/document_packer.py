@@ -6,7 +6,7 @@ import base64
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from lightning_stateful.errors import ConfigurationError, PositionError, ShardEr
 from lightning_stateful.packing.documents import Document, DocumentReader
 from lightning_stateful.packing.open_sequences import OpenSequence, filler_of
 from lightning_stateful.packing.sequences import make_sequences
-from lightning_stateful.packing.settings import TOKENS, Packing
+from lightning_stateful.packing.settings import LABELS, TOKENS, Packing
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, sources_of, state_of
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import OnError, check_on_error
@@ -214,7 +214,7 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         """Put the documents of a block into sequences; returns those that are finished."""
         finished: list[OpenSequence] = []
         num_tokens, most = 0, self._packing.sequence_length if self._packing.is_whole else None
-        documents = self._documents.read_lists(samples)
+        documents = self._read_lists(samples)
         for number, sample in enumerate(samples):
             document = self._read(sample, number, block) if documents is None else documents[number]
             if document is None:
@@ -232,6 +232,21 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         elif num_tokens < _FEW_TOKENS:
             self._size = min(self._size * 2, _MOST_DOCUMENTS)
         return finished
+
+    def _read_lists(self, samples: Sequence[Any]) -> list[Document] | None:
+        """All samples as documents, if they are lists."""
+        try:
+            found = self._documents.read_lists(samples)
+        except ConfigurationError:
+            # Said of the first of them.
+            return None
+        if found is None:
+            return None
+        rows = [found[0][first:end] for first, end in pairwise(found[1])]
+        if self._packing.is_whole:
+            # One that waits for others does not keep all that were read with it.
+            rows = [row.copy() for row in rows]
+        return [{TOKENS: row, LABELS: row} for row in rows]
 
     def _read(self, sample: Any, number: int, block: _Block) -> Document | None:
         """A sample as a document; None where it is none, and left out."""
