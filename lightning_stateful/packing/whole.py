@@ -146,7 +146,8 @@ class WholePlan(PackingPlan):
         is_full = full >= 0
         if not is_full.any():
             return self._packed(numbers, epoch)
-        packed = self._packed(numbers[~is_full], epoch)
+        none = np.zeros(0, dtype=np.int64)
+        packed = Parts(none, none, none, none) if is_full.all() else self._packed(numbers[~is_full], epoch)
         full = full[is_full]
         places = np.searchsorted(self._full_bounds, full, side="right") - 1
         firsts = (full - self._full_bounds[places]) * self._length
@@ -158,9 +159,9 @@ class WholePlan(PackingPlan):
     def _packed(self, numbers: Indices, epoch: int) -> Parts:
         """The parts of the sequences of patterns, which are numbered one pattern after the other."""
         which = np.searchsorted(self._bounds, numbers, side="right") - 1
-        within = numbers - self._bounds[which]
+        within: Indices = numbers - self._bounds[which]
         items = self._items
-        num_items = items.bounds[which + 1] - items.bounds[which]
+        num_items: Indices = items.bounds[which + 1] - items.bounds[which]
         rows = concatenated_ranges(items.bounds[which], num_items)
         each = items.each[rows]
         places = concatenated_ranges(items.firsts[rows] + np.repeat(within, num_items) * each, each)
@@ -174,8 +175,8 @@ class WholePlan(PackingPlan):
         elif len(self._cut):
             # Beside their full parts.
             firsts = np.where(ends > self._length, ends - ends % self._length, 0)
-        ended = np.cumsum(each)[np.cumsum(num_items) - 1]
-        return Parts(documents, firsts, ends, np.diff(ended, prepend=0))
+        held = np.add.reduceat(each, np.cumsum(num_items) - num_items)
+        return Parts(documents, firsts, ends, held)
 
     def _make_shuffle(self, epoch: int) -> ClassShuffle:
         return ClassShuffle(self._starts, "whole documents", self._seed or 0, epoch)
