@@ -38,7 +38,7 @@ class StreamDataModule(StatefulDataModule):
             ranks take as many steps as their shards give.
         test: The same for testing.
         predict: The same for prediction.
-        batch_size: Samples in a batch of one rank.
+        batch_size: Samples in a batch of one rank; by default 1.
         max_tokens: In place of ``batch_size``: what a batch may hold, padding included. Windows of ``read_ahead``
             samples are sorted by length and cut.
         budget: In place of both: a :class:`Budget`, with further limits; windows are cut as with ``max_tokens``.

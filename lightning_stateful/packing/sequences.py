@@ -53,8 +53,8 @@ def make_sequences(sequences: Sequence[Sequence[Piece]], packing: Packing) -> li
     for key in pieces[0].columns:
         if key != LABELS or any(piece.columns[LABELS] is not piece.columns[TOKENS] for piece in pieces):
             columns[key] = np.concatenate([piece.columns[key][piece.first : piece.end] for piece in pieces])
-    firsts, ends = np.array([(piece.first, piece.end) for piece in pieces]).T
-    return lay_out(columns, ends - firsts, firsts == 0, np.array(list(map(len, sequences))), packing)
+    sizes, firsts = np.array([piece.end - piece.first for piece in pieces]), np.array([piece.first for piece in pieces])
+    return lay_out(columns, sizes, firsts == 0, np.array(list(map(len, sequences))), packing)
 
 
 def lay_out(

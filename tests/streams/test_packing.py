@@ -434,11 +434,13 @@ def test_samples_that_are_no_documents_are_skipped_and_counted_once(packing: Pac
         return MapNode(DocumentPacker(ListNode(mixed), packing, on_error="skip"), plain)
 
     assert assert_resumes(make) == packed(kept, packing)
-    node = started(make())
-    node.skip(1000)
-    # The state lies before what was read last, if that is held.
-    counts = node.source.state_dict()
-    assert (counts["skipped_samples"], counts["dropped"]) == (5, int(packing.is_whole))
+    for stop in (0, 3, 9, 30):
+        node = started(make())
+        node.skip(stop)
+        node = started(make(), node.state_dict())
+        node.skip(1000)
+        counts = node.source.state_dict()
+        assert (counts["skipped_samples"], counts["dropped"]) == (5, int(packing.is_whole))
 
 
 def test_documents_of_other_columns_are_never_skipped() -> None:
