@@ -41,6 +41,7 @@ COMBINED = "combined"
 _HARMLESS = ("drop_last", "dataset", "iteration", "sequence", "module", "mode")
 _BUT_FOR = ("dataset.length", "dataset.content", "dataset.shards", "dataset.files")
 _MISSING = "<nothing>"
+_SCALARS = frozenset({bool, int, str, type(None)})
 # Names in accept that are no keys of a configuration.
 _OTHER_NAMES = ("iteration", "nondeterministic", "replay")
 _REMEDIES = {
@@ -302,14 +303,37 @@ def copy_plain(value: Any, path: str = "state") -> Any:
     Raises:
         StateError: A part of it would not survive JSON or ``torch.load(weights_only=True)``; with its path.
     """
+    try:
+        return _copied(value)
+    except StateError:
+        return _copied_by_path(value, path)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of plain data in dicts, lists and tuples; most states are, and paths take most of the time."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is dict:
+        if set(map(type, value)) <= {str}:
+            return {key: item if type(item) in _SCALARS else _copied(item) for key, item in value.items()}
+    elif kind is list or kind is tuple:
+        return [item if type(item) in _SCALARS else _copied(item) for item in value]
+    elif kind is float and math.isfinite(value):
+        return value
+    raise StateError("This is no plain data of these types.")
+
+
+def _copied_by_path(value: Any, path: str) -> Any:
+    """The same of any mappings, with errors that name the place."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, Mapping):
         if any(type(key) is not str for key in value):
             raise StateError(f"{path} has keys that are not strings: {[key for key in value if type(key) is not str]}")
-        return {key: copy_plain(item, f"{path}.{key}") for key, item in value.items()}
+        return {key: _copied_by_path(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [copy_plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return [_copied_by_path(item, f"{path}[{i}]") for i, item in enumerate(value)]
     found = f"the {value}" if type(value) is float else f"a {type(value).__name__}"
     raise StateError(f"{path} is {found}; a state holds dict, list, str, int, finite float, bool and None.")
 
