@@ -303,7 +303,7 @@ class WrappedSampler:
         )
 
     def config(self) -> dict[str, Any]:
-        """The configuration that determines the sequence, as far as can be told, and a digest of its beginning."""
+        """The configuration that determines the sequence, as far as can be told, and a digest of the first epoch."""
         num_items, dealing = self.num_items, self.dealing
         described: dict[str, Any] = {"class": self.name}
         if self.is_known:
@@ -314,8 +314,8 @@ class WrappedSampler:
         if dealing.is_own and self.is_dealt_out:
             # Of their own are sequences of a sampler that deals out by itself.
             config["ranks"] = vars(self)["_met"][0]
-        begins = dealing.begins or self.facts.begins
-        return config | {"sequence": "" if "nondeterministic" in self.accept else begins}
+        sequence = dealing.begins or self.facts.sequence
+        return config | {"sequence": "" if "nondeterministic" in self.accept else sequence}
 
     def parameters(self) -> dict[str, Any]:
         """The parameters of torch's own samplers, long ones as digests."""
