@@ -2,8 +2,8 @@
 
 Batches are counted as such a loader gives them. As long as it hands on the very batches that DataLoader reads, in
 order and as many as its ``len()`` says, a resume begins DataLoader at the next one. Otherwise its epoch is read again,
-up to where the model stood. Attributes that it changes are compared too: what it keeps from epoch to epoch a new loader
-has not, and a resume there is refused.
+up to where the model stood. Attributes that it changes, and what its code names of classes and modules, are compared
+too: what it keeps from epoch to epoch a new loader has not, and a resume there is refused.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lightning_stateful import state as format_
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError, UnsupportedLoaderError
-from lightning_stateful.samplers.rng import GENERATORS
+from lightning_stateful.samplers.attributes import named_outside
+from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 from lightning_stateful.samplers.tracker import Tracker
-from lightning_stateful.user_samplers.sampler_copy import digest_of_contents
+from lightning_stateful.user_samplers.sampler_copy import digest_of_contents, shown
 
 # Attributes of torch's loaders, and one that is set here.
 _TORCHS = {*vars(DataLoader([])), "_get_iterator", "_iterator"}  # type: ignore[arg-type]  # a list is a dataset
@@ -62,21 +63,32 @@ class Watch:
         self._has_asked, self._epoch, self._holders = False, epoch, holders
         if holders:
             self._num_passes += 1
-            self._before = self._before if self._num_passes > 1 else digests_of_attributes(holders)
+            self._before = self._before if self._num_passes > 1 else self._found_at_pass()
 
     def note_ask(self) -> None:
         """DataLoader is asked for a batch: by the first of a pass, what is set anew for each pass is set."""
         if not self._has_asked and self._holders:
-            self._has_asked, found = True, digests_of_attributes(self._holders)
+            self._has_asked, found = True, self._found_at_pass()
             if self._num_passes == 1:
                 self._first = found
             else:
                 self.kept |= _changed(self._first, found)
 
+    def _found_at_pass(self) -> dict[str, str]:
+        """Digests of attributes, and of what the loader's code names elsewhere, which a new loader may find otherwise.
+
+        The latter are looked at once a pass.
+        """
+        return digests_of_attributes(self._holders) | {
+            name: state_of_generator(value) if isinstance(value, GENERATORS) else shown(value)
+            for holder in self._holders
+            for name, value in named_outside(holder).items()
+        }
+
     def kept_at(self, epoch: int, *, is_end: bool) -> list[str]:
         """Attributes that a new loader may have otherwise, within an epoch or at its end."""
         is_behind_first = self._num_passes == 1 and (is_end or epoch > self._epoch)
-        found = _changed(self._before, digests_of_attributes(self._holders)) if is_behind_first else set()
+        found = _changed(self._before, self._found_at_pass()) if is_behind_first else set()
         return sorted(self.kept | found)
 
     def count(self, iterator: Any) -> Any:
@@ -228,7 +240,7 @@ class OwnTracker(Tracker):
         """Refuse a loader that has something of earlier passes, which a new one has not; or warn where accepted."""
         if "iteration" not in self.accept:
             remedy = (
-                "The loader's own __iter__ changes these attributes, and may give other batches for it. Set them by "
+                "The loader's own __iter__ changes these, and may give other batches for it. Set them by "
                 'the epoch, or pass accept=("iteration",) to go on with them as they are now.'
             )
             saving = f"{', '.join(kept)} as earlier epochs have left it"

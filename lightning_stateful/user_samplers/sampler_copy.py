@@ -272,9 +272,13 @@ def digest_of_surroundings(sampler: Any, dataset: Any = None) -> str:
             # Modules hold what Python has noted, such as warnings that were shown.
             is_value = type(item) in PLAIN or isinstance(item, (*_SEQUENCES, torch.Tensor, np.ndarray))
             if is_value and not name.startswith("__"):
-                shown = [_shown(one) for one in _spread(item)] if isinstance(item, _SEQUENCES) else _shown(item)
-                hashed.update(f"{name}={shown};".encode())
+                hashed.update(f"{name}={shown(item)};".encode())
     return hashed.hexdigest()
+
+
+def shown(value: Any) -> str:
+    """The plain values in a value or its items, some of a long one's, and the types of others."""
+    return str([_shown(one) for one in _spread(value)]) if isinstance(value, _SEQUENCES) else _shown(value)
 
 
 def _with_classes(module: ModuleType | None) -> list[Any]:

@@ -173,6 +173,23 @@ def test_a_loader_that_keeps_something_from_epoch_to_epoch_resumes_in_the_first_
             build_patched(make(), accept=("iteration",)).load_state_dict(state[moment])
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (own.CountsInModule, "support.own_iterations.PASSES"),
+        (own.CountsInClass, "CountsInClass.begun"),
+        (own.counts_around(), "counts_around.<locals>.CountsAround.__iter__.begun"),
+    ],
+)
+def test_what_a_loader_keeps_outside_of_itself_is_refused_behind_the_first_epoch(kind: Any, name: str) -> None:
+    make = partial(kind, Numbers(12), batch_size=2, shuffle=True)
+    state = states_of(build_patched(make()), 2)
+    build_patched(make()).load_state_dict(state[0, 2])
+    for moment in ((1, 0), (1, 2)):
+        with pytest.raises(StateMismatchError, match=f"saved '{name} as earlier epochs have left it"):
+            build_patched(make()).load_state_dict(state[moment])
+
+
 def test_one_that_reads_several_loaders_is_warned_of_at_the_start() -> None:
     def interleaved() -> Any:
         made = own.HandsOn(DataLoader(Numbers(4)))
