@@ -378,10 +378,8 @@ class TrainLoaders:
         )
 
     def _starts_early(self, path: str) -> bool:
-        """Whether workers are started before ``on_train_start``, as Lightning does: in the first epoch of a run.
-
-        A resumed run starts them after that hook, in which what training has changed may be set again.
-        """
+        """Whether workers start before ``on_train_start``, as in Lightning: in a first epoch that is not resumed."""
+        # On a resume, that hook may set again what training has changed.
         is_fresh = self._resumed_at is None and not self._training_began and self._trainer.ckpt_path is None
         has_workers = bool(getattr(self.combined.loaders[path], "num_workers", 0))
         return is_fresh and has_workers and self._next_step() == (0, 0)
