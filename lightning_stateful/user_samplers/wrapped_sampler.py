@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
@@ -177,7 +178,8 @@ class WrappedSampler:
     @property
     def num_items(self) -> int | None:
         """Items of the epoch that the sampler was told last; None where that is known only at its end."""
-        with told(self.dealing.settings):
+        dealing = self.dealing
+        with told(dealing.settings), AskedRanks(1).answering() if dealing.answers else nullcontext():
             return self.length_of(self.sampler)
 
     def length_of(self, sampler: Any) -> int | None:
