@@ -11,7 +11,7 @@ from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
@@ -98,6 +98,9 @@ class SeededDataset(Dataset[Any]):
 
 def _read_seeded(seed: int, read: Callable[[], Any]) -> Any:
     seed_randomness(seed)
+    if (worker := get_worker_info()) is not None:
+        # As in torch it is torch.initial_seed(), for a dataset that derives its own from it. Some versions of torch guard it.
+        object.__setattr__(worker, "seed", torch.initial_seed())
     return read()
 
 
