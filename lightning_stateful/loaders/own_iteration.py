@@ -9,6 +9,7 @@ too: what it keeps from epoch to epoch a new loader has not, and a resume there 
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -44,11 +45,12 @@ class Watch:
             that it has changed, or those of a second pass. What it gives may then depend on those before.
         is_known: Whether it gave more than one batch, and never differed: at its first it might give that twice.
         changes: Whether an attribute of the loader has changed from batch to batch.
+        reads_in_thread: Whether DataLoader was read in another thread than the one that takes the batches.
         kept: Attributes that a pass began with otherwise than the first one, in this run or before a resume.
     """
 
     def __init__(self) -> None:
-        self.differs = self.is_known = self.changes = False
+        self.differs = self.is_known = self.changes = self.reads_in_thread = False
         self.kept: set[str] = set()
         self._num_passes = self._epoch = 0
         self._holders: tuple[Any, ...] = ()
@@ -61,6 +63,7 @@ class Watch:
         self.num_read = self.num_given = 0
         self._ahead: deque[Any] = deque()
         self._has_asked, self._epoch, self._holders = False, epoch, holders
+        self._thread = threading.get_ident()
         if holders:
             self._num_passes += 1
             self._before = self._before if self._num_passes > 1 else self._found_at_pass()
@@ -119,6 +122,7 @@ class Watch:
     def note_read(self, batch: Any) -> None:
         """DataLoader has read a batch."""
         self.num_read += 1
+        self.reads_in_thread = self.reads_in_thread or threading.get_ident() != self._thread
         if not self.differs:
             self._ahead.append(batch)
 

@@ -310,9 +310,9 @@ _BEGINS_ANEW = (
     "return iter(list)."
 )
 _CHANGES_DATA = (
-    " changes its dataset, its class or module, or objects in a list of more than 1,024 while it is iterated, which no "
-    "copy of it can try before training without changing them too. Let it keep what it changes in attributes of its "
-    "own."
+    " changes its dataset, its class or module, a variable of the environment, or objects in a list of more than 1,024 "
+    "while it is iterated, which no copy of it can try before training without changing them too. Let it keep what it "
+    "changes in attributes of its own."
 )
 _CHANGES_UNSEEN = (
     " yields something else whenever a copy of it is begun, and holds variables of a function, or an object that is "

@@ -20,6 +20,8 @@ from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.errors import StatefulWarning, StateMismatchError, UnsupportedLoaderError
 from lightning_stateful.loaders.patching import build_patched
 
+pytestmark = pytest.mark.filterwarnings("ignore:InBackground reads its batches in a thread")
+
 KINDS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (own.MultiEpochs, own.Infinite, own.Twice, own.TwiceAsLong, own.LeavesOut)},
     **{kind.__name__: kind for kind in (own.ReadsAhead, own.InBackground, own.PassesTwice, own.Pairs)},
@@ -188,6 +190,13 @@ def test_what_a_loader_keeps_outside_of_itself_is_refused_behind_the_first_epoch
     for moment in ((1, 0), (1, 2)):
         with pytest.raises(StateMismatchError, match=f"saved '{name} as earlier epochs have left it"):
             build_patched(make()).load_state_dict(state[moment])
+
+
+def test_one_that_reads_in_a_thread_without_workers_is_warned_of() -> None:
+    with pytest.warns(StatefulWarning, match=r"InBackground reads its batches in a thread .*num_workers=1") as warned:
+        train_alone(partial(made, "InBackground"), max_epochs=2)
+    assert [str(one.message).startswith("InBackground reads") for one in warned].count(True) == 1
+    train_alone(partial(made, "InBackground", num_workers=1), max_epochs=1)
 
 
 def test_one_that_reads_several_loaders_is_warned_of_at_the_start() -> None:
