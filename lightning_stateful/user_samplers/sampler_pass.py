@@ -197,13 +197,8 @@ class SamplerPass:
         """The next ``count`` items, which have to be ready."""
         ready = self._ready
         taken, self._ready = (ready, []) if len(ready) == count else (ready[:count], ready[count:])
-        self._remember(self.drawn - len(self._ready), taken)
+        self._taken.append((self.drawn - len(self._ready), taken if type(taken[-1]) is int else _snapshot(taken)))
         return taken
-
-    def _remember(self, end: int, taken: list[Any]) -> None:
-        last = taken[-1]
-        is_index = type(last) is int or isinstance(last, np.integer)
-        self._taken.append((end, taken if is_index else [_snapshot(last)]))
 
     def noted_before(self, index: int) -> list[Any]:
         """The latest note of an earlier item, for a progress at ``index``, with a digest of the items before that.
@@ -284,7 +279,7 @@ class SamplerPass:
             while self.drawn < until and self.end is None:
                 self._pull(iterated, until - self.drawn, into)
         if kept:
-            self._remember(self.drawn, kept)
+            self._taken.append((self.drawn, _snapshot(kept)))
 
     def _compare_latest(self) -> None:
         """Compare the items just before a state of an earlier run, unless its note has differed already."""
@@ -395,9 +390,12 @@ def next_digest_index(index: int) -> int:
     return index if index < 2 else 1 << (index - 1).bit_length()
 
 
-def _snapshot(item: Any) -> Any:
-    """An item as it is now, though its sampler may change it later."""
-    return tuple(item) if type(item) is list else item if type(item) in (str, tuple) else digest(item)
+def _snapshot(items: list[Any]) -> list[Any]:
+    """Indices; of other items the last one as it is now, though its sampler may change it later."""
+    last = items[-1]
+    if isinstance(last, _INTEGERS):
+        return items
+    return [tuple(last) if type(last) is list else last if type(last) in (str, tuple) else digest(last)]
 
 
 _INTEGERS = (int, np.integer)
