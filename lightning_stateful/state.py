@@ -75,7 +75,7 @@ _REMEDIES = {
     "mode": "Combine the loaders in the saved mode",
     "loaders": "Return the same loaders, under the same names",
     "sampler": "Build the sampler as when the checkpoint was written",
-    "sequence": "The sampler does not begin an epoch as it did: build it anew, with the same data and settings",
+    "sequence": "The sampler does not yield its first epoch as it did: build it anew, with the same data and settings",
     "sizes": "Read the shards that the checkpoint was made with",
     "buffer_size": "Pass the saved buffer_size",
     "steps": "Do to the stream's samples what was done before: the same functions in the same order, max_tokens, "
