@@ -280,8 +280,7 @@ class TrainLoaders:
 
     def _build_patched(self, loader: Any, path: str) -> AnyLoader:
         # Loaders with generators of one state draw the same orders in torch, and pairs of samples may depend on that.
-        drawn = isinstance(loader, DataLoader) and not isinstance(loader, TrackedLoader)
-        key = digest_of_generators(loader.generator, loader.sampler, loader.batch_sampler) if drawn else ""
+        key = drawn_key(loader)
         drawn_as = self._drawn_as.setdefault(key, path) if key else None
         patched = self._settings.build_patched(self._trainer, loader, path, "training", drawn_as=drawn_as)
         held = held_loader(loader)
@@ -434,6 +433,12 @@ def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> N
             "them, or where they come from, after they were set up, and a resume would not be exact. Leave "
             "trainer.fit_loop's loaders alone, and let train_dataloader return what is to be trained on."
         )
+
+
+def drawn_key(loader: Any) -> str:
+    """A digest of the generators that a loader draws its order from; empty if it draws from none of its own."""
+    drawn = isinstance(loader, DataLoader) and not isinstance(loader, TrackedLoader)
+    return digest_of_generators(loader.generator, loader.sampler, loader.batch_sampler) if drawn else ""
 
 
 def length_of(loader: AnyLoader) -> int:
