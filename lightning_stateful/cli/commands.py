@@ -244,7 +244,7 @@ def trained(
         }
     shown = range(first, steps if last is None else min(last + 1, steps))
     if json_:
-        listed = {path: [[of[step] for of in by_rank] for step in shown] for path, by_rank in rows.items()}
+        listed = {path: [[of[step] for step in shown] for of in by_rank] for path, by_rank in rows.items()}
         click.echo(as_json({"epoch": epoch, "ranks": ranks, "first_step": first, "loaders": listed, "notes": notes}))
         return RIGHT
     for step in shown:

@@ -52,7 +52,6 @@ _PLAIN = {
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
     ("builtins", "complex"): complex,
-    ("__builtin__", "set"): set,
 }
 # A checkpoint written before torch 1.6 is a row of pickles: a number, a version, facts about the machine, the contents.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -98,8 +97,9 @@ class _PlainUnpickler(pickle.Unpickler):
     """Makes plain data, and opaque objects of all else; refuses names that can only be there to do harm."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "builtins" if module == "__builtin__" else module  # as older protocols call it
         hostile = module.split(".")[0] in _HOSTILE_MODULES
-        if hostile or (module in ("builtins", "__builtin__") and name in _HOSTILE_BUILTINS):
+        if hostile or (module == "builtins" and name in _HOSTILE_BUILTINS):
             raise StateError(
                 f"it names {module}.{name}, which no checkpoint needs: whoever loads it would run a program of its "
                 "author's. Nothing of it was run here. Do not load it."

@@ -226,9 +226,7 @@ def _stream_lines(stream: Mapping[str, Any]) -> Iterator[str]:
 def _resume_lines(found: Mapping[str, Any]) -> Iterator[str]:
     changeable = [set(loader["may_change"]) for loader in found["loaders"].values()]
     common = [what for what, _ in _CHANGEABLE if all(what in of for of in changeable)]
-    yield (
-        f"goes on with other {' and '.join(common)}" if common else "goes on with these ranks, workers and batch sizes"
-    )
+    yield f"goes on with other {', '.join(common)}" if common else "goes on with these ranks, workers, batch sizes"
     yield "refuses another of these, unless accept= names it:"
     for path, loader in found["loaders"].items():
         line = f"  {path}:" if path else " "
