@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from support.command_data import drawn, iterable, mixture, plain, side_by_side, stream
 from support.ledger import LedgerModel
-from support.runs import StopAt, ended, numbers_module, quiet_trainer, stopped, train, train_alone
+from support.runs import StoppedError, ended, numbers_module, quiet_trainer, stopped, train, train_alone
 
 import lightning_stateful
 
@@ -72,11 +73,17 @@ def test_without_a_data_state_the_warning_says_it_and_nothing_is_said_twice(tmp_
 
 
 def test_a_trainer_that_is_fitted_again_says_where_it_goes_on(said: Any) -> None:
-    stop = StopAt("on_train_batch_end", None, batch=3)
-    trainer, module, model = quiet_trainer(stop), numbers_module(), LedgerModel()
-    with pytest.raises(Exception, match=""):
+    def break_off(trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 4:
+            raise StoppedError
+
+    trainer, module, model = (
+        quiet_trainer(LambdaCallback(on_train_batch_end=break_off)),
+        numbers_module(),
+        LedgerModel(),
+    )
+    with pytest.raises(StoppedError):
         trainer.fit(model, module)
-    trainer.callbacks.remove(stop)  # type: ignore[attr-defined]  # set by a connector
     trainer.fit(model, module)
     assert said("Resumed") == [
         "Resumed at epoch 0, batch 4 of 11 (8 of 22 samples): saved on 1 rank x 2, goes on on 1 rank x 2; "
