@@ -20,9 +20,7 @@ from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import loop_progress, optimizer_steps, other_callbacks
 from lightning_stateful.trainer.checkpoint import (
-    STATE_KEY,
     find_data_state,
-    read_callback_state,
     refuse_empty_loops,
     refuse_other_seed,
     refuse_restored_loops,
@@ -39,10 +37,18 @@ from lightning_stateful.trainer.held_trainers import warn_of_old_copies
 from lightning_stateful.trainer.lightning import TrainerFn, check_trainer, pl
 from lightning_stateful.trainer.loader_proxy import Request, discard_training_loaders, intercept, release
 from lightning_stateful.trainer.logs import log_data
-from lightning_stateful.trainer.loop_progress import LoopProgress
 from lightning_stateful.trainer.other_callbacks import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
 from lightning_stateful.trainer.ranks import topology_of
+from lightning_stateful.trainer.run_notes import note_of_run, say_resumed
+from lightning_stateful.trainer.saved_progress import (
+    CALLBACK_KEY,
+    STATE_KEY,
+    LoopProgress,
+    read_callback_state,
+    read_counters,
+    rewritten,
+)
 from lightning_stateful.trainer.signals import HeldSignals
 from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders, seed_model
 from lightning_stateful.user_samplers.wrapped_sampler import Tail
@@ -114,7 +120,7 @@ class StatefulDataCallback(pl.Callback):
     @property
     def state_key(self) -> str:
         """The same in every run, so that a checkpoint finds it."""
-        return "StatefulDataCallback"
+        return CALLBACK_KEY
 
     # Loaders
 
@@ -202,8 +208,14 @@ class StatefulDataCallback(pl.Callback):
             "monitored": self._monitored(progress),
             "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
             "data": self._data_state_at(progress) if module is None else None,
+            "written": self._note_of_run(),
             "content": {} if self._loaders is None else deepcopy(self._loaders.content.latest),
         }
+
+    def _note_of_run(self) -> dict[str, Any]:
+        if self._trainer is None or self._loaders is None:
+            return {}
+        return note_of_run(self._trainer, self._loaders.combined)
 
     def _restored(self) -> bool:
         """Whether Lightning has restored its loops and optimizers, which it does just before training."""
@@ -312,17 +324,21 @@ class StatefulDataCallback(pl.Callback):
         metrics: Mapping[str, float] = {}
         if saved is None:
             # Written without this callback.
-            progress = loop_progress.read_counters(loops["fit_loop"])
+            progress = read_counters(loops["fit_loop"])
         else:
             progress, metrics = read_callback_state(saved)
         state = find_data_state(checkpoint, saved, stateful_module(trainer), self.settings.accept)
+        before = progress
         loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         if saved is not None:
             refuse_other_seed(saved, loaders.seed, self.settings.accept)
             loaders.expect(saved.get("content"), state)
-        loops["fit_loop"] = loop_progress.rewritten(loops["fit_loop"], progress)
+        loops["fit_loop"] = rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted
         self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics, (saved or {}).get("results"))
+        if state is not None:
+            note = (saved or {}).get("written") or {}
+            say_resumed(trainer, loaders.combined, progress, before, note, loaders.num_batches)
         if trainer.strategy.restore_checkpoint_after_setup:
             # Such strategies restore after on_fit_start.
             loop_progress.lift_max_steps(trainer, progress, global_step)
@@ -350,6 +366,7 @@ class StatefulDataCallback(pl.Callback):
             return
         try:
             state = earlier.combined.state_at(*progress.epoch_and_step)
+            before = progress
             self._loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         except StateMismatchError as error:
             rank_zero_warn(
@@ -358,6 +375,8 @@ class StatefulDataCallback(pl.Callback):
                 category=StatefulWarning,
             )
             return
+        note = note_of_run(trainer, self._loaders.combined)
+        say_resumed(trainer, self._loaders.combined, progress, before, note, self._loaders.num_batches)
         loop_progress.continue_from(trainer, progress)
         self._phase = Resumed(progress, trainer.global_step)
 

@@ -33,9 +33,10 @@ from lightning_stateful.trainer.loader_proxy import (
     refuse_no_loaders,
     request_training_loaders,
 )
-from lightning_stateful.trainer.loop_progress import LoopProgress
 from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
+from lightning_stateful.trainer.run_notes import say_what_is_exact
+from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail
 
@@ -139,7 +140,8 @@ class TrainLoaders:
         self.structure: Any = structure.rebuilt(self._proxies)
         self.combined.refuse_short_sources(self.num_batches(self._next_step()[0]))
         self._prepare()
-        self._report(structure.loaders)
+        dealt = {path: dealt_otherwise(structure.loaders[path], of) for path, of in self.combined.loaders.items()}
+        say_what_is_exact(self.combined, self.seed, settings.seed_samples, dealt)
         self._warn_of_cut_epochs()
         self._warn_of_shared_datasets()
         configs = [{path: loader.tracker.config} for path, loader in self.combined.loaders.items()]
@@ -278,8 +280,7 @@ class TrainLoaders:
 
     def _build_patched(self, loader: Any, path: str) -> AnyLoader:
         # Loaders with generators of one state draw the same orders in torch, and pairs of samples may depend on that.
-        drawn = isinstance(loader, DataLoader) and not isinstance(loader, TrackedLoader)
-        key = digest_of_generators(loader.generator, loader.sampler, loader.batch_sampler) if drawn else ""
+        key = drawn_key(loader)
         drawn_as = self._drawn_as.setdefault(key, path) if key else None
         patched = self._settings.build_patched(self._trainer, loader, path, "training", drawn_as=drawn_as)
         held = held_loader(loader)
@@ -308,23 +309,6 @@ class TrainLoaders:
                 lag=longest_accumulation(self._trainer) - 1,
                 repeats=overfits(self._trainer),
             )
-
-    def _report(self, given: Mapping[str, Any]) -> None:
-        drawing = "Samplers and samples draw" if self._settings.seed_samples else "Samplers draw"
-        rank_zero_info(
-            f"{drawing} random numbers by (seed {self.seed}, epoch, batch), and not from "
-            "where the generators of the process stand."
-        )
-        for path, loader in self.combined.loaders.items():
-            where = f"Training data {path!r}" if path else "Training data"
-            for note in (loader.resume_note, dealt_otherwise(given[path], loader)):
-                if note:
-                    rank_zero_info(f"{where}: {note}")
-            if repeats := loader.plan(0).repeats():
-                rank_zero_info(
-                    f"{where}: {repeats}, because {loader.topology.num_replicas} ranks take equal steps. "
-                    "drop_last=True, or tail='drop' for a sampler of yours, leaves incomplete steps out instead."
-                )
 
     def _warn_of_shared_datasets(self) -> None:
         found: dict[int, str] = {}
@@ -449,6 +433,12 @@ def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> N
             "them, or where they come from, after they were set up, and a resume would not be exact. Leave "
             "trainer.fit_loop's loaders alone, and let train_dataloader return what is to be trained on."
         )
+
+
+def drawn_key(loader: Any) -> str:
+    """A digest of the generators that a loader draws its order from; empty if it draws from none of its own."""
+    drawn = isinstance(loader, DataLoader) and not isinstance(loader, TrackedLoader)
+    return digest_of_generators(loader.generator, loader.sampler, loader.batch_sampler) if drawn else ""
 
 
 def length_of(loader: AnyLoader) -> int:
