@@ -1,8 +1,8 @@
 """The files of a ledger: one for each rank and start of a run, written batch by batch.
 
-A file is a line of JSON, the header, and then frames: the number of bytes that follow, their CRC-32, and a record of one
-batch. Nothing that was written is changed later. A process that is killed leaves whole frames and perhaps a part of
-one, which a reader leaves out.
+A file is a line of JSON, the header, and then frames: the number of bytes that follow, their CRC-32, and a record of
+one batch. Nothing that was written is changed later. A process that is killed leaves whole frames and perhaps a part
+of one, which a reader leaves out.
 """
 
 from __future__ import annotations
@@ -71,6 +71,12 @@ class Part(NamedTuple):
     epoch: int
     items: Items
     number: int
+
+    def listed(self) -> list[Any]:
+        """The items as a list; empty where they are not known."""
+        if self.items is None:
+            return []
+        return list(self.items) if isinstance(self.items, tuple) else self.items.tolist()
 
 
 class Batch(NamedTuple):

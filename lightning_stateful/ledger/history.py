@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,23 +11,30 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from lightning_stateful.errors import DamagedStateError
-from lightning_stateful.ledger.files import Batch, FileHeader, Part, files_of, read_file
+from lightning_stateful.ledger.files import Batch, FileHeader, files_of, read_file
 
-_SHOWN = 5
+# Items that a finding names.
+_NAMED = 5
 
 
-class Trained(NamedTuple):
-    """A batch that the weights of the latest start have been trained on.
+class Row(NamedTuple):
+    """The items of one loader in a batch that the latest weights have been trained on.
 
     Attributes:
-        start: The start that trained on it.
+        start: The number of the start, from 0 for the first of the ledger.
         rank: Its rank.
-        batch: The batch.
+        epoch: The epoch of the Trainer.
+        batch: The number of the batch in it.
+        items: Indices or keys; empty where they are not known.
+        number: The number of items.
     """
 
-    start: str
+    start: int
     rank: int
-    batch: Batch
+    epoch: int
+    batch: int
+    items: list[Any]
+    number: int
 
 
 @dataclass(frozen=True)
@@ -35,11 +42,11 @@ class Finding:
     """Something that an uninterrupted run would not have done.
 
     Attributes:
-        kind: ``"twice"``: items of an epoch that two starts trained on; ``"never"``: items of an epoch that is over, and
-            that no start trained on; ``"missing"``: batches that are in no file; ``"order"``: batches of a file that do
-            not follow one another; ``"damaged"``: a file whose end cannot be read.
-        epoch: The epoch of the loader; -1 for what concerns no epoch.
-        path: The path of the loader.
+        kind: ``"twice"``: items of an epoch that two starts trained on. ``"never"``: items of an epoch that is over
+            and that no start trained on. ``"missing"``: batches that are in no file. ``"order"``: batches of a file
+            that do not follow one another. ``"damaged"``: a file whose end cannot be read.
+        epoch: The epoch; -1 for what concerns none.
+        path: The path of the loader; empty for a single one, and for what concerns none.
         starts: The starts that did it, the earlier one first.
         items: The first few items.
         number: How many there are.
@@ -62,23 +69,25 @@ class Start:
     Attributes:
         header: The header of its lowest rank.
         batches: Its batches, by rank.
-        kept: By rank, how many of them the latest weights have been trained on. Those behind the checkpoint that a later
-            start was resumed from are lost with their weights.
         damaged: By rank, bytes at the end of the file that are no whole record.
+        kept: By rank, how many of the batches the latest weights have been trained on. Those behind the checkpoint
+            that a later start was resumed from are lost with their weights.
     """
 
     header: FileHeader
     batches: dict[int, list[Batch]]
-    kept: dict[int, int] = field(default_factory=dict)
     damaged: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_kept(self) -> int:
+        """Batches of all ranks that the latest weights have been trained on."""
+        return sum(_count(batches[: self.kept[rank]]) for rank, batches in self.batches.items())
 
     @property
     def num_lost(self) -> int:
-        """Batches, of all ranks, that were trained on in vain."""
-        return sum(
-            sum(bool(batch.parts) for batch in batches[self.kept.get(rank, len(batches)) :])
-            for rank, batches in self.batches.items()
-        )
+        """Batches of all ranks that were trained on in vain."""
+        return sum(_count(batches[self.kept[rank] :]) for rank, batches in self.batches.items())
 
 
 class Ledger:
@@ -89,186 +98,137 @@ class Ledger:
 
     Attributes:
         starts: The same.
-        begins: Epoch and batch at which the first of them begins.
+        rows: By the path of a loader and its epoch, what was trained on: start by start, and in it rank by rank.
     """
 
     def __init__(self, starts: list[Start]) -> None:
         self.starts = starts
-        self.begins = starts[0].header.begins
-        for start, following in zip(starts, [*starts[1:], None], strict=True):
-            resumed = None if following is None else following.header.resumed
-            until = None if resumed is None else (resumed["epoch"], resumed["batch"])
-            for rank, batches in start.batches.items():
-                before = [until is None or _place(batch) < until for batch in batches]
-                start.kept[rank] = before.index(False) if False in before else len(batches)
-
-    def trained(self) -> Iterator[Trained]:
-        """All batches that the latest weights were trained on: start by start, and in it rank by rank."""
-        for start in self.starts:
+        self.rows: dict[str, dict[int, list[Row]]] = {path: {} for path in starts[-1].header.loaders}
+        # Epochs of the Trainer that were left after their last batch.
+        self._ended: set[int] = set()
+        for number, (start, following) in enumerate(zip(starts, [*starts[1:], None], strict=True)):
+            until = None if following is None else _written_at(following)
             for rank, batches in sorted(start.batches.items()):
+                behind = (at for at, batch in enumerate(batches) if until is not None and batch[:2] >= until)
+                start.kept[rank] = next(behind, len(batches))
                 for batch in batches[: start.kept[rank]]:
-                    if batch.parts:
-                        yield Trained(start.header.start, rank, batch)
+                    self._note(number, rank, batch)
 
     def items(self, epoch: int, path: str = "") -> Counter[Any]:
         """How often each item was trained on in an epoch of a loader, over all ranks."""
-        found: Counter[Any] = Counter()
-        for _, part in self._parts(path):
-            if part.epoch == epoch and part.items is not None:
-                found.update(_listed(part))
-        return found
+        rows = self.rows.get(path, {}).get(epoch, [])
+        return Counter(item for row in rows for item in row.items)
 
     def findings(self) -> list[Finding]:
         """What an uninterrupted run would not have done; empty where all is right.
 
-        Of a loader that gives items of an epoch twice by itself, as a sampler that draws with replacement, items that two
-        starts trained on prove nothing: they are not reported.
+        Items that two starts trained on in one epoch prove nothing, and are not reported, where a loader gives items
+        twice by itself, as one that draws with replacement.
         """
-        found = [finding for start in self.starts for finding in _damaged(start)]
-        found += [finding for start in self.starts for finding in _out_of_order(start)]
-        found += self._missing()
-        for path, of_loader in self.starts[-1].header.loaders.items():
-            found += self._repeated(path, of_loader.get("length"))
+        found = [finding for start in self.starts for finding in (*_damaged(start), *_out_of_order(start))]
+        for start, following in zip(self.starts, self.starts[1:], strict=False):
+            found += _missing(start, _written_at(following))
+        for path, epochs in self.rows.items():
+            length = self.starts[-1].header.loaders[path].get("length")
+            whole = {epoch: self._without_tail(path, epoch) for epoch in epochs}
+            if any(_repeats(rows) for rows in whole.values()):
+                continue
+            for epoch in sorted(epochs):
+                found += self._twice(path, epoch, whole[epoch])
+                if length is not None and self._is_whole(path, epoch):
+                    found += self._never(path, epoch, length)
         return found
 
-    def summary(self) -> dict[str, Any]:
-        """The starts, epochs and findings as plain data."""
-        return {
-            "starts": [
-                {
-                    **asdict(start.header),
-                    "batches": sum(start.kept.values()) - self._num_ends(start),
-                    "lost": start.num_lost,
-                }
-                for start in self.starts
-            ],
-            "epochs": self._epochs(),
-            "findings": [asdict(finding) for finding in self.findings()],
-        }
+    def epochs(self) -> list[dict[str, Any]]:
+        """Of each epoch of each loader: its items, how many of them are distinct, and whether it is over."""
+        return [
+            {
+                "path": path,
+                "epoch": epoch,
+                "items": sum(row.number for row in epochs[epoch]),
+                "distinct": len(self.items(epoch, path)),
+                "length": self.starts[-1].header.loaders[path].get("length"),
+                "over": self._is_over(path, epoch),
+            }
+            for path, epochs in self.rows.items()
+            for epoch in sorted(epochs)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Starts, epochs and findings as plain data."""
+        starts = [{**asdict(one.header), "kept": one.num_kept, "lost": one.num_lost} for one in self.starts]
+        return {"starts": starts, "epochs": self.epochs(), "findings": [asdict(one) for one in self.findings()]}
 
     def __str__(self) -> str:
         lines = []
         for number, start in enumerate(self.starts, 1):
             header = start.header
-            kept = sum(start.kept.values()) - self._num_ends(start)
-            resumed = "from the beginning" if header.resumed is None else f"resumed from {header.resumed['start']}"
+            resumed = "" if header.resumed is None else f", resumed from {header.resumed['start']}"
             lines.append(
-                f"start {number} ({header.start}, {_of(header.num_replicas, 'rank')}): {resumed} at epoch "
-                f"{header.begins[0]}, batch {header.begins[1]}; {_of(kept, 'batch')} kept, {start.num_lost} lost "
-                "with their weights"
+                f"start {number}: {header.start} on {_of(header.num_replicas, 'rank')}, from batch {header.begins[1]} "
+                f"of epoch {header.begins[0]}{resumed}: {_of(start.num_kept, 'batch')}, and {start.num_lost:,} that no "
+                "later start has kept"
             )
-        for row in self._epochs():
-            of = f" of loader {row['path']!r}" if row["path"] else ""
-            length = "" if row["length"] is None else f" of {row['length']:,}"
-            over = "over" if row["over"] else "running"
+        for row in self.epochs():
+            of_length = "" if row["length"] is None else f" of {row['length']:,}"
             lines.append(
-                f"epoch {row['epoch']}{of} ({over}): {row['items']:,} items, {row['distinct']:,}{length} distinct"
+                f"epoch {row['epoch']}{_in(row['path'])}, {'over' if row['over'] else 'not over'}: "
+                f"{_of(row['items'], 'item')}, {row['distinct']:,}{of_length} distinct"
             )
         findings = self.findings()
         lines += [f"{finding.kind}: {finding.text}" for finding in findings]
         return "\n".join(lines if findings else [*lines, "Nothing was trained on twice, and nothing was left out."])
 
-    def _epochs(self) -> list[dict[str, Any]]:
-        rows = []
-        for path, of_loader in self.starts[-1].header.loaders.items():
-            epochs = sorted({part.epoch for _, part in self._parts(path)})
-            for epoch in epochs:
-                numbers = [part.number for _, part in self._parts(path) if part.epoch == epoch]
-                row: dict[str, Any] = {"epoch": epoch, "path": path, "items": sum(numbers)}
-                row |= {"distinct": len(self.items(epoch, path)), "length": of_loader.get("length")}
-                rows.append({**row, "over": self._is_over(epoch, path)})
-        return rows
+    def _note(self, number: int, rank: int, batch: Batch) -> None:
+        if not batch.parts:
+            self._ended.add(batch.epoch)
+        for part in batch.parts:
+            row = Row(number, rank, batch.epoch, batch.batch, part.listed(), part.number)
+            self.rows.setdefault(part.path, {}).setdefault(part.epoch, []).append(row)
 
-    def _parts(self, path: str) -> Iterator[tuple[Trained, Part]]:
-        for trained in self.trained():
-            for part in trained.batch.parts:
-                if part.path == path:
-                    yield trained, part
+    def _is_over(self, path: str, epoch: int) -> bool:
+        """Whether a later epoch has begun, or the Trainer's has ended, of which it is a part."""
+        epochs = self.rows[path]
+        is_trainers = all(row.epoch == epoch for row in epochs[epoch])
+        return max(epochs) > epoch or (is_trainers and epoch in self._ended)
 
-    def _is_over(self, epoch: int, path: str) -> bool:
-        """Whether an epoch of a loader is over: a later one has begun, or the Trainer's has ended and is the same."""
-        if any(part.epoch > epoch for _, part in self._parts(path)):
-            return True
-        ended = {
-            batch.epoch
-            for start in self.starts
-            for rank, batches in start.batches.items()
-            for batch in batches[: start.kept[rank]]
-            if not batch.parts
-        }
-        return epoch in ended and all(
-            trained.batch.epoch == part.epoch for trained, part in self._parts(path) if part.epoch == epoch
-        )
+    def _is_whole(self, path: str, epoch: int) -> bool:
+        """Whether an epoch is over, and all of it is in the files."""
+        rows, begins = self.rows[path][epoch], self.starts[0].header.begins
+        is_known = all(row.items for row in rows)
+        return is_known and self._is_over(path, epoch) and begins <= min((row.epoch, 0) for row in rows)
 
-    def _repeated(self, path: str, length: int | None) -> Iterator[Finding]:
-        """Items that two starts trained on in one epoch, and items that none did."""
-        by_epoch: dict[int, dict[str, Counter[Any]]] = defaultdict(lambda: defaultdict(Counter))
-        unknown: set[int] = set()
-        for trained, part in self._parts(path):
-            if part.items is None:
-                unknown.add(part.epoch)
-            by_epoch[part.epoch][trained.start].update(_listed(part))
-        of = f" of loader {path!r}" if path else ""
-        repeats = self._repeats_by_itself(path)
-        for epoch, by_start in sorted(by_epoch.items()):
-            starts = list(by_start)
-            for number, later in enumerate(starts if not repeats else []):
-                for earlier in starts[:number]:
-                    both = sorted(by_start[earlier].keys() & by_start[later].keys())
-                    if both:
-                        text = (
-                            f"in epoch {epoch}{of}, {_of(len(both), 'item')} that start {earlier} had trained on came "
-                            f"again in start {later}: {_few(both)}."
-                        )
-                        yield Finding("twice", epoch, path, (earlier, later), tuple(both[:_SHOWN]), len(both), text)
-            begun_before = (epoch, 0) < self.begins
-            if length is None or epoch in unknown or repeats or begun_before or not self._is_over(epoch, path):
-                continue
-            seen = np.zeros(length, dtype=bool)
-            for counts in by_start.values():
-                seen[[item for item in counts if isinstance(item, int) and item < length]] = True
-            left = np.flatnonzero(~seen)
-            if len(left):
-                text = (
-                    f"in epoch {epoch}{of}, {_of(len(left), 'item')} of {length:,} never came: {_few(left.tolist())}."
-                )
-                yield Finding("never", epoch, path, tuple(starts), tuple(left[:_SHOWN].tolist()), len(left), text)
+    def _without_tail(self, path: str, epoch: int) -> list[Row]:
+        """The rows of an epoch without its last step, in which ranks may repeat items to make it whole."""
+        rows = self.rows[path][epoch]
+        last = max((row.start, row.epoch, row.batch) for row in rows)
+        return [row for row in rows if (row.start, row.epoch, row.batch) != last or not self._is_over(path, epoch)]
 
-    def _repeats_by_itself(self, path: str) -> bool:
-        """Whether a loader gives items of an epoch twice without any stop: more than the tail of an epoch accounts for."""
-        counts: dict[tuple[str, int], Counter[Any]] = defaultdict(Counter)
-        for trained, part in self._parts(path):
-            counts[trained.start, part.epoch].update(_listed(part))
-        for (start, epoch), found in counts.items():
-            more = sum(found.values()) - len(found)
-            step = sum(
-                part.number
-                for one, part in self._parts(path)
-                if (one.start, one.batch.batch, part.epoch) == (start, 0, epoch)
-            )
-            if more > max(step, 1):
-                return True
-        return False
+    def _twice(self, path: str, epoch: int, rows: list[Row]) -> Iterator[Finding]:
+        seen: dict[int, set[Any]] = defaultdict(set)
+        for row in rows:
+            seen[row.start].update(row.items)
+        for later in sorted(seen):
+            for earlier in sorted(start for start in seen if start < later):
+                if both := sorted(seen[earlier] & seen[later]):
+                    starts = self.starts[earlier].header.start, self.starts[later].header.start
+                    yield Finding(
+                        "twice", epoch, path, starts, tuple(both[:_NAMED]), len(both),
+                        f"of epoch {epoch}{_in(path)}, {_of(len(both), 'item')} that start {starts[0]} had trained on "
+                        f"came again in start {starts[1]}: {_named(both)}.",
+                    )  # fmt: skip
 
-    def _missing(self) -> Iterator[Finding]:
-        """Batches between two starts, or ranks, that are in no file."""
-        for start, following in zip(self.starts, self.starts[1:], strict=False):
-            resumed = following.header.resumed
-            if resumed is None:
-                continue
-            until = resumed["epoch"], resumed["batch"]
-            for rank in range(start.header.num_replicas):
-                batches = start.batches.get(rank, [])[: start.kept.get(rank, 0)]
-                reached = _after(batches[-1]) if batches else start.header.begins
-                if reached != until and not (reached[0] + 1 == until[0] and until[1] == 0 and batches):
-                    text = (
-                        f"start {start.header.start} wrote a checkpoint before batch {until[1]} of epoch {until[0]}, but "
-                        f"the file of its rank {rank} ends before batch {reached[1]} of epoch {reached[0]}."
-                    )
-                    yield Finding("missing", until[0], "", (start.header.start,), (reached, until), 1, text)
-
-    def _num_ends(self, start: Start) -> int:
-        return sum(not batch.parts for rank, batches in start.batches.items() for batch in batches[: start.kept[rank]])
+    def _never(self, path: str, epoch: int, length: int) -> Iterator[Finding]:
+        seen = np.zeros(length, dtype=bool)
+        seen[[item for item in self.items(epoch, path) if isinstance(item, int) and item < length]] = True
+        left = np.flatnonzero(~seen).tolist()
+        if left:
+            numbers = sorted({row.start for row in self.rows[path][epoch]})
+            yield Finding(
+                "never", epoch, path, tuple(self.starts[number].header.start for number in numbers),
+                tuple(left[:_NAMED]), len(left),
+                f"of epoch {epoch}{_in(path)}, {_of(len(left), 'item')} of {length:,} never came: {_named(left)}.",
+            )  # fmt: skip
 
 
 def read_ledger(folder: str | Path, *, start: str | None = None) -> Ledger:
@@ -280,72 +240,91 @@ def read_ledger(folder: str | Path, *, start: str | None = None) -> Ledger:
 
     Raises:
         FileNotFoundError: The folder has no files of a ledger, or none of this start.
-        DamagedStateError: A file has no readable header.
+        DamagedStateError: A file has no readable header, or ranks of a start have different ones.
     """
-    folder = Path(folder)
-    files = files_of(folder)
+    files = dict(files_of(Path(folder)))
     if not files or (start is not None and start not in files):
-        what = "no files of a ledger" if start is None else f"no start {start!r}; it has {', '.join(files) or 'none'}"
+        what = f"no start {start!r}, but {', '.join(files)}" if files else "no files of a ledger"
         raise FileNotFoundError(f"{folder} has {what}. Pass the folder given as StatefulDataCallback(ledger=...).")
-    name: str | None = start or max(files)
-    chain: list[Start] = []
-    while name is not None and name in files:
-        found = _start_of(files.pop(name))
-        chain.insert(0, found)
-        name = None if found.header.resumed is None else found.header.resumed["start"]
+    name, chain = start or max(files), list[Start]()
+    while name in files:
+        chain.insert(0, _start_of(files.pop(name)))
+        resumed = chain[0].header.resumed
+        name = "" if resumed is None else resumed["start"]
     return Ledger(chain)
 
 
 def _start_of(paths: list[Path]) -> Start:
     read = [read_file(path) for path in paths]
-    headers = [header for header, _, _ in read]
-    if len({header.num_replicas for header in headers}) > 1:
+    header = min((header for header, _, _ in read), key=lambda header: header.rank)
+    if any(other.num_replicas != header.num_replicas for other, _, _ in read):
         raise DamagedStateError(f"The files in {paths[0].parent} are of different numbers of ranks.")
-    return Start(
-        min(headers, key=lambda header: header.rank),
-        {header.rank: batches for header, batches, _ in read},
-        damaged={header.rank: left for header, _, left in read if left},
-    )
+    damaged = {header.rank: left for header, _, left in read if left}
+    return Start(header, {header.rank: batches for header, batches, _ in read}, damaged)
+
+
+def _written_at(start: Start) -> tuple[int, int] | None:
+    """Epoch and batch, as the start before counted them, that came next when it wrote the checkpoint."""
+    resumed = start.header.resumed
+    return None if resumed is None else (resumed["epoch"], resumed["batch"])
 
 
 def _damaged(start: Start) -> Iterator[Finding]:
     for rank, left in start.damaged.items():
-        # Behind the checkpoint that was gone on from nothing is missed.
-        if start.kept[rank] < len(start.batches[rank]):
-            continue
-        text = f"the last {left} bytes of the file of rank {rank} of start {start.header.start} are no whole record."
-        yield Finding("damaged", -1, "", (start.header.start,), (rank,), left, text)
+        # Behind the checkpoint of a later start nothing is missed.
+        if start.kept[rank] == len(start.batches[rank]):
+            text = f"the last {left:,} bytes of rank {rank} of start {start.header.start} are no whole record."
+            yield Finding("damaged", -1, "", (start.header.start,), (rank,), left, text)
 
 
 def _out_of_order(start: Start) -> Iterator[Finding]:
-    """Batches of a file of which one does not follow the one before."""
     for rank, batches in start.batches.items():
-        reached = start.header.begins
+        due = start.header.begins
         for batch in batches[: start.kept[rank]]:
-            place = _place(batch)
-            begins_epoch = place[1] == 0 and place[0] > reached[0]
-            if batch.parts and place != reached and not begins_epoch:
+            begins_epoch = batch.epoch > due[0] and not batch.batch
+            if batch.parts and batch[:2] != due and not begins_epoch:
                 text = (
-                    f"rank {rank} of start {start.header.start} trained on batch {place[1]} of epoch {place[0]} where "
-                    f"batch {reached[1]} of epoch {reached[0]} was to come."
+                    f"rank {rank} of start {start.header.start} trained on batch {batch.batch} of epoch {batch.epoch} "
+                    f"where batch {due[1]} of epoch {due[0]} was due."
                 )
-                yield Finding("order", place[0], "", (start.header.start,), (reached, place), 1, text)
-            reached = _after(batch)
+                yield Finding("order", batch.epoch, "", (start.header.start,), (due, batch[:2]), 1, text)
+            due = _after(batch)
 
 
-def _place(batch: Batch) -> tuple[int, int]:
-    """Epoch and number; of an epoch's end those of the batch that would follow its last."""
-    return batch.epoch, batch.batch
+def _missing(start: Start, until: tuple[int, int] | None) -> Iterator[Finding]:
+    """Batches before the checkpoint of a later start that are in no file."""
+    for rank in range(start.header.num_replicas if until is not None else 0):
+        batches = start.batches.get(rank, [])[: start.kept.get(rank, 0)]
+        reached = _after(batches[-1]) if batches else start.header.begins
+        # Between epochs the file need not tell that one is over.
+        if until is None or reached >= until or (until == (reached[0] + 1, 0) and batches):
+            continue
+        text = (
+            f"start {start.header.start} wrote a checkpoint before batch {until[1]} of epoch {until[0]}, but the file "
+            f"of its rank {rank} ends before batch {reached[1]} of epoch {reached[0]}."
+        )
+        yield Finding("missing", until[0], "", (start.header.start,), (reached, until), 1, text)
+
+
+def _repeats(rows: Iterable[Row]) -> bool:
+    """Whether a start has given an item twice in an epoch, without any stop."""
+    by_start: dict[int, list[Any]] = defaultdict(list)
+    for row in rows:
+        by_start[row.start] += row.items
+    return any(len(set(items)) < len(items) for items in by_start.values())
 
 
 def _after(batch: Batch) -> tuple[int, int]:
+    """Epoch and number of the batch that comes next."""
     return (batch.epoch, batch.batch + 1) if batch.parts else (batch.epoch + 1, 0)
 
 
-def _listed(part: Part) -> list[Any]:
-    if part.items is None:
-        return []
-    return list(part.items) if isinstance(part.items, tuple) else part.items.tolist()
+def _count(batches: list[Batch]) -> int:
+    return sum(bool(batch.parts) for batch in batches)
+
+
+def _in(path: str) -> str:
+    return f" of loader {path!r}" if path else ""
 
 
 def _of(number: int, what: str) -> str:
@@ -353,5 +332,5 @@ def _of(number: int, what: str) -> str:
     return f"{number:,} {what if number == 1 else plural}"
 
 
-def _few(items: list[Any]) -> str:
-    return ", ".join(map(str, items[:_SHOWN])) + (", ..." if len(items) > _SHOWN else "")
+def _named(items: list[Any]) -> str:
+    return ", ".join(map(str, items[:_NAMED])) + (", ..." if len(items) > _NAMED else "")

@@ -49,8 +49,6 @@ Request = Callable[[], Any]
 # shuffles.
 _RECORDS = "__pl_saved_"
 
-# Batches from one whose content is noted to the next.
-NOTED_EVERY = 100
 
 # How a warning of Lightning's begins that is wrong of our loaders.
 _DOUBT = "Your `IterableDataset` has `__len__` defined"
@@ -295,7 +293,7 @@ class LoaderProxy:
         is_dealt_out: Show a DistributedSampler on a single rank too, as Lightning does under DDP.
         length: Called for the steps of the epoch that training is in; by default they are the loader's.
         at_end: Called when the loader has no further batch.
-        note: Called with the plan, the step and the batch before every hundredth batch of a plan is handed over.
+        note: Called with the plan, the step and the batch before a batch is handed over.
 
     Attributes:
         loader: The loader.
@@ -364,7 +362,7 @@ class LoaderProxy:
         for batch in self.loader.batches(plan, step, isolated=self._isolated):
             if isinstance(batch, FailedBatch):
                 raise batch.error
-            if self._note is not None and (step + self.num_handed) % NOTED_EVERY == 0:
+            if self._note is not None:
                 self._note(plan, step + self.num_handed, batch)
             self.num_handed += 1
             if self._after_read is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.batch_content import BatchContent
 from lightning_stateful.trainer.checkpoint import warn_of_missing_state
+from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.lightning import TrainerFn, is_param_in_hook_signature, pl
 from lightning_stateful.trainer.loader_proxy import (
     LoaderProxy,
@@ -40,6 +41,9 @@ from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail
 
+# Batches from one whose content is noted to the next.
+_NOTED_EVERY = 100
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -53,6 +57,7 @@ class Settings:
         accept: Names of differences to let pass on load.
         log_data: Log what has been served and how it was padded.
         check_content: Compare a batch now and then with what a resume reads in its place.
+        ledger: Writes what is trained on.
     """
 
     seed: int | None = None
@@ -62,6 +67,7 @@ class Settings:
     accept: Collection[str] = ()
     log_data: bool = False
     check_content: bool = True
+    ledger: LedgerWriter = field(default_factory=LedgerWriter)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept", accepted_names(self.accept))
@@ -115,7 +121,8 @@ class TrainLoaders:
 
     def __init__(self, trainer: pl.Trainer, raw: Any, settings: Settings) -> None:
         self._trainer = trainer
-        self._settings, self.seed = settings, seed_or_default(settings.seed)
+        self._settings, self.seed, self._ledger = settings, seed_or_default(settings.seed), settings.ledger
+        self._notes_content = settings.check_content and trainer.is_global_zero
         step = trainer.lightning_module.training_step
         self._step_fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
         structure = Structure.of(raw)
@@ -344,11 +351,13 @@ class TrainLoaders:
     # No local functions: where workers are spawned, proxies may have to be pickled.
 
     def _proxy(self, path: str, original: Any) -> LoaderProxy:
+        loader = self.combined.loaders[path]
+        if self._ledger.is_on and isinstance(loader, StatefulLoader):
+            loader.keep_indices()
         # One seed for all: which of several loaders is asked last depends on which of them have ended.
         rank = topology_of(self._trainer).rank
-        is_noted = self._settings.check_content and self._trainer.is_global_zero
         return LoaderProxy(
-            self.combined.loaders[path],
+            loader,
             partial(self._locate, path),
             partial(self._seed_batch, self.seed, rank),
             isolated=not self._settings.seed_model,
@@ -357,11 +366,16 @@ class TrainLoaders:
             is_dealt_out=deals_out(self._trainer),
             length=partial(self._length, path),
             at_end=self._note_end,
-            note=partial(self._note_batch, path) if is_noted else None,
+            note=partial(self._note_batch, path) if self._notes_content or self._ledger.is_on else None,
         )
 
     def _note_batch(self, path: str, plan: EpochPlan, step: int, batch: Any) -> None:
-        self.content.note(path, plan, step, batch, self._next_step())
+        if self._notes_content and step % _NOTED_EVERY == 0:
+            self.content.note(path, plan, step, batch, self._next_step())
+        if self._ledger.is_on:
+            loader = self.combined.loaders[path]
+            indices = loader.take_indices() if isinstance(loader, StatefulLoader) else None
+            self._ledger.note(path, plan.epoch, indices, batch)
 
     def _note_end(self) -> None:
         # Of several, one may end before the others.
