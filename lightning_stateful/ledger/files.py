@@ -27,8 +27,9 @@ Items = NDArray[np.uint64] | tuple[str, ...] | None
 
 _FRAME = struct.Struct("<II")  # bytes of the record, their CRC-32
 _BATCH = struct.Struct("<IIB")  # epoch, number of the batch in it, number of parts; no parts: the epoch's end
-_PART = struct.Struct("<BBII")  # number of the loader, kind of items, epoch of the loader, number of items
-_TEXTS, _UNKNOWN = 8, 9
+_PART = struct.Struct("<BBIII")  # number of the loader, kind of items, epoch of the loader, cycle, number of items
+# Kinds of items beside the widths of indices, 1 to 8 bytes.
+_TEXTS, _UNKNOWN = 16, 17
 _MOST_HELD, _MOST_SECONDS = 1 << 16, 1.0
 
 
@@ -62,15 +63,17 @@ class Part(NamedTuple):
 
     Attributes:
         path: The path of the loader.
-        epoch: The epoch of the loader: another than the Trainer's where a short loader begins again.
+        epoch: The epoch of the loader.
         items: Indices, or keys as text; None where it is not known what the batch consists of.
         number: The number of items.
+        cycle: Passes before in the epoch, of a loader that begins again within it.
     """
 
     path: str
     epoch: int
     items: Items
     number: int
+    cycle: int = 0
 
     def listed(self) -> list[Any]:
         """The items as a list; empty where they are not known."""
@@ -119,7 +122,7 @@ class LedgerFile:
         record = bytearray(_BATCH.pack(batch.epoch, batch.batch, len(batch.parts)))
         for part in batch.parts:
             kind, items = _encoded(part.items)
-            record += _PART.pack(self._numbers[part.path], kind, part.epoch, part.number) + items
+            record += _PART.pack(self._numbers[part.path], kind, part.epoch, part.cycle, part.number) + items
         self._held += _FRAME.pack(len(record), zlib.crc32(record))
         self._held += record
         if len(self._held) > _MOST_HELD or time.monotonic() - self._flushed > _MOST_SECONDS:
@@ -141,17 +144,21 @@ def as_items(values: Any) -> tuple[Items, int]:
     """Indices or keys as they are kept, and their number.
 
     Args:
-        values: An index or a key, or several in any iterable. Indices are integers that are not negative; other values
-            are kept as text.
+        values: An index or a key, or several in any iterable, array or tensor. Indices are integers that are not
+            negative; other values are kept as text.
     """
-    if isinstance(values, np.ndarray) and values.dtype.kind in "ui":
-        found = values.reshape(-1)
-        return found.astype(np.uint64), len(found)
-    if isinstance(values, str) or not isinstance(values, Iterable):
+    if hasattr(values, "reshape"):
+        # An array or a tensor.
+        values = values.reshape(-1).tolist()
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         values = [values]
     listed = list(values)
-    if all(isinstance(value, (int, np.integer)) and value >= 0 for value in listed):
-        return np.array(listed, dtype=np.uint64), len(listed)
+    if all(kind is not bool and issubclass(kind, (int, np.integer)) for kind in set(map(type, listed))):
+        try:
+            return np.array(listed, dtype=np.uint64), len(listed)
+        except OverflowError:
+            # Negative, or of more than 64 bits.
+            pass
     return tuple(map(str, listed)), len(listed)
 
 
@@ -200,7 +207,7 @@ def _decoded(record: bytes, paths: Sequence[str]) -> Batch:
     epoch, number, num_parts = _BATCH.unpack_from(record)
     at, parts = _BATCH.size, []
     for _ in range(num_parts):
-        loader, kind, loader_epoch, count = _PART.unpack_from(record, at)
+        loader, kind, loader_epoch, cycle, count = _PART.unpack_from(record, at)
         at += _PART.size
         items: Items = None
         if kind == _TEXTS:
@@ -210,7 +217,7 @@ def _decoded(record: bytes, paths: Sequence[str]) -> Batch:
         elif kind != _UNKNOWN:
             items = np.frombuffer(record, f"<u{kind}", count, at).astype(np.uint64)
             at += kind * count
-        parts.append(Part(paths[loader], loader_epoch, items, count))
+        parts.append(Part(paths[loader], loader_epoch, items, count, cycle))
     return Batch(epoch, number, tuple(parts))
 
 

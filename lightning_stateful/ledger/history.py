@@ -13,6 +13,8 @@ import numpy as np
 from lightning_stateful.errors import DamagedStateError
 from lightning_stateful.ledger.files import Batch, FileHeader, files_of, read_file
 
+# Epoch and cycle.
+Pass = tuple[int, int]
 # Items that a finding names.
 _NAMED = 5
 
@@ -98,12 +100,13 @@ class Ledger:
 
     Attributes:
         starts: The same.
-        rows: By the path of a loader and its epoch, what was trained on: start by start, and in it rank by rank.
+        rows: By the path of a loader, and the epoch and cycle of a pass over it, what was trained on: start by start,
+            and in it rank by rank. A cycle is 0, but of a loader that begins again within an epoch.
     """
 
     def __init__(self, starts: list[Start]) -> None:
         self.starts = starts
-        self.rows: dict[str, dict[int, list[Row]]] = {path: {} for path in starts[-1].header.loaders}
+        self.rows: dict[str, dict[Pass, list[Row]]] = {path: {} for path in starts[-1].header.loaders}
         # Epochs of the Trainer that were left after their last batch.
         self._ended: set[int] = set()
         for number, (start, following) in enumerate(zip(starts, [*starts[1:], None], strict=True)):
@@ -116,8 +119,10 @@ class Ledger:
 
     def items(self, epoch: int, path: str = "") -> Counter[Any]:
         """How often each item was trained on in an epoch of a loader, over all ranks."""
-        rows = self.rows.get(path, {}).get(epoch, [])
-        return Counter(item for row in rows for item in row.items)
+        passes = self.rows.get(path, {}).items()
+        return Counter(
+            item for (of_epoch, _), rows in passes if of_epoch == epoch for row in rows for item in row.items
+        )
 
     def findings(self) -> list[Finding]:
         """What an uninterrupted run would not have done; empty where all is right.
@@ -128,30 +133,31 @@ class Ledger:
         found = [finding for start in self.starts for finding in (*_damaged(start), *_out_of_order(start))]
         for start, following in zip(self.starts, self.starts[1:], strict=False):
             found += _missing(start, _written_at(following))
-        for path, epochs in self.rows.items():
+        for path, passes in self.rows.items():
             length = self.starts[-1].header.loaders[path].get("length")
-            whole = {epoch: self._without_tail(path, epoch) for epoch in epochs}
-            if any(_repeats(rows) for rows in whole.values()):
+            without_tails = {at: self._without_tail(path, at) for at in sorted(passes)}
+            if any(map(_repeats, without_tails.values())):
                 continue
-            for epoch in sorted(epochs):
-                found += self._twice(path, epoch, whole[epoch])
-                if length is not None and self._is_whole(path, epoch):
-                    found += self._never(path, epoch, length)
+            for at, rows in without_tails.items():
+                found += self._twice(path, at, rows)
+                if length is not None and self._is_whole(path, at):
+                    found += self._never(path, at, length)
         return found
 
     def epochs(self) -> list[dict[str, Any]]:
-        """Of each epoch of each loader: its items, how many of them are distinct, and whether it is over."""
+        """Of each pass over each loader: its items, how many of them are distinct, and whether it is over."""
         return [
             {
                 "path": path,
-                "epoch": epoch,
-                "items": sum(row.number for row in epochs[epoch]),
-                "distinct": len(self.items(epoch, path)),
+                "epoch": at[0],
+                "cycle": at[1],
+                "items": sum(row.number for row in passes[at]),
+                "distinct": len({item for row in passes[at] for item in row.items}),
                 "length": self.starts[-1].header.loaders[path].get("length"),
-                "over": self._is_over(path, epoch),
+                "over": self._is_over(path, at),
             }
-            for path, epochs in self.rows.items()
-            for epoch in sorted(epochs)
+            for path, passes in self.rows.items()
+            for at in sorted(passes)
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,7 +178,7 @@ class Ledger:
         for row in self.epochs():
             of_length = "" if row["length"] is None else f" of {row['length']:,}"
             lines.append(
-                f"epoch {row['epoch']}{_in(row['path'])}, {'over' if row['over'] else 'not over'}: "
+                f"{_pass(row['path'], (row['epoch'], row['cycle']))}, {'over' if row['over'] else 'not over'}: "
                 f"{_of(row['items'], 'item')}, {row['distinct']:,}{of_length} distinct"
             )
         findings = self.findings()
@@ -184,27 +190,27 @@ class Ledger:
             self._ended.add(batch.epoch)
         for part in batch.parts:
             row = Row(number, rank, batch.epoch, batch.batch, part.listed(), part.number)
-            self.rows.setdefault(part.path, {}).setdefault(part.epoch, []).append(row)
+            self.rows.setdefault(part.path, {}).setdefault((part.epoch, part.cycle), []).append(row)
 
-    def _is_over(self, path: str, epoch: int) -> bool:
-        """Whether a later epoch has begun, or the Trainer's has ended, of which it is a part."""
-        epochs = self.rows[path]
-        is_trainers = all(row.epoch == epoch for row in epochs[epoch])
-        return max(epochs) > epoch or (is_trainers and epoch in self._ended)
+    def _is_over(self, path: str, at: Pass) -> bool:
+        """Whether a later pass has begun, or the Trainer's epoch has ended of which it is a part."""
+        passes = self.rows[path]
+        is_trainers = all(row.epoch == at[0] for row in passes[at])
+        return max(passes) > at or (is_trainers and at[0] in self._ended)
 
-    def _is_whole(self, path: str, epoch: int) -> bool:
-        """Whether an epoch is over, and all of it is in the files."""
-        rows, begins = self.rows[path][epoch], self.starts[0].header.begins
+    def _is_whole(self, path: str, at: Pass) -> bool:
+        """Whether a pass is over, and all of it is in the files."""
+        rows, begins = self.rows[path][at], self.starts[0].header.begins
         is_known = all(row.items for row in rows)
-        return is_known and self._is_over(path, epoch) and begins <= min((row.epoch, 0) for row in rows)
+        return is_known and self._is_over(path, at) and begins <= min((row.epoch, 0) for row in rows)
 
-    def _without_tail(self, path: str, epoch: int) -> list[Row]:
-        """The rows of an epoch without its last step, in which ranks may repeat items to make it whole."""
-        rows = self.rows[path][epoch]
+    def _without_tail(self, path: str, at: Pass) -> list[Row]:
+        """The rows of a pass without its last step, in which ranks may repeat items to make it whole."""
+        rows = self.rows[path][at]
         last = max((row.start, row.epoch, row.batch) for row in rows)
-        return [row for row in rows if (row.start, row.epoch, row.batch) != last or not self._is_over(path, epoch)]
+        return [row for row in rows if (row.start, row.epoch, row.batch) != last or not self._is_over(path, at)]
 
-    def _twice(self, path: str, epoch: int, rows: list[Row]) -> Iterator[Finding]:
+    def _twice(self, path: str, at: Pass, rows: list[Row]) -> Iterator[Finding]:
         seen: dict[int, set[Any]] = defaultdict(set)
         for row in rows:
             seen[row.start].update(row.items)
@@ -212,22 +218,22 @@ class Ledger:
             for earlier in sorted(start for start in seen if start < later):
                 if both := sorted(seen[earlier] & seen[later]):
                     starts = self.starts[earlier].header.start, self.starts[later].header.start
-                    yield Finding(
-                        "twice", epoch, path, starts, tuple(both[:_NAMED]), len(both),
-                        f"of epoch {epoch}{_in(path)}, {_of(len(both), 'item')} that start {starts[0]} had trained on "
+                    yield Finding("twice", at[0], path, starts, tuple(both[:_NAMED]), len(both),
+                        f"of {_pass(path, at)}, {_of(len(both), 'item')} that start {starts[0]} had trained on "
                         f"came again in start {starts[1]}: {_named(both)}.",
                     )  # fmt: skip
 
-    def _never(self, path: str, epoch: int, length: int) -> Iterator[Finding]:
+    def _never(self, path: str, at: Pass, length: int) -> Iterator[Finding]:
         seen = np.zeros(length, dtype=bool)
-        seen[[item for item in self.items(epoch, path) if isinstance(item, int) and item < length]] = True
+        seen[[item for row in self.rows[path][at] for item in row.items if isinstance(item, int) and item < length]] = (
+            True
+        )
         left = np.flatnonzero(~seen).tolist()
         if left:
-            numbers = sorted({row.start for row in self.rows[path][epoch]})
-            yield Finding(
-                "never", epoch, path, tuple(self.starts[number].header.start for number in numbers),
+            numbers = sorted({row.start for row in self.rows[path][at]})
+            yield Finding("never", at[0], path, tuple(self.starts[number].header.start for number in numbers),
                 tuple(left[:_NAMED]), len(left),
-                f"of epoch {epoch}{_in(path)}, {_of(len(left), 'item')} of {length:,} never came: {_named(left)}.",
+                f"of {_pass(path, at)}, {_of(len(left), 'item')} of {length:,} never came: {_named(left)}.",
             )  # fmt: skip
 
 
@@ -323,8 +329,9 @@ def _count(batches: list[Batch]) -> int:
     return sum(bool(batch.parts) for batch in batches)
 
 
-def _in(path: str) -> str:
-    return f" of loader {path!r}" if path else ""
+def _pass(path: str, at: Pass) -> str:
+    again = f", pass {at[1] + 1}" if at[1] else ""
+    return f"epoch {at[0]}{again} of loader {path!r}" if path else f"epoch {at[0]}{again}"
 
 
 def _of(number: int, what: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_stateful.core.order import Progress
 from lightning_stateful.core.samples import SampleBatchOrder, SequentialOrder, ShuffledOrder
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.ledger.files import SUFFIX, Batch, FileHeader, LedgerFile, Part, as_items
@@ -106,12 +107,12 @@ class LedgerWriter:
             )
         rank_zero_info(f"What is trained on is written to {file.parent}.")
 
-    def note(self, path: str, epoch: int, indices: Any, batch: Any) -> None:
+    def note(self, path: str, at: Progress, indices: Any, batch: Any) -> None:
         """Note a batch that a loader is about to hand over.
 
         Args:
             path: The loader's path.
-            epoch: The loader's epoch.
+            at: Progress in the loader's epoch as the pass began.
             indices: The indices that it was read at; None where there are none.
             batch: The batch.
         """
@@ -123,7 +124,7 @@ class LedgerWriter:
         )
         if not self._fetched or path in self._fetched[-1]:
             self._fetched.append({})
-        self._fetched[-1][path] = Part(path, epoch, items, number)
+        self._fetched[-1][path] = Part(path, at.epoch, items, number, at.cycle)
 
     def begin_batch(self, at: tuple[int, int]) -> None:
         """Training begins on the batch that was fetched first."""
@@ -173,8 +174,8 @@ class LedgerWriter:
 
 def _described(trainer: pl.Trainer, loaders: Mapping[str, AnyLoader]) -> dict[str, dict[str, Any]]:
     """Of each loader the number of samples that a whole epoch has once each, where that is known."""
-    # Epochs that are cut do not have them all.
-    is_whole = trainer.limit_train_batches == 1.0 and not trainer.overfit_batches  # type: ignore[attr-defined]
+    # Epochs that are cut do not have them all, by a limit or by the end of another loader.
+    is_whole = len(loaders) == 1 and trainer.limit_train_batches == 1.0 and not trainer.overfit_batches  # type: ignore[attr-defined]
     return {path: {"length": _num_once(loader) if is_whole else None} for path, loader in loaders.items()}
 
 

@@ -375,7 +375,7 @@ class TrainLoaders:
         if self._ledger.is_on:
             loader = self.combined.loaders[path]
             indices = loader.take_indices() if isinstance(loader, StatefulLoader) else None
-            self._ledger.note(path, plan.epoch, indices, batch)
+            self._ledger.note(path, plan.progress_after(0), indices, batch)
 
     def _note_end(self) -> None:
         # Of several, one may end before the others.
