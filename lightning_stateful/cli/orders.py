@@ -85,7 +85,7 @@ def rests_from_states(checkpoint: Checkpoint, ranks: int, batch_size: int | None
     checkpoint.needed()
     rests = {}
     for path, state in checkpoint.loaders.items():
-        saved = checkpoint.written.get("loaders", {}).get(path, {}).get("batch_size")
+        saved = checkpoint.written.get("batch_size", {}).get(path)
         order = _order_of(state, saved if batch_size is None else batch_size, path)
         progress = Progress.from_dict(state["progress"])
         if order.config().get("batch_size") != state["config"].get("batch_size"):

@@ -63,6 +63,9 @@ _FOLDERS = {
 }
 
 
+_NOTE = {"versions", "ranks", "steps", "batch_size", "workers"}
+
+
 class Opaque:
     """An object of a class that is not known here: it takes whatever a pickle does to it, and keeps nothing."""
 
@@ -124,6 +127,7 @@ class Checkpoint:
         data: The state of the training data; None if it has none, or one that is damaged.
         is_lightnings: Whether a Trainer wrote it.
         problems: Why a resume would refuse it, whatever the data; empty if it would not.
+        lightning: The version of Lightning that wrote it; empty where it does not say.
     """
 
     path: Path
@@ -134,6 +138,7 @@ class Checkpoint:
     data: Mapping[str, Any] | None = None
     is_lightnings: bool = False
     problems: tuple[str, ...] = ()
+    lightning: str = ""
 
     @property
     def loaders(self) -> dict[str, Mapping[str, Any]]:
@@ -142,9 +147,9 @@ class Checkpoint:
 
     @property
     def written(self) -> Mapping[str, Any]:
-        """The note of the run that wrote it; empty where it has none."""
+        """The note of the run that wrote it; empty where it has none, or a damaged one."""
         note = (self.callback or {}).get("written")
-        return note if isinstance(note, Mapping) else {}
+        return note if isinstance(note, Mapping) and note.keys() >= _NOTE else {}
 
     @property
     def epoch(self) -> int | None:
@@ -259,6 +264,7 @@ def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoi
         )
     step = contents.get("global_step")
     found |= {"global_step": step if isinstance(step, int) else None, "is_lightnings": is_lightnings}
+    found["lightning"] = str(contents.get("pytorch-lightning_version", ""))
     problems: list[str] = []
     if callback is not None:
         found["callback"] = callback if isinstance(callback, Mapping) else None

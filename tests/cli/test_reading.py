@@ -154,7 +154,7 @@ def test_the_state_of_a_loader_is_read_wherever_a_program_has_saved_it(tell: Any
     ):
         told = tell("inspect", path)
         assert told.code == 0, told.err
-        assert "epoch 0: trained on 8 of 40 (20%) samples" in told.out
+        assert "epoch 0: trained on 8 of 40 samples (20%)" in told.out
         assert read_checkpoint(path).loaders == {"": state}
     several = saved({"train": state, "aux": state, "step": 3}, tmp_path / "several.ckpt")
     assert read_checkpoint(several).loaders == {"train": state, "aux": state}
