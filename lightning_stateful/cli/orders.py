@@ -107,6 +107,15 @@ def steps_left(rests: Mapping[str, RestOfEpoch], checkpoint: Checkpoint) -> int 
     return min(left) if mode == "min_size" else max(left)
 
 
+def refused_batch_sizes(checkpoint: Checkpoint, batch_size: int | None) -> list[str]:
+    """A note on loaders that another batch size than the saved one would be refused for."""
+    saved = {path: state["config"].get("batch_size", batch_size) for path, state in checkpoint.loaders.items()}
+    if batch_size is None or all(size == batch_size for size in saved.values()):
+        return []
+    sizes = ", ".join(map(str, saved.values()))
+    return [f"A resume refuses another batch size than the saved {sizes}, unless accept=('batch_size',) is passed."]
+
+
 def _known(steps: int) -> int | None:
     return steps if steps < UNKNOWN else None
 
