@@ -12,7 +12,7 @@ import click
 
 from lightning_stateful.cli.comparison import compared, comparison_in_words
 from lightning_stateful.cli.flags import Command, as_json, numbers_or_name
-from lightning_stateful.cli.reading import Checkpoint, read_checkpoint
+from lightning_stateful.cli.reading import Checkpoint, read_checkpoint, refusing_odd_states
 from lightning_stateful.cli.words import described, in_words, rest_in_words
 from lightning_stateful.errors import ConfigurationError, StateError, StatefulError
 
@@ -80,8 +80,10 @@ def inspect(checkpoint: Path, json_: bool) -> int:
 
     Exits with 1 if a resume from it would be refused, or would not be exact.
     """
-    found = described(read_checkpoint(checkpoint))
-    click.echo(as_json(found) if json_ else in_words(found))
+    with refusing_odd_states(checkpoint):
+        found = described(read_checkpoint(checkpoint))
+        text = as_json(found) if json_ else in_words(found)
+    click.echo(text)
     return FOUND if found["problems"] else RIGHT
 
 
@@ -94,7 +96,8 @@ def diff(checkpoint: Path, other: Path, json_: bool) -> int:
 
     Exits with 1 if their settings differ, so that a resume would be refused; positions and ranks may differ.
     """
-    found = compared(read_checkpoint(checkpoint), read_checkpoint(other))
+    with refusing_odd_states(checkpoint, other):
+        found = compared(read_checkpoint(checkpoint), read_checkpoint(other))
     click.echo(as_json(found) if json_ else comparison_in_words(found))
     return FOUND if found["settings"] else RIGHT
 
@@ -136,8 +139,9 @@ def plan(
     from lightning_stateful.cli import orders
 
     if factory is None:
-        rests = orders.rests_from_states(found, ranks, batch_size)
-        left, notes = orders.steps_left(rests, found), list[str]()
+        with refusing_odd_states(checkpoint):
+            rests = orders.rests_from_states(found, ranks, batch_size)
+            left, notes = orders.steps_left(rests, found), orders.refused_batch_sizes(found, batch_size)
     elif batch_size is not None:
         raise click.UsageError("--batch-size is for a plan without FACTORY, whose loaders have a batch size.")
     else:

@@ -85,7 +85,7 @@ def rests_from_states(checkpoint: Checkpoint, ranks: int, batch_size: int | None
     checkpoint.needed()
     rests = {}
     for path, state in checkpoint.loaders.items():
-        saved = checkpoint.written.get("loaders", {}).get(path, {}).get("batch_size")
+        saved = checkpoint.written.get("batch_size", {}).get(path)
         order = _order_of(state, saved if batch_size is None else batch_size, path)
         progress = Progress.from_dict(state["progress"])
         if order.config().get("batch_size") != state["config"].get("batch_size"):
@@ -105,6 +105,15 @@ def steps_left(rests: Mapping[str, RestOfEpoch], checkpoint: Checkpoint) -> int 
         left.append(0 if checkpoint.loaders[path]["progress"]["cycle"] else rest.steps_left)
     mode = checkpoint.needed()["config"].get("mode")
     return min(left) if mode == "min_size" else max(left)
+
+
+def refused_batch_sizes(checkpoint: Checkpoint, batch_size: int | None) -> list[str]:
+    """A note on loaders that another batch size than the saved one would be refused for."""
+    saved = {path: state["config"].get("batch_size", batch_size) for path, state in checkpoint.loaders.items()}
+    if batch_size is None or all(size == batch_size for size in saved.values()):
+        return []
+    sizes = ", ".join(map(str, saved.values()))
+    return [f"A resume refuses another batch size than the saved {sizes}, unless accept=('batch_size',) is passed."]
 
 
 def _known(steps: int) -> int | None:

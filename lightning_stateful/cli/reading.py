@@ -1,22 +1,16 @@
-"""Reads the states in a checkpoint that need not be trusted, without torch, and without reading its tensors.
-
-A file of ``torch.save`` is a pickle beside the numbers of its tensors. The pickle alone is read, by an unpickler that
-knows no class of any package: whatever the pickle names becomes an :class:`Opaque` object that holds nothing and does
-nothing. A state is plain data, so nothing of it is lost.
-"""
+"""Reads the states in a checkpoint, whichever strategy or program wrote it, without torch."""
 
 from __future__ import annotations
 
-import collections
 import json
-import pickle  # an unpickler that makes plain data alone
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from lightning_stateful.errors import DamagedStateError, StateError
+from lightning_stateful.cli.plain_pickle import from_pickles, from_zip
+from lightning_stateful.errors import DamagedStateError, StateError, StatefulError
 from lightning_stateful.state import check, pack_combined, walk
 from lightning_stateful.trainer.saved_progress import (
     CALLBACK_KEY,
@@ -26,89 +20,16 @@ from lightning_stateful.trainer.saved_progress import (
     read_counters,
 )
 
-# Names in a pickle that no checkpoint needs, and that run a program or read and write files when they are called.
-_HOSTILE_MODULES = frozenset(
-    (
-        *(
-            "os",
-            "posix",
-            "nt",
-            "sys",
-            "subprocess",
-            "shutil",
-            "pty",
-            "socket",
-            "multiprocessing",
-            "asyncio",
-            "webbrowser",
-        ),
-        *("runpy", "importlib", "imp", "code", "codeop", "ctypes", "pdb", "timeit", "pip", "commands", "popen2"),
-        *("pickle", "_pickle", "cPickle", "marshal"),
-    )
-)
-_HOSTILE_BUILTINS = frozenset(("eval", "exec", "execfile", "compile", "open", "__import__", "input", "breakpoint"))
-_PLAIN = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "complex"): complex,
-}
-# A checkpoint written before torch 1.6 is a row of pickles: a number, a version, facts about the machine, the contents.
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+# Values in a state, and how deep they lie in each other.
+_MOST_VALUES, _DEEPEST = 2**23, 100
 # Files of Lightning's strategies that write a folder; what is not a tensor stands in them.
 _FOLDERS = {
     "meta.pt": "a folder of FSDPStrategy or ModelParallelStrategy",
     "checkpoint/mp_rank_00_model_states.pt": "a folder of DeepSpeedStrategy",
     "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt": "a folder of DeepSpeedStrategy, stage 3",
 }
-
-
-class Opaque:
-    """An object of a class that is not known here: it takes whatever a pickle does to it, and keeps nothing."""
-
-    def __new__(cls, *args: Any, **options: Any) -> Opaque:
-        """A new one, whatever the arguments."""
-        return object.__new__(cls)
-
-    def __init__(self, *args: Any, **options: Any) -> None: ...
-
-    def __call__(self, *args: Any, **options: Any) -> Opaque:
-        """Another one."""
-        return Opaque()
-
-    def __setstate__(self, state: Any) -> None: ...
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-    def append(self, value: Any) -> None:
-        """Take an element."""
-
-    def extend(self, values: Any) -> None:
-        """Take elements."""
-
-    def add(self, value: Any) -> None:
-        """Take an element."""
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__qualname__}>"
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Makes plain data, and opaque objects of all else; refuses names that can only be there to do harm."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        module = "builtins" if module == "__builtin__" else module  # as older protocols call it
-        hostile = module.split(".")[0] in _HOSTILE_MODULES
-        if hostile or (module == "builtins" and name in _HOSTILE_BUILTINS):
-            raise StateError(
-                f"it names {module}.{name}, which no checkpoint needs: whoever loads it would run a program of its "
-                "author's. Nothing of it was run here. Do not load it."
-            )
-        return _PLAIN.get((module, name)) or type(f"{module}.{name}", (Opaque,), {})
-
-    def persistent_load(self, pid: Any) -> Opaque:
-        """A tensor's numbers, which are not read."""
-        return Opaque()
+# What a note of a run has; see run_notes.py.
+_NOTE = {"versions", "ranks", "steps", "batch_size", "workers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +45,7 @@ class Checkpoint:
         data: The state of the training data; None if it has none, or one that is damaged.
         is_lightnings: Whether a Trainer wrote it.
         problems: Why a resume would refuse it, whatever the data; empty if it would not.
+        lightning: The version of Lightning that wrote it; empty where it does not say.
     """
 
     path: Path
@@ -134,6 +56,7 @@ class Checkpoint:
     data: Mapping[str, Any] | None = None
     is_lightnings: bool = False
     problems: tuple[str, ...] = ()
+    lightning: str = ""
 
     @property
     def loaders(self) -> dict[str, Mapping[str, Any]]:
@@ -142,9 +65,9 @@ class Checkpoint:
 
     @property
     def written(self) -> Mapping[str, Any]:
-        """The note of the run that wrote it; empty where it has none."""
+        """The note of the run that wrote it; empty where it has none, or a damaged one."""
         note = (self.callback or {}).get("written")
-        return note if isinstance(note, Mapping) else {}
+        return note if isinstance(note, Mapping) and note.keys() >= _NOTE else {}
 
     @property
     def epoch(self) -> int | None:
@@ -181,6 +104,24 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise StateError(f"{path}: {error}") from None
 
 
+@contextmanager
+def refusing_odd_states(*paths: Path) -> Iterator[None]:
+    """Refuse states that nobody has damaged, by their checksums, and that are not as their kind writes them.
+
+    Raises:
+        DamagedStateError: Whatever in the block found a value of another type or size, or missed one.
+    """
+    try:
+        yield
+    except StatefulError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DamagedStateError(
+            f"{' or '.join(map(str, paths))}: the state of the training data is not as this version writes it "
+            f"({type(error).__name__}: {error})."
+        ) from error
+
+
 def _file_of(path: Path) -> tuple[Path, str]:
     """The file that holds the states of a checkpoint, and what a folder is in words."""
     if not path.exists():
@@ -203,46 +144,15 @@ def _contents(file: Path, layout: str) -> tuple[str, Any]:
         begin = opened.read(64)
         opened.seek(0)
         if begin.startswith(b"PK"):
-            return layout or "a file of torch.save", _from_zip(opened)
+            return layout or "a file of torch.save", from_zip(opened)
         if begin.startswith(b"\x80"):
-            return layout or "a file of torch.save", _from_pickles(opened)
+            return layout or "a file of torch.save", from_pickles(opened)
         if begin.lstrip().startswith(b"{"):
             try:
                 return "JSON", json.load(opened)
             except ValueError as error:
                 raise DamagedStateError(f"it is no whole JSON: {error}.") from None
     raise StateError("it is neither a file of torch.save nor JSON.")
-
-
-def _from_zip(opened: IO[bytes]) -> Any:
-    try:
-        with zipfile.ZipFile(opened) as archive:
-            names = [name for name in archive.namelist() if name.split("/")[1:] == ["data.pkl"]]
-            if not names:
-                raise StateError("it is a zip archive, but none that torch.save has written.")
-            with archive.open(names[0]) as pickled:
-                return _unpickled(pickled)
-    except zipfile.BadZipFile as error:
-        raise DamagedStateError(f"it is truncated or damaged: {error}. Take an older checkpoint.") from None
-
-
-def _from_pickles(opened: IO[bytes]) -> Any:
-    contents = _unpickled(opened)
-    if contents == _LEGACY_MAGIC:
-        contents = [_unpickled(opened) for _ in range(3)][-1]
-    return contents
-
-
-def _unpickled(opened: IO[bytes]) -> Any:
-    try:
-        return _PlainUnpickler(opened).load()  # plain data alone
-    except (StateError, zipfile.BadZipFile):
-        raise
-    except Exception as error:
-        # Of a pickle that is cut or changed anything may be raised.
-        raise DamagedStateError(
-            f"it is truncated or damaged: {type(error).__name__}: {error}. Take an older checkpoint."
-        ) from None
 
 
 def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoint:
@@ -259,6 +169,7 @@ def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoi
         )
     step = contents.get("global_step")
     found |= {"global_step": step if isinstance(step, int) else None, "is_lightnings": is_lightnings}
+    found["lightning"] = str(contents.get("pytorch-lightning_version", ""))
     problems: list[str] = []
     if callback is not None:
         found["callback"] = callback if isinstance(callback, Mapping) else None
@@ -270,6 +181,7 @@ def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoi
         found["progress"] = _counted(contents, problems)
     try:
         for name, state in states.items():
+            _refuse_endless(state)
             check(state, where=f"The state under {name!r}" if name else "The state of the training data")
         # Several that a program has put side by side are read as those of loaders side by side.
         found["data"] = None if not states else states.get("") or pack_combined("side by side", states)
@@ -303,6 +215,28 @@ def _data_states(contents: Mapping[str, Any], callback: Any) -> dict[str, Mappin
             if isinstance(part, Mapping) and _is_state(part):
                 found[str(name)] = part
     return {"": next(iter(found.values()))} if len(found) == 1 else found
+
+
+def _refuse_endless(state: Mapping[str, Any]) -> None:
+    """Refuse a state with values within values without end, or the same ones again and again.
+
+    Raises:
+        DamagedStateError: It is.
+    """
+    level: list[Any] = [state]
+    number = 0
+    for _ in range(_DEEPEST):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, (Mapping, list, tuple)):
+                inner.extend(value.values() if isinstance(value, Mapping) else value)
+            if len(inner) > _MOST_VALUES:
+                break
+        level, number = inner, number + len(inner)
+        if not level or number > _MOST_VALUES:
+            break
+    if level:
+        raise DamagedStateError("The state of the training data is no plain data: it has no end. It is damaged.")
 
 
 def _is_state(value: Mapping[str, Any]) -> bool:

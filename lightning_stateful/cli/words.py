@@ -30,6 +30,7 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
         "layout": checkpoint.layout,
         "position": {**position, "global_step": checkpoint.global_step},
         "written": dict(checkpoint.written),
+        "lightning": checkpoint.lightning or None,
         "seed": callback.get("seed"),
         "module": callback.get("module"),
         "loaders": {path: _loader(state) for path, state in checkpoint.loaders.items()},
@@ -67,14 +68,11 @@ def share(part: int, whole: int) -> str:
 
 
 def ranks_in_words(written: Mapping[str, Any]) -> str:
-    """The ranks, batch sizes and workers of the run that wrote a checkpoint; empty where it does not say."""
-    if "ranks" not in written:
-        return ""
+    """The ranks, batch sizes and workers of the run that wrote a checkpoint."""
     ranks = f"{written['ranks']} rank{'s' * (written['ranks'] != 1)}"
-    loaders = written.get("loaders", {})
-    sizes = [f"{of['batch_size']}" for of in loaders.values() if of.get("batch_size") is not None]
-    workers = sorted({of["workers"] for of in loaders.values()})
-    return ranks + (f" x {' and '.join(sizes)}" * bool(sizes)) + f", {' or '.join(map(str, workers))} workers a rank"
+    sizes = [str(size) for size in written.get("batch_size", {}).values() if size is not None]
+    workers = sorted(set(written.get("workers", {}).values()))
+    return ranks + (f" x {' and '.join(sizes)}" * bool(sizes)) + f", {' or '.join(map(str, workers))} workers a rank;"
 
 
 def _missing(checkpoint: Checkpoint) -> list[str]:
@@ -181,9 +179,10 @@ def _position_lines(found: Mapping[str, Any]) -> Iterator[str]:
     if position.get("ended"):
         line += ", all of its batches done"
     yield line + (f"; global step {number(position['global_step'])}" if position["global_step"] is not None else "")
-    if written:
-        versions = ", ".join(f"{name} {version}" for name, version in written.get("versions", {}).items())
-        yield f"written on {ranks_in_words(written)}; {versions}"
+    versions = {**written.get("versions", {}), **({"lightning": found["lightning"]} if found["lightning"] else {})}
+    if versions:
+        ranks = f"on {ranks_in_words(written)}" if written else "by"
+        yield f"written {ranks} {', '.join(f'{name} {version}' for name, version in versions.items())}"
     if found["seed"] is not None:
         yield f"seed {found['seed']}" + (f", data module {found['module']}" if found["module"] else "")
 
@@ -191,9 +190,10 @@ def _position_lines(found: Mapping[str, Any]) -> Iterator[str]:
 def _loader_lines(loader: Mapping[str, Any]) -> Iterator[str]:
     yield loader["order"]
     consumed = loader["consumed"]
-    count = share(consumed["count"], consumed["of"]) if consumed["of"] else f"{consumed['count']:,}"
+    count, of, unit = consumed["count"], consumed["of"], consumed["unit"]
+    trained = f"{count:,} of {of:,} {unit} ({count / of:.0%})" if of else f"{count:,} {unit}"
     again = f", after {loader['passes_before_in_epoch']} whole passes" if "passes_before_in_epoch" in loader else ""
-    yield f"epoch {loader['epoch']}: trained on {count} {consumed['unit']}{again}"
+    yield f"epoch {loader['epoch']}: trained on {trained}{again}"
     sources = loader.get("sources", {})
     width = max(map(len, sources), default=0)
     if sources:

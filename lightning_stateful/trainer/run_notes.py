@@ -26,23 +26,20 @@ def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any
     """How a run trains, for people who read its checkpoint: plain data that no resume compares.
 
     Returns:
-        The versions of the packages; ``ranks``; ``steps``, the batches of the running epoch under the trainer's limit,
-        or None where they are not known; and by path the ``batch_size`` (None for whole batches) and ``workers`` of
-        each of the ``loaders``.
+        The versions of packages, but for Lightning's, which a checkpoint has anyway; ``ranks``; ``steps``, the batches
+        of the running epoch under the trainer's limit, or None where they are not known; and by the path of the loader
+        ``batch_size`` (None for whole batches) and ``workers``.
     """
     steps = float(trainer.fit_loop.max_batches)
     return {
         "versions": {
             "lightning_stateful": sys.modules["lightning_stateful"].__version__,
             "torch": str(torch.__version__),
-            "lightning": str(pl.__version__),  # type: ignore[attr-defined]  # its own
         },
         "ranks": topology_of(trainer).num_replicas,
         "steps": int(steps) if math.isfinite(steps) else None,
-        "loaders": {
-            path: {"batch_size": loader.batch_size, "workers": loader.num_workers}
-            for path, loader in combined.loaders.items()
-        },
+        "batch_size": {path: loader.batch_size for path, loader in combined.loaders.items()},
+        "workers": {path: loader.num_workers for path, loader in combined.loaders.items()},
     }
 
 
@@ -131,5 +128,5 @@ def _samples(combined: CombinedLoaders, epoch: int, step: int) -> str:
 def _ranks_in_words(note: Mapping[str, Any]) -> str:
     """The ranks and, of a single loader, the batch size of a run."""
     ranks = f"{note['ranks']} rank{'s' * (note['ranks'] != 1)}"
-    size = note["loaders"].get("", {}).get("batch_size")
+    size = note["batch_size"].get("")
     return ranks if size is None else f"{ranks} x {size}"

@@ -12,13 +12,13 @@ import torch
 import lightning_stateful
 
 WORDS = {
-    "numbers": ("epoch 1, batch 4 of 11 (36%); global step 15", "epoch 1: trained on 8 of 22 (36%) samples", "x 2,"),
+    "numbers": ("epoch 1, batch 4 of 11 (36%); global step 15", "epoch 1: trained on 8 of 22 samples (36%)", "x 2,"),
     "mixture": ("epoch 1, batch 4 of 8 (50%)", "served since training began:", "1.667 passes over its 9"),
     "round_robin": ("3 sources in turn, seed 7", "served since the epoch began:"),
     "buckets": ("40 samples in batches of like lengths, seed 7", "max_tokens=12"),
     "stream": ("pass 0, 1 x 1 worker slots", "9 shards were assigned", "rank 0, worker 0: 4 batches; 8 samples"),
     "plain": ("22 samples, shuffled by seed 7", "goes on with other ranks, workers, batch sizes"),
-    "side_by_side": ("training data 'a'", "training data 'b'", "trained on 8 of 10 (80%) samples"),
+    "side_by_side": ("training data 'a'", "training data 'b'", "trained on 8 of 10 samples (80%)"),
     "drawn": ("A sampler that is iterated", "trained on 8 items", "sampler.class=WeightedRandomSampler"),
     "iterable": ("An iterable dataset", "goes on with these ranks, workers, batch sizes"),
 }

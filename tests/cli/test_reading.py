@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import random
 import subprocess
 import sys
 import zipfile
@@ -18,6 +19,7 @@ import torch
 
 from lightning_stateful import StatefulLoader
 from lightning_stateful.cli.reading import read_checkpoint
+from lightning_stateful.state import sealed
 
 
 class Hostile:
@@ -154,7 +156,7 @@ def test_the_state_of_a_loader_is_read_wherever_a_program_has_saved_it(tell: Any
     ):
         told = tell("inspect", path)
         assert told.code == 0, told.err
-        assert "epoch 0: trained on 8 of 40 (20%) samples" in told.out
+        assert "epoch 0: trained on 8 of 40 samples (20%)" in told.out
         assert read_checkpoint(path).loaders == {"": state}
     several = saved({"train": state, "aux": state, "step": 3}, tmp_path / "several.ckpt")
     assert read_checkpoint(several).loaders == {"train": state, "aux": state}
@@ -185,3 +187,51 @@ def test_what_cannot_be_read_is_said_in_a_line(checkpoints: Any, tell: Any, tmp_
         assert said in told.err, name
     told = tell("inspect", tmp_path / "nothing.ckpt")
     assert (told.code, told.err) == (2, f"lightning-stateful: there is no {tmp_path / 'nothing.ckpt'}.\n")
+
+
+def test_a_checkpoint_that_is_changed_anywhere_is_read_or_refused_in_a_line(
+    checkpoints: Any, tell: Any, tmp_path: Path
+) -> None:
+    contents = contents_of(checkpoints("stream"))
+    parts = {name: contents[name] for name in ("loops", "callbacks", "StreamDataModule", "global_step")}
+    whole, draw, codes = pickle.dumps(parts, protocol=2), random.Random(0), collections.Counter[int]()
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(draw.choice((1, 1, 3))):
+            at = draw.randrange(len(data))
+            data[at : at + draw.choice((1, 1, 9))] = bytes(draw.choices(range(256), k=draw.choice((0, 1, 1))))
+        (tmp_path / "changed.ckpt").write_bytes(data)
+        told = tell("inspect", tmp_path / "changed.ckpt")
+        assert told.code < 2 or (told.out, told.err.count("\n")) == ("", 1), told.err
+        codes[told.code] += 1
+    assert codes[2] > 75
+    assert tell("inspect", checkpoints("stream")).code == 0
+
+
+def test_a_state_that_is_odd_under_a_right_checksum_is_refused_in_a_line(
+    checkpoints: Any, tell: Any, tmp_path: Path
+) -> None:
+    state = dict(read_checkpoint(checkpoints("mixture")).needed())
+    nested: Any = []
+    for _ in range(300):
+        nested = [nested]
+    wide: Any = [0]
+    for _ in range(60):
+        wide = [wide, wide]
+    odd = {
+        "sources": {**state, "config": {**state["config"], "sources": [9]}},
+        "served": {**state, "progress": {**state["progress"], "served": {"news": None}}},
+        "epoch": {**state, "progress": {"consumed": 4}},
+    }
+    for name, changed in odd.items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(sealed({key: value for key, value in changed.items() if key != "checksum"})))
+        found = [tell("inspect", path), tell("plan", path, "--devices", 2)]
+        refused = [told for told in found if told.code == 2]
+        assert refused, name
+        for told in refused:
+            assert (told.out, told.err.count("\n")) == ("", 1), name
+            assert "the state of the training data" in told.err or "progress." in told.err
+    for endless in (nested, wide):
+        path = saved({**state, "more": endless}, tmp_path / "endless.pt")
+        assert "it has no end" in tell("inspect", path).out
