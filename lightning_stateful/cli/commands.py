@@ -263,6 +263,31 @@ def trained(
     return RIGHT
 
 
+@group.command(
+    cls=Command,
+    epilog="""lightning-stateful report ledger/
+    lightning-stateful report ledger/ --start 2026-11-23T14-03-29-988931-b086e9 --json""",
+)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--start", metavar="NAME", help="The start whose weights are asked about; by default the latest.")
+@_json
+def report(folder: Path, start: str | None, json_: bool) -> int:
+    """Say what a run was trained on, over all restarts: what came twice, what never came, what was lost.
+
+    FOLDER is the ledger's, of StatefulDataCallback(ledger=...).
+
+    Exits with 1 if something was trained on twice, left out, or is missing in the ledger.
+    """
+    from lightning_stateful.ledger import read_ledger
+
+    try:
+        found = read_ledger(folder, start=start)
+    except FileNotFoundError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(as_json(found.to_dict()) if json_ else str(found))
+    return FOUND if found.findings() else RIGHT
+
+
 _BOUNDARIES = '"least_padding", "equal_counts", or the longest length of each bucket: 16,64,512.'
 
 

@@ -188,7 +188,10 @@ def read_file(path: Path) -> tuple[FileHeader, list[Batch], int]:
         record = content[at + _FRAME.size : at + _FRAME.size + size]
         if len(record) < max(size, _BATCH.size) or zlib.crc32(record) != checksum:
             break
-        batches.append(_decoded(record, paths))
+        try:
+            batches.append(_decoded(record, paths))
+        except (ValueError, IndexError, struct.error) as error:
+            raise DamagedStateError(f"{path} has a record that is none of version {VERSION}, at byte {at}.") from error
         at += _FRAME.size + size
     return header, batches, len(content) - at
 
