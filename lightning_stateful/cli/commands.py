@@ -265,13 +265,14 @@ def trained(
 
 @group.command(
     cls=Command,
-    epilog="""lightning-stateful report ledger/
+    epilog="""lightning-stateful report ledger/ -o report.html
     lightning-stateful report ledger/ --start 2026-11-23T14-03-29-988931-b086e9 --json""",
 )
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--start", metavar="NAME", help="The start whose weights are asked about; by default the latest.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a page of HTML with a picture, too.")
 @_json
-def report(folder: Path, start: str | None, json_: bool) -> int:
+def report(folder: Path, start: str | None, output: Path | None, json_: bool) -> int:
     """Say what a run was trained on, over all restarts: what came twice, what never came, what was lost.
 
     FOLDER is the ledger's, of StatefulDataCallback(ledger=...).
@@ -284,6 +285,10 @@ def report(folder: Path, start: str | None, json_: bool) -> int:
         found = read_ledger(folder, start=start)
     except FileNotFoundError as error:
         raise click.ClickException(str(error)) from error
+    if output is not None:
+        from lightning_stateful.report.ledger_page import write_page
+
+        write_page(found, output)
     click.echo(as_json(found.to_dict()) if json_ else str(found))
     return FOUND if found.findings() else RIGHT
 
