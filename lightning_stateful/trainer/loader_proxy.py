@@ -50,8 +50,6 @@ Request = Callable[[], Any]
 # shuffles.
 _RECORDS = "__pl_saved_"
 
-# Batches from one whose content is noted to the next.
-NOTED_EVERY = 100
 
 # How a warning of Lightning's begins that is wrong of our loaders.
 _DOUBT = "Your `IterableDataset` has `__len__` defined"
@@ -299,7 +297,7 @@ class LoaderProxy:
         length: Called for the steps of the epoch that training is in; by default they are the loader's.
         at_end: Called when the loader has no further batch.
         starts_early: Tells whether workers are started when a pass is begun, and not by the first ``next()``.
-        note: Called with the plan, the step and the batch before every hundredth batch of a plan is handed over.
+        note: Called with the plan, the step and the batch before a batch is handed over.
 
     Attributes:
         loader: The loader.
@@ -384,7 +382,7 @@ class LoaderProxy:
         for batch in read:
             if isinstance(batch, FailedBatch):
                 raise batch.error
-            if self._note is not None and (step + self.num_handed) % NOTED_EVERY == 0:
+            if self._note is not None:
                 self._note(plan, step + self.num_handed, batch)
             self.num_handed += 1
             if self._after_read is not None:
