@@ -27,7 +27,7 @@ th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px soli
 td.number, th.number { text-align: right; }
 .wrong { border-left: .3rem solid #d93636; padding-left: .8rem; }
 .right { border-left: .3rem solid #3f9e77; padding-left: .8rem; }
-svg { width: 100%; height: auto; }
+svg { width: 100%; min-width: 36rem; height: auto; }
 code { overflow-wrap: anywhere; }
 """
 
@@ -64,17 +64,8 @@ def write_page(ledger: Ledger, path: str | Path) -> None:
             ],
         ),
         "<h2>Epochs</h2>",
-        _table(
-            ("loader", "epoch", "pass", "items", "distinct", "of", ""),
-            [
-                (
-                    row["path"] or "the only one", row["epoch"], row["cycle"] + 1, row["items"], row["distinct"],
-                    "" if row["length"] is None else row["length"], "over" if row["over"] else "not over",
-                )
-                for row in ledger.epochs()
-            ],
-        ),
-    ]  # fmt: skip
+        _table(("epoch", "items", "distinct", "of", ""), [_cells(row) for row in ledger.epochs()]),
+    ]
     for loader in ledger.rows:
         if picture := _picture(ledger, loader):
             name = f" of loader {escape(repr(loader))}" if loader else ""
@@ -92,6 +83,13 @@ _CAPTION = (
     "colour is a start. Grey: lost with the weights, because a later start went on before it. Red: trained on twice in "
     "one epoch."
 )
+
+
+def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    again = f", pass {row['cycle'] + 1}" if row["cycle"] else ""
+    epoch = f"{row['epoch']}{again} of {row['path']}" if row["path"] else f"{row['epoch']}{again}"
+    length = "" if row["length"] is None else row["length"]
+    return epoch, row["items"], row["distinct"], length, "over" if row["over"] else "not over"
 
 
 def _verdict(findings: Sequence[str]) -> str:
@@ -125,7 +123,8 @@ def _picture(ledger: Ledger, path: str) -> str:
     axis = figure.subplots()
     chosen = np.unique(np.linspace(0, len(points.items) - 1, _MOST_POINTS).astype(np.int64))
     steps, items = np.array(points.steps)[chosen], np.array(points.items)[chosen]
-    axis.scatter(steps, items, c=[points.colours[at] for at in chosen], s=4, linewidths=0, rasterized=True)
+    size = min(max(60_000 / len(chosen), 4), 25)
+    axis.scatter(steps, items, c=[points.colours[at] for at in chosen], s=size, linewidths=0, rasterized=True)
     for border in borders[1:]:
         axis.axvline(border - 0.5, color=_LINE, linewidth=0.8, linestyle="--")
     axis.set(xlabel="step of the run (dashed: a resume)", ylabel="index of the sample")
@@ -137,7 +136,7 @@ def _picture(ledger: Ledger, path: str) -> str:
     written = io.StringIO()
     figure.savefig(written, format="svg", transparent=True, dpi=150)
     text = written.getvalue()
-    return text[text.index("<svg") :]
+    return f'<div class="scroll">{text[text.index("<svg") :]}</div>'
 
 
 def _points(ledger: Ledger, path: str) -> tuple[_Points, list[int]]:
