@@ -8,16 +8,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_stateful.errors import PositionError
 from lightning_stateful.user_samplers.sampler_check import yields_otherwise
 from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents, digest_of_surroundings
-from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
+from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, UserSampler, warn
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
-
-if TYPE_CHECKING:
-    from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Memories of samplers by their id, beside a reference to each.
 _MEMORIES: dict[int, tuple[Callable[[], Any], SamplerMemory]] = {}
@@ -56,7 +53,7 @@ class SamplerMemory:
         self._is_as_tried = False
         self._warned: set[str] = set()
 
-    def note_begin(self, order: WrappedSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
+    def note_begin(self, order: UserSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
         """A pass begins: begin those before it that a state tells of and this process has not."""
         if self._latest is not None and not self._ended_with and order.is_trained_on:
             # It was left within a pass.
@@ -78,7 +75,7 @@ class SamplerMemory:
         self.passes.append([*begun.label, 0])
         self._latest, self._ended_with = begun, ""
 
-    def compare_epochs(self, order: WrappedSampler, epoch: int) -> None:
+    def compare_epochs(self, order: UserSampler, epoch: int) -> None:
         """Warn where something else than its own iteration has changed the sampler, or what it yields, before an epoch.
 
         What it yields is shown by a copy of it as it is now, which begins the first epoch once more.
@@ -107,32 +104,32 @@ class SamplerMemory:
                 once="changed",
             )
 
-    def _contents_of(self, order: WrappedSampler, epoch: int) -> str:
+    def _contents_of(self, order: UserSampler, epoch: int) -> str:
         """Digest of what may decide what it yields beside its earlier passes."""
         if order.is_known:
             return repr(order.parameters())
         own = "" if order.facts.remembers else digest_of_contents(order.sampler, order.dataset, epoch=epoch)
         return own + digest_of_surroundings(order.sampler, order.dataset)
 
-    def note_contents(self, order: WrappedSampler, begun: SamplerPass) -> None:
+    def note_contents(self, order: UserSampler, begun: SamplerPass) -> None:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""
         if order.is_trained_on:
             self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, begun.label[0])
         self._began_with = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
 
-    def note_last(self, order: WrappedSampler, latest: SamplerPass) -> None:
+    def note_last(self, order: UserSampler, latest: SamplerPass) -> None:
         """The last item that an epoch serves was drawn: what the sampler holds now, only its end and others change."""
         if self._latest is latest:
             self._note_ending(order, latest)
 
-    def note_end(self, order: WrappedSampler, ended: SamplerPass) -> None:
+    def note_end(self, order: UserSampler, ended: SamplerPass) -> None:
         """A pass has come to the sampler's end."""
         if self._latest is ended:
             self._told.note_iterated(SamplerParts(order.sampler, order.dataset).samplers)
             self._close()
             self._note_ending(order, ended)
 
-    def _note_ending(self, order: WrappedSampler, ended: SamplerPass) -> None:
+    def _note_ending(self, order: UserSampler, ended: SamplerPass) -> None:
         self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=ended.label[0])
         self.has_changed = self.has_changed or self._ended_with != self._began_with
 
@@ -140,7 +137,7 @@ class SamplerMemory:
         """Call ``set_epoch`` of a sampler and of those in it, but of one that somebody else has told another epoch."""
         self._told.tell(SamplerParts(sampler, dataset).samplers, epoch)
 
-    def compare_with_check(self, order: WrappedSampler, at: SamplerPass, index: int, found: str) -> None:
+    def compare_with_check(self, order: UserSampler, at: SamplerPass, index: int, found: str) -> None:
         """Compare the digest of an item of the first pass with what a copy of the sampler yielded before training."""
         expected = order.facts.notes.get(index)
         is_first = self.passes == [[0, 0, 0]] and self._latest is at and order.is_trained_on and self._is_as_tried
@@ -169,7 +166,7 @@ class SamplerMemory:
                 told.append([*known[first], 1])
         return told
 
-    def begin_again(self, order: WrappedSampler, epoch: int, told_of: list[list[int]]) -> None:
+    def begin_again(self, order: UserSampler, epoch: int, told_of: list[list[int]]) -> None:
         """Begin the passes before an epoch as often as training has, but for those that were begun in this process.
 
         Args:

@@ -12,22 +12,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice, repeat
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import Difference, PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rng import OwnRandomness, seed_generator
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.user_samplers.rank_exchange import post, posted
 from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, held_at
+from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
-
-if TYPE_CHECKING:
-    from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16
@@ -129,6 +128,160 @@ class IteratedSampler:
             seed_generator(held_at(self.sampler, path), derive_seed("held generator", repr(path), self._seed, *labels))
 
 
+class UserSampler(Protocol):
+    """A user's sampler with its settings, as ``WrappedSampler`` has and documents them."""
+
+    @property
+    def name(self) -> str:
+        """Its class."""
+
+    @property
+    def sampler(self) -> Any:
+        """The user's own object."""
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's dataset, which copies share with it."""
+
+    @property
+    def kind(self) -> str:
+        """The name under which a state knows such a sequence."""
+
+    @property
+    def unit(self) -> str:
+        """Either "batches" or "samples"."""
+
+    @property
+    def seed(self) -> int:
+        """Chooses its randomness."""
+
+    @property
+    def accept(self) -> Collection[str]:
+        """Names of differences to let pass."""
+
+    @property
+    def memory(self) -> PassNotes:
+        """Notes of the passes over it in this process."""
+
+    @property
+    def facts(self) -> SamplerFacts:
+        """Facts that trying a copy has shown."""
+
+    @property
+    def dealing(self) -> Dealing:
+        """The way its items come to ranks."""
+
+    @property
+    def resume_mode(self) -> ResumeMode:
+        """The way in which a resume brings it to an item."""
+
+    @property
+    def innermost(self) -> Any:
+        """The sampler in torch's batch samplers."""
+
+    @property
+    def num_items(self) -> int | None:
+        """Items of the epoch that it was told last, if known."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what it yields depends on its earlier passes."""
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether the items of a step are shuffled."""
+
+    @property
+    def whole_batches(self) -> bool:
+        """Whether its items are whole batches."""
+
+    @property
+    def cuts_samples(self) -> bool:
+        """Whether torch cuts its samples into batches."""
+
+    @property
+    def yields_containers(self) -> bool:
+        """Whether what it yields has to be copied."""
+
+    @property
+    def has_set_epoch(self) -> bool:
+        """Whether it is told the epoch."""
+
+    @property
+    def repeats_first_epoch(self) -> bool:
+        """Whether every epoch is the first one again."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is torch's own."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether epochs are cut off at a given length."""
+
+    @property
+    def is_collated(self) -> bool:
+        """Whether its items are certainly batches of indices."""
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether the user asks to have it dealt out."""
+
+    @property
+    def is_dealt_out(self) -> bool:
+        """Whether ranks share one sequence."""
+
+    @property
+    def is_trained_on(self) -> bool:
+        """Whether a run may be resumed within it."""
+
+    def iterated(self) -> IteratedSampler:
+        """The sampler itself, to be iterated."""
+
+    def iterating(self, sampler: Any, settings: Sequence[Setting] = (), asked: Any = None) -> IteratedSampler:
+        """It, or a copy of it, to be iterated."""
+
+    def length_of(self, sampler: Any) -> int | None:
+        """Items of an epoch as a copy of it says now."""
+
+    def num_items_in(self, epoch: int) -> int | None:
+        """Items of an epoch, if known."""
+
+    def rule(self, num_replicas: int) -> StepRule:
+        """The rule by which its items are cut into steps."""
+
+    def bring_to(self, epoch: int, passes: Any) -> None:
+        """Begin the passes before an epoch that a state tells of."""
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of torch's own samplers."""
+
+
+class PassNotes(Protocol):
+    """Is told of the passes over a sampler, and knows those that were begun before."""
+
+    def note_begin(self, order: UserSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
+        """A pass begins."""
+
+    def note_contents(self, order: UserSampler, begun: SamplerPass) -> None:
+        """A pass has begun, and the sampler was told its epoch."""
+
+    def note_last(self, order: UserSampler, latest: SamplerPass) -> None:
+        """The last item that an epoch serves was drawn."""
+
+    def note_end(self, order: UserSampler, ended: SamplerPass) -> None:
+        """A pass has come to the sampler's end."""
+
+    def compare_with_check(self, order: UserSampler, at: SamplerPass, index: int, found: str) -> None:
+        """An item of a pass has the digest ``found``."""
+
+    def compare_epochs(self, order: UserSampler, epoch: int) -> None:
+        """An epoch is about to begin."""
+
+    def passes_before(self, epoch: int, cycle: int) -> list[list[int]]:
+        """The passes before one, for a state."""
+
+
 class SamplerPass:
     """One pass over the user's sampler itself, from any item on; nothing is drawn before it is asked for.
 
@@ -154,7 +307,7 @@ class SamplerPass:
     """
 
     def __init__(
-        self, order: WrappedSampler, epoch: int, cycle: int, first: int, noted: Sequence[Any], earlier: Any = None
+        self, order: UserSampler, epoch: int, cycle: int, first: int, noted: Sequence[Any], earlier: Any = None
     ) -> None:
         self.drawn = 0
         self.end: int | None = None

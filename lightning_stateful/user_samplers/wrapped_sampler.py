@@ -26,15 +26,9 @@ from lightning_stateful.errors import ConfigurationError, PositionError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names
-from lightning_stateful.user_samplers.sampler_check import (
-    Dealing,
-    ResumeMode,
-    SamplerFacts,
-    check_sampler,
-    deal,
-    has_own_state,
-)
+from lightning_stateful.user_samplers.sampler_check import check_sampler, deal, has_own_state
 from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts
+from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
 from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, IteratedSampler
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
@@ -188,10 +182,6 @@ class WrappedSampler:
             return len(sampler)
         except (TypeError, NotImplementedError):
             return None
-
-    def num_steps_of(self, length: int) -> int:
-        """Steps that a single rank takes for so many items."""
-        return self.rule(1).num_steps(length)
 
     @cached_property
     def has_set_epoch(self) -> bool:
