@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.user_samplers.rank_exchange import exchanged
-from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, digest_of_contents, digest_of_surroundings
+from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, digest_of_contents, surroundings_of
 from lightning_stateful.user_samplers.sampler_facts import Dealing, SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, IteratedSampler, UserSampler, next_digest_index
 from lightning_stateful.user_samplers.sampler_ranks import (
@@ -49,12 +49,12 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
 
     Raises:
         ConfigurationError: It yields more or fewer items than its ``len``.
-        UnsupportedLoaderError: It changes data that the copy shares with the original.
+        UnsupportedLoaderError: It changes data that the copy shares with the original, other than a cache.
     """
     copied = SamplerCopy(order.sampler, order.dataset)
     if not copied.is_apart:
         return SamplerFacts(error="it holds an iterator, a file or an object that cannot be copied", remembers=True)
-    facts, shared = SamplerFacts(), digest_of_surroundings(order.sampler, order.dataset)
+    facts, shared = SamplerFacts(), surroundings_of(order.sampler, order.dataset)
     facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0)
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
     tried = _iterated(order, copied.sampler, choose, asked)
@@ -68,12 +68,11 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
-    if digest_of_surroundings(order.sampler, order.dataset) != shared:
-        raise UnsupportedLoaderError(order.name + _CHANGES_DATA)
+    fresh = partial(_fresh, order, choose, asked)
+    _refuse_changes_of_data(order, facts, shared, fresh)
     if not facts.error:
         _refuse_wrong_length(order, facts)
         changed = {*left, contents()} != {before[-1]}
-        fresh = partial(_fresh, order, choose, asked)
         is_quick = changed and facts.seconds <= _QUICK
         facts.is_harmless = is_quick and _begins_alike(tried, fresh) and _begins_alike(_left(fresh(), facts), fresh)
         facts.remembers = changed and not facts.is_harmless
@@ -88,6 +87,59 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
             # Its later items are noted otherwise.
             facts.notes = {0: facts.notes[0]} if 0 in facts.notes else {}
     return facts
+
+
+def _refuse_changes_of_data(
+    order: UserSampler, facts: SamplerFacts, before: dict[str, str], fresh: Callable[[], IteratedSampler]
+) -> None:
+    """Refuse a sampler whose trial has changed what its copies share with it, unless that is shown to be a cache."""
+    now = surroundings_of(order.sampler, order.dataset)
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    if not names:
+        return
+    if why := facts.error or _reason_against_cache(order, facts, now, fresh):
+        raise UnsupportedLoaderError(
+            f"{order.name} changes {', '.join(f'`{name}`' for name in names[:4])} while it is iterated, and {why}. It "
+            "is tried before training, on a copy that shares this with it, so that training would begin with what the "
+            "trial has left. Let the sampler keep what it changes in attributes of its own, or set it before training. "
+            "(A cache is let through: one that a second pass leaves as it is, and with which the same comes.)"
+        )
+
+
+def _reason_against_cache(
+    order: UserSampler, facts: SamplerFacts, now: dict[str, str], fresh: Callable[[], IteratedSampler]
+) -> str:
+    """Why what a trial has changed may decide what a sampler yields; empty if it is a cache.
+
+    Two fresh copies go through two epochs each. What they yield has to be the same with the cache empty, filled by an
+    epoch, and filled by both; and once an epoch has filled it, that epoch changes it no more.
+    """
+    known, started = {0: facts}, time.perf_counter()
+    try:
+        for _ in range(2):
+            tried = fresh()
+            for epoch in range(2):
+                found, began = SamplerFacts(says=facts.says), time.perf_counter()
+                _follow(order, tried, tried.begin(epoch, 0), found, [])
+                found.seconds, filled = time.perf_counter() - began, surroundings_of(order.sampler, order.dataset)
+                if _differ_in_items(known.get(epoch, found), found):
+                    return "then yields something else"
+                if filled != now and epoch in known:
+                    return "a second pass changes it again"
+                if time.perf_counter() - started > _PATIENCE:
+                    return f"takes more than {_PATIENCE:.0f} s to show that this changes nothing of what it yields"
+                known.setdefault(epoch, found)
+                now = filled
+    except Exception as error:
+        return f"a second pass raised {type(error).__name__}: {error}"
+    # Without the time that it takes to fill it.
+    facts.seconds = min(facts.seconds, found.seconds)
+    return ""
+
+
+def _differ_in_items(one: SamplerFacts, other: SamplerFacts) -> bool:
+    counts = one.marks.keys() & other.marks.keys()
+    return one.length != other.length or any(one.marks[count] != other.marks[count] for count in counts)
 
 
 def yields_otherwise(order: UserSampler) -> bool:
@@ -107,8 +159,7 @@ def yields_otherwise(order: UserSampler) -> bool:
     tried = order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
     with suppress(Exception):
         _follow(order, tried, tried.begin(0, 0), now, [])
-    counts = facts.marks.keys() & now.marks.keys()
-    return now.length != facts.length or any(now.marks[count] != facts.marks[count] for count in counts)
+    return _differ_in_items(facts, now)
 
 
 def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
@@ -262,11 +313,6 @@ _BEGINS_ANEW = (
     " returns itself from __iter__, and begins anew there. torch's BatchSampler calls iter() for every batch, so that "
     "every batch would be the beginning of an epoch. Let __iter__ return an iterator of its own: yield the indices, or "
     "return iter(list)."
-)
-_CHANGES_DATA = (
-    " changes its dataset, its class or module, or objects in a list of more than 1,024 while it is iterated, which no "
-    "copy of it can try before training without changing them too. Let it keep what it changes in attributes of its "
-    "own."
 )
 _CHANGES_UNSEEN = (
     " yields something else whenever a copy of it is begun, and holds variables of a function, or an object that is "

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_stateful.errors import PositionError
 from lightning_stateful.user_samplers.sampler_check import yields_otherwise
-from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents, digest_of_surroundings
+from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents, surroundings_of
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, UserSampler, warn
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
@@ -109,7 +109,7 @@ class SamplerMemory:
         if order.is_known:
             return repr(order.parameters())
         own = "" if order.facts.remembers else digest_of_contents(order.sampler, order.dataset, epoch=epoch)
-        return own + digest_of_surroundings(order.sampler, order.dataset)
+        return own + repr(surroundings_of(order.sampler, order.dataset))
 
     def note_contents(self, order: UserSampler, begun: SamplerPass) -> None:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""
