@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sized
+from collections.abc import Collection, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -19,6 +19,7 @@ from lightning_stateful.errors import ConfigurationError, RankMismatchError, Sta
 from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, known_steps, options_of
 from lightning_stateful.loaders.description import LoaderDescription, describe_loader
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
+from lightning_stateful.loaders.source_datasets import changed_content
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import TrackedLoader, Tracker, detect_topology
@@ -188,6 +189,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             rank=description.rank,
             accept=tuple(dict.fromkeys([*description.accept, *settings.accept])),
         )
+        self.tracker.changed = partial(_changed_since, order, dataset)
         if isinstance(self.tracker, OwnTracker) and self._watch is not None:
             self.tracker.watch, self.tracker.length_of = self._watch, self._own_length
             self.tracker.batch_size = description.batch_size
@@ -230,6 +232,10 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         """
         # Of a sampler without len() no epoch is asked, nor is it told one.
         return known_steps(self.plan(self.tracker.latest_epoch) if self.is_sized else None)
+
+    def changed(self) -> dict[str, Any]:
+        """What something has changed of the dataset and a user's sampler since the loader was built, as in a state."""
+        return _changed_since(self.order, self.dataset, self.tracker.config)
 
     @property
     def is_sized(self) -> bool:
@@ -446,3 +452,9 @@ class _ServedIndices(DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the loader's own :meth:`StatefulLoader.set_epoch` decides."""
+
+
+def _changed_since(order: BatchOrder, dataset: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What somebody has changed of a dataset and a user's sampler since a configuration was taken."""
+    of_sampler = order.changed_settings(config) if isinstance(order, WrappedSampler) else {}
+    return {**changed_content(dataset, config), **of_sampler}

@@ -20,7 +20,7 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_devices, seed_or_default
 from lightning_stateful.samplers.tracker import TrackedLoader
-from lightning_stateful.state import accepted_names, differences, warning_of_unknown
+from lightning_stateful.state import accepted_names, differences, walk, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.batch_content import BatchContent
@@ -202,11 +202,14 @@ class TrainLoaders:
             content: The content of batches in the checkpoint.
             state: The data's state in it.
         """
-        if not self._settings.check_content or not isinstance(content, Mapping) or not content or state is None:
+        if not self._settings.check_content or state is None or not (content or self.content.is_map_style):
             return
+        content = content if isinstance(content, Mapping) else {}
         self.content.latest = {path: dict(of) for path, of in content.items()}
-        is_changed = bool(differences(state, self.combined.state_at(*self._next_step()), fingerprints=False))
-        self._compare = partial(self.content.compare, self._trainer, content, self._settings.accept, is_changed)
+        epoch, step = self._next_step()
+        is_changed = bool(differences(state, self.combined.state_at(epoch, step), fingerprints=False))
+        states = None if is_changed else dict(walk(state))
+        self._compare = partial(self.content.compare, self._trainer, content, self._settings.accept, states, epoch)
 
     def begin(self) -> None:
         """Training begins: from now on the loop's counters say where it is."""

@@ -150,16 +150,30 @@ def yields_otherwise(order: UserSampler) -> bool:
     facts, now = order.facts, SamplerFacts(says=order.facts.says)
     if facts.error or facts.seconds > _QUICK:
         return False
-    with told(order.dealing.settings):
-        copied = (
-            SamplerCopy(order.sampler, order.dataset)
-            if facts.fresh is None
-            else SamplerCopy(facts.fresh, order.dataset)
-        )
-    tried = order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
+    tried = _tried_now(order, order.sampler if facts.fresh is None else facts.fresh)
     with suppress(Exception):
         _follow(order, tried, tried.begin(0, 0), now, [])
     return _differ_in_items(facts, now)
+
+
+def begins_now(order: UserSampler) -> str:
+    """Digest of how a copy of a sampler as it is now begins the first epoch; of one that remembers, as it was tried."""
+    facts = order.facts
+    if facts.remembers or facts.error or facts.seconds > _QUICK:
+        return facts.begins
+    with suppress(Exception):
+        tried = _tried_now(order, order.sampler)
+        items = tried.begin(0, 0)
+        with tried.entered():
+            return digest([told_apart(item) for item in islice(items, _num_first(order))])
+    return facts.begins
+
+
+def _tried_now(order: UserSampler, sampler: Any) -> IteratedSampler:
+    """A copy of a sampler, told of ranks as the sampler is."""
+    with told(order.dealing.settings):
+        copied = SamplerCopy(sampler, order.dataset)
+    return order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
 
 
 def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:

@@ -25,8 +25,8 @@ from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, PositionError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracker import detect_topology
-from lightning_stateful.state import accepted_names
-from lightning_stateful.user_samplers.sampler_check import check_sampler, deal, has_own_state
+from lightning_stateful.state import accepted_names, value_at
+from lightning_stateful.user_samplers.sampler_check import begins_now, check_sampler, deal, has_own_state
 from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts
 from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
 from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
@@ -306,6 +306,14 @@ class WrappedSampler:
             config["ranks"] = vars(self)["_met"][0]
         begins = dealing.begins or self.facts.begins
         return config | {"sequence": "" if "nondeterministic" in self.accept else begins}
+
+    def changed_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What somebody has changed of it since :meth:`config` was taken, by name with dots."""
+        if self.dealing.is_own or not self.is_trained_on or "nondeterministic" in self.accept:
+            return {}
+        now = self.config() | {"sequence": config["sequence"] if self.is_known else begins_now(self)}
+        held = {f"sampler.{name}": value for name, value in now["sampler"].items()} | {"sequence": now["sequence"]}
+        return {name: value for name, value in held.items() if value_at(config, name) != value}
 
     def parameters(self) -> dict[str, Any]:
         """The parameters of torch's own samplers, long ones as digests."""
