@@ -26,6 +26,7 @@ from lightning_stateful.samplers.tracker import TrackedLoader, Tracker, detect_t
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
 from lightning_stateful.user_samplers.rank_exchange import exchanged
+from lightning_stateful.user_samplers.sampler_memory import ASIDE
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
@@ -232,6 +233,20 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         """
         # Of a sampler without len() no epoch is asked, nor is it told one.
         return known_steps(self.plan(self.tracker.latest_epoch) if self.is_sized else None)
+
+    def plan_aside(self, epoch: int, *, of_copy: bool) -> tuple[EpochPlan, int] | None:
+        """Plan another pass over a user's sampler within an epoch, and its first step; None for other orders.
+
+        Args:
+            epoch: The epoch.
+            of_copy: Iterate a copy, so that the sampler stays as it is.
+        """
+        order = self.order
+        if not isinstance(order, WrappedSampler):
+            return None
+        if of_copy:
+            order = order.replaced(sampler=order.copied().sampler, repeats_first_epoch=True)
+        return order.plan(epoch, self.topology.num_replicas, Progress(epoch=epoch, cycle=ASIDE)), 0
 
     def changed(self) -> dict[str, Any]:
         """What something has changed of the dataset and a user's sampler since the loader was built, as in a state."""

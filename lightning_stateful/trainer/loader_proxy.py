@@ -8,6 +8,7 @@ gets and iterates in place of each DataLoader is a :class:`LoaderProxy`.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -207,6 +208,18 @@ def discard_training_loaders(trainer: pl.Trainer) -> None:
     fit_loop._combined_loader = fit_loop._data_fetcher = None
 
 
+def is_iterated_by_loop(trainer: pl.Trainer, iterator: Any) -> bool:
+    """Whether an iterator of a training proxy is the fit loop's, and none that a hook has made to look at a batch."""
+    combined: Any = trainer.fit_loop._combined_loader
+    running = None if combined is None else combined._iterator
+    return running is None or any(one is iterator for one in running.iterators)
+
+
+def in_hook(trainer: pl.Trainer, name: str) -> bool:
+    """Whether the trainer is calling a hook of its callbacks or module."""
+    return trainer.lightning_module._current_fx_name == name
+
+
 def _undo_patches() -> None:
     """Undo Lightning's patches of torch's classes, which it leaves in place where a hook raises an error."""
     for base in (DataLoader, BatchSampler):
@@ -296,6 +309,8 @@ class LoaderProxy:
         length: Called for the steps of the epoch that training is in; by default they are the loader's.
         at_end: Called when the loader has no further batch.
         note: Called with the plan, the step and the batch before every hundredth batch of a plan is handed over.
+        aside: Called with an iterator of the proxy. Returns where it begins if something else than the loop has made
+            it, as a hook that looks at a batch, or None.
 
     Attributes:
         loader: The loader.
@@ -320,12 +335,13 @@ class LoaderProxy:
         length: Callable[[], int] | None = None,
         at_end: Callable[[], None] | None = None,
         note: Callable[[EpochPlan, int, Any], None] | None = None,
+        aside: Callable[[Any], tuple[EpochPlan, int] | None] | None = None,
     ) -> None:
         self.loader, self._length, self._at_end, self._note = loader, length, at_end, note
         self.original = loader if original is None else getattr(original, "original", original)
         self._shown = _shown(loader, self.original, overfits, is_dealt_out)
         self._given = _arguments_of(self._shown)
-        self._locate = locate
+        self._locate, self._aside = locate, aside
         self._after_read = after_read
         self._isolated = isolated
         # The pattern of the warnings filter that this proxy has set, if any. A regular expression's comment, (?#id),
@@ -347,11 +363,17 @@ class LoaderProxy:
         return changed
 
     def __iter__(self) -> Iterator[Any]:
-        return _ProxyIterator(self._batches())
+        made = _ProxyIterator()
+        made.batches = self._batches(weakref.ref(made))
+        return made
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, made: Callable[[], Any]) -> Iterator[Any]:
         # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.
         self._end_filter()
+        if self._aside is not None and (beside := self._aside(made())) is not None:
+            # Nothing of it is trained on, and so nothing is counted.
+            yield from self.loader.batches(*beside, isolated=True)
+            return
         found = self._locate()
         if found is None:
             return
@@ -435,14 +457,13 @@ def _has_sampler(loader: Any) -> bool:
 class _ProxyIterator:
     """One pass over a proxy. It can be pickled, but what is unpickled is empty."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
+    batches: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        return next(self.batches)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return iter, ((),)

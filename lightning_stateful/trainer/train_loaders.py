@@ -15,7 +15,7 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.own_iteration import held_loader
-from lightning_stateful.loaders.patching import AnyLoader, build_patched, is_patched
+from lightning_stateful.loaders.patching import AnyLoader, build_patched, dealt_otherwise, is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_devices, seed_or_default
@@ -30,6 +30,8 @@ from lightning_stateful.trainer.loader_proxy import (
     LoaderProxy,
     Structure,
     discard_training_loaders,
+    in_hook,
+    is_iterated_by_loop,
     refuse_no_loaders,
     request_training_loaders,
 )
@@ -377,6 +379,7 @@ class TrainLoaders:
             length=partial(self._length, path),
             at_end=self._note_end,
             note=partial(self._note_batch, path) if is_noted else None,
+            aside=partial(self._aside, path),
         )
 
     def _note_batch(self, path: str, plan: EpochPlan, step: int, batch: Any) -> None:
@@ -415,6 +418,17 @@ class TrainLoaders:
             return None
         plan, step = self.combined.plan_at(path, epoch, step)
         return (plan, step) if step < plan.num_steps else None
+
+    def _aside(self, path: str, iterator: Any) -> tuple[EpochPlan, int] | None:
+        loader, (epoch, step) = self.combined.loaders[path], self._next_step()
+        again = self._resumed_at is not None and in_hook(self._trainer, "on_train_start")
+        if (
+            not isinstance(loader, StatefulLoader)
+            or not (step or again)
+            or is_iterated_by_loop(self._trainer, iterator)
+        ):
+            return None
+        return loader.plan_aside(epoch, of_copy=again)
 
     def _warn_of_changed_arguments(self, path: str) -> None:
         if changed := self._proxies[path].changed_arguments():
@@ -458,15 +472,6 @@ def length_of(loader: AnyLoader) -> int:
     """The length of an epoch over all ranks, in samples or, of whole batches, steps."""
     plan = loader.plan(0)
     return plan.num_steps if plan.num_steps == UNKNOWN else plan.progress_after(plan.num_steps).consumed
-
-
-def dealt_otherwise(given: Any, loader: AnyLoader) -> str:
-    """The difference of an order from torch's, in words; empty for none, or where an order was given."""
-    if isinstance(given, TrackedLoader) or not isinstance(loader, StatefulLoader) or not loader.description.is_plain:
-        return ""
-    if loader.topology.num_replicas == 1:
-        return ""
-    return "Of each step a rank takes consecutive samples, where DistributedSampler gives it every so many."
 
 
 def _is_shuffled(loader: Any) -> bool:

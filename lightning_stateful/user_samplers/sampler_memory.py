@@ -16,6 +16,8 @@ from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, di
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, UserSampler, warn
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
+# The cycle of passes that something else than training begins within an epoch.
+ASIDE = 2**16
 # Memories of samplers by their id, beside a reference to each.
 _MEMORIES: dict[int, tuple[Callable[[], Any], SamplerMemory]] = {}
 
@@ -47,6 +49,8 @@ class SamplerMemory:
         self._told = ToldEpochs(parts.samplers)
         # What the sampler held when the latest pass began, and when it ended.
         self._began_with = self._ended_with = ""
+        # What it held in a pass that was broken off, before it was told another epoch.
+        self._left_with = ""
         # What decides what it yields, as of the beginning of an epoch.
         self._contents = ""
         # Whether nobody has changed the sampler between its trial and its first pass.
@@ -57,8 +61,9 @@ class SamplerMemory:
         """A pass begins: begin those before it that a state tells of and this process has not."""
         if self._latest is not None and not self._ended_with and order.is_trained_on:
             # It was left within a pass.
-            left = digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
+            left = self._left_with or digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
             self.has_changed = self.has_changed or left != self._began_with
+        self._left_with = ""
         self._close()
         if earlier is not None and order.is_trained_on:
             self.begin_again(order, begun.label[0], earlier)
@@ -66,6 +71,13 @@ class SamplerMemory:
             self._warn(
                 f"{order.name} changes itself while it is iterated, and begins here with epoch {begun.label[0]}, as if "
                 "the epochs before had not been: that is not what an uninterrupted run trains on."
+            )
+        if begun.label[1] >= ASIDE and order.remembers and order.is_trained_on:
+            self._warn(
+                f"{order.name} changes itself while it is iterated, and a hook has iterated its loader within epoch "
+                f"{begun.label[0]}, which counts as a pass of it, as in torch. A resume does not repeat such a pass, "
+                "so it is not exact from here on. Look at batches of a loader of its own.",
+                once="aside",
             )
         self.compare_epochs(order, begun.label[0])
         self._contents = self._contents or self._contents_of(order, begun.label[0])
@@ -135,6 +147,8 @@ class SamplerMemory:
 
     def tell_epoch(self, sampler: Any, dataset: Any, epoch: int) -> None:
         """Call ``set_epoch`` of a sampler and of those in it, but of one that somebody else has told another epoch."""
+        if self._latest is not None and not (self._ended_with or self._left_with) and epoch != self._latest.label[0]:
+            self._left_with = digest_of_contents(sampler, dataset, epoch=self._latest.label[0])
         self._told.tell(SamplerParts(sampler, dataset).samplers, epoch)
 
     def compare_with_check(self, order: UserSampler, at: SamplerPass, index: int, found: str) -> None:
@@ -179,7 +193,9 @@ class SamplerMemory:
         """
         earlier = _spelled_out(told_of)
         started, known = time.perf_counter(), len(self.passes)
-        if self.passes != earlier[:known]:
+        # A hook may have begun the epoch before training, to look at a batch of it.
+        begun = [passed for passed in self.passes[len(earlier) :] if passed[0] != epoch]
+        if begun or self.passes[: len(earlier)] != earlier[:known]:
             raise PositionError(
                 f"{order.name} changes itself while it is iterated, and was iterated in this process already "
                 f"({known} times), so that the {len(earlier)} passes before epoch {epoch} cannot be begun "
