@@ -234,6 +234,11 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         # Of a sampler without len() no epoch is asked, nor is it told one.
         return known_steps(self.plan(self.tracker.latest_epoch) if self.is_sized else None)
 
+    def begin_in(self, epoch: int) -> None:
+        """Begin with an epoch, as a loader that is built anew in training; others begin with the first."""
+        if isinstance(self.order, WrappedSampler) and not self.order.memory.passes:
+            self.order.memory.first_epoch = epoch
+
     def plan_aside(self, epoch: int, *, of_copy: bool) -> tuple[EpochPlan, int] | None:
         """Plan another pass over a user's sampler within an epoch, and its first step; None for other orders.
 

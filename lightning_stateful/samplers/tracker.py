@@ -434,6 +434,9 @@ class TrackedLoader(Tracked):
         """Go on at a progress of which no state says where the data stood; the name of what begins anew there."""
         return ""
 
+    def begin_in(self, epoch: int) -> None:
+        """Begin with an epoch, as a loader that is built anew in training; others begin with the first."""
+
     def end_at(self, progress: Progress) -> None:
         """Let the epoch of a progress end there; the next goes on from it."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_stateful.errors import PositionError
 from lightning_stateful.user_samplers.sampler_check import yields_otherwise
 from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents, surroundings_of
+from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, UserSampler, warn
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
@@ -39,12 +40,16 @@ class SamplerMemory:
         generators: Where the generators are that the sampler holds.
         passes: Of each pass its epoch, its cycle, and the items drawn of one that was broken off, or -1.
         has_changed: Whether a pass has changed the sampler.
+        first_epoch: The epoch that it begins with: another one than 0 where a loader was built anew in training.
+        tried: The facts of trying it before anybody had iterated it, by what they depend on.
     """
 
     def __init__(self, parts: SamplerParts) -> None:
         self.generators: tuple[Path, ...] = tuple(parts.generators)
         self.passes: list[list[int]] = []
         self.has_changed = False
+        self.first_epoch = 0
+        self.tried: dict[tuple[Any, ...], SamplerFacts] = {}
         self._latest: SamplerPass | None = None
         self._told = ToldEpochs(parts.samplers)
         # What the sampler held when the latest pass began, and when it ended.
@@ -67,10 +72,11 @@ class SamplerMemory:
         self._close()
         if earlier is not None and order.is_trained_on:
             self.begin_again(order, begun.label[0], earlier)
-        elif not self.passes and begun.label[0] and order.remembers and order.is_trained_on and not begun.has_state:
+        elif self._lacks_passes(order, begun):
             self._warn(
-                f"{order.name} changes itself while it is iterated, and begins here with epoch {begun.label[0]}, as if "
-                "the epochs before had not been: that is not what an uninterrupted run trains on."
+                f"{order.name} yields something else in each of its passes, and begins with epoch {begun.label[0]} "
+                "here, without those of the epochs before, so its batches are not those of an uninterrupted run. "
+                "Resume from a checkpoint that StatefulDataCallback has written, or shuffle by set_epoch(epoch)."
             )
         if begun.label[1] >= ASIDE and order.remembers and order.is_trained_on:
             self._warn(
@@ -86,6 +92,11 @@ class SamplerMemory:
             self._is_as_tried = now == order.facts.contents
         self.passes.append([*begun.label, 0])
         self._latest, self._ended_with = begun, ""
+
+    def _lacks_passes(self, order: UserSampler, begun: SamplerPass) -> bool:
+        """Whether a sampler that remembers its passes begins with an epoch for which they would have to be known."""
+        is_first = not self.passes and begun.label[0] > self.first_epoch
+        return is_first and order.remembers and order.is_trained_on and not begun.has_state
 
     def compare_epochs(self, order: UserSampler, epoch: int) -> None:
         """Warn where something else than its own iteration has changed the sampler, or what it yields, before an epoch.
@@ -197,9 +208,9 @@ class SamplerMemory:
         begun = [passed for passed in self.passes[len(earlier) :] if passed[0] != epoch]
         if begun or self.passes[: len(earlier)] != earlier[:known]:
             raise PositionError(
-                f"{order.name} changes itself while it is iterated, and was iterated in this process already "
-                f"({known} times), so that the {len(earlier)} passes before epoch {epoch} cannot be begun "
-                "again. Build a new one for the resumed run."
+                f"{order.name} has been iterated {known} times in this process, and what it yields depends on that. "
+                f"The run that wrote the checkpoint had iterated it {len(earlier)} times before epoch {epoch}, and it "
+                f"cannot be brought there. Make a new {order.name} for the resumed run, and do not iterate it before."
             )
         for epoch, cycle, items in earlier[known:]:
             iterated = order.iterated()

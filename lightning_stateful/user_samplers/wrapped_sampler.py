@@ -231,7 +231,14 @@ class WrappedSampler:
             UnsupportedLoaderError: It cannot be tried without a trace.
             ConfigurationError: It yields more or fewer items than its ``len``.
         """
-        return SamplerFacts() if self.is_known else check_sampler(self)
+        if self.is_known:
+            return SamplerFacts()
+        memory, key = self.memory, (self.seed, self.length, self.batch_size, self.is_cut_by_torch)
+        if memory.passes and key in memory.tried and memory.tried[key].remembers:
+            # A loader that is built anew in training has the sampler as its passes have left it.
+            return memory.tried[key]
+        found = check_sampler(self)
+        return found if memory.passes else memory.tried.setdefault(key, found)
 
     @property
     def dealing(self) -> Dealing:
