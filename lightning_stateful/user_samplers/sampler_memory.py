@@ -51,6 +51,8 @@ class SamplerMemory:
         self.first_epoch = 0
         self.tried: dict[tuple[Any, ...], SamplerFacts] = {}
         self._latest: SamplerPass | None = None
+        # The passes of the latest state that were begun again.
+        self._begun_again: list[list[int]] | None = None
         self._told = ToldEpochs(parts.samplers)
         # What the sampler held when the latest pass began, and when it ended.
         self._began_with = self._ended_with = ""
@@ -204,9 +206,10 @@ class SamplerMemory:
         """
         earlier = _spelled_out(told_of)
         started, known = time.perf_counter(), len(self.passes)
-        # A hook may have begun the epoch before training, to look at a batch of it.
-        begun = [passed for passed in self.passes[len(earlier) :] if passed[0] != epoch]
-        if begun or self.passes[: len(earlier)] != earlier[:known]:
+        if told_of is self._begun_again:
+            # Since then a hook has looked at a batch, as in the run that is resumed.
+            return
+        if self.passes != earlier[:known]:
             raise PositionError(
                 f"{order.name} has been iterated {known} times in this process, and what it yields depends on that. "
                 f"The run that wrote the checkpoint had iterated it {len(earlier)} times before epoch {epoch}, and it "
@@ -218,6 +221,7 @@ class SamplerMemory:
             with iterated.entered():
                 deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
             self.passes.append([epoch, cycle, items])
+        self._begun_again = told_of
         seconds = time.perf_counter() - started
         if seconds > LONG_FAST_FORWARD:
             warn(

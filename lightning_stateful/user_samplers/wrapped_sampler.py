@@ -238,7 +238,9 @@ class WrappedSampler:
             # A loader that is built anew in training has the sampler as its passes have left it.
             return memory.tried[key]
         found = check_sampler(self)
-        return found if memory.passes else memory.tried.setdefault(key, found)
+        if not memory.passes:
+            memory.tried[key] = found
+        return found
 
     @property
     def dealing(self) -> Dealing:
