@@ -54,6 +54,18 @@ def content_now(dataset: Any) -> dict[str, str]:
     return _content(dataset, set(), 0, is_described=True, of_now=True)
 
 
+def glance(dataset: Any, depth: int = 0) -> list[Any]:
+    """Some items of each list, array and tensor that a dataset holds: other ones once it was shuffled or replaced."""
+    found: list[Any] = []
+    for name, value in attributes_of(dataset).items():
+        parts = [value] if isinstance(value, Dataset) else _parts(value)
+        if parts:
+            found += [glance(part, depth + 1) for part in parts if depth < _DEPTH]
+        elif isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) and getattr(value, "ndim", 1):
+            found.append((name, id(value), len(value), repr([value[number] for number in spread(len(value), 64)])))
+    return found
+
+
 def _content(
     dataset: Any, seen: set[int], depth: int, *, is_described: bool = False, of_now: bool = False
 ) -> dict[str, str]:

@@ -190,7 +190,9 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             rank=description.rank,
             accept=tuple(dict.fromkeys([*description.accept, *settings.accept])),
         )
-        self.tracker.changed = partial(_changed_since, order, dataset)
+        # The lists of the dataset, as they were seen last.
+        self._lists: dict[str, Any] = {}
+        self.tracker.changed = partial(_changed_since, order, dataset, self._lists)
         if isinstance(self.tracker, OwnTracker) and self._watch is not None:
             self.tracker.watch, self.tracker.length_of = self._watch, self._own_length
             self.tracker.batch_size = description.batch_size
@@ -255,7 +257,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
 
     def changed(self) -> dict[str, Any]:
         """What something has changed of the dataset and a user's sampler since the loader was built, as in a state."""
-        return _changed_since(self.order, self.dataset, self.tracker.config)
+        return _changed_since(self.order, self.dataset, self._lists, self.tracker.config)
 
     @property
     def is_sized(self) -> bool:
@@ -474,7 +476,7 @@ class _ServedIndices(DistributedSampler[Any]):
         """Do nothing: the loader's own :meth:`StatefulLoader.set_epoch` decides."""
 
 
-def _changed_since(order: BatchOrder, dataset: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def _changed_since(order: BatchOrder, dataset: Any, lists: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """What somebody has changed of a dataset and a user's sampler since a configuration was taken."""
     of_sampler = order.changed_settings(config) if isinstance(order, WrappedSampler) else {}
-    return {**changed_content(dataset, config), **of_sampler}
+    return {**changed_content(dataset, config, lists), **of_sampler}
