@@ -61,7 +61,7 @@ def glance(dataset: Any, depth: int = 0) -> list[Any]:
         parts = [value] if isinstance(value, Dataset) else _parts(value)
         if parts:
             found += [glance(part, depth + 1) for part in parts if depth < _DEPTH]
-        elif isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) and getattr(value, "ndim", 1):
+        elif isinstance(value, (list, tuple)) or (isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim > 0):
             found.append((name, id(value), len(value), repr([value[number] for number in spread(len(value), 64)])))
     return found
 
