@@ -10,8 +10,9 @@ and several loaders' one envelope a loader, by the path of the loader in the use
     {"version": 1, "kind": "combined", "config": {"mode": "max_size_cycle"}, "loaders": {"0": {...}, "1": {...}},
      "checksum": "81b0f3aa"}
 
-``config`` is compared on load and never applied. The checksum covers everything else in the envelope, so that a damaged
-state is refused without a look at every value.
+``config`` is compared on load and never applied. Where something of it has changed in training, an envelope also holds
+``"changed"``: values by name, with dots, as they were when the state was taken. A resume may begin with either. The
+checksum covers everything else in the envelope, so that a damaged state is refused without a look at every value.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_stateful.errors import (
@@ -87,8 +88,14 @@ _REMEDIES = {
 }
 
 
-def pack(kind: str, order_version: int, config: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Put one loader's state into a fresh envelope."""
+def pack(
+    kind: str,
+    order_version: int,
+    config: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    changed: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Put one loader's state into a fresh envelope; ``changed`` holds what is no longer as in its configuration."""
     return sealed(
         {
             "version": VERSION,
@@ -96,6 +103,7 @@ def pack(kind: str, order_version: int, config: Mapping[str, Any], progress: Map
             "order_version": order_version,
             "config": copy_plain(config, "config"),
             "progress": copy_plain(progress, "progress"),
+            **({"changed": copy_plain(changed, "changed")} if changed else {}),
         }
     )
 
@@ -372,7 +380,8 @@ def _comparable(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _aligned(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Everything that is compared in two envelopes; values of several sources are dicts by the sources both have."""
-    before, now = _packed_once(*_of_equal_lengths(_comparable(saved), _comparable(present)))
+    then = _as_when_saved(_comparable(saved), saved, present)
+    before, now = _packed_once(*_of_equal_lengths(then, _comparable(present)))
     if not isinstance(before.get("sources"), Mapping) or not isinstance(now.get("sources"), Mapping):
         return before, now
     common = [name for name in before["sources"] if name in now["sources"]]
@@ -383,6 +392,30 @@ def _aligned(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[dict
             size if isinstance(size, Mapping) else dict.fromkeys(common, size) for size in sizes
         )
     return before, now
+
+
+def _as_when_saved(before: dict[str, Any], saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration; of the data, or of the sampler, as it was when saved where all of it is so at present."""
+    changed: Mapping[str, Any] = saved.get("changed", {})
+    for of_data in (True, False):
+        values = {name: value for name, value in changed.items() if name.startswith("dataset.") is of_data}
+        if values and all(value_at(present["config"], name) == value for name, value in values.items()):
+            for name, value in values.items():
+                before = _replaced(before, name.split("."), value)
+    return before
+
+
+def value_at(config: Any, name: str) -> Any:
+    """The value that a name with dots leads to in a configuration; None where it leads nowhere."""
+    for key in name.split("."):
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
+
+
+def _replaced(config: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:
+    held = config.get(keys[0])
+    below = _replaced(held if isinstance(held, Mapping) else {}, keys[1:], value) if keys[1:] else value
+    return {**config, keys[0]: below}
 
 
 def _of_equal_lengths(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -83,3 +83,12 @@ def test_no_other_file_asks_for(pattern: str, only: set[str]) -> None:
     asking = {path.name for path in FILES if re.search(pattern, path.read_text())}
     # lightning.py names what it makes sure of.
     assert asking - {"lightning.py"} == only
+
+
+def test_no_two_files_on_users_samplers_import_one_another() -> None:
+    files = {f"lightning_stateful.user_samplers.{path.stem}": path for path in (PACKAGE / "user_samplers").glob("*.py")}
+    left = {name: imported(path) & files.keys() for name, path in files.items()}
+    while ready := [name for name, others in left.items() if not others & left.keys()]:
+        for name in ready:
+            del left[name]
+    assert left == {}

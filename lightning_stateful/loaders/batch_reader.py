@@ -146,7 +146,7 @@ class PlannedBatches:
         self.seed, self.is_batched, self._plan_again = seed, is_batched, plan_again
         # What the plan raised, as opposed to the dataset.
         self.error: Exception | None = None
-        # Indices of batches that were asked for and not taken yet; None to keep none.
+        # Indices of batches of the pass that were asked for and not given yet; None to keep none.
         self.asked: deque[Any] | None = None
         self.plan: EpochPlan
         self.rank = self.first_step = self._num_passes = 0
@@ -155,7 +155,7 @@ class PlannedBatches:
         """Serve the batches of a rank, from a step of a plan on."""
         self.plan, self.rank, self.first_step, self._num_passes = plan, rank, first_step, 0
         if self.asked is not None:
-            self.asked.clear()
+            self.asked = deque()
 
     def __iter__(self) -> Iterator[Any]:
         self.error = None
@@ -205,6 +205,10 @@ class BatchReader:
         holder: An object that holds the loader and is iterated in its place, and the name of the attribute.
         watches_collate: Warn of a ``collate_fn`` that carries something over from batch to batch.
         plan_again: As of :class:`PlannedBatches`.
+
+    Attributes:
+        indices: The indices of the batch that was given last, where they are kept; None where the user's ``__iter__``
+            decides what a batch is.
     """
 
     def __init__(
@@ -223,6 +227,7 @@ class BatchReader:
         self.options = options
         self._dataset = dataset
         self._batches = batches = PlannedBatches(seed, is_batched=is_batched, plan_again=plan_again)
+        self.indices: Any = None
         self._generator = torch.Generator()
         self._isolate = IsolatedReads()
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
@@ -247,16 +252,9 @@ class BatchReader:
         self._given_by = original if holder is None else loader_within(*holder, original)
 
     def keep_indices(self) -> None:
-        """From the next pass on keep the indices of batches until :meth:`take_indices` takes them."""
+        """From the next pass on keep the indices of the batch that was given last in :attr:`indices`."""
         if self._batches.asked is None:
             self._batches.asked = deque()
-
-    def take_indices(self) -> Any:
-        """The indices of the batch that was given last; None where the user's ``__iter__`` decides what a batch is."""
-        asked = self._batches.asked
-        if not asked or self._is_own:
-            return None
-        return asked.popleft()
 
     def read_twice(self, plan: EpochPlan, rank: int) -> list[Any] | None:
         """Read the first batch of a plan twice, in a worker of its own if the loader has workers; else leave no trace.
@@ -333,6 +331,7 @@ class BatchReader:
         if isinstance(plan, OwnPlan) and plan.is_reread_at(first_step):
             left_out = plan.skipped + first_step
         batches.begin(plan, rank, 0 if left_out else first_step)
+        asked = batches.asked
         count = plan.num_steps - first_step
         self._held.begin()
         if not is_own and not (loader.num_workers or loader.pin_memory):
@@ -364,6 +363,7 @@ class BatchReader:
                         stacklevel=2,
                     )
                 return
+            self.indices = asked.popleft() if asked else None
             yield batch
         # Asked for more, as torch at its end: what the sampler does behind its last item is part of it.
         with suppress(StopIteration):

@@ -142,6 +142,7 @@ class CombinedLoaders:
         Lightning builds loaders anew between epochs (``reload_dataloaders_every_n_epochs``).
         """
         for path, loader in self.loaders.items():
+            loader.begin_in(epoch)
             before = other.loaders.get(path)
             if before is None or not loader.order.carries_over or not before.order.carries_over:
                 continue

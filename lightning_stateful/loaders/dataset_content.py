@@ -49,7 +49,26 @@ def content_of(dataset: Any) -> dict[str, str]:
     return {name: digest for name, digest in sorted(found.items()) if digest}
 
 
-def _content(dataset: Any, seen: set[int], depth: int, *, is_described: bool = False) -> dict[str, str]:
+def content_now(dataset: Any) -> dict[str, str]:
+    """As :func:`content_of`, with what has changed as it is now."""
+    return _content(dataset, set(), 0, is_described=True, of_now=True)
+
+
+def glance(dataset: Any, depth: int = 0) -> list[Any]:
+    """Some items of each list, array and tensor that a dataset holds: other ones once it was shuffled or replaced."""
+    found: list[Any] = []
+    for name, value in attributes_of(dataset).items():
+        parts = [value] if isinstance(value, Dataset) else _parts(value)
+        if parts:
+            found += [glance(part, depth + 1) for part in parts if depth < _DEPTH]
+        elif isinstance(value, (list, tuple)) or (isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim > 0):
+            found.append((name, id(value), len(value), repr([value[number] for number in spread(len(value), 64)])))
+    return found
+
+
+def _content(
+    dataset: Any, seen: set[int], depth: int, *, is_described: bool = False, of_now: bool = False
+) -> dict[str, str]:
     """As :func:`content_of`, with "" for what has changed.
 
     Args:
@@ -57,6 +76,7 @@ def _content(dataset: Any, seen: set[int], depth: int, *, is_described: bool = F
         seen: Ids of datasets that need no further look.
         depth: Of holding.
         is_described: The indices of a subset, and a list of files, are described elsewhere.
+        of_now: What has changed counts too.
     """
     if id(dataset) in seen or depth > _DEPTH or type(dataset).__module__.partition(".")[0] == "datasets":
         # Hugging Face's datasets are described by rows.
@@ -77,12 +97,13 @@ def _content(dataset: Any, seen: set[int], depth: int, *, is_described: bool = F
             with suppress(Exception):
                 found[column] = _digest_of(items)
     found = {name: digest for name, digest in found.items() if digest}
-    found = {name: digest for name, digest in _unchanged(dataset, found).items() if name not in described}
+    found = found if of_now else _unchanged(dataset, found)
+    found = {name: digest for name, digest in found.items() if name not in described}
     for name, value in held.items():
         if name == "dataset" or isinstance(value, Dataset):
-            below = _content(value, seen, depth + 1, is_described=of_subset)
+            below = _content(value, seen, depth + 1, is_described=of_subset, of_now=of_now)
         elif parts := _parts(value):
-            below = _joined([_content(part, seen, depth + 1) for part in parts])
+            below = _joined([_content(part, seen, depth + 1, of_now=of_now) for part in parts])
         else:
             continue
         found |= {key if key not in found else f"{name}.{key}": digest for key, digest in below.items()}

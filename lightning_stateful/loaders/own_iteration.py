@@ -327,7 +327,9 @@ def warn_of_held_loaders(iterable: Any, where: str) -> None:
         warnings.warn(
             f"{where} is a {type(iterable).__qualname__} that reads torch's loaders by itself ({', '.join(names)}). A "
             "resume iterates it again up to where the model stood, which is exact only if its batches come in the same "
-            "order again, and not where they are shuffled. Pass the DataLoader itself, or one that holds just it.",
+            "order again, and not where they are shuffled. Pass the DataLoader itself, with prefetch_factor=, or let "
+            f"{type(iterable).__qualname__} hold one DataLoader, no iterator of it, and have no __next__, but an "
+            "__iter__ that calls iter() on the DataLoader and yields.",
             StatefulWarning,
             stacklevel=4,
         )

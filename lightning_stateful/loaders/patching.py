@@ -28,7 +28,7 @@ from lightning_stateful.loaders.stateful_loader import LoaderSettings, StatefulL
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import detect_topology
+from lightning_stateful.samplers.tracker import TrackedLoader, detect_topology
 from lightning_stateful.state import accepted_names, warning_of_unknown
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, is_dealt_out, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
@@ -320,3 +320,12 @@ def _leaves(loaders: Any) -> Iterator[object]:
             yield from _leaves(part)
     else:
         yield loaders
+
+
+def dealt_otherwise(given: Any, loader: AnyLoader) -> str:
+    """The difference of an order from torch's, in words; empty for none, or where an order was given."""
+    if isinstance(given, TrackedLoader) or not isinstance(loader, StatefulLoader) or not loader.description.is_plain:
+        return ""
+    if loader.topology.num_replicas == 1:
+        return ""
+    return "Of each step a rank takes consecutive samples, where DistributedSampler gives it every so many."

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, default_collate
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.loaders.dataset_content import content_of
+from lightning_stateful.loaders.dataset_content import content_now, content_of, glance
 from lightning_stateful.mixture.weights import by_name
 from lightning_stateful.samplers.fingerprint import describe_dataset, without_fingerprint
 
@@ -133,3 +133,23 @@ def described_with_content(dataset: Any) -> dict[str, Any]:
     """Describe a dataset, and under ``content`` what its attributes show of its samples."""
     content = content_of(dataset)
     return {**({"content": content} if content else {}), **describe_dataset(dataset)}
+
+
+def changed_content(dataset: Any, config: Mapping[str, Any], known: dict[str, Any]) -> dict[str, str]:
+    """Digests of a dataset's attributes that are no longer those of a configuration, by their names in that.
+
+    Args:
+        dataset: The dataset.
+        config: The configuration.
+        known: Keeps the latest answer, for as long as some items of each list are the same.
+    """
+    described = config.get("dataset")
+    before = described.get("content") if isinstance(described, Mapping) else None
+    if not before:
+        return {}
+    if (seen := glance(dataset)) != known.get("glance"):
+        known["glance"], now = seen, content_now(dataset)
+        # An attribute that is gone, or counts as a cache by now, is no other order of the samples.
+        changed = {name: now[name] for name, was in before.items() if now.get(name, was) != was}
+        known["changed"] = {f"dataset.content.{name}": digest for name, digest in changed.items()}
+    return dict(known["changed"])

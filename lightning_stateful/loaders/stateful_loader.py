@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sized
+from collections.abc import Collection, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -19,12 +19,14 @@ from lightning_stateful.errors import ConfigurationError, RankMismatchError, Sta
 from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, known_steps, options_of
 from lightning_stateful.loaders.description import LoaderDescription, describe_loader
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
+from lightning_stateful.loaders.source_datasets import changed_content
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import TrackedLoader, Tracker, detect_topology
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
 from lightning_stateful.user_samplers.rank_exchange import exchanged
+from lightning_stateful.user_samplers.sampler_memory import ASIDE
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
@@ -189,6 +191,9 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             rank=description.rank,
             accept=tuple(dict.fromkeys([*description.accept, *settings.accept])),
         )
+        # The lists of the dataset, as they were seen last.
+        self._lists: dict[str, Any] = {}
+        self.tracker.changed = partial(_changed_since, order, dataset, self._lists)
         if isinstance(self.tracker, OwnTracker) and self._watch is not None:
             self.tracker.watch, self.tracker.length_of = self._watch, self._own_length
             self.tracker.batch_size = description.batch_size
@@ -232,6 +237,29 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         # Of a sampler without len() no epoch is asked, nor is it told one.
         return known_steps(self.plan(self.tracker.latest_epoch) if self.is_sized else None)
 
+    def begin_in(self, epoch: int) -> None:
+        """Begin with an epoch, as a loader that is built anew in training; others begin with the first."""
+        if isinstance(self.order, WrappedSampler) and not self.order.memory.passes:
+            self.order.memory.first_epoch = epoch
+
+    def plan_aside(self, epoch: int, *, of_copy: bool) -> tuple[EpochPlan, int] | None:
+        """Plan another pass over a user's sampler within an epoch, and its first step; None for other orders.
+
+        Args:
+            epoch: The epoch.
+            of_copy: Iterate a copy, so that the sampler stays as it is.
+        """
+        order = self.order
+        if not isinstance(order, WrappedSampler):
+            return None
+        if of_copy:
+            order = order.replaced(sampler=order.copied().sampler, repeats_first_epoch=True)
+        return order.plan(epoch, self.topology.num_replicas, Progress(epoch=epoch, cycle=ASIDE)), 0
+
+    def changed(self) -> dict[str, Any]:
+        """What something has changed of the dataset and a user's sampler since the loader was built, as in a state."""
+        return _changed_since(self.order, self.dataset, self._lists, self.tracker.config)
+
     @property
     def is_sized(self) -> bool:
         """Whether the number of batches of an epoch is known before its end."""
@@ -269,12 +297,13 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         return reader.read(plan, rank, first_step, base_seed, isolated=isolated, looks_ahead=looks_ahead)
 
     def keep_indices(self) -> None:
-        """From the next pass on keep the indices of batches until :meth:`take_indices` takes them."""
+        """From the next pass on keep the indices of the batch that was given last in :attr:`indices`."""
         self._keeps_indices = True
 
-    def take_indices(self) -> Any:
-        """The indices of the batch that was given last; None where it has none."""
-        return None if self._reader is None else self._reader.take_indices()
+    @property
+    def indices(self) -> Any:
+        """The indices of the batch that was given last, where they are kept; None for one that has none."""
+        return None if self._reader is None else self._reader.indices
 
     def read_twice(self, progress: Progress, num_replicas: int, rank: int) -> list[Any] | None:
         """Read twice the batch that comes next at ``progress`` on such ranks, without moving the loader.
@@ -457,3 +486,9 @@ class _ServedIndices(DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the loader's own :meth:`StatefulLoader.set_epoch` decides."""
+
+
+def _changed_since(order: BatchOrder, dataset: Any, lists: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """What somebody has changed of a dataset and a user's sampler since a configuration was taken."""
+    of_sampler = order.changed_settings(config) if isinstance(order, WrappedSampler) else {}
+    return {**changed_content(dataset, config, lists), **of_sampler}

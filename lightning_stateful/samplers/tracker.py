@@ -79,6 +79,8 @@ class Tracker:
         self.config: dict[str, Any] = _checked_config(order, config)
         self.num_replicas, self.rank = num_replicas, rank
         self.accept = format_.accepted_names(accept)
+        # Tells what is no longer as in the configuration, by name with dots; None where nothing changes.
+        self.changed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
         # Where the next pass begins.
         self._start = Progress()
         # The pass that began last: its plan (None before the first, and after a seek), the steps it has handed over,
@@ -237,7 +239,9 @@ class Tracker:
     def state_dict(self, progress: Progress | None = None) -> dict[str, Any]:
         """The state at ``progress``, by default :attr:`progress`: fresh plain data, equal on all ranks."""
         progress = self.progress if progress is None else progress
-        return format_.pack(self.order.kind, self.order.version, self.config, progress.to_dict())
+        # Before anything was trained on, nothing has changed.
+        changed = {} if self.changed is None or progress == Progress() else self.changed(self.config)
+        return format_.pack(self.order.kind, self.order.version, self.config, progress.to_dict(), changed)
 
     def state_after(self, steps: int | None) -> dict[str, Any]:
         """The state after ``steps`` steps of the latest pass; None for those that were handed over."""
@@ -429,6 +433,9 @@ class TrackedLoader(Tracked):
     def begin_at(self, progress: Progress) -> str:
         """Go on at a progress of which no state says where the data stood; the name of what begins anew there."""
         return ""
+
+    def begin_in(self, epoch: int) -> None:
+        """Begin with an epoch, as a loader that is built anew in training; others begin with the first."""
 
     def end_at(self, progress: Progress) -> None:
         """Let the epoch of a progress end there; the next goes on from it."""

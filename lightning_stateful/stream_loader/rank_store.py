@@ -11,6 +11,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -58,7 +59,8 @@ class RankStore:
         num_columns: Processes of a data-parallel rank.
 
     Raises:
-        StreamError: From every method: the store does not answer, or holds what is not of this package.
+        StreamError: From every method but those that delete: the store does not answer, or holds what is not of this
+            package.
     """
 
     @classmethod
@@ -127,9 +129,11 @@ class RankStore:
         self._ask("set", key, _packed(text))
 
     def delete(self, key: str) -> None:
-        """Delete what this rank has put at ``key``."""
+        """Delete what this rank has put at ``key``, if the store is still there."""
         self._keys.discard(key)
-        self._ask("delete_key", key)
+        # With rank 0, which may have come to its end and left, the store is gone.
+        with suppress(StreamError):
+            self._ask("delete_key", key)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, from 0, and return it; all in one."""
@@ -227,7 +231,8 @@ class RankStore:
         except RuntimeError as error:
             raise StreamError(
                 "The key-value store of the run does not answer; the process that serves it (rank 0, or the launcher) "
-                f"has most likely ended. Look for the reason in its log. {type(error).__name__}: {error}"
+                "has most likely ended. Look for the reason in its log. One that leaves by os._exit when it is done "
+                f"has to wait for the others first: torch.distributed.barrier(). {type(error).__name__}: {error}"
             ) from error
 
 

@@ -17,7 +17,7 @@ from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.attributes import attributes_of
-from lightning_stateful.state import is_accepted
+from lightning_stateful.state import is_accepted, value_at
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.loop_progress import epoch_set_to
 from lightning_stateful.trainer.ranks import gathered
@@ -42,17 +42,22 @@ class BatchContent:
     """
 
     def __init__(self, loaders: Mapping[str, AnyLoader]) -> None:
+        self._num_loaders = len(loaders)
+        self._map_style = {path: loader for path, loader in loaders.items() if isinstance(loader, StatefulLoader)}
         # A user's sampler would have to be iterated to read a batch of it again.
         self._loaders = {
-            path: loader
-            for path, loader in loaders.items()
-            if isinstance(loader, StatefulLoader) and not isinstance(loader.order, WrappedSampler)
+            path: loader for path, loader in self._map_style.items() if not isinstance(loader.order, WrappedSampler)
         }
         self._datasets = [loader.dataset for loader in loaders.values() if isinstance(loader, StatefulLoader)]
         # Of the datasets as they were built.
         self._rows = list(map(_rows_of, self._datasets))
         self._settings = {path: _settings_of(loader) for path, loader in self._loaders.items()}
         self.latest: dict[str, dict[str, Any]] = {}
+
+    @property
+    def is_map_style(self) -> bool:
+        """Whether all loaders are of map-style datasets."""
+        return len(self._map_style) == self._num_loaders
 
     def note(self, path: str, plan: EpochPlan, step: int, batch: Any, at: tuple[int, int]) -> None:
         """Digest a batch that is about to be handed over, if its turn has come.
@@ -102,23 +107,41 @@ class BatchContent:
                     category=StatefulWarning,
                 )
 
-    def compare(self, trainer: pl.Trainer, saved: Any, accept: Collection[str], is_changed: bool) -> None:
+    def compare(
+        self,
+        trainer: pl.Trainer,
+        saved: Any,
+        accept: Collection[str],
+        states: Mapping[str, Mapping[str, Any]] | None,
+        epoch: int,
+    ) -> None:
         """Read the batches of a checkpoint again, each twice, on the process that wrote it: the first.
 
         Args:
             trainer: The trainer; all its processes hear of a difference.
             saved: What :attr:`latest` was when the checkpoint was written.
             accept: Names of differences to let pass.
-            is_changed: The loaders are others in a way that was accepted, so that batches need not be the same.
+            states: By path, the states of the loaders in the checkpoint. None where the loaders are others in a way
+                that was accepted, so that batches need not be the same.
+            epoch: The epoch that the run goes on in.
 
         Raises:
             StateMismatchError: On all processes, if a batch has another content, twice the same.
+
+        Warns:
+            StatefulWarning: Data or a sampler had been changed in training, and are as they were built.
         """
         found: list[tuple[str, str, str, str]] = []
-        if trainer.is_global_zero and not is_changed:
-            for path, loader in self._loaders.items():
-                full = f"{path}.{PATH}" if path else PATH
-                if path in saved and not is_accepted((full, PATH), (*accept, *loader.accept)):
+        if trainer.is_global_zero and states is not None:
+            for path, loader in self._map_style.items():
+                full, now = f"{path}.{PATH}" if path else PATH, loader.changed()
+                if path not in states or is_accepted((full, PATH), (*accept, *loader.accept)):
+                    continue
+                is_of_epoch = path in self._loaders and path in saved and saved[path]["batch"][0] == epoch
+                _warn_unless_restored(loader, states[path], now, is_of_epoch)
+                # Of data that change from epoch to epoch, a batch of an earlier epoch tells nothing.
+                is_changing = any(name.startswith(PATH) for name in (*states[path].get("changed", {}), *now))
+                if path in self._loaders and path in saved and (is_of_epoch or not is_changing):
                     found += self._compared(trainer, path, full, saved[path])
         if trainer.world_size > 1:
             found = gathered(found)[0]
@@ -156,6 +179,36 @@ class BatchContent:
             )
             return []
         return [(full, name, _shown(saved), _shown(once))]
+
+
+def _warn_unless_restored(
+    loader: StatefulLoader, saved: Mapping[str, Any], now: Mapping[str, Any], by_batch: bool
+) -> None:
+    """Warn of data or a sampler that had changed when a state was taken, and are as they were built.
+
+    Args:
+        loader: The loader.
+        saved: Its state.
+        now: What has changed since the loader was built.
+        by_batch: The data are compared by a batch of the epoch that goes on.
+    """
+    config, left = loader.tracker.config, []
+    # Of a sampler, the items that were served of an epoch are compared when it is iterated.
+    is_begun = saved["progress"]["consumed"] > 0
+    for name, value in saved.get("changed", {}).items():
+        is_compared = is_begun and (by_batch or not name.startswith(PATH))
+        if not is_compared and name not in now and value_at(config, name) not in (None, value):
+            owner = loader.dataset if name.startswith(PATH) else loader.order.sampler  # type: ignore[attr-defined]  # a user's
+            left.append(
+                f"{type(owner).__qualname__}{name.removeprefix(PATH).removeprefix('sampler').removeprefix('sequence')}"
+            )
+    if left:
+        rank_zero_warn(
+            f"{', '.join(dict.fromkeys(left))} had been changed in training when the checkpoint was written, and is as "
+            "it was built now, so the resume may not be exact. If your code changes it, restore it before the first "
+            "batch: in load_state_dict, on_load_checkpoint or on_train_start.",
+            category=StatefulWarning,
+        )
 
 
 def _shown(content: Mapping[str, Any]) -> str:

@@ -34,11 +34,11 @@ from lightning_stateful.trainer.checkpoint import (
 )
 from lightning_stateful.trainer.epoch_results import EpochResults
 from lightning_stateful.trainer.eval_loaders import exact_evaluation
-from lightning_stateful.trainer.held_trainers import warn_of_old_copies
 from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.lightning import TrainerFn, check_trainer, pl
 from lightning_stateful.trainer.loader_proxy import Request, discard_training_loaders, intercept, release
 from lightning_stateful.trainer.logs import log_data
+from lightning_stateful.trainer.odd_datasets import warn_of_old_copies
 from lightning_stateful.trainer.other_callbacks import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
 from lightning_stateful.trainer.ranks import topology_of

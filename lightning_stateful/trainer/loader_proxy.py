@@ -8,6 +8,7 @@ gets and iterates in place of each DataLoader is a :class:`LoaderProxy`.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -206,6 +207,18 @@ def discard_training_loaders(trainer: pl.Trainer) -> None:
     fit_loop._combined_loader = fit_loop._data_fetcher = None
 
 
+def is_iterated_by_loop(trainer: pl.Trainer, iterator: Any) -> bool:
+    """Whether an iterator of a training proxy is the fit loop's, and none that a hook has made to look at a batch."""
+    combined: Any = trainer.fit_loop._combined_loader
+    running = None if combined is None else combined._iterator
+    return running is None or any(one is iterator for one in running.iterators)
+
+
+def in_hook(trainer: pl.Trainer, name: str) -> bool:
+    """Whether the trainer is calling a hook of its callbacks or module."""
+    return trainer.lightning_module._current_fx_name == name
+
+
 def _undo_patches() -> None:
     """Undo Lightning's patches of torch's classes, which it leaves in place where a hook raises an error."""
     for base in (DataLoader, BatchSampler):
@@ -298,6 +311,8 @@ class LoaderProxy:
         at_end: Called when the loader has no further batch.
         starts_early: Tells whether workers are started when a pass is begun, and not by the first ``next()``.
         note: Called with the plan, the step and the batch before a batch is handed over.
+        aside: Called with an iterator of the proxy. Returns where it begins if something else than the loop has made
+            it, as a hook that looks at a batch, or None.
 
     Attributes:
         loader: The loader.
@@ -324,13 +339,14 @@ class LoaderProxy:
         at_end: Callable[[], None] | None = None,
         starts_early: Callable[[], bool] = bool,
         note: Callable[[EpochPlan, int, Any], None] | None = None,
+        aside: Callable[[Any], tuple[EpochPlan, int] | None] | None = None,
     ) -> None:
         self.loader, self._length, self._at_end, self._note = loader, length, at_end, note
         self.starts_early = starts_early
         self.original = loader if original is None else getattr(original, "original", original)
         self._shown = _shown(loader, self.original, overfits, is_dealt_out)
         self._given = _arguments_of(self._shown)
-        self._locate = locate
+        self._locate, self._aside = locate, aside
         self._after_read = after_read
         self._isolated = isolated
         # The pattern of the warnings filter that this proxy has set, if any. A regular expression's comment, (?#id),
@@ -352,12 +368,14 @@ class LoaderProxy:
         return changed
 
     def __iter__(self) -> Iterator[Any]:
+        made = _ProxyIterator()
         begun = self._begin() if self.starts_early() else None
         if begun is not None:
             # Its first batch is read: workers are there.
             batches = begun[2]
             begun = *begun[:2], chain(list(islice(batches, 1)), batches)
-        return _ProxyIterator(self._batches(begun))
+        made.batches = self._batches(weakref.ref(made), begun)
+        return made
 
     def _begin(self) -> tuple[Any, int, Iterator[Any]] | None:
         """The plan, the step and the batches from there on; None where there are none."""
@@ -368,9 +386,13 @@ class LoaderProxy:
         plan, step = found
         return plan, step, self.loader.batches(plan, step, isolated=self._isolated)
 
-    def _batches(self, begun: tuple[Any, int, Iterator[Any]] | None) -> Iterator[Any]:
+    def _batches(self, made: Callable[[], Any], begun: tuple[Any, int, Iterator[Any]] | None) -> Iterator[Any]:
         # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.
         self._end_filter()
+        if begun is None and self._aside is not None and (beside := self._aside(made())) is not None:
+            # Nothing of it is trained on, and so nothing is counted.
+            yield from self.loader.batches(*beside, isolated=True)
+            return
         begun = begun or self._begin()
         if begun is None:
             return
@@ -453,14 +475,13 @@ def _has_sampler(loader: Any) -> bool:
 class _ProxyIterator:
     """One pass over a proxy. It can be pickled, but what is unpickled is empty."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
+    batches: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        return next(self.batches)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return iter, ((),)

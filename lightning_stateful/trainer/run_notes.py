@@ -16,7 +16,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.samplers.tracker import TrackedLoader
 from lightning_stateful.state import order_in_words
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.ranks import topology_of
@@ -131,12 +130,3 @@ def _ranks_in_words(note: Mapping[str, Any]) -> str:
     ranks = f"{note['ranks']} rank{'s' * (note['ranks'] != 1)}"
     size = note["batch_size"].get("")
     return ranks if size is None else f"{ranks} x {size}"
-
-
-def dealt_otherwise(given: Any, loader: AnyLoader) -> str:
-    """The difference of an order from torch's, in words; empty for none, or where an order was given."""
-    if isinstance(given, TrackedLoader) or not isinstance(loader, StatefulLoader) or not loader.description.is_plain:
-        return ""
-    if loader.topology.num_replicas == 1:
-        return ""
-    return "Of each step a rank takes consecutive samples, where DistributedSampler gives it every so many."

@@ -15,12 +15,12 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.own_iteration import held_loader
-from lightning_stateful.loaders.patching import AnyLoader, build_patched, is_patched
+from lightning_stateful.loaders.patching import AnyLoader, build_patched, dealt_otherwise, is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_devices, seed_or_default
 from lightning_stateful.samplers.tracker import TrackedLoader
-from lightning_stateful.state import accepted_names, differences, warning_of_unknown
+from lightning_stateful.state import accepted_names, differences, walk, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.batch_content import BatchContent
@@ -31,12 +31,15 @@ from lightning_stateful.trainer.loader_proxy import (
     LoaderProxy,
     Structure,
     discard_training_loaders,
+    in_hook,
+    is_iterated_by_loop,
     refuse_no_loaders,
     request_training_loaders,
 )
+from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets
 from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
-from lightning_stateful.trainer.run_notes import dealt_otherwise, say_what_is_exact
+from lightning_stateful.trainer.run_notes import say_what_is_exact
 from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail
@@ -150,7 +153,7 @@ class TrainLoaders:
         dealt = {path: dealt_otherwise(structure.loaders[path], of) for path, of in self.combined.loaders.items()}
         say_what_is_exact(self.combined, self.seed, settings.seed_samples, dealt)
         self._warn_of_cut_epochs()
-        self._warn_of_shared_datasets()
+        warn_of_shared_datasets(self.combined)
         configs = [{path: loader.tracker.config} for path, loader in self.combined.loaders.items()]
         if unknown := warning_of_unknown(settings.accept, configs):
             rank_zero_warn(unknown, category=StatefulWarning)
@@ -211,11 +214,14 @@ class TrainLoaders:
             content: The content of batches in the checkpoint.
             state: The data's state in it.
         """
-        if not self._settings.check_content or not isinstance(content, Mapping) or not content or state is None:
+        if not self._settings.check_content or state is None or not (content or self.content.is_map_style):
             return
+        content = content if isinstance(content, Mapping) else {}
         self.content.latest = {path: dict(of) for path, of in content.items()}
-        is_changed = bool(differences(state, self.combined.state_at(*self._next_step()), fingerprints=False))
-        self._compare = partial(self.content.compare, self._trainer, content, self._settings.accept, is_changed)
+        epoch, step = self._next_step()
+        is_changed = bool(differences(state, self.combined.state_at(epoch, step), fingerprints=False))
+        states = None if is_changed else dict(walk(state))
+        self._compare = partial(self.content.compare, self._trainer, content, self._settings.accept, states, epoch)
 
     def begin(self) -> None:
         """Training begins: from now on the loop's counters say where it is."""
@@ -317,25 +323,6 @@ class TrainLoaders:
                 repeats=overfits(self._trainer),
             )
 
-    def _warn_of_shared_datasets(self) -> None:
-        found: dict[int, str] = {}
-        for path, loader in self.combined.loaders.items():
-            dataset = getattr(loader.order, "begun_anew", None)
-            other = path if dataset is None else found.setdefault(id(dataset), path)
-            if other != path and hasattr(dataset, "__next__") and not loader.num_workers:
-                raise ConfigurationError(
-                    f"The loaders {other!r} and {path!r} share one {type(dataset).__qualname__} object, which is its "
-                    "own iterator: what each of them gets depends on when the other begins. Give each loader a dataset "
-                    "of its own."
-                )
-            if other != path:
-                rank_zero_warn(
-                    f"The loaders {other!r} and {path!r} read one {type(dataset).__qualname__} object in turn. Of what "
-                    "the one changes in it for the other a checkpoint knows nothing, so a resume may not be exact. "
-                    "Give each loader a dataset of its own.",
-                    category=StatefulWarning,
-                )
-
     def _warn_of_cut_epochs(self) -> None:
         # A stream goes on where the limit has cut it.
         loaders = [loader for loader in self.combined.loaders.values() if isinstance(loader, StatefulLoader)]
@@ -368,6 +355,7 @@ class TrainLoaders:
             at_end=self._note_end,
             starts_early=partial(self._starts_early, path),
             note=partial(self._note_batch, path) if self._notes_content or self._ledger.is_on else None,
+            aside=partial(self._aside, path),
         )
 
     def _starts_early(self, path: str) -> bool:
@@ -382,7 +370,7 @@ class TrainLoaders:
             self.content.note(path, plan, step, batch, self._next_step())
         if self._ledger.is_on:
             loader = self.combined.loaders[path]
-            indices = loader.take_indices() if isinstance(loader, StatefulLoader) else None
+            indices = loader.indices if isinstance(loader, StatefulLoader) else None
             self._ledger.note(path, plan.progress_after(0), indices, batch)
 
     def _note_end(self) -> None:
@@ -418,6 +406,17 @@ class TrainLoaders:
             return None
         plan, step = self.combined.plan_at(path, epoch, step)
         return (plan, step) if step < plan.num_steps else None
+
+    def _aside(self, path: str, iterator: Any) -> tuple[EpochPlan, int] | None:
+        loader, (epoch, step) = self.combined.loaders[path], self._next_step()
+        again = self._resumed_at is not None and in_hook(self._trainer, "on_train_start")
+        if (
+            not isinstance(loader, StatefulLoader)
+            or not (step or again)
+            or is_iterated_by_loop(self._trainer, iterator)
+        ):
+            return None
+        return loader.plan_aside(epoch, of_copy=again)
 
     def _warn_of_changed_arguments(self, path: str) -> None:
         if changed := self._proxies[path].changed_arguments():

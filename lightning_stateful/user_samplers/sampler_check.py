@@ -7,18 +7,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from torch.utils.data import DistributedSampler
 
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.rank_exchange import exchanged
-from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, digest_of_contents, digest_of_surroundings
-from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, IteratedSampler, next_digest_index
+from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, digest_of_contents, surroundings_of
+from lightning_stateful.user_samplers.sampler_facts import Dealing, SamplerFacts
+from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, next_digest_index
 from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
     Setting,
@@ -32,63 +33,13 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     yields_as_one,
 )
 
-if TYPE_CHECKING:
-    from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
-
-ResumeMode = Literal["fast_forward", "own_state"]
-
 # Items by which the beginning of an epoch is known, items drawn at a time, and the most of an epoch that is looked at.
 _COMPARED, _DRAWN, _MOST, _MOST_ENDLESS = 64, 4096, 2**20, 2**14
 # Seconds: an epoch that begins faster is begun twice more where that tells something; all ranks are simulated for less.
 _QUICK, _PATIENCE = 2.0, 20.0
 
 
-@dataclass(kw_only=True)
-class SamplerFacts:
-    """The facts that a trial of a copy of a sampler has shown.
-
-    Attributes:
-        first: The first item of epoch 0, or None.
-        begins: Digest of how epoch 0 begins.
-        notes: Digests of items of epoch 0 by index, as passes note them.
-        marks: Digests of epoch 0 up to some items, by their number, for other ranks to compare.
-        says: Items of an epoch by its ``len()``; None where it has none.
-        length: Items of epoch 0; None for more than a million, or one that could not be drawn to its end.
-        counts_down: Whether ``len()`` changes while items are drawn, so that only before the first it tells how many.
-        seconds: How long that took.
-        asks: Whether it asks torch.distributed for its rank.
-        remembers: Whether what it yields depends on its earlier passes, or nobody knows.
-        is_harmless: Whether a pass changes the sampler, but not what a later one yields.
-        contents: Digest of what the sampler held then, to tell whether it was changed since.
-        leads_back: Whether its own state, loaded into a fresh copy, leads to the items that came next.
-        error: The reason why it could not be tried; empty if it was.
-        fresh: A copy of one that remembers, as it was before anybody has iterated it.
-    """
-
-    first: Any = None
-    begins: str = ""
-    notes: dict[int, str] = field(default_factory=dict)
-    marks: dict[int, str] = field(default_factory=dict)
-    says: int | None = None
-    length: int | None = None
-    counts_down: bool = False
-    seconds: float = 0.0
-    asks: bool = False
-    remembers: bool = False
-    is_harmless: bool = False
-    contents: str = ""
-    leads_back: bool = False
-    error: str = ""
-    fresh: Any = None
-
-    @property
-    def sequence(self) -> str:
-        """Digests of how epoch 0 begins, and of all of it where its ``len()`` says how long it is; empty if untried."""
-        whole = self.marks.get(self.length or 0) if self.says is not None else None
-        return self.begins if whole is None else f"{self.begins}-{whole}"
-
-
-def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] | None = None) -> SamplerFacts:
+def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | None = None) -> SamplerFacts:
     """Iterate a copy of a sampler over epoch 0, at most over a million items.
 
     Where the pass has changed the copy, the next epoch is begun on it and on a fresh one.
@@ -99,12 +50,12 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
 
     Raises:
         ConfigurationError: It yields more or fewer items than its ``len``.
-        UnsupportedLoaderError: It changes data that the copy shares with the original.
+        UnsupportedLoaderError: It changes data that the copy shares with the original, other than a cache.
     """
-    copied = order.copied()
+    copied = SamplerCopy(order.sampler, order.dataset)
     if not copied.is_apart:
         return SamplerFacts(error="it holds an iterator, a file or an object that cannot be copied", remembers=True)
-    facts, shared = SamplerFacts(), digest_of_surroundings(order.sampler, order.dataset)
+    facts, shared = SamplerFacts(), surroundings_of(order.sampler, order.dataset)
     facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0)
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
     tried = _iterated(order, copied.sampler, choose, asked)
@@ -118,16 +69,15 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
-    if digest_of_surroundings(order.sampler, order.dataset) != shared:
-        raise UnsupportedLoaderError(order.name + _CHANGES_DATA)
+    fresh = partial(_fresh, order, choose, asked)
+    _refuse_changes_of_data(order, facts, shared, fresh)
     if not facts.error:
         _refuse_wrong_length(order, facts)
         changed = {*left, contents()} != {before[-1]}
-        fresh = partial(_fresh, order, choose, asked)
         is_quick = changed and facts.seconds <= _QUICK
         facts.is_harmless = is_quick and _begins_alike(tried, fresh) and _begins_alike(_left(fresh(), facts), fresh)
         facts.remembers = changed and not facts.is_harmless
-        facts.fresh = order.copied().sampler if facts.remembers else None
+        facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler if facts.remembers else None
         facts.leads_back = state is not None and _leads_back(fresh, state, following)
         is_seen = not copied.shares_unseen or "nondeterministic" in order.accept
         if not is_seen and _begins_apart(fresh):
@@ -140,7 +90,60 @@ def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] 
     return facts
 
 
-def yields_otherwise(order: WrappedSampler) -> bool:
+def _refuse_changes_of_data(
+    order: UserSampler, facts: SamplerFacts, before: dict[str, str], fresh: Callable[[], IteratedSampler]
+) -> None:
+    """Refuse a sampler whose trial has changed what its copies share with it, unless that is shown to be a cache."""
+    now = surroundings_of(order.sampler, order.dataset)
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    if not names:
+        return
+    if why := facts.error or _reason_against_cache(order, facts, now, fresh):
+        raise UnsupportedLoaderError(
+            f"{order.name} changes {', '.join(f'`{name}`' for name in names[:4])} while it is iterated, and {why}. It "
+            "is tried before training, on a copy that shares this with it, so that training would begin with what the "
+            "trial has left. Let the sampler keep what it changes in attributes of its own, or set it before training. "
+            "(A cache is let through: one that a second pass leaves as it is, and with which the same comes.)"
+        )
+
+
+def _reason_against_cache(
+    order: UserSampler, facts: SamplerFacts, now: dict[str, str], fresh: Callable[[], IteratedSampler]
+) -> str:
+    """Why what a trial has changed may decide what a sampler yields; empty if it is a cache.
+
+    Two fresh copies go through two epochs each. What they yield has to be the same with the cache empty, filled by an
+    epoch, and filled by both; and once an epoch has filled it, that epoch changes it no more.
+    """
+    known, started = {0: facts}, time.perf_counter()
+    try:
+        for _ in range(2):
+            tried = fresh()
+            for epoch in range(2):
+                found, began = SamplerFacts(says=facts.says), time.perf_counter()
+                _follow(order, tried, tried.begin(epoch, 0), found, [])
+                found.seconds, filled = time.perf_counter() - began, surroundings_of(order.sampler, order.dataset)
+                if _differ_in_items(known.get(epoch, found), found):
+                    return "then yields something else"
+                if filled != now and epoch in known:
+                    return "a second pass changes it again"
+                if time.perf_counter() - started > _PATIENCE:
+                    return f"takes more than {_PATIENCE:.0f} s to show that this changes nothing of what it yields"
+                known.setdefault(epoch, found)
+                now = filled
+    except Exception as error:
+        return f"a second pass raised {type(error).__name__}: {error}"
+    # Without the time that it takes to fill it.
+    facts.seconds = min(facts.seconds, found.seconds)
+    return ""
+
+
+def _differ_in_items(one: SamplerFacts, other: SamplerFacts) -> bool:
+    counts = one.marks.keys() & other.marks.keys()
+    return one.length != other.length or any(one.marks[count] != other.marks[count] for count in counts)
+
+
+def yields_otherwise(order: UserSampler) -> bool:
     """Whether a copy of a sampler as it is now yields another first epoch than the copy that was tried before training.
 
     Of one that remembers its passes, it is a copy from before, which shares with the sampler only data and classes.
@@ -148,13 +151,30 @@ def yields_otherwise(order: WrappedSampler) -> bool:
     facts, now = order.facts, SamplerFacts(says=order.facts.says)
     if facts.error or facts.seconds > _QUICK:
         return False
-    with told(order.dealing.settings):
-        copied = order.copied() if facts.fresh is None else SamplerCopy(facts.fresh, order.dataset)
-    tried = order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
+    tried = _tried_now(order, order.sampler if facts.fresh is None else facts.fresh)
     with suppress(Exception):
         _follow(order, tried, tried.begin(0, 0), now, [])
-    counts = facts.marks.keys() & now.marks.keys()
-    return now.length != facts.length or any(now.marks[count] != facts.marks[count] for count in counts)
+    return _differ_in_items(facts, now)
+
+
+def begins_now(order: UserSampler) -> str:
+    """Digest of how a copy of a sampler as it is now begins the first epoch; of one that remembers, as it was tried."""
+    facts = order.facts
+    if facts.remembers or facts.error or facts.seconds > _QUICK:
+        return facts.begins
+    with suppress(Exception):
+        tried = _tried_now(order, order.sampler)
+        items = tried.begin(0, 0)
+        with tried.entered():
+            return digest([told_apart(item) for item in islice(items, _num_first(order))])
+    return facts.begins
+
+
+def _tried_now(order: UserSampler, sampler: Any) -> IteratedSampler:
+    """A copy of a sampler, told of ranks as the sampler is."""
+    with told(order.dealing.settings):
+        copied = SamplerCopy(sampler, order.dataset)
+    return order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
 
 
 def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
@@ -167,17 +187,17 @@ def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
     return False
 
 
-def _iterated(order: WrappedSampler, sampler: Any, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
+def _iterated(order: UserSampler, sampler: Any, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
     settings = [] if choose is None else choose(sampler)
     return order.iterating(sampler, settings, asked)
 
 
-def _fresh(order: WrappedSampler, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
-    return _iterated(order, order.copied().sampler, choose, asked)
+def _fresh(order: UserSampler, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
+    return _iterated(order, SamplerCopy(order.sampler, order.dataset).sampler, choose, asked)
 
 
 def _follow(
-    order: WrappedSampler,
+    order: UserSampler,
     tried: IteratedSampler,
     items: Iterator[Any],
     facts: SamplerFacts,
@@ -235,7 +255,7 @@ def _follow(
     return state
 
 
-def _num_first(order: WrappedSampler) -> int:
+def _num_first(order: UserSampler) -> int:
     """Items by which the beginning of an epoch is known: as many as come before a state is taken."""
     return STATE_STRIDE if has_own_state(order) else _COMPARED
 
@@ -286,12 +306,12 @@ def _leads_back(fresh: Callable[[], IteratedSampler], state: Any, following: lis
     return False
 
 
-def has_own_state(order: WrappedSampler) -> bool:
+def has_own_state(order: UserSampler) -> bool:
     """Whether a sampler has ``state_dict`` and ``load_state_dict``."""
     return all(callable(getattr(order.sampler, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _refuse_wrong_length(order: WrappedSampler, facts: SamplerFacts) -> None:
+def _refuse_wrong_length(order: UserSampler, facts: SamplerFacts) -> None:
     found, says = facts.length, facts.says
     if found is None or says is None or found == says or (order.is_cut and found >= says):
         return
@@ -309,11 +329,6 @@ _BEGINS_ANEW = (
     "every batch would be the beginning of an epoch. Let __iter__ return an iterator of its own: yield the indices, or "
     "return iter(list)."
 )
-_CHANGES_DATA = (
-    " changes its dataset, its class or module, a variable of the environment, or objects in a list of more than 1,024 "
-    "while it is iterated, which no copy of it can try before training without changing them too. Let it keep what it "
-    "changes in attributes of its own."
-)
 _CHANGES_UNSEEN = (
     " yields something else whenever a copy of it is begun, and holds variables of a function, or an object that is "
     "not copied (a database, say), which to try it before training changes. Let it keep what it changes in attributes "
@@ -324,28 +339,7 @@ _CHANGES_UNSEEN = (
 # Ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dealing:
-    """The way a sampler's items come to ranks.
-
-    Attributes:
-        is_own: Whether each rank iterates its own sampler, and nothing is dealt out.
-        settings: Attributes that are set on the sampler while it is iterated, to tell it of one rank.
-        answers: Whether torch.distributed answers it that there is one rank.
-        facts: What trying a copy that was told of one rank has shown; None where it is not told.
-        begins: Digest of how epoch 0 begins; of each rank where these are their own.
-        note: A sentence for the log; empty if there is nothing to say.
-    """
-
-    is_own: bool = False
-    settings: tuple[Setting, ...] = ()
-    answers: bool = False
-    facts: SamplerFacts | None = None
-    begins: str | list[str] = ""
-    note: str = ""
-
-
-def deal(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing:
+def deal(order: UserSampler, num_replicas: int, rank: int) -> Dealing:
     """Find out whether the ranks' samplers yield one sequence, to be dealt out, or sequences of their own.
 
     Processes of a group compare what their samplers yield. Where a sampler knows its rank, it is dealt out only if the
@@ -389,7 +383,7 @@ def deal(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing:
     if not any(of["knows"] for of in reports) and held is None:
         raise RankMismatchError(_differ(order, reports))
     lengths = [of["length"] for of in reports]
-    if len({order.num_steps_of(length) for length in lengths if length is not None}) > 1:
+    if len({order.rule(1).num_steps(length) for length in lengths if length is not None}) > 1:
         raise RankMismatchError(
             f"{order.name} deals out to ranks by itself, and gives them other numbers of items ({lengths}), so that a "
             "rank would wait for ever for the others. Give all ranks the same number."
@@ -413,7 +407,7 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(one["length"] == other["length"] and all(one["marks"][n] == other["marks"][n] for n in counts))
 
 
-def _differ(order: WrappedSampler, reports: list[Any]) -> str:
+def _differ(order: UserSampler, reports: list[Any]) -> str:
     if failed := [f"rank {of['rank']}: {of['error']}" for of in reports if of["error"]]:
         said = f"{order.name} cannot be tried before training ({'; '.join(failed)}), so that ranks cannot be compared."
     else:
@@ -427,7 +421,7 @@ def _differ(order: WrappedSampler, reports: list[Any]) -> str:
     )
 
 
-def _prove(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing | None:
+def _prove(order: UserSampler, num_replicas: int, rank: int) -> Dealing | None:
     """The way to tell a sampler of one rank, if that is proven to yield what all ranks yield together; else None."""
     facts, held = order.facts, ranks_held(order.sampler)
     if facts.error or facts.length is None or facts.seconds * 2 * (num_replicas + 1) > _PATIENCE:
@@ -456,7 +450,7 @@ def _prove(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing | Non
     return None
 
 
-def _items(order: WrappedSampler, choose: Any, num_replicas: int, rank: int, epoch: int) -> list[Any]:
+def _items(order: UserSampler, choose: Any, num_replicas: int, rank: int, epoch: int) -> list[Any]:
     """All items of an epoch of a copy that is told of a rank."""
     tried = _fresh(order, choose, AskedRanks(num_replicas, rank) if order.facts.asks else None)
     items = tried.begin(epoch, 0)

@@ -51,12 +51,14 @@ class SamplerParts:
         generators: Random generators, by the names and numbers that lead to them.
         samplers: Samplers, the sampler itself last.
         dicts: Plain dicts.
+        long: Containers of more than 1,024 items, by the names and numbers that lead to them.
     """
 
     def __init__(self, sampler: Any, dataset: Any = None) -> None:
         self.found: list[Any] = []
         self.shared: list[Any] = [] if dataset is None else [dataset]
         self.generators: dict[Path, Any] = {}
+        self.long: dict[Path, Any] = {}
         self._seen: set[int] = set(map(id, self.shared))
         self._look_at(sampler, (), is_held=False)
         self.samplers = [part for part in self.found if part is not sampler and _is_sampler(part)] + [sampler]
@@ -76,6 +78,8 @@ class SamplerParts:
         self.found.append(value)
         if isinstance(value, GENERATORS):
             self.generators[path] = value
+        if isinstance(value, _SEQUENCES) and len(value) > LONG:
+            self.long[path] = value
 
 
 def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -223,28 +227,25 @@ def _is_mapped(array: object) -> bool:
     return array is not None
 
 
-def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1, of_shared: bool = False) -> str:
+def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1) -> str:
     """Digest of all that a sampler holds but for random generators, to be compared in the same process.
 
     Args:
         sampler: The sampler.
         dataset: An object in it that is not looked into.
         epoch: An attribute that is this epoch counts as the number of the epoch, whatever it is.
-        of_shared: Look at what copies share instead: the items of long lists.
     """
-    hashed, parts = hashlib.blake2b(digest_size=16), SamplerParts(sampler, dataset)
-    for part in parts.found:
-        if isinstance(part, _SEQUENCES) and (len(part) > LONG or not of_shared):
-            keys = _spread(part) if isinstance(part, (dict, UserDict)) else []
-            values = _spread(part.values() if isinstance(part, (dict, UserDict)) else part)
-            hashed.update(f"{len(part)}{[_shown(item) for item in (*keys, *values)]}".encode())
+    hashed = hashlib.blake2b(digest_size=16)
+    for part in SamplerParts(sampler, dataset).found:
+        if isinstance(part, _SEQUENCES):
+            hashed.update(_items_shown(part).encode())
         if type(part) in (list, tuple, dict, set):
             continue
-        if isinstance(part, (torch.Tensor, np.ndarray)) and not of_shared:
+        if isinstance(part, (torch.Tensor, np.ndarray)):
             array = part.detach().cpu().numpy() if isinstance(part, torch.Tensor) and _has_numpy(part) else part
             if isinstance(array, np.ndarray) and not array.dtype.hasobject and array.nbytes <= _MOST_BYTES:
                 hashed.update(array.tobytes())
-        elif not of_shared and not isinstance(part, GENERATORS):
+        elif not isinstance(part, GENERATORS):
             for name, item in attributes_of(part).items():
                 is_epoch = type(item) is int and item == epoch
                 hashed.update(f"{name}={'epoch' if is_epoch else _shown(item)};".encode())
@@ -259,27 +260,37 @@ def digest_of_generators(*holders: Any) -> str:
     return hashlib.blake2b("".join(states).encode(), digest_size=16).hexdigest() if states else ""
 
 
-def digest_of_surroundings(sampler: Any, dataset: Any = None) -> str:
-    """Digest of what copies of a sampler share with it.
+def surroundings_of(sampler: Any, dataset: Any = None) -> dict[str, str]:
+    """Digests of what copies of a sampler share with it, by name.
 
-    These are long lists, what datasets, classes and modules hold, and numbers among the variables of the environment.
+    These are long lists, attributes of datasets, classes and modules, and numbers in the environment.
+
+    Args:
+        sampler: The sampler.
+        dataset: An object in it that is not looked into.
+
+    Returns:
+        By names such as ``"ImageFolder.cache"``; what has the same name is digested together.
     """
-    hashed = hashlib.blake2b(digest_of_contents(sampler, dataset, of_shared=True).encode(), digest_size=16)
-    # Numbers alone: a library that is imported while it is iterated may set others.
-    hashed.update(repr(sorted(item for item in os.environ.items() if item[1].isdigit())).encode())
-    parts = SamplerParts(sampler, dataset)
-    holders = [part for part in parts.shared if not isinstance(part, (type, ModuleType))]
-    holders += [part._buffers for part in holders if isinstance(part, torch.nn.Module)]
+    parts, found = SamplerParts(sampler, dataset), dict[str, list[str]]()
+    for path, value in parts.long.items():
+        found.setdefault(".".join(map(str, (type(sampler).__name__, *path))), []).append(_items_shown(value))
+    holders = [(part, attributes_of(part)) for part in parts.shared if not isinstance(part, (type, ModuleType))]
+    holders += [(part, part._buffers) for part, _ in holders if isinstance(part, torch.nn.Module)]
     for kind in dict.fromkeys(kind for part in parts.samplers for kind in type(part).__mro__):
         if kind.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins", "typing", "collections", "abc"):
-            holders += [kind, *_with_classes(sys.modules.get(kind.__module__))]
-    for holder in holders:
-        for name, item in (holder if isinstance(holder, dict) else attributes_of(holder)).items():
+            within = [kind, *_with_classes(sys.modules.get(kind.__module__))]
+            holders += [(holder, attributes_of(holder)) for holder in within]
+    for holder, held in holders:
+        of = holder.__name__ if isinstance(holder, (type, ModuleType)) else type(holder).__name__
+        for name, item in held.items():
             # Modules hold what Python has noted, such as warnings that were shown.
             is_value = type(item) in PLAIN or isinstance(item, (*_SEQUENCES, torch.Tensor, np.ndarray))
             if is_value and not name.startswith("__"):
-                hashed.update(f"{name}={shown(item)};".encode())
-    return hashed.hexdigest()
+                found.setdefault(f"{of}.{name}", []).append(shown(item))
+    # Numbers alone: a library that is imported while it is iterated may set others.
+    found |= {f"os.environ[{name!r}]": [text] for name, text in os.environ.items() if text.isdigit()}
+    return {name: hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest() for name, values in found.items()}
 
 
 def shown(value: Any) -> str:
@@ -292,6 +303,13 @@ def _with_classes(module: ModuleType | None) -> list[Any]:
     if module is None:
         return []
     return [module, *(of for of in vars(module).values() if isinstance(of, type) and of.__module__ == module.__name__)]
+
+
+def _items_shown(part: Any) -> str:
+    """The number of items of a container, and what :func:`_shown` shows of some thousand of them and of their keys."""
+    keys = _spread(part) if isinstance(part, (dict, UserDict)) else []
+    values = _spread(part.values() if isinstance(part, (dict, UserDict)) else part)
+    return f"{len(part)}{[_shown(item) for item in (*keys, *values)]}"
 
 
 def _spread(values: Any) -> list[Any]:

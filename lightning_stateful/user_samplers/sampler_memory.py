@@ -8,17 +8,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_stateful.errors import PositionError
+from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.sampler_check import yields_otherwise
-from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents, digest_of_surroundings
+from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents, surroundings_of
+from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
-if TYPE_CHECKING:
-    from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
-
+# The cycle of passes that something else than training begins within an epoch.
+ASIDE = 2**16
 # Memories of samplers by their id, beside a reference to each.
 _MEMORIES: dict[int, tuple[Callable[[], Any], SamplerMemory]] = {}
 
@@ -40,35 +41,52 @@ class SamplerMemory:
         generators: Where the generators are that the sampler holds.
         passes: Of each pass its epoch, its cycle, and the items drawn of one that was broken off, or -1.
         has_changed: Whether a pass has changed the sampler.
+        first_epoch: The epoch that it begins with: another one than 0 where a loader was built anew in training.
+        tried: The facts of trying it before anybody had iterated it, by what they depend on.
     """
 
     def __init__(self, parts: SamplerParts) -> None:
         self.generators: tuple[Path, ...] = tuple(parts.generators)
         self.passes: list[list[int]] = []
         self.has_changed = False
+        self.first_epoch = 0
+        self.tried: dict[tuple[Any, ...], SamplerFacts] = {}
         self._latest: SamplerPass | None = None
+        # The passes of the latest state that were begun again.
+        self._begun_again: list[list[int]] | None = None
         self._told = ToldEpochs(parts.samplers)
         # What the sampler held when the latest pass began, and when it ended.
         self._began_with = self._ended_with = ""
+        # What it held in a pass that was broken off, before it was told another epoch.
+        self._left_with = ""
         # What decides what it yields, as of the beginning of an epoch.
         self._contents = ""
         # Whether nobody has changed the sampler between its trial and its first pass.
         self._is_as_tried = False
         self._warned: set[str] = set()
 
-    def note_begin(self, order: WrappedSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
+    def note_begin(self, order: UserSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
         """A pass begins: begin those before it that a state tells of and this process has not."""
         if self._latest is not None and not self._ended_with and order.is_trained_on:
             # It was left within a pass.
-            left = digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
+            left = self._left_with or digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
             self.has_changed = self.has_changed or left != self._began_with
+        self._left_with = ""
         self._close()
         if earlier is not None and order.is_trained_on:
             self.begin_again(order, begun.label[0], earlier)
-        elif not self.passes and begun.label[0] and order.remembers and order.is_trained_on and not begun.has_state:
+        elif self._lacks_passes(order, begun):
             self._warn(
-                f"{order.name} changes itself while it is iterated, and begins here with epoch {begun.label[0]}, as if "
-                "the epochs before had not been: that is not what an uninterrupted run trains on."
+                f"{order.name} yields something else in each of its passes, and begins with epoch {begun.label[0]} "
+                "here, without those of the epochs before, so its batches are not those of an uninterrupted run. "
+                "Resume from a checkpoint that StatefulDataCallback has written, or shuffle by set_epoch(epoch)."
+            )
+        if begun.label[1] >= ASIDE and order.remembers and order.is_trained_on:
+            self._warn(
+                f"{order.name} changes itself while it is iterated, and a hook has iterated its loader within epoch "
+                f"{begun.label[0]}, which counts as a pass of it, as in torch. A resume does not repeat such a pass, "
+                "so it is not exact from here on. Look at batches of a loader of its own.",
+                once="aside",
             )
         self.compare_epochs(order, begun.label[0])
         self._contents = self._contents or self._contents_of(order, begun.label[0])
@@ -78,7 +96,12 @@ class SamplerMemory:
         self.passes.append([*begun.label, 0])
         self._latest, self._ended_with = begun, ""
 
-    def compare_epochs(self, order: WrappedSampler, epoch: int) -> None:
+    def _lacks_passes(self, order: UserSampler, begun: SamplerPass) -> bool:
+        """Whether a sampler that remembers its passes begins with an epoch for which they would have to be known."""
+        is_first = not self.passes and begun.label[0] > self.first_epoch
+        return is_first and order.remembers and order.is_trained_on and not begun.has_state
+
+    def compare_epochs(self, order: UserSampler, epoch: int) -> None:
         """Warn where something else than its own iteration has changed the sampler, or what it yields, before an epoch.
 
         What it yields is shown by a copy of it as it is now, which begins the first epoch once more.
@@ -107,40 +130,42 @@ class SamplerMemory:
                 once="changed",
             )
 
-    def _contents_of(self, order: WrappedSampler, epoch: int) -> str:
+    def _contents_of(self, order: UserSampler, epoch: int) -> str:
         """Digest of what may decide what it yields beside its earlier passes."""
         if order.is_known:
             return repr(order.parameters())
         own = "" if order.facts.remembers else digest_of_contents(order.sampler, order.dataset, epoch=epoch)
-        return own + digest_of_surroundings(order.sampler, order.dataset)
+        return own + repr(surroundings_of(order.sampler, order.dataset))
 
-    def note_contents(self, order: WrappedSampler, begun: SamplerPass) -> None:
+    def note_contents(self, order: UserSampler, begun: SamplerPass) -> None:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""
         if order.is_trained_on:
             self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, begun.label[0])
         self._began_with = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
 
-    def note_last(self, order: WrappedSampler, latest: SamplerPass) -> None:
+    def note_last(self, order: UserSampler, latest: SamplerPass) -> None:
         """The last item that an epoch serves was drawn: what the sampler holds now, only its end and others change."""
         if self._latest is latest:
             self._note_ending(order, latest)
 
-    def note_end(self, order: WrappedSampler, ended: SamplerPass) -> None:
+    def note_end(self, order: UserSampler, ended: SamplerPass) -> None:
         """A pass has come to the sampler's end."""
         if self._latest is ended:
             self._told.note_iterated(SamplerParts(order.sampler, order.dataset).samplers)
             self._close()
             self._note_ending(order, ended)
 
-    def _note_ending(self, order: WrappedSampler, ended: SamplerPass) -> None:
+    def _note_ending(self, order: UserSampler, ended: SamplerPass) -> None:
         self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=ended.label[0])
         self.has_changed = self.has_changed or self._ended_with != self._began_with
 
     def tell_epoch(self, sampler: Any, dataset: Any, epoch: int) -> None:
         """Call ``set_epoch`` of a sampler and of those in it, but of one that somebody else has told another epoch."""
+        if self._latest is not None and not (self._ended_with or self._left_with) and epoch != self._latest.label[0]:
+            self._left_with = digest_of_contents(sampler, dataset, epoch=self._latest.label[0])
         self._told.tell(SamplerParts(sampler, dataset).samplers, epoch)
 
-    def compare_with_check(self, order: WrappedSampler, at: SamplerPass, index: int, found: str) -> None:
+    def compare_with_check(self, order: UserSampler, at: SamplerPass, index: int, found: str) -> None:
         """Compare the digest of an item of the first pass with what a copy of the sampler yielded before training."""
         expected = order.facts.notes.get(index)
         is_first = self.passes == [[0, 0, 0]] and self._latest is at and order.is_trained_on and self._is_as_tried
@@ -170,7 +195,7 @@ class SamplerMemory:
                 told.append([*known[first], 1])
         return told
 
-    def begin_again(self, order: WrappedSampler, epoch: int, told_of: list[list[int]]) -> None:
+    def begin_again(self, order: UserSampler, epoch: int, told_of: list[list[int]]) -> None:
         """Begin the passes before an epoch as often as training has, but for those that were begun in this process.
 
         Args:
@@ -183,11 +208,14 @@ class SamplerMemory:
         """
         earlier = _spelled_out(told_of)
         started, known = time.perf_counter(), len(self.passes)
+        if told_of is self._begun_again:
+            # Since then a hook has looked at a batch, as in the run that is resumed.
+            return
         if self.passes != earlier[:known]:
             raise PositionError(
-                f"{order.name} changes itself while it is iterated, and was iterated in this process already "
-                f"({known} times), so that the {len(earlier)} passes before epoch {epoch} cannot be begun "
-                "again. Build a new one for the resumed run."
+                f"{order.name} has been iterated {known} times in this process, and what it yields depends on that. "
+                f"The run that wrote the checkpoint had iterated it {len(earlier)} times before epoch {epoch}, and it "
+                f"cannot be brought there. Make a new {order.name} for the resumed run, and do not iterate it before."
             )
         for epoch, cycle, items in earlier[known:]:
             iterated = order.iterated()
@@ -195,6 +223,7 @@ class SamplerMemory:
             with iterated.entered():
                 deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
             self.passes.append([epoch, cycle, items])
+        self._begun_again = told_of
         seconds = time.perf_counter() - started
         if seconds > LONG_FAST_FORWARD:
             warn(

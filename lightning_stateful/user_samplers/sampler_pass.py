@@ -7,27 +7,20 @@ import time
 import warnings
 from array import array
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import Difference, PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.samplers.rng import OwnRandomness, seed_generator
-from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.rank_exchange import post, posted
-from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, held_at
-from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
-
-if TYPE_CHECKING:
-    from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16
@@ -45,90 +38,31 @@ LONG_FAST_FORWARD = 1.0
 _END = object()
 _NOTHING = nullcontext()
 _OF_KEPT: frozenset[Any] = frozenset({type(iter([])), type(iter(())), type(iter(range(0)))})
-_next: Callable[[Iterator[Any]], Any] = next
 
 
-class IteratedSampler:
-    """Iterates a sampler under randomness of its own, perhaps told of other ranks than those that there are.
+class PassNotes(Protocol):
+    """Is told of the passes over a sampler, and knows those that were begun before."""
 
-    Args:
-        sampler: The sampler.
-        seed: Chooses the randomness, together with epoch, cycle and item.
-        dataset: What is not looked into to find samplers and generators, or None.
-        settings: Attributes to set while it is iterated.
-        asked: Answers for torch.distributed while it is iterated; None to leave torch alone.
-        generators: Where the generators are that it held before anybody iterated it. One that it makes on the way would
-            not be there in a resumed run.
-        tell: Tells it the epoch; None to call every ``set_epoch`` in it.
-    """
+    def note_begin(self, order: UserSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
+        """A pass begins."""
 
-    def __init__(
-        self,
-        sampler: Any,
-        seed: int,
-        *,
-        dataset: Any = None,
-        settings: Sequence[Setting] = (),
-        asked: AskedRanks | None = None,
-        generators: Collection[Path] = (),
-        tell: Callable[[int], None] | None = None,
-    ) -> None:
-        self._tell = partial(_tell_epoch, sampler, dataset) if tell is None else tell
-        self.sampler, self._seed, self._dataset, self._generators = sampler, seed, dataset, generators
-        self._settings, self._asked = settings, asked
-        self._random = OwnRandomness(seed)
+    def note_contents(self, order: UserSampler, begun: SamplerPass) -> None:
+        """A pass has begun, and the sampler was told its epoch."""
 
-    def begin(
-        self,
-        epoch: int,
-        cycle: int,
-        drawn: int = 0,
-        state: Any = None,
-        *,
-        before_iter: Callable[[], object] = tuple,
-    ) -> Iterator[Any]:
-        """Begin a pass; what is returned is to be iterated within :meth:`entered`.
+    def note_last(self, order: UserSampler, latest: SamplerPass) -> None:
+        """The last item that an epoch serves was drawn."""
 
-        Args:
-            epoch: Which epoch.
-            cycle: Which pass within the epoch.
-            drawn: How many items it had yielded when it gave a state.
-            state: What :meth:`state` returned then; None to begin with the first item.
-            before_iter: Called when the sampler has been told the epoch.
-        """
-        self._reseed(epoch, cycle)
-        with self.entered():
-            self._tell(epoch)
-        before_iter()
-        if state is not None:
-            self._reseed(epoch, cycle, drawn)
-        with self.entered():
-            if state is not None:
-                self.sampler.load_state_dict(from_plain(state))
-            iterator = iter(self.sampler)
-        # A sampler that is its own iterator may begin anew at iter(), which islice() calls: let only next() be called.
-        return map(_next, repeat(iterator)) if hasattr(type(iterator).__iter__, "__code__") else iterator
+    def note_end(self, order: UserSampler, ended: SamplerPass) -> None:
+        """A pass has come to the sampler's end."""
 
-    def state(self, epoch: int, cycle: int, drawn: int) -> Any:
-        """The sampler's own state after it has yielded ``drawn`` items, as plain data."""
-        # Seeded first: a state may hold generators, which a resume then puts where they are now.
-        self._reseed(epoch, cycle, drawn)
-        with self.entered():
-            return to_plain(self.sampler.state_dict(), f"{type(self.sampler).__qualname__}.state_dict()")
+    def compare_with_check(self, order: UserSampler, at: SamplerPass, index: int, found: str) -> None:
+        """An item of a pass has the digest ``found``."""
 
-    def entered(self) -> AbstractContextManager[None]:
-        """A block in which to run the sampler's code: it sees its own randomness, and the ranks that it is told of."""
-        return self._told_of_ranks() if self._settings or self._asked is not None else self._random
+    def compare_epochs(self, order: UserSampler, epoch: int) -> None:
+        """An epoch is about to begin."""
 
-    @contextmanager
-    def _told_of_ranks(self) -> Iterator[None]:
-        with self._random, told(self._settings), nullcontext() if self._asked is None else self._asked.answering():
-            yield
-
-    def _reseed(self, *labels: int) -> None:
-        self._random.seed(derive_seed("sampler", self._seed, *labels))
-        for path in self._generators:
-            seed_generator(held_at(self.sampler, path), derive_seed("held generator", repr(path), self._seed, *labels))
+    def passes_before(self, epoch: int, cycle: int) -> list[list[int]]:
+        """The passes before one, for a state."""
 
 
 class SamplerPass:
@@ -157,7 +91,7 @@ class SamplerPass:
     """
 
     def __init__(
-        self, order: WrappedSampler, epoch: int, cycle: int, first: int, noted: Sequence[Any], earlier: Any = None
+        self, order: UserSampler, epoch: int, cycle: int, first: int, noted: Sequence[Any], earlier: Any = None
     ) -> None:
         self.drawn = 0
         self.end: int | None = None
@@ -359,13 +293,6 @@ class SamplerPass:
         if "sequence" not in order.accept:
             raise StateMismatchError([changed], where=f"The sampler's state in epoch {self._epoch}")
         warn(f"Accepted: {changed}")
-
-
-def _tell_epoch(sampler: Any, dataset: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of a sampler and of those in it, from the inside out."""
-    for part in SamplerParts(sampler, dataset).samplers:
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)
 
 
 def warn(message: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import islice
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import PositionError
 from lightning_stateful.samplers.tracker import detect_topology
+from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
-
-if TYPE_CHECKING:
-    from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # What the numbers of batches are apart from one pass of an epoch to the next.
 _MANY_ITEMS = 2**40
@@ -39,7 +37,7 @@ class SamplerEpochPlan:
         begun: Where the plan begins.
     """
 
-    def __init__(self, *, order: WrappedSampler, num_replicas: int, begun: Progress) -> None:
+    def __init__(self, *, order: UserSampler, num_replicas: int, begun: Progress) -> None:
         self.order, self._num_replicas, self._begun = order, num_replicas, begun
         self._latest: SamplerPass | None = None
         # Items of the epoch, once a pass has begun or ended before its time; until then the sampler is asked.
@@ -98,7 +96,7 @@ class SamplerEpochPlan:
         Raises:
             TypeError: It cannot be known before the epoch is over.
         """
-        if not self.order.is_sized or self.order.whole_batches:
+        if self.order.num_items is None or self.order.whole_batches:
             raise TypeError(f"{self.order.name} does not say how many samples it yields.")
         return self.rule.num_samples(self.remaining or 0, rank)
 
@@ -227,7 +225,7 @@ class SamplerEpochPlan:
         order, end = self.order, self._length
         left = 0 if end is None else max(end - index, 0)
         # torch draws what it leaves out, too.
-        is_seen = end is None or order.is_cut or order.exact or walk.end is not None
+        is_seen = end is None or order.is_cut or self.rule.exact or walk.end is not None
         if is_seen or (left and not order.cuts_samples):
             return
         if walk.look_ahead(left + 1) > left:

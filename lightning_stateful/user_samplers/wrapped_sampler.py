@@ -26,18 +26,13 @@ from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, PositionError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracker import detect_topology
-from lightning_stateful.state import accepted_names
-from lightning_stateful.user_samplers.sampler_check import (
-    Dealing,
-    ResumeMode,
-    SamplerFacts,
-    check_sampler,
-    deal,
-    has_own_state,
-)
+from lightning_stateful.state import accepted_names, value_at
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
+from lightning_stateful.user_samplers.sampler_check import begins_now, check_sampler, deal, has_own_state
 from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts
+from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
 from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
-from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, IteratedSampler
+from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
 
@@ -191,10 +186,6 @@ class WrappedSampler:
         except (TypeError, NotImplementedError):
             return None
 
-    def num_steps_of(self, length: int) -> int:
-        """Steps that a single rank takes for so many items."""
-        return self.rule(1).num_steps(length)
-
     @cached_property
     def has_set_epoch(self) -> bool:
         """Whether it, or a sampler in it, is told the epoch."""
@@ -243,7 +234,16 @@ class WrappedSampler:
             UnsupportedLoaderError: It cannot be tried without a trace.
             ConfigurationError: It yields more or fewer items than its ``len``.
         """
-        return SamplerFacts() if self.is_known else check_sampler(self)
+        if self.is_known:
+            return SamplerFacts()
+        memory, key = self.memory, (self.seed, self.length, self.batch_size, self.is_cut_by_torch)
+        if memory.passes and key in memory.tried and memory.tried[key].remembers:
+            # A loader that is built anew in training has the sampler as its passes have left it.
+            return memory.tried[key]
+        found = check_sampler(self)
+        if not memory.passes:
+            memory.tried[key] = found
+        return found
 
     @property
     def dealing(self) -> Dealing:
@@ -318,6 +318,14 @@ class WrappedSampler:
             config["ranks"] = vars(self)["_met"][0]
         sequence = dealing.begins or self.facts.sequence
         return config | {"sequence": "" if "nondeterministic" in self.accept else sequence}
+
+    def changed_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What somebody has changed of it since :meth:`config` was taken, by name with dots."""
+        if self.dealing.is_own or not self.is_trained_on or "nondeterministic" in self.accept:
+            return {}
+        now = self.config() | {"sequence": config["sequence"] if self.is_known else begins_now(self)}
+        held = {f"sampler.{name}": value for name, value in now["sampler"].items()} | {"sequence": now["sequence"]}
+        return {name: value for name, value in held.items() if value_at(config, name) != value}
 
     def parameters(self) -> dict[str, Any]:
         """The parameters of torch's own samplers, long ones as digests."""

@@ -6,6 +6,7 @@ import itertools
 import random
 import shelve
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import samplers as theirs
-from torch.utils.data import BatchSampler, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest
@@ -157,3 +158,113 @@ def test_one_that_begins_anew_for_every_batch_that_torch_cuts_is_refused_and_ser
 
     order = WrappedSampler(OwnIterator(), length="unknown", is_cut_by_torch=True, is_wrapped=True)
     assert [batch for _, batch in order.plan(0, 1).batches(0)] == [[number] for number in range(1, 10)]
+
+
+LABELS: dict[int, int] = {}
+
+
+def label_of(index: int) -> int:
+    """The class of a sample, kept by its module once it was asked for."""
+    return LABELS.setdefault(index, index * 7 % 11)
+
+
+class Labelled(Dataset[int]):
+    """Computes classes when they are asked for, and keeps them."""
+
+    by_epoch: dict[int, list[int]]
+
+    def __init__(self) -> None:
+        self.found: list[int] | None = None
+        self.by_epoch, self.passes, self.draws = {}, 0, random.Random(1)
+
+    def __len__(self) -> int:
+        return 24
+
+    @cached_property
+    def labels(self) -> list[int]:
+        return [index * 7 % 11 for index in range(24)]
+
+    def labels_found(self) -> list[int]:
+        if self.found is None:
+            self.found = [index * 7 % 11 for index in range(24)]
+        return self.found
+
+    def order_of(self, epoch: int) -> list[int]:
+        if epoch not in self.by_epoch:
+            self.by_epoch[epoch] = random.Random(epoch).sample(range(24), 24)
+        return self.by_epoch[epoch]
+
+    def first_order(self) -> list[int]:
+        self.found = self.found or random.Random(self.passes).sample(range(24), 24)
+        return self.found
+
+    def next_order(self) -> list[int]:
+        self.passes += 1
+        return random.Random(self.passes).sample(range(24), 24)
+
+    def order_once_warm(self) -> list[int]:
+        was_warm, self.passes = self.passes > 0, 1
+        return list(range(24)) if was_warm else list(range(23, -1, -1))
+
+    def order_after_two(self) -> list[int]:
+        self.passes = min(self.passes + 1, 2)
+        return list(range(24)) if self.passes < 2 else list(range(23, -1, -1))
+
+
+class ByClass(Sampler[int]):
+    """Goes through samples sorted by what its dataset says of them, another way in each of its passes."""
+
+    def __init__(self, dataset: Labelled, key: Callable[[Labelled, int], list[int]]) -> None:
+        self.dataset, self.key, self.passes = dataset, key, 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        keys = self.key(self.dataset, self.passes)
+        self.passes += 1
+        drawn = random.Random(self.passes).sample(range(24), 24)
+        return iter(sorted(drawn, key=lambda index: keys[index]))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        lambda data, _: data.labels,
+        lambda data, _: data.labels_found(),
+        lambda data, epoch: data.order_of(epoch),
+        lambda data, _: data.first_order(),
+        lambda *_: [label_of(index) for index in range(24)],
+    ],
+    ids=["cached_property", "attribute", "by epoch", "drawn once", "dict of the module"],
+)
+def test_a_cache_that_a_pass_fills_in_the_dataset_or_its_module_is_let_through_if_the_same_comes_with_it(
+    key: Callable[[Labelled, int], list[int]],
+) -> None:
+    LABELS.clear()
+    alone, data = ByClass(Labelled(), key), Labelled()
+    order = WrappedSampler(ByClass(data, key), dataset=data)
+
+    assert order.facts.error == ""
+    for epoch in range(4):
+        assert [batch for _, (batch,) in order.plan(epoch, 1).batches(0)] == list(alone), epoch
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        (lambda data, _: data.next_order(), "then yields something else"),
+        (lambda data, _: data.order_once_warm(), "then yields something else"),
+        (lambda data, _: data.order_after_two(), "then yields something else"),
+        (lambda data, _: data.next_order() and [0] * 24, "a second pass changes it again"),
+    ],
+    ids=["counts", "yields otherwise", "yields otherwise later", "counts for nothing"],
+)
+def test_what_a_pass_changes_in_its_dataset_is_named_where_it_is_no_cache(
+    key: Callable[[Labelled, int], list[int]], why: str
+) -> None:
+    data = Labelled()
+    with pytest.raises(
+        UnsupportedLoaderError, match=rf"ByClass changes `Labelled\.passes` while it is iterated, .*{why}"
+    ):
+        _ = WrappedSampler(ByClass(data, key), dataset=data).facts

@@ -18,7 +18,13 @@ from support.ledger import Numbers
 from support.samplers import Bag, Unpicklable
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts, digest_of_contents, held_at
+from lightning_stateful.user_samplers.sampler_copy import (
+    SamplerCopy,
+    SamplerParts,
+    digest_of_contents,
+    held_at,
+    surroundings_of,
+)
 
 Point = namedtuple("Point", "x y")
 
@@ -152,12 +158,12 @@ def test_a_mapped_file_and_the_dataset_of_the_loader_are_shared(tmp_path: Path) 
 def test_objects_in_long_lists_are_data_the_changes_of_which_are_seen() -> None:
     held = [*map(Helper, range(2000))]
     sampler, made = Bag(held=held), copied(held)
-    before = digest_of_contents(sampler, of_shared=True)
+    before = surroundings_of(sampler)
     held[3].held = -1
 
     assert made is not held
     assert all(mine is yours for mine, yours in zip(made, held, strict=True))
-    assert digest_of_contents(sampler, of_shared=True) != before
+    assert surroundings_of(sampler)["Bag.held"] != before["Bag.held"]
 
 
 KINDS: dict[str, Any] = {

@@ -169,11 +169,15 @@ class TestSamplersThatChangeThemselves:
         order = order_of(CountsAtTheEnd())
         items_of(order)
         items_of(order, 1)
-        with pytest.raises(PositionError, match=r"CountsAtTheEnd changes itself .* iterated in this process already"):
+        with pytest.raises(
+            PositionError, match=r"CountsAtTheEnd has been iterated 2 times in this process, .* 1 times"
+        ):
             items_of(order, 1, stopped(CountsAtTheEnd(), 3, epoch=1))
 
     def test_one_that_begins_later_than_with_epoch_0_is_warned_of(self) -> None:
-        with pytest.warns(StatefulWarning, match="CountsEpochs changes itself while it is iterated, and begins here"):
+        with pytest.warns(
+            StatefulWarning, match="CountsEpochs yields something else in each of its passes, and begins"
+        ):
             items_of(order_of(theirs.CountsEpochs()), 2)
 
     def test_one_that_somebody_else_changes_between_epochs_is_warned_of(self) -> None:

@@ -21,6 +21,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import ConfigurationError, StreamError
+from lightning_stateful.stream_loader.rank_store import RankStore
 
 PATIENCE = timedelta(seconds=30)
 
@@ -124,9 +125,16 @@ class TestFailures:
         sync = open_sync(store := TurnsStore(1), 1, 0)
         sync.publish([], is_end=True)
         monkeypatch.setattr(type(store), "_ask", lambda *arguments: (_ for _ in ()).throw(RuntimeError("Broken pipe")))
-        with pytest.raises(StreamError, match=r"does not answer(.|\n)*Broken pipe"):
+        with pytest.raises(StreamError, match=r"does not answer(.|\n)*os\._exit(.|\n)*Broken pipe"):
             sync.happens(0)
         sync.publish_failure("the disk")
+
+    def test_of_a_store_that_is_gone_nothing_is_deleted_and_nothing_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ranks = RankStore(store := TurnsStore(1), Topology(num_replicas=1, rank=0))
+        run = ranks.begin_run("data", 1.0)
+        ranks.put(f"{run}/first", "text")
+        monkeypatch.setattr(type(store), "_ask", lambda *arguments: (_ for _ in ()).throw(RuntimeError("Broken pipe")))
+        ranks.delete_runs("data", but=0)
 
 
 class TestTimeouts:

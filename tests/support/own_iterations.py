@@ -199,6 +199,25 @@ class Unsized:
         return read_ahead(self.loader)
 
 
+class PreloadsNext(Prefetching):
+    """Is its own iterator, whose ``__next__`` has read the next batch already, as NVIDIA's data_prefetcher."""
+
+    def __iter__(self) -> Any:
+        self.batches = iter(self.loader)
+        self.preload()
+        return self
+
+    def preload(self) -> None:
+        self.next = next(self.batches, None)
+
+    def __next__(self) -> Any:
+        batch = self.next
+        if batch is None:
+            raise StopIteration
+        self.preload()
+        return batch
+
+
 class HasBegun(Prefetching):
     """Holds a loader and reads what it has begun before."""
 

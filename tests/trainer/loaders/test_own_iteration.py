@@ -149,6 +149,18 @@ def test_one_that_cannot_be_followed_is_refused_before_the_first_step(make: Any,
         train_alone(make, max_epochs=1)
 
 
+def test_a_prefetcher_that_is_its_own_iterator_is_told_of_a_form_that_is_resumed(tmp_path: Path) -> None:
+    held = DataLoader(Numbers(12), batch_size=2, shuffle=True)
+    words = (
+        "or let PreloadsNext hold one DataLoader, no iterator of it, and have no __next__, but an __iter__ that calls"
+    )
+    with pytest.warns(StatefulWarning, match=words):
+        assert train_alone(lambda: own.PreloadsNext(held), max_epochs=1).global_step == 6
+    # In that form it is a Prefetching.
+    make = lambda: own.Prefetching(DataLoader(Numbers(12), batch_size=2, shuffle=True))  # noqa: E731
+    assert_goes_on_from_every_moment(tmp_path, make, [("on_train_batch_end", 1, 2)], train_alone)
+
+
 KEEPING: dict[str, Callable[..., Any]] = {
     "CountsPasses": own.CountsPasses,
     "Mixes": own.Mixes,

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harm.basics import LENGTH, permutation
+from harm.runs import train
+from harm.table import Entry, WithCallback, of
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.iterable_cases import Counts, CountsWithState
 from support.ledger import Asks, LedgerModel, Numbers
 from support.runs import assert_goes_on_from_every_moment, stopped, train_alone, training
 from support.sampler_cases import PlainData
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_stateful import StatefulDataCallback
 
@@ -94,3 +97,33 @@ def test_a_dataset_that_is_built_anew_counts_its_passes_as_without_a_stop(
     make = lambda: PlainData(lambda: DataLoader(Rows(), batch_size=2))  # noqa: E731
     options = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 3}
     assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, **options)
+
+
+class CountsItsPasses(Sampler[int]):
+    """Shuffles by the number of its passes."""
+
+    passes = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(permutation(self.passes))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [WithCallback(CountsItsPasses, lambda _: LambdaCallback()), of(CountsItsPasses)],
+    ids=["the same sampler", "a new one"],
+)
+def test_a_sampler_that_counts_its_passes_goes_on_or_begins_as_in_torch_without_a_word(
+    tmp_path: Path, make: Any
+) -> None:
+    entry = Entry(make, "equal", trainer={"reload_dataloaders_every_n_epochs": 1})
+    plain, whole = (train(entry, own=own) for own in (False, True))
+    assert (whole.trained, whole.error, whole.said) == (plain.trained, "", [])
+    for stop in (6, 8, 15):
+        train(entry, save=tmp_path / "stop.ckpt", after=stop)
+        resumed = train(entry, ckpt_path=tmp_path / "stop.ckpt")
+        assert (resumed.trained, resumed.error, resumed.said) == (whole.trained[stop:], "", []), stop

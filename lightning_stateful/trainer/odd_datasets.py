@@ -1,4 +1,4 @@
-"""Finds a Trainer or LightningModule that a dataset holds, of which persistent workers keep an old copy."""
+"""Warns of datasets that are not what a checkpoint takes them for: that hold a Trainer, or that loaders share."""
 
 from __future__ import annotations
 
@@ -10,13 +10,44 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.samplers.attributes import PLAIN
 from lightning_stateful.samplers.held_generators import names_in, parts_of, parts_of_class
 from lightning_stateful.trainer.lightning import pl
 
 _MOST_OBJECTS = 20_000
+
+
+def warn_of_shared_datasets(combined: CombinedLoaders) -> None:
+    """Warn of one iterable dataset in several loaders; refuse one that is its own iterator.
+
+    Args:
+        combined: The training loaders.
+
+    Raises:
+        ConfigurationError: A dataset that is its own iterator is read by several loaders in this process.
+
+    Warns:
+        StatefulWarning: A dataset is read by several loaders in turn.
+    """
+    found: dict[int, str] = {}
+    for path, loader in combined.loaders.items():
+        dataset = getattr(loader.order, "begun_anew", None)
+        other = path if dataset is None else found.setdefault(id(dataset), path)
+        if other != path and hasattr(dataset, "__next__") and not loader.num_workers:
+            raise ConfigurationError(
+                f"The loaders {other!r} and {path!r} share one {type(dataset).__qualname__} object, which is its "
+                "own iterator: what each of them gets depends on when the other begins. Give each loader a dataset "
+                "of its own."
+            )
+        if other != path:
+            rank_zero_warn(
+                f"The loaders {other!r} and {path!r} read one {type(dataset).__qualname__} object in turn. Of what "
+                "the one changes in it for the other a checkpoint knows nothing, so a resume may not be exact. "
+                "Give each loader a dataset of its own.",
+                category=StatefulWarning,
+            )
 
 
 def warn_of_old_copies(combined: CombinedLoaders) -> None:

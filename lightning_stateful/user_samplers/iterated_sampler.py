@@ -1,0 +1,238 @@
+"""A user's sampler with its settings, and iterating it under randomness of its own, told of ranks and epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import repeat
+from typing import Any, Protocol
+
+from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.steps import StepRule
+from lightning_stateful.samplers.rng import OwnRandomness, seed_generator
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, held_at
+from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
+from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
+
+_next: Callable[[Iterator[Any]], Any] = next
+
+
+class IteratedSampler:
+    """Iterates a sampler under randomness of its own, perhaps told of other ranks than those that there are.
+
+    Args:
+        sampler: The sampler.
+        seed: Chooses the randomness, together with epoch, cycle and item.
+        dataset: What is not looked into to find samplers and generators, or None.
+        settings: Attributes to set while it is iterated.
+        asked: Answers for torch.distributed while it is iterated; None to leave torch alone.
+        generators: Where the generators are that it held before anybody iterated it. One that it makes on the way would
+            not be there in a resumed run.
+        tell: Tells it the epoch; None to call every ``set_epoch`` in it.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        seed: int,
+        *,
+        dataset: Any = None,
+        settings: Sequence[Setting] = (),
+        asked: AskedRanks | None = None,
+        generators: Collection[Path] = (),
+        tell: Callable[[int], None] | None = None,
+    ) -> None:
+        self._tell = partial(_tell_epoch, sampler, dataset) if tell is None else tell
+        self.sampler, self._seed, self._dataset, self._generators = sampler, seed, dataset, generators
+        self._settings, self._asked = settings, asked
+        self._random = OwnRandomness(seed)
+
+    def begin(
+        self,
+        epoch: int,
+        cycle: int,
+        drawn: int = 0,
+        state: Any = None,
+        *,
+        before_iter: Callable[[], object] = tuple,
+    ) -> Iterator[Any]:
+        """Begin a pass; what is returned is to be iterated within :meth:`entered`.
+
+        Args:
+            epoch: Which epoch.
+            cycle: Which pass within the epoch.
+            drawn: How many items it had yielded when it gave a state.
+            state: What :meth:`state` returned then; None to begin with the first item.
+            before_iter: Called when the sampler has been told the epoch.
+        """
+        self._reseed(epoch, cycle)
+        with self.entered():
+            self._tell(epoch)
+        before_iter()
+        if state is not None:
+            self._reseed(epoch, cycle, drawn)
+        with self.entered():
+            if state is not None:
+                self.sampler.load_state_dict(from_plain(state))
+            iterator = iter(self.sampler)
+        # A sampler that is its own iterator may begin anew at iter(), which islice() calls: let only next() be called.
+        return map(_next, repeat(iterator)) if hasattr(type(iterator).__iter__, "__code__") else iterator
+
+    def state(self, epoch: int, cycle: int, drawn: int) -> Any:
+        """The sampler's own state after it has yielded ``drawn`` items, as plain data."""
+        # Seeded first: a state may hold generators, which a resume then puts where they are now.
+        self._reseed(epoch, cycle, drawn)
+        with self.entered():
+            return to_plain(self.sampler.state_dict(), f"{type(self.sampler).__qualname__}.state_dict()")
+
+    def entered(self) -> AbstractContextManager[None]:
+        """A block in which to run the sampler's code: it sees its own randomness, and the ranks that it is told of."""
+        return self._told_of_ranks() if self._settings or self._asked is not None else self._random
+
+    @contextmanager
+    def _told_of_ranks(self) -> Iterator[None]:
+        with self._random, told(self._settings), nullcontext() if self._asked is None else self._asked.answering():
+            yield
+
+    def _reseed(self, *labels: int) -> None:
+        self._random.seed(derive_seed("sampler", self._seed, *labels))
+        for path in self._generators:
+            seed_generator(held_at(self.sampler, path), derive_seed("held generator", repr(path), self._seed, *labels))
+
+
+class UserSampler(Protocol):
+    """A user's sampler with its settings, as ``WrappedSampler`` has and documents them."""
+
+    @property
+    def name(self) -> str:
+        """Its class."""
+
+    @property
+    def sampler(self) -> Any:
+        """The user's own object."""
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's dataset, which copies share with it."""
+
+    @property
+    def kind(self) -> str:
+        """The name under which a state knows such a sequence."""
+
+    @property
+    def unit(self) -> str:
+        """Either "batches" or "samples"."""
+
+    @property
+    def seed(self) -> int:
+        """Chooses its randomness."""
+
+    @property
+    def accept(self) -> Collection[str]:
+        """Names of differences to let pass."""
+
+    @property
+    def memory(self) -> Any:
+        """Notes of the passes over it in this process."""
+
+    @property
+    def facts(self) -> SamplerFacts:
+        """Facts that trying a copy has shown."""
+
+    @property
+    def dealing(self) -> Dealing:
+        """The way its items come to ranks."""
+
+    @property
+    def resume_mode(self) -> ResumeMode:
+        """The way in which a resume brings it to an item."""
+
+    @property
+    def innermost(self) -> Any:
+        """The sampler in torch's batch samplers."""
+
+    @property
+    def num_items(self) -> int | None:
+        """Items of the epoch that it was told last, if known."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what it yields depends on its earlier passes."""
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether the items of a step are shuffled."""
+
+    @property
+    def whole_batches(self) -> bool:
+        """Whether its items are whole batches."""
+
+    @property
+    def cuts_samples(self) -> bool:
+        """Whether torch cuts its samples into batches."""
+
+    @property
+    def yields_containers(self) -> bool:
+        """Whether what it yields has to be copied."""
+
+    @property
+    def has_set_epoch(self) -> bool:
+        """Whether it is told the epoch."""
+
+    @property
+    def repeats_first_epoch(self) -> bool:
+        """Whether every epoch is the first one again."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is torch's own."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether epochs are cut off at a given length."""
+
+    @property
+    def is_collated(self) -> bool:
+        """Whether its items are certainly batches of indices."""
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether the user asks to have it dealt out."""
+
+    @property
+    def is_dealt_out(self) -> bool:
+        """Whether ranks share one sequence."""
+
+    @property
+    def is_trained_on(self) -> bool:
+        """Whether a run may be resumed within it."""
+
+    def iterated(self) -> IteratedSampler:
+        """The sampler itself, to be iterated."""
+
+    def iterating(self, sampler: Any, settings: Sequence[Setting] = (), asked: Any = None) -> IteratedSampler:
+        """It, or a copy of it, to be iterated."""
+
+    def length_of(self, sampler: Any) -> int | None:
+        """Items of an epoch as a copy of it says now."""
+
+    def num_items_in(self, epoch: int) -> int | None:
+        """Items of an epoch, if known."""
+
+    def rule(self, num_replicas: int) -> StepRule:
+        """The rule by which its items are cut into steps."""
+
+    def bring_to(self, epoch: int, passes: Any) -> None:
+        """Begin the passes before an epoch that a state tells of."""
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of torch's own samplers."""
+
+
+def _tell_epoch(sampler: Any, dataset: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a sampler and of those in it, from the inside out."""
+    for part in SamplerParts(sampler, dataset).samplers:
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)

@@ -1,0 +1,76 @@
+"""Facts that trying a copy of a user's sampler shows: what it yields, and the way its items come to ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning_stateful.user_samplers.sampler_ranks import Setting
+
+ResumeMode = Literal["fast_forward", "own_state"]
+
+
+@dataclass(kw_only=True)
+class SamplerFacts:
+    """The facts that a trial of a copy of a sampler has shown.
+
+    Attributes:
+        first: The first item of epoch 0, or None.
+        begins: Digest of how epoch 0 begins.
+        notes: Digests of items of epoch 0 by index, as passes note them.
+        marks: Digests of epoch 0 up to some items, by their number, for other ranks to compare.
+        says: Items of an epoch by its ``len()``; None where it has none.
+        length: Items of epoch 0; None for more than a million, or one that could not be drawn to its end.
+        counts_down: Whether ``len()`` changes while items are drawn, so that only before the first it tells how many.
+        seconds: How long that took.
+        asks: Whether it asks torch.distributed for its rank.
+        remembers: Whether what it yields depends on its earlier passes, or nobody knows.
+        is_harmless: Whether a pass changes the sampler, but not what a later one yields.
+        contents: Digest of what the sampler held then, to tell whether it was changed since.
+        leads_back: Whether its own state, loaded into a fresh copy, leads to the items that came next.
+        error: The reason why it could not be tried; empty if it was.
+        fresh: A copy of one that remembers, as it was before anybody has iterated it.
+    """
+
+    first: Any = None
+    begins: str = ""
+    notes: dict[int, str] = field(default_factory=dict)
+    marks: dict[int, str] = field(default_factory=dict)
+    says: int | None = None
+    length: int | None = None
+    counts_down: bool = False
+    seconds: float = 0.0
+    asks: bool = False
+    remembers: bool = False
+    is_harmless: bool = False
+    contents: str = ""
+    leads_back: bool = False
+    error: str = ""
+    fresh: Any = None
+
+    @property
+    def sequence(self) -> str:
+        """Digests of how epoch 0 begins, and of all of it where its ``len()`` says how long it is; empty if untried."""
+        whole = self.marks.get(self.length or 0) if self.says is not None else None
+        return self.begins if whole is None else f"{self.begins}-{whole}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealing:
+    """The way a sampler's items come to ranks.
+
+    Attributes:
+        is_own: Whether each rank iterates its own sampler, and nothing is dealt out.
+        settings: Attributes that are set on the sampler while it is iterated, to tell it of one rank.
+        answers: Whether torch.distributed answers it that there is one rank.
+        facts: What trying a copy that was told of one rank has shown; None where it is not told.
+        begins: Digest of how epoch 0 begins; of each rank where these are their own.
+        note: A sentence for the log; empty if there is nothing to say.
+    """
+
+    is_own: bool = False
+    settings: tuple[Setting, ...] = ()
+    answers: bool = False
+    facts: SamplerFacts | None = None
+    begins: str | list[str] = ""
+    note: str = ""

@@ -1,0 +1,87 @@
+"""Hooks that look at a batch of the training loader: training is as without the callback, and is resumed exactly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from harm.basics import LENGTH, permutation
+from harm.runs import Run, train
+from harm.table import Entry, WithCallback
+from torch.utils.data import Sampler
+
+
+class Looks(pl.Callback):
+    """Looks at the first batch of the trainer's loader in a hook; within an epoch at its third step."""
+
+    def __init__(self, hook: str) -> None:
+        def look(trainer: Any, module: Any, *arguments: Any) -> None:
+            if not arguments or arguments[-1] == 2:
+                for _ in trainer.train_dataloader:
+                    break
+
+        setattr(self, hook, look)
+
+
+class Counts(Sampler[int]):
+    """Shuffles by the number of its passes."""
+
+    passes = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(permutation(self.passes))
+
+
+class Told(Counts):
+    """Shuffles by the epoch that it is told, and has a seed of 0, as the first epoch."""
+
+    def __init__(self) -> None:
+        self.seed = self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(100 * self.epoch + self.seed).sample(range(LENGTH), LENGTH))
+
+
+def runs(tmp_path: Path, sampler: type[Sampler[int]], hook: str, stops: tuple[int, ...]) -> tuple[Run, dict[int, Run]]:
+    """A whole run, equal to one without the callback, and the resumes after so many batches."""
+    entry = Entry(WithCallback(sampler, lambda _: Looks(hook)), "equal")
+    plain, whole = (train(entry, own=own) for own in (False, True))
+    assert plain.error == whole.error == ""
+    assert plain.trained == whole.trained
+    resumed = {}
+    for stop in stops:
+        train(entry, save=tmp_path / "stop.ckpt", after=stop)
+        resumed[stop] = train(entry, ckpt_path=tmp_path / "stop.ckpt")
+    return whole, resumed
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start", "on_train_epoch_end"])
+@pytest.mark.parametrize("sampler", [Counts, Told])
+def test_a_look_between_epochs_counts_as_in_torch_and_a_resume_is_exact(
+    tmp_path: Path, sampler: type[Sampler[int]], hook: str
+) -> None:
+    whole, resumed = runs(tmp_path, sampler, hook, (3, 6, 8))
+    assert whole.said == []
+    for stop, run in resumed.items():
+        assert (run.trained, run.said) == (whole.trained[stop:], []), stop
+
+
+def test_a_look_within_an_epoch_ends_no_run_and_is_warned_of_where_the_sampler_counts_it(tmp_path: Path) -> None:
+    whole, resumed = runs(tmp_path, Told, "on_train_batch_start", (8,))
+    assert (resumed[8].trained, whole.said) == (whole.trained[8:], [])
+
+    whole, _ = runs(tmp_path, Counts, "on_train_batch_start", ())
+    assert any(
+        "Counts changes itself while it is iterated, and a hook has iterated its loader" in of for of in whole.said
+    )

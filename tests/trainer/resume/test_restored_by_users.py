@@ -1,0 +1,196 @@
+"""Samplers and data that the user's code changes between epochs: a resume is exact wherever that code restores them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harm.basics import LENGTH, Indices, loader
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
+
+CHANGED = r"ignore:.*(was changed between two epochs|no longer yields):lightning_stateful.errors.StatefulWarning"
+pytestmark = pytest.mark.filterwarnings(CHANGED)
+
+
+class ByLevel(Sampler[int]):
+    """Draws by a level that a curriculum sets."""
+
+    level = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.level).choices(range(LENGTH), k=LENGTH))
+
+
+class Ordered(Indices):
+    """Has its samples in an order that may be changed."""
+
+    def __init__(self) -> None:
+        self.order = list(range(LENGTH))
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return torch.tensor(self.order[index])
+
+
+class ByLevels:
+    """A loader over a sampler whose level goes up at the end of an epoch."""
+
+    def __init__(self) -> None:
+        self.sampler = ByLevel()
+
+    def loader(self) -> DataLoader[Any]:
+        return loader(0, sampler=self.sampler)
+
+    def end_epoch(self, epoch: int) -> None:
+        self.sampler.level += 3
+
+    def state(self) -> Any:
+        return self.sampler.level
+
+    def restore(self, state: Any) -> None:
+        self.sampler.level = state
+
+
+class ByWeights(ByLevels):
+    """A loader over torch's sampler, whose weights change."""
+
+    def __init__(self) -> None:
+        self.sampler: Any = WeightedRandomSampler(torch.ones(LENGTH).double().tolist(), LENGTH)
+
+    def end_epoch(self, epoch: int) -> None:
+        self.sampler.weights = torch.arange(LENGTH).double() + 5 * epoch
+
+    def state(self) -> Any:
+        return self.sampler.weights
+
+    def restore(self, state: Any) -> None:
+        self.sampler.weights = state
+
+
+class InOrder(ByLevels):
+    """A loader over data that come in another order in each epoch."""
+
+    options: dict[str, Any] = {"shuffle": False}  # noqa: RUF012  # read alone
+
+    def __init__(self) -> None:
+        self.data = Ordered()
+
+    def loader(self) -> DataLoader[Any]:
+        return loader(0, dataset=self.data, **self.options)
+
+    def end_epoch(self, epoch: int) -> None:
+        random.Random(epoch).shuffle(self.data.order)
+
+    def state(self) -> Any:
+        return list(self.data.order)
+
+    def restore(self, state: Any) -> None:
+        self.data.order = state
+
+
+class Shuffled(InOrder):
+    """The same data, shuffled by torch."""
+
+    options = {"shuffle": True}  # noqa: RUF012  # read alone
+
+
+class OfModule(pl.LightningModule):
+    """A model that has the loader, changes it, and restores it in one of its hooks."""
+
+    def __init__(self, kind: type[ByLevels], hook: str, stop: tuple[str, int] = ("", 0), path: str = "") -> None:
+        super().__init__()
+        self.held, self.hook, self.weight = kind(), hook, torch.nn.Parameter(torch.zeros(()))
+        self.trained: list[list[int]] = []
+        self.restored: Any = None
+
+    def train_dataloader(self) -> Any:
+        return self.held.loader()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.trained.append(batch.tolist())
+        return self.weight * batch.float().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def on_train_epoch_end(self) -> None:
+        self.held.end_epoch(self.current_epoch)
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        checkpoint["held"] = self.held.state()
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        self.restored = checkpoint["held"]
+        if self.hook == "on_load_checkpoint":
+            self.held.restore(self.restored)
+
+    def on_train_start(self) -> None:
+        if self.restored is not None and self.hook == "on_train_start":
+            self.held.restore(self.restored)
+
+
+class SavesAt(pl.Callback):
+    """Writes a checkpoint after a batch of epoch 1, and at the end of epoch 0 and of the fit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 2):
+            trainer.save_checkpoint(self.folder / "middle.ckpt")
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.folder / "end.ckpt")
+
+
+def fit(module: OfModule, *callbacks: Any, max_epochs: int = 3, ckpt_path: Path | None = None) -> list[list[int]]:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=max_epochs,
+        callbacks=[StatefulDataCallback(), *callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return module.trained
+
+
+@pytest.mark.parametrize("hook", ["on_load_checkpoint", "on_train_start"])
+@pytest.mark.parametrize("kind", [ByLevels, ByWeights, InOrder, Shuffled])
+def test_what_the_user_restores_before_the_first_batch_goes_on_exactly(
+    tmp_path: Path, kind: type[ByLevels], hook: str
+) -> None:
+    fit(OfModule(kind, hook), SavesAt(tmp_path), max_epochs=1)
+    (tmp_path / "end.ckpt").rename(tmp_path / "first.ckpt")
+    whole = fit(OfModule(kind, hook), SavesAt(tmp_path))
+
+    for name, trained in (("middle", 9), ("first", 6)):
+        assert fit(OfModule(kind, hook), ckpt_path=tmp_path / f"{name}.ckpt") == whole[trained:], name
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [(ByLevels, "ByLevel"), (ByWeights, r"WeightedRandomSampler\.weights"), (InOrder, r"Ordered\.order")],
+)
+def test_what_is_not_restored_is_refused_within_an_epoch_and_warned_of_at_its_beginning(
+    tmp_path: Path, kind: type[ByLevels], what: str
+) -> None:
+    fit(OfModule(kind, ""), SavesAt(tmp_path), max_epochs=2)
+    module = OfModule(kind, "")
+    with pytest.raises(StateMismatchError):
+        fit(module, ckpt_path=tmp_path / "middle.ckpt")
+    assert module.trained == []
+    with pytest.warns(StatefulWarning, match=f"{what} had been changed in training when the checkpoint was written"):
+        fit(module, ckpt_path=tmp_path / "end.ckpt")
