@@ -75,6 +75,20 @@ def test_indices_are_those_that_a_run_was_trained_on(checkpoints: Any, tell: Any
     assert lines == f"epoch 1, step 1, rank 0: {step}\nepoch 1, step 2, rank 0: {following}\n"
 
 
+def test_a_plan_says_what_it_does_not_count(tell: Any, tmp_path: Path) -> None:
+    stopped(tmp_path / "cut.ckpt", command_data.round_robin, epoch=1, batch=3, limit_train_batches=6)
+    told = tell("plan", tmp_path / "cut.ckpt", "--devices", 1, "--batch-size", 2)
+    assert told.code == 0
+    assert (
+        "note: The run took 6 of the 14 steps of an epoch (limit_train_batches), which is not counted here." in told.out
+    )
+    assert (
+        "note: A resume refuses another batch size than the saved [2, 3, 1], unless accept=('batch_size',)" in told.out
+    )
+    plain = tell("plan", tmp_path / "cut.ckpt", "--devices", 2).out
+    assert plain.count("note: ") == 1
+
+
 def test_a_plan_of_a_stream_counts_shards_that_ranks_share(checkpoints: Any, tell: Any) -> None:
     found = json.loads(tell("plan", checkpoints("stream"), f"{DATA}:stream", "--devices", 4, "--json").out)
     assert found["steps_left"] is None
@@ -113,7 +127,7 @@ WRONG = {
     "no ranks": (("plan", "{}", "--devices", "0"), "Invalid value for '--devices'"),
     "a batch size beside a factory": (("plan", "{}", f"{DATA}:numbers", "--batch-size", "4"), "--batch-size is for"),
     "an epoch to come": (("trained", "{}", f"{DATA}:numbers", "--epoch", "2"), "--epoch 2 has not been trained"),
-    "an unknown flag": (("inspect", "{}", "--jsn"), "No such option '--jsn'"),
+    "an unknown flag": (("inspect", "{}", "--jsn"), "--jsn"),
     "no checkpoint": (("inspect",), "Missing argument 'CHECKPOINT'"),
     "an unknown command": (("look", "{}"), "No such command 'look'"),
 }
