@@ -12,7 +12,7 @@ from support import command_data
 from support.ddp_runs import run
 from support.ledger import batches, parts, samples, trained
 from support.ranks import Ranks
-from support.runs import stopped
+from support.runs import stopped, train
 
 DATA = "support.command_data"
 
@@ -32,7 +32,7 @@ def resumed(folder: Path, names: list[str], at: str) -> dict[str, Any]:
 
 
 def test_plans_are_what_ranks_train_and_indices_what_they_were_trained_on(
-    checkpoints: Any, ranks: Ranks, tell: Any, tmp_path: Path
+    checkpoints: Any, ranks: Ranks, tell: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     epochs = {"numbers": 1, "mixture": 1, "buckets": 0}
     for name in epochs:
@@ -57,6 +57,12 @@ def test_plans_are_what_ranks_train_and_indices_what_they_were_trained_on(
         told = json.loads(tell("trained", runs[0]["path"], f"{DATA}:numbers", "--epoch", epoch, "--json").out)
         by_rank = [[list(batch) for batch in batches(one["stopped"], epoch)] for one in runs]
         assert (told["ranks"], told["loaders"][""]) == (2, by_rank)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        train(command_data.numbers, ckpt_path=Path(runs[0]["path"]), max_epochs=2)
+    assert (
+        "Resumed at epoch 1, batch 3 of 6 (12 of 22 samples): saved on 2 ranks x 2, goes on on 1 rank x 2; "
+        "next is batch 7 of 11." in caplog.text
+    )
 
 
 def test_indices_are_those_that_a_run_was_trained_on(checkpoints: Any, tell: Any) -> None:
