@@ -23,7 +23,7 @@ class PackedDataModule(StatefulDataModule):
     """Trains on packed sequences; ``Trainer.fit(ckpt_path=...)`` goes on at the very next one.
 
     Every epoch packs the documents anew, each once; see :class:`PackedDataset` for what a sequence has. A batch is a
-    dict of tensors of shape ``(batch_size, sequence_length)``; with
+    dict of tensors of shape ``(batch_size, sequence_length)``; a ``collate_fn`` of your own is given NumPy arrays. With
     ``collate_fn=lightning_stateful.loaders.collate_flat`` it is one row without padding. On another number of ranks,
     a resume goes on with the rest of the epoch's sequences; where ranks times ``batch_size`` stays, each step takes the
     same ones.
@@ -38,7 +38,7 @@ class PackedDataModule(StatefulDataModule):
             dataset (of which nothing else is read) or of an attribute; an array, or the path of a ``.npy`` file; or a
             function of a sample, which is called once for each, in parallel (see ``cache_file``).
         packing: The settings.
-        batch_size: Sequences in a batch of one rank.
+        batch_size: Sequences in a batch of one rank; by default 1.
         cache_file: Path of a ``.npy`` file in which to keep the lengths of the training data that a function measures.
             Those of other data are kept beside it: ``lengths-val.npy`` where it is ``lengths.npy``.
         measure_workers: Processes that measure lengths; by default one a core, or none for few samples.

@@ -11,7 +11,7 @@ from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
@@ -98,6 +98,9 @@ class SeededDataset(Dataset[Any]):
 
 def _read_seeded(seed: int, read: Callable[[], Any]) -> Any:
     seed_randomness(seed)
+    if (worker := get_worker_info()) is not None:
+        # As in torch it is torch.initial_seed(), for a dataset that derives its own from it. Some versions guard it.
+        object.__setattr__(worker, "seed", torch.initial_seed())
     return read()
 
 
@@ -226,7 +229,7 @@ class BatchReader:
             _iterator=None,
             **sampler,
         )
-        self._watch = watch
+        self._watch, self._has_warned = watch, False
         if watch is not None and type(original)._get_iterator is DataLoader._get_iterator:
             vars(original)["_get_iterator"] = partial(_watched, weakref.ref(original), watch)
         self._given_by = original if holder is None else loader_within(*holder, original)
@@ -364,10 +367,24 @@ class BatchReader:
         if self._watch is None:
             return
         self._watch.note(batch)
+        if self._watch.reads_in_thread and self._batches.seed is not None and not self.loader.num_workers:
+            self._warn_of_thread()
         if not self._watch.num_read and self._given_by is not self.loader:
             raise UnsupportedLoaderError(
                 f"{type(self._given_by).__qualname__} holds a {type(self.loader).__qualname__} and gives batches "
                 "without reading it, so a resume could not be exact. Pass the DataLoader itself."
+            )
+
+    def _warn_of_thread(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(self._given_by).__qualname__} reads its batches in a thread of this process. Samples and the "
+                "model draw from the same random generators there, as the threads happen to run, so that random "
+                "numbers differ from run to run, and after a resume. Give its DataLoader num_workers=1: a worker has "
+                "generators of its own.",
+                StatefulWarning,
+                stacklevel=4,
             )
 
     def _fetch_from(self, iterator: Iterator[Any]) -> Callable[[], Any]:

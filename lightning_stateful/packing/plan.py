@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from lightning_stateful.core.checks import check_length
 from lightning_stateful.core.permutation import Indices
@@ -27,7 +31,36 @@ class Part(NamedTuple):
     end: int
 
 
-class PackingPlan(Protocol):
+class Parts(NamedTuple):
+    """The parts of documents in several sequences, one sequence after the other.
+
+    Attributes:
+        documents: The documents' indices, int64 of shape ``(parts,)``.
+        firsts: The first token of each part, of the same shape.
+        ends: The token behind its last one.
+        counts: Parts of each sequence, int64 of shape ``(sequences,)``.
+    """
+
+    documents: Indices
+    firsts: Indices
+    ends: Indices
+    counts: Indices
+
+    @classmethod
+    def in_order(cls, numbers: Indices, num_sequences: int, *columns: Indices) -> Parts:
+        """Parts that were found sequence by sequence in several turns.
+
+        Args:
+            numbers: Of each part the number of its sequence, from 0 on.
+            num_sequences: How many there are.
+            columns: ``documents``, ``firsts`` and ``ends``.
+        """
+        order = np.argsort(numbers, kind="stable")
+        documents, firsts, ends = (column[order] for column in columns)
+        return cls(documents, firsts, ends, np.bincount(numbers, minlength=num_sequences))
+
+
+class PackingPlan(ABC):
     """The sequences of every epoch, as a pure function of lengths, settings and seed.
 
     Attributes:
@@ -38,9 +71,14 @@ class PackingPlan(Protocol):
     num_sequences: int
     num_tokens: int
 
+    @abstractmethod
+    def parts_of(self, sequences: Indices, epoch: int) -> Parts:
+        """The parts of documents in some sequences of an epoch, in their order; together they take less time each."""
+
     def parts(self, sequence: int, epoch: int) -> list[Part]:
         """The parts of documents in a sequence of an epoch, in their order."""
-        ...
+        documents, firsts, ends, _ = self.parts_of(np.array([sequence]), epoch)
+        return [Part(*row) for row in zip(documents.tolist(), firsts.tolist(), ends.tolist(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +111,19 @@ class SequenceOrder:
     def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
         """The indices at ``offsets``."""
         return offsets + (epoch + cycle * _EPOCHS_OF_CYCLE) * self.length
+
+    def converted(self, consumed: int, saved: Mapping[str, Any]) -> int:
+        """The sequences that have about as many tokens as so many of those that other settings of packing made.
+
+        Args:
+            consumed: Sequences of an epoch that were made with the other settings.
+            saved: The configuration that has these.
+        """
+        before = saved.get("packing")
+        if not isinstance(before, Mapping) or before == self.packing.config():
+            return consumed
+        tokens = consumed * int(before.get("sequence_length", self.packing.sequence_length))
+        return min(tokens // self.packing.sequence_length, self.length)
 
     def config(self) -> dict[str, Any]:
         """Plain data to be compared."""

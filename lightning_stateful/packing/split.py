@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_stateful.bucketing.lengths import LengthArray, chunks
-from lightning_stateful.core.permutation import Indices, bounds_of, keyed_permutation
+from lightning_stateful.core.permutation import Indices, bounds_of, concatenated_ranges, keyed_permutation
 from lightning_stateful.core.seeding import derive_seed, derive_words
-from lightning_stateful.packing.plan import Part
+from lightning_stateful.packing.plan import PackingPlan, Parts
 
 # Up to so many documents are shuffled as one column; more lie in columns of so many.
 _ONE_COLUMN, _ROWS = 2**15, 1024
@@ -44,7 +44,7 @@ class _Epoch(NamedTuple):
     shifts: Indices
 
 
-class SplitPlan:
+class SplitPlan(PackingPlan):
     """All documents of an epoch one after the other, in a shuffled order, cut every ``sequence_length`` tokens.
 
     The documents lie in 1,024 rows, one row behind the other. Each epoch rolls every row by a shift of its own. The
@@ -72,19 +72,26 @@ class SplitPlan:
     def __reduce__(self) -> tuple[type[SplitPlan], tuple[LengthArray, int, int, int | None]]:
         return type(self), (self._lengths, self._length, self._separators, self._seed)
 
-    def parts(self, sequence: int, epoch: int) -> list[Part]:
-        """The parts of documents in a sequence; the last of an epoch may hold fewer than ``sequence_length`` tokens."""
-        found: list[Part] = []
-        at = sequence * self._length
-        end = min(at + self._length, self.num_tokens)
+    def parts_of(self, sequences: Indices, epoch: int) -> Parts:
+        """The parts of documents in sequences; the last of an epoch may hold fewer than ``sequence_length`` tokens."""
+        begins = sequences * self._length
+        ends = np.minimum(begins + self._length, self.num_tokens)
         bounds = self._epoch(epoch).bounds
-        place = int(np.searchsorted(bounds, at, side="right")) - 1
-        while at < end:
-            start = int(bounds[place])
-            found += _between(self._column(epoch, place), at - start, end - start)
-            place += 1
-            at = int(bounds[place])
-        return found
+        first_places = np.searchsorted(bounds, begins, side="right") - 1
+        last_places = np.searchsorted(bounds, ends, side="left") - 1
+        place = int(first_places.min())
+        if place == int(last_places.max()):
+            # Most batches lie in one column.
+            return _between(self._column(epoch, place), begins - bounds[place], ends - bounds[place])
+        found = []
+        for place in np.unique(concatenated_ranges(first_places, last_places - first_places + 1)).tolist():
+            numbers = np.flatnonzero((first_places <= place) & (last_places >= place))
+            first = np.maximum(begins[numbers], bounds[place]) - bounds[place]
+            end = np.minimum(ends[numbers], bounds[place + 1]) - bounds[place]
+            parts = _between(self._column(epoch, place), first, end)
+            found.append((np.repeat(numbers, parts.counts), parts.documents, parts.firsts, parts.ends))
+        numbers, *columns = map(np.concatenate, zip(*found, strict=True))
+        return Parts.in_order(numbers, len(sequences), *columns)
 
     def _make_epoch(self, epoch: int) -> _Epoch:
         width = self._width
@@ -132,13 +139,12 @@ class SplitPlan:
         return _Column(documents, bounds_of(self._lengths[documents].astype(np.int64) + self._separators))
 
 
-def _between(column: _Column, first: int, end: int) -> list[Part]:
-    """The parts of a column's documents between two of its tokens, or to its end."""
+def _between(column: _Column, begins: Indices, ends: Indices) -> Parts:
+    """The parts of a column's documents between pairs of its tokens."""
     documents, bounds = column
-    low = int(np.searchsorted(bounds, first, side="right")) - 1
-    high = min(int(np.searchsorted(bounds, end, side="left")), len(documents))
-    starts, ends = bounds[low:high], bounds[low + 1 : high + 1]
-    firsts = np.maximum(first - starts, 0)
-    lasts = np.minimum(ends, end) - starts
-    rows = zip(documents[low:high].tolist(), firsts.tolist(), lasts.tolist(), strict=True)
-    return [Part(*row) for row in rows]
+    lows = np.searchsorted(bounds, begins, side="right") - 1
+    counts = np.searchsorted(bounds, ends, side="left") - lows
+    rows = concatenated_ranges(lows, counts)
+    starts = bounds[rows]
+    firsts = np.maximum(np.repeat(begins, counts) - starts, 0)
+    return Parts(documents[rows], firsts, np.minimum(bounds[rows + 1], np.repeat(ends, counts)) - starts, counts)

@@ -420,6 +420,8 @@ class StatefulDataCallback(pl.Callback):
         phase = self._in_training()
         if phase.batch is None:
             refuse_other_loaders(trainer, self._loaders)
+            if self._loaders is not None:
+                self._loaders.content.warn_of_other_rows(self.settings.accept)
         self._phase = replace(phase, batch=loop_progress.note_batch(trainer))
         self._results.note_batch(trainer)
         other_callbacks.clear_stale_gradients(trainer)

@@ -357,8 +357,16 @@ class TrainLoaders:
             is_dealt_out=deals_out(self._trainer),
             length=partial(self._length, path),
             at_end=self._note_end,
+            starts_early=partial(self._starts_early, path),
             note=partial(self._note_batch, path) if is_noted else None,
         )
+
+    def _starts_early(self, path: str) -> bool:
+        """Whether workers start before ``on_train_start``, as in Lightning: in a first epoch that is not resumed."""
+        # On a resume, that hook may set again what training has changed.
+        is_fresh = self._resumed_at is None and not self._training_began and self._trainer.ckpt_path is None
+        has_workers = bool(getattr(self.combined.loaders[path], "num_workers", 0))
+        return is_fresh and has_workers and self._next_step() == (0, 0)
 
     def _note_batch(self, path: str, plan: EpochPlan, step: int, batch: Any) -> None:
         self.content.note(path, plan, step, batch, self._next_step())
