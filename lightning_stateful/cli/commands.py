@@ -242,7 +242,7 @@ def trained(
     ranks = _ranks(found, devices, nodes)
     with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
         users_data.resumed(found, data)
-    with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
+        data = users_data.from_the_beginning(data)
         steps = _steps_trained(found, epoch, data.combined.num_batches(epoch) if data.combined.is_sized else None)
         rows = {
             path: [list(users_data.batches_of(data, path, epoch, rank, steps)) for rank in range(ranks)]
