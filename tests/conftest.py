@@ -69,6 +69,7 @@ _LONGEST = (
     "test_both_packages",
     "test_rank_sync",
     "test_harm_on_ranks",
+    "cli/test_on_ranks",
     "test_samplers_that_change",
     "test_epoch_averages",
 )

@@ -36,10 +36,15 @@ _accept = click.option(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="Look at data and checkpoints before, between and after runs.\n\nExit codes: 0 where all is right, 1 where "
     "something was found, 2 where the command cannot do what was asked; the reason is on standard error.",
+    invoke_without_command=True,
 )
 @click.version_option(package_name="lightning-stateful", message="%(prog)s %(version)s")
-def group() -> None:
-    """The command without a subcommand."""
+@click.pass_context
+def group(context: click.Context) -> int:
+    """The command without a subcommand: its help."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+    return CANNOT
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -53,9 +58,6 @@ def run(arguments: Sequence[str] | None) -> int:
     """
     try:
         code = group.main(arguments, prog_name="lightning-stateful", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
-        return CANNOT
     except click.ClickException as error:
         click.echo(f"lightning-stateful: {error.format_message()}", err=True)
         return CANNOT
@@ -141,7 +143,7 @@ def plan(
     if factory is None:
         with refusing_odd_states(checkpoint):
             rests = orders.rests_from_states(found, ranks, batch_size)
-            left, notes = orders.steps_left(rests, found), orders.refused_batch_sizes(found, batch_size)
+            left, notes = orders.steps_left(rests, found), orders.notes_on(found, batch_size)
     elif batch_size is not None:
         raise click.UsageError("--batch-size is for a plan without FACTORY, whose loaders have a batch size.")
     else:
@@ -240,7 +242,7 @@ def trained(
     ranks = _ranks(found, devices, nodes)
     with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
         users_data.resumed(found, data)
-    with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
+        data = users_data.from_the_beginning(data)
         steps = _steps_trained(found, epoch, data.combined.num_batches(epoch) if data.combined.is_sized else None)
         rows = {
             path: [list(users_data.batches_of(data, path, epoch, rank, steps)) for rank in range(ranks)]

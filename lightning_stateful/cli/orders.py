@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lightning_stateful.cli.reading import Checkpoint
@@ -107,7 +107,23 @@ def steps_left(rests: Mapping[str, RestOfEpoch], checkpoint: Checkpoint) -> int 
     return min(left) if mode == "min_size" else max(left)
 
 
-def refused_batch_sizes(checkpoint: Checkpoint, batch_size: int | None) -> list[str]:
+def notes_on(checkpoint: Checkpoint, batch_size: int | None) -> list[str]:
+    """What a plan does not count: a batch size that a resume refuses, and a limit that has cut the run's epochs."""
+    return [*_refused_batch_sizes(checkpoint, batch_size), *_limits(checkpoint)]
+
+
+def _limits(checkpoint: Checkpoint) -> Iterator[str]:
+    written, state = checkpoint.written, checkpoint.loaders.get("")
+    if not written or state is None or written["steps"] is None:
+        return
+    order = _order_of(state, written["batch_size"].get(""), "")
+    whole = order.plan(state["progress"]["epoch"], written["ranks"]).num_steps
+    if written["steps"] < whole:
+        taken = f"{written['steps']:,} of the {whole:,} steps of an epoch"
+        yield f"The run took {taken} (limit_train_batches), which is not counted here."
+
+
+def _refused_batch_sizes(checkpoint: Checkpoint, batch_size: int | None) -> list[str]:
     """A note on loaders that another batch size than the saved one would be refused for."""
     saved = {path: state["config"].get("batch_size", batch_size) for path, state in checkpoint.loaders.items()}
     if batch_size is None or all(size == batch_size for size in saved.values()):

@@ -43,7 +43,6 @@ class Checkpoint:
         callback: The state of StatefulDataCallback; None if it has none.
         progress: How far its run was; None where it does not say.
         data: The state of the training data; None if it has none, or one that is damaged.
-        is_lightnings: Whether a Trainer wrote it.
         problems: Why a resume would refuse it, whatever the data; empty if it would not.
         lightning: The version of Lightning that wrote it; empty where it does not say.
     """
@@ -54,7 +53,6 @@ class Checkpoint:
     callback: Mapping[str, Any] | None = None
     progress: LoopProgress | None = None
     data: Mapping[str, Any] | None = None
-    is_lightnings: bool = False
     problems: tuple[str, ...] = ()
     lightning: str = ""
 
@@ -168,7 +166,7 @@ def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoi
             f"{', '.join(map(str, contents))}."
         )
     step = contents.get("global_step")
-    found |= {"global_step": step if isinstance(step, int) else None, "is_lightnings": is_lightnings}
+    found["global_step"] = step if isinstance(step, int) else None
     found["lightning"] = str(contents.get("pytorch-lightning_version", ""))
     problems: list[str] = []
     if callback is not None:

@@ -194,6 +194,11 @@ def _shards(state: Any) -> dict[str, int] | None:
     return {"left": len(readers), "read_by_several_ranks": sum(len(ranks) > 1 for ranks in readers.values())}
 
 
+def from_the_beginning(data: UsersData) -> UsersData:
+    """The same loaders as before any state was loaded into them."""
+    return data._replace(combined=CombinedLoaders(data.combined.loaders, data.combined.mode))
+
+
 def batches_of(data: UsersData, path: str, epoch: int, rank: int, num_steps: int) -> Iterator[Any]:
     """The indices of the batches of a rank in the first steps of an epoch; None once the loader has ended.
 

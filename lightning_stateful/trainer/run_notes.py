@@ -112,7 +112,11 @@ def computed_note(loader: AnyLoader) -> str:
     if not is_computed:
         return ""
     words = order_in_words(loader.order.kind, loader.tracker.config)
-    return f"{words}. Its order is computed: a resume goes on at any batch at once, on any number of ranks."
+    if loader.resume_note:
+        # Its own iteration decides.
+        return f"{words}."
+    ranks = "any number of ranks" if loader.own_rank is None else "these ranks, each of which has loaders of its own"
+    return f"{words}. Its order is computed: a resume goes on at any batch at once, on {ranks}."
 
 
 def _samples(combined: CombinedLoaders, epoch: int, step: int) -> str:

@@ -12,7 +12,7 @@ from support import command_data
 from support.ddp_runs import run
 from support.ledger import batches, parts, samples, trained
 from support.ranks import Ranks
-from support.runs import stopped
+from support.runs import stopped, train
 
 DATA = "support.command_data"
 
@@ -32,7 +32,7 @@ def resumed(folder: Path, names: list[str], at: str) -> dict[str, Any]:
 
 
 def test_plans_are_what_ranks_train_and_indices_what_they_were_trained_on(
-    checkpoints: Any, ranks: Ranks, tell: Any, tmp_path: Path
+    checkpoints: Any, ranks: Ranks, tell: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     epochs = {"numbers": 1, "mixture": 1, "buckets": 0}
     for name in epochs:
@@ -57,6 +57,12 @@ def test_plans_are_what_ranks_train_and_indices_what_they_were_trained_on(
         told = json.loads(tell("trained", runs[0]["path"], f"{DATA}:numbers", "--epoch", epoch, "--json").out)
         by_rank = [[list(batch) for batch in batches(one["stopped"], epoch)] for one in runs]
         assert (told["ranks"], told["loaders"][""]) == (2, by_rank)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        train(command_data.numbers, ckpt_path=Path(runs[0]["path"]), max_epochs=2)
+    assert (
+        "Resumed at epoch 1, batch 3 of 6 (12 of 22 samples): saved on 2 ranks x 2, goes on on 1 rank x 2; "
+        "next is batch 7 of 11." in caplog.text
+    )
 
 
 def test_indices_are_those_that_a_run_was_trained_on(checkpoints: Any, tell: Any) -> None:
@@ -73,6 +79,20 @@ def test_indices_are_those_that_a_run_was_trained_on(checkpoints: Any, tell: Any
     lines = tell("trained", checkpoints("numbers"), f"{DATA}:numbers", "--epoch", 1, "--first", 1, "--last", 2).out
     step, following = (" ".join(map(str, batch)) for batch in batches(checkpoints.ledgers["numbers"], 1)[1:3])
     assert lines == f"epoch 1, step 1, rank 0: {step}\nepoch 1, step 2, rank 0: {following}\n"
+
+
+def test_a_plan_says_what_it_does_not_count(tell: Any, tmp_path: Path) -> None:
+    stopped(tmp_path / "cut.ckpt", command_data.round_robin, epoch=1, batch=3, limit_train_batches=6)
+    told = tell("plan", tmp_path / "cut.ckpt", "--devices", 1, "--batch-size", 2)
+    assert told.code == 0
+    assert (
+        "note: The run took 6 of the 14 steps of an epoch (limit_train_batches), which is not counted here." in told.out
+    )
+    assert (
+        "note: A resume refuses another batch size than the saved [2, 3, 1], unless accept=('batch_size',)" in told.out
+    )
+    plain = tell("plan", tmp_path / "cut.ckpt", "--devices", 2).out
+    assert plain.count("note: ") == 1
 
 
 def test_a_plan_of_a_stream_counts_shards_that_ranks_share(checkpoints: Any, tell: Any) -> None:
@@ -113,7 +133,7 @@ WRONG = {
     "no ranks": (("plan", "{}", "--devices", "0"), "Invalid value for '--devices'"),
     "a batch size beside a factory": (("plan", "{}", f"{DATA}:numbers", "--batch-size", "4"), "--batch-size is for"),
     "an epoch to come": (("trained", "{}", f"{DATA}:numbers", "--epoch", "2"), "--epoch 2 has not been trained"),
-    "an unknown flag": (("inspect", "{}", "--jsn"), "No such option '--jsn'"),
+    "an unknown flag": (("inspect", "{}", "--jsn"), "--jsn"),
     "no checkpoint": (("inspect",), "Missing argument 'CHECKPOINT'"),
     "an unknown command": (("look", "{}"), "No such command 'look'"),
 }
