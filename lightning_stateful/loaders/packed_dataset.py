@@ -107,6 +107,11 @@ class PackedDataset(Dataset[PackedSequence]):
         self._epoch = as_int("epoch", epoch, least=0)
 
     @property
+    def packs_anew(self) -> bool:
+        """Whether each epoch has other sequences."""
+        return self._seed is not None
+
+    @property
     def order(self) -> SequenceOrder:
         """The sequences of each epoch in turn, as a loader's ``sampler``."""
         return SequenceOrder(len(self), self.packing, self._digest, self._seed)

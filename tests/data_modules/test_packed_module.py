@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.ledger import LedgerModel, batches, samples
 from support.packed_data import (
+    FIRSTS,
     NUM_DOCUMENTS,
     NUM_VAL,
     PACKINGS,
+    SIZES,
     VAL_FIRST,
     Documents,
     collated,
     length_of,
+    mixed,
     packed,
+    source_of,
     tokens_of,
 )
 from support.runs import assert_goes_on_from_every_moment, assert_goes_on_from_stop_to_stop, stopped, train
 from torch.utils.data import default_collate
 
-from lightning_stateful import MixtureDataModule, Packing
+from lightning_stateful import MixtureDataModule, Packing, WeightSchedule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
 
 MOMENTS = [
@@ -62,17 +68,51 @@ def test_runs_go_on_from_one_another(tmp_path: Path, options: dict[str, Any]) ->
     assert_goes_on_from_stop_to_stop(tmp_path, lambda: packed("whole", val=None, **options), moments)
 
 
-def test_packed_datasets_are_sources_of_a_mixture(tmp_path: Path) -> None:
-    def make() -> MixtureDataModule:
-        given = {"a": Documents(30), "b": Documents(50, first=100)}
-        sources = {name: packed("whole").packed(documents, name) for name, documents in given.items()}
-        how: dict[str, Any] = {"batch_size": 3, "by": "sample", "seed": 3, "collate_fn": collated}
-        return MixtureDataModule(sources, weights={"a": 1, "b": 2}, num_steps=40, **how)
+def as_mixture_module(how: str = "split", **options: Any) -> MixtureDataModule:
+    """The same as ``mixed``, of packed datasets."""
+    module = mixed(how)
+    sources = {name: module.packed(dataset, name) for name, dataset in module.train.items()}
+    given: dict[str, Any] = {"weights": {"a": 1, "b": 3}, "by": "sample", "batch_size": 2, "seed": 7}
+    return MixtureDataModule(sources, **{**given, "collate_fn": collated, **options})
 
-    moments = [("on_train_batch_end", 0, 4), ("on_before_backward", 0, 30), ("on_train_batch_end", 1, 3)]
-    run = assert_goes_on_from_every_moment(tmp_path, make, moments)
-    sequences = [batch for batch in batches(run.ledger, 0) if batch]
-    assert len(sequences) == 40
+
+MIXTURES: dict[str, Callable[[], Any]] = {
+    "by sample": lambda: mixed("split", num_steps=40, num_workers=2),
+    "by batch, whole": lambda: mixed("whole", by="batch", num_steps=40),
+    "schedule": lambda: mixed(
+        "split", weights=None, schedule=WeightSchedule({0: [1, 1], 30: [1, 4]}, "linear"), num_steps=40
+    ),
+    "cycle": lambda: mixed("whole", stop="cycle"),
+    "each once": lambda: mixed("split", stop="all_exhausted"),
+    "of packed datasets": lambda: as_mixture_module("whole", num_steps=40),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_each_pass_over_a_source_of_a_mixture_has_every_token_once(tmp_path: Path, name: str) -> None:
+    moments = [("on_train_batch_end", 0, 4), ("on_before_backward", 0, 15), ("on_train_batch_end", 1, 3)]
+    run = assert_goes_on_from_every_moment(tmp_path, MIXTURES[name], moments)
+    steps = [None] if "num_steps" in inspect.getsource(MIXTURES[name]) else [0, 1]
+    passes: dict[str, list[list[int]]] = {"a": [], "b": []}
+    for epoch in steps:
+        for source, found in passes.items():
+            tokens = [token for token in samples(run.ledger, epoch) if source_of(token) == source]
+            expected = tokens_of(SIZES[source], FIRSTS[source])
+            for first in range(0, len(tokens) - len(expected) + 1, len(expected)):
+                found.append(tokens[first : first + len(expected)])
+                assert sorted(found[-1]) == expected, (source, first)
+    assert len(passes["a"]) > 1
+    for found in passes.values():
+        assert len(set(map(tuple, found))) == len(found)
+
+
+def test_shares_of_sequences_are_exact_and_named() -> None:
+    data = mixed("whole", batch_size=4, num_steps=30, tag="source", collate_fn=default_collate)
+    for batch in data.train_dataloader():
+        assert sorted(batch["source"]) == ["a", "b", "b", "b"]
+        for name, tokens, numbers in zip(batch["source"], batch["input_ids"], batch["document_ids"], strict=True):
+            assert {source_of(token) for token in tokens[numbers >= 0].tolist()} == {name}
+    assert data.position_report()["sources"]["b"]["share"] == 0.75
 
 
 def test_batches_have_one_shape_and_an_epoch_the_steps_that_are_told() -> None:
@@ -113,7 +153,12 @@ def test_what_cannot_be_packed_is_refused_before_the_first_step() -> None:
         f"Document {first} has {sizes[first]} tokens and a sequence has 12": {"packing": Packing(12, how="whole")},
         "2 lengths for the 67 samples": {"lengths": [1, 2], "val": None},
         "Documents for evaluation need lengths of their own": {"lengths": sizes},
+        "pass lengths, or a dict of pairs": {"lengths": None},
+        "Dataset 'a' has no lengths": {"train": {"a": Documents()}, "lengths": {"b": sizes}, "stop": "cycle"},
+        "A mixture of packed datasets is a dict": {"num_steps": 3},
     }
+    with pytest.raises(ConfigurationError, match="documents of several datasets into one sequence"):
+        packed("split", by="document")
     for told, options in cases.items():
         model = LedgerModel()
         with pytest.raises(ConfigurationError, match=told):
