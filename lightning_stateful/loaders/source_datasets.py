@@ -13,7 +13,9 @@ from torch.utils.data import ConcatDataset, default_collate
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.dataset_content import content_of
 from lightning_stateful.loaders.packed_dataset import PackedDataset
+from lightning_stateful.mixture.order import MixtureEpochPlan
 from lightning_stateful.mixture.weights import by_name
+from lightning_stateful.packing.plan import SequenceOrder
 from lightning_stateful.samplers.fingerprint import describe_dataset, without_fingerprint
 
 Collate = Callable[[list[Any]], Any]
@@ -188,6 +190,31 @@ def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
         sources[name] = length if more == "{}" else f"{length} {digest}"
     more_of_all = {"fingerprint": fingerprints, "dataset.content": contents}
     return {**config, "sources": sources, **{name: more for name, more in more_of_all.items() if more}}
+
+
+def with_packed(report: dict[str, Any], dataset: Any, order: Any, plan: Any, steps: int) -> dict[str, Any]:
+    """A report with counts of packed documents: what :meth:`PackedDataset.counts` tells, of each source.
+
+    Args:
+        report: What the plan has reported.
+        dataset: The loader's dataset; the report of one that is not packed stays as it is.
+        order: The loader's order.
+        plan: A plan of this order.
+        steps: Steps of the plan that were taken.
+    """
+    if isinstance(dataset, PackedDataset) and isinstance(getattr(order, "samples", None), SequenceOrder):
+        cycle, rest = divmod(report["samples"], len(dataset))
+        samples: SequenceOrder = order.samples
+        passes = [(samples.pass_of(plan.epoch, number), len(dataset)) for number in range(cycle)]
+        return {**report, **dataset.counts([*passes, (samples.pass_of(plan.epoch, cycle), rest)])}
+    if not isinstance(dataset, ConcatDataset) or not isinstance(plan, MixtureEpochPlan):
+        return report
+    # Only of those that are read from pass to pass it is known which sequences were the first.
+    passes_of, told = plan.passes_after(steps), dict(report["sources"])
+    for name, part in zip(passes_of, dataset.datasets, strict=False):
+        if isinstance(part, PackedDataset) and (name in order.sources.by_pass or not order.shuffle):
+            told[name] = {**told[name], **part.counts(passes_of[name])}
+    return {**report, "sources": told}
 
 
 def described_with_content(dataset: Any) -> dict[str, Any]:

@@ -334,8 +334,8 @@ class MixtureEpochPlan:
         """
         return report_of(self.order.sources, self.order.tokens, self.passes_after(steps))
 
-    def passes_after(self, steps: int) -> dict[str, dict[int, int]]:
-        """Of each source the passes over it, by their numbers, and samples that were served of each; as reported."""
+    def passes_after(self, steps: int) -> dict[str, list[tuple[int, int]]]:
+        """Of each source the passes over it: pairs of its number and the samples that were served of it."""
         order, nothing = self.order, (0,) * len(self.order.sources)
         served = [(self._labels, self.served_after(self._taken + steps))]
         if self.progress.cycle:

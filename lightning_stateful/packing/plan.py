@@ -27,6 +27,20 @@ class Part(NamedTuple):
     end: int
 
 
+class Counts(NamedTuple):
+    """Counts of some of an epoch's sequences.
+
+    Attributes:
+        tokens: Tokens of documents; all else is padding.
+        documents: Documents whose last tokens are in them.
+        cut: Those of them that are cut: into several sequences, or truncated.
+    """
+
+    tokens: int = 0
+    documents: int = 0
+    cut: int = 0
+
+
 class PackingPlan(Protocol):
     """The sequences of every epoch, as a pure function of lengths, settings and seed.
 
@@ -40,6 +54,10 @@ class PackingPlan(Protocol):
 
     def parts(self, sequence: int, epoch: int) -> list[Part]:
         """The parts of documents in a sequence of an epoch, in their order."""
+        ...
+
+    def counts(self, sequences: int, epoch: int) -> Counts:
+        """Counts of the first sequences of an epoch; quick where some fewer of the same epoch were counted before."""
         ...
 
 
@@ -72,9 +90,25 @@ class SequenceOrder:
 
     def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
         """The indices at ``offsets``."""
-        return offsets + (epoch + cycle * _EPOCHS_OF_CYCLE) * self.length
+        return offsets + self.pass_of(epoch, cycle) * self.length
 
     def config(self) -> dict[str, Any]:
         """Plain data to be compared."""
         shuffle = {"shuffle": False} if self.seed is None else {"shuffle": True, "seed": self.seed}
         return {**shuffle, "packing": self.packing.config(), "lengths": self.lengths}
+
+    def pass_of(self, epoch: int, cycle: int) -> int:
+        """The number by which the plan knows a pass of an epoch."""
+        return epoch + cycle * _EPOCHS_OF_CYCLE
+
+
+def told(room: int, counts: Counts) -> dict[str, float]:
+    """Counts as a report has them.
+
+    Args:
+        room: Tokens that the sequences have room for.
+        counts: Counts of these sequences.
+    """
+    tokens, documents, cut = counts
+    shares = {"cut": cut / max(documents, 1), "padding": 1 - tokens / room if room else 0.0}
+    return {"tokens": tokens, "documents": documents, **shares}

@@ -10,7 +10,7 @@ import numpy as np
 from lightning_stateful.bucketing.lengths import LengthArray, chunks
 from lightning_stateful.core.permutation import Indices, bounds_of, keyed_permutation
 from lightning_stateful.core.seeding import derive_seed, derive_words
-from lightning_stateful.packing.plan import Part
+from lightning_stateful.packing.plan import Counts, Part
 
 # Up to so many documents are shuffled as one column; more lie in columns of so many.
 _ONE_COLUMN, _ROWS = 2**15, 1024
@@ -66,6 +66,8 @@ class SplitPlan:
         self._width = -(-count // self._num_rows)
         self.num_tokens = sum(int(chunk.sum(dtype=np.int64)) for _, chunk in chunks(lengths)) + count * num_separators
         self.num_sequences = -(-self.num_tokens // sequence_length)
+        # The last column that was counted, and documents in those before it.
+        self._counted_epoch, self._counted = -1, (0, 0, 0)
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
         self._column = lru_cache(maxsize=_COLUMNS_KEPT)(self._make_column)
 
@@ -85,6 +87,23 @@ class SplitPlan:
             place += 1
             at = int(bounds[place])
         return found
+
+    def counts(self, sequences: int, epoch: int) -> Counts:
+        """Counts of the first sequences of an epoch."""
+        end = min(sequences * self._length, self.num_tokens)
+        bounds = self._epoch(epoch).bounds
+        last = int(np.searchsorted(bounds, end, side="left"))
+        place, documents, cut = self._counted if self._counted_epoch == epoch else (0, 0, 0)
+        if place >= last:
+            place, documents, cut = 0, 0, 0
+        for column in range(place, last):
+            # The last one may go on beyond the end, and is counted again.
+            self._counted_epoch, self._counted = epoch, (column, documents, cut)
+            ends = self._column(epoch, column).bounds + int(bounds[column])
+            of_these = int(np.searchsorted(ends[1:], end, side="right"))
+            crosses = ends[:of_these] // self._length != (ends[1 : of_these + 1] - 1) // self._length
+            documents, cut = documents + of_these, cut + int(crosses.sum())
+        return Counts(end, documents, cut)
 
     def _make_epoch(self, epoch: int) -> _Epoch:
         width = self._width

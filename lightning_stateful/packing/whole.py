@@ -13,8 +13,11 @@ from lightning_stateful.bucketing.lengths import LengthArray, chunks
 from lightning_stateful.core.permutation import ClassShuffle, Indices, bounds_of, keyed_permutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.packing.plan import Part
+from lightning_stateful.packing.plan import Counts, Part
 from lightning_stateful.packing.settings import Packing
+
+# Sequences that are counted together.
+_COUNTED_AT_ONCE = 2**16
 
 
 class Pattern(NamedTuple):
@@ -104,6 +107,7 @@ class WholePlan:
         self._lengths, self._packing, self._seed = lengths, packing, seed
         self._length, self._separators = packing.sequence_length, packing.num_separators
         # Those that are cut into full sequences, and where the full parts of each begin among all of them.
+        self._has_longer = False
         sizes, self._cut, num_full = self._sizes()
         self._full_bounds = bounds_of(num_full)
         counts = np.bincount(sizes, minlength=self._length + 1)
@@ -113,6 +117,10 @@ class WholePlan:
         patterns = best_fit_decreasing(counts, self._length)
         self._patterns = _placed(patterns, starts)
         self._bounds = bounds_of(np.array([pattern.number for pattern in patterns], dtype=np.int64))
+        # Of the sequences of each pattern: tokens, and documents.
+        held = [(sum(size * each for size, each in items), sum(each for _, each in items)) for _, items in patterns]
+        self._held = np.array(held, dtype=np.int64).reshape(-1, 2)
+        self._counted = (-1, 0, Counts())
         self._starts = np.append(starts[np.flatnonzero(counts[1:]) + 1], starts[-1])
         self.num_sequences = int(self._bounds[-1] + self._full_bounds[-1])
         self.num_tokens = int(counts @ np.arange(len(counts)) + self._full_bounds[-1] * self._length)
@@ -139,6 +147,43 @@ class WholePlan:
         if self._seed is not None:
             places = self._shuffle(epoch).take(places)
         return [self._part(document) for document in self._by_size[places].tolist()]
+
+    def counts(self, sequences: int, epoch: int) -> Counts:
+        """Counts of the first sequences of an epoch."""
+        if self._counted[0] != epoch or self._counted[1] > sequences:
+            self._counted = (epoch, 0, Counts())
+        _, first, found = self._counted
+        for start in range(first, sequences, _COUNTED_AT_ONCE):
+            numbers = np.arange(start, min(start + _COUNTED_AT_ONCE, sequences))
+            if self._seed is not None:
+                key = derive_seed("whole sequences", self._seed, epoch)
+                numbers = keyed_permutation(self.num_sequences, key).take(numbers)
+            found = Counts(*map(sum, zip(found, self._count(numbers, epoch), strict=True)))
+        self._counted = (epoch, sequences, found)
+        return found
+
+    def _count(self, numbers: Indices, epoch: int) -> Counts:
+        """Counts of sequences by their numbers before they are shuffled."""
+        full = numbers[numbers >= self._bounds[-1]] - self._bounds[-1]
+        # Documents that end with a full sequence.
+        of = np.searchsorted(self._full_bounds, full, side="right") - 1
+        ended = self._cut[of[full + 1 == self._full_bounds[of + 1]]]
+        ended = int((self._tokens_of(ended) % self._length == 0).sum())
+        numbers = np.sort(numbers[numbers < self._bounds[-1]])
+        which = np.searchsorted(self._bounds, numbers, side="right") - 1
+        tokens, documents = self._held[which].sum(axis=0).tolist()
+        cut = 0
+        for pattern in np.unique(which).tolist() if self._has_longer else ():
+            within = (numbers[which == pattern] - int(self._bounds[pattern]))[:, None]
+            places = [(np.arange(each) + first + within * each).ravel() for first, each in self._patterns[pattern]]
+            found = np.concatenate(places)
+            found = found if self._seed is None else self._shuffle(epoch).take(found)
+            cut += int((self._tokens_of(self._by_size[found]) > self._length).sum())
+        return Counts(tokens + full.size * self._length, documents + ended, cut + ended)
+
+    def _tokens_of(self, documents: Indices) -> Indices:
+        result: Indices = self._lengths[documents].astype(np.int64) + self._separators
+        return result
 
     def _part(self, document: int) -> Part:
         """What is packed of a document beside its full parts."""
@@ -168,6 +213,7 @@ class WholePlan:
             if longer.size and too_long == "error":
                 self._refuse(start + int(longer[0]), int(tokens[longer[0]]))
             if longer.size:
+                self._has_longer = too_long != "drop"
                 if too_long == "split":
                     cut.append(start + longer)
                     num_full.append(tokens[longer] // length)

@@ -15,6 +15,7 @@ from torchdata.nodes import BaseNode
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
 from lightning_stateful.packing.documents import Document, DocumentReader
 from lightning_stateful.packing.open_sequences import OpenSequence, filler_of
+from lightning_stateful.packing.plan import Counts
 from lightning_stateful.packing.sequences import make_sequences
 from lightning_stateful.packing.settings import TOKENS, Packing
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
@@ -120,15 +121,29 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
     def next_many(self, number: int) -> list[dict[str, NDArray[Any]]]:
         """The next sequences, up to ``number``."""
         sequences: list[dict[str, NDArray[Any]]] = []
+        self._given: list[OpenSequence] = []
         while len(sequences) < number and self._has_next():
             if self._at >= self._first_made + len(self._made):
                 some = self._finished[self._at : self._at + max(_TOKENS_AT_ONCE // self._packing.sequence_length, 1)]
                 self._made = make_sequences([sequence.pieces for sequence in some], self._packing)
                 self._first_made = self._at
             taken = self._made[self._at - self._first_made :][: number - len(sequences)]
+            self._given += self._finished[self._at : self._at + len(taken)]
             self._at += len(taken)
             sequences += taken
         return sequences
+
+    def counts(self) -> Counts:
+        """Counts of the sequences that :meth:`next_many` gave latest."""
+        tokens = documents = cut = 0
+        truncates = self._packing.too_long == "truncate"
+        for sequence in self._given:
+            tokens += self._packing.sequence_length - sequence.room
+            for columns, first, end in sequence.pieces:
+                size = len(columns[TOKENS])
+                documents += end == size or truncates
+                cut += (first > 0 and end == size) or (truncates and end < size)
+        return Counts(tokens, documents, cut)
 
     def skip(self, number: int) -> int:
         """Leave out sequences, up to ``number``; their documents are read."""

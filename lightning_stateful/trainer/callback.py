@@ -44,6 +44,7 @@ from lightning_stateful.trainer.other_callbacks import monitored_metrics, restor
 from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
 from lightning_stateful.trainer.ranks import topology_of
 from lightning_stateful.trainer.signals import HeldSignals
+from lightning_stateful.trainer.token_limit import TokenLimit
 from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders, seed_model
 from lightning_stateful.user_samplers.wrapped_sampler import Tail
 
@@ -71,6 +72,8 @@ class StatefulDataCallback(pl.Callback):
             ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths.
         check_content: Keep a digest of every hundredth batch of map-style loaders in checkpoints, and read the latest
             again on a resume, to refuse data that are others than before.
+        max_tokens_total: Stop training after the first step by which so many tokens of packed documents were served
+            since it began, over all ranks, padding left out; exact over resumes.
 
     State:
         The loop progress that the checkpoint belongs to, and, where no :class:`StatefulDataModule` holds it, the
@@ -95,6 +98,7 @@ class StatefulDataCallback(pl.Callback):
         accept: Collection[str] = (),
         log_data: bool = False,
         check_content: bool = True,
+        max_tokens_total: int | None = None,
     ) -> None:
         self.settings = Settings(
             seed=seed,
@@ -104,12 +108,14 @@ class StatefulDataCallback(pl.Callback):
             accept=accept,
             log_data=log_data,
             check_content=check_content,
+            max_tokens_total=max_tokens_total,
         )
         self._trainer: pl.Trainer | None = None
         self._loaders: TrainLoaders | None = None
         self._phase: SetUp | Resumed | Training | Interrupted = SetUp()
         self._signals = HeldSignals()
         self._results = EpochResults()
+        self._tokens = TokenLimit()
 
     @property
     def state_key(self) -> str:
@@ -133,6 +139,8 @@ class StatefulDataCallback(pl.Callback):
             return
         if stage == "fit":
             begins_at = loop_progress.next_step(trainer)
+            if trainer is not self._trainer:
+                self._tokens = TokenLimit()
             if trainer is self._trainer and self._loaders is not None:
                 self._phase = SetUp(earlier=self._loaders, stopped_at=self._progress(), begins_at=begins_at)
             else:
@@ -202,8 +210,14 @@ class StatefulDataCallback(pl.Callback):
             "monitored": self._monitored(progress),
             "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
             "data": self._data_state_at(progress) if module is None else None,
+            "tokens": self._tokens_at(progress),
             "content": {} if self._loaders is None else deepcopy(self._loaders.content.latest),
         }
+
+    def _tokens_at(self, progress: LoopProgress) -> dict[str, Any] | None:
+        if self._loaders is None or self.settings.max_tokens_total is None:
+            return None
+        return self._tokens.state(self._loaders.combined, progress)
 
     def _restored(self) -> bool:
         """Whether Lightning has restored its loops and optimizers, which it does just before training."""
@@ -320,6 +334,8 @@ class StatefulDataCallback(pl.Callback):
         if saved is not None:
             refuse_other_seed(saved, loaders.seed, self.settings.accept)
             loaders.expect(saved.get("content"), state)
+        if self.settings.max_tokens_total is not None:
+            self._tokens.load((saved or {}).get("tokens"), progress)
         loops["fit_loop"] = loop_progress.rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted
         self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics, (saved or {}).get("results"))
@@ -387,6 +403,8 @@ class StatefulDataCallback(pl.Callback):
             loop_progress.prepare_first_epoch(trainer, self._phase.progress)
         else:
             self._phase = Training()
+        if self._loaders is not None and self.settings.max_tokens_total is not None:
+            self._tokens.begin(trainer, self._loaders.combined, self.settings.max_tokens_total)
         optimizer_steps.watch_steps(trainer)
         self._signals.begin(trainer)
 
@@ -415,6 +433,8 @@ class StatefulDataCallback(pl.Callback):
         self._results.add(trainer)
         if self._loaders is not None:
             self._loaders.check_one_batch_a_step()
+            if self.settings.max_tokens_total is not None:
+                self._tokens.after_batch(trainer, self._loaders.combined, self.settings.max_tokens_total)
             if self.settings.log_data:
                 log_data(trainer, pl_module, self._loaders.combined)
 

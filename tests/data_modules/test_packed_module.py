@@ -24,7 +24,14 @@ from support.packed_data import (
     source_of,
     tokens_of,
 )
-from support.runs import assert_goes_on_from_every_moment, assert_goes_on_from_stop_to_stop, stopped, train
+from support.runs import (
+    assert_goes_on_from_every_moment,
+    assert_goes_on_from_stop_to_stop,
+    numbers_module,
+    stopped,
+    train,
+)
+from support.stream_runs import document
 from torch.utils.data import default_collate
 
 from lightning_stateful import MixtureDataModule, Packing, WeightSchedule
@@ -115,13 +122,65 @@ def test_shares_of_sequences_are_exact_and_named() -> None:
     assert data.position_report()["sources"]["b"]["share"] == 0.75
 
 
+LIMITS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
+    "in the third epoch": (1300, lambda **options: packed("whole", **options), {}),
+    "limited epochs": (700, lambda **options: packed("split", **options), {"limit_train_batches": 7}),
+    "windows": (900, lambda **options: packed("split", **options), {"accumulate_grad_batches": 3}),
+    "steps of a mixture": (800, lambda **options: mixed("split", num_steps=20, **options), {}),
+    "epochs of a mixture": (800, lambda **options: mixed("whole", stop="cycle", **options), {}),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_training_stops_after_a_number_of_tokens(tmp_path: Path, name: str) -> None:
+    limit, make, options = LIMITS[name]
+    options = {"max_epochs": 20, **options}
+    moments = [("on_train_batch_end", 0, 4), ("on_before_backward", 1, 3), ("on_train_epoch_end", 0, 0)]
+    moments += [("on_train_batch_end", 0, 6), ("on_train_epoch_start", 1, 0)] if len(options) == 2 else []
+    run = assert_goes_on_from_every_moment(tmp_path, lambda: make(max_tokens_total=limit, val=None), moments, **options)
+    window = options.get("accumulate_grad_batches", 1)
+    steps = [len(batch) for batch in batches(run.ledger)]
+    assert len(steps) % window == 0 or name == "windows"
+    assert sum(steps[:-window]) < limit <= sum(steps)
+    run.trainer.save_checkpoint(tmp_path / "end.ckpt")
+    again = train(lambda: make(max_tokens_total=limit, val=None), ckpt_path=tmp_path / "end.ckpt", **options)
+    assert (batches(again.ledger), again.global_step) == ([], run.global_step)
+    more = train(lambda: make(max_tokens_total=limit + 300, val=None), ckpt_path=tmp_path / "end.ckpt", **options)
+    whole = train(lambda: make(max_tokens_total=limit + 300, val=None), **options)
+    assert batches(run.ledger) + batches(more.ledger) == batches(whole.ledger)
+
+
+def test_tokens_are_counted_of_packed_documents_alone() -> None:
+    with pytest.raises(ConfigurationError, match="max_tokens_total=5 counts the tokens of packed documents"):
+        train(lambda: numbers_module(max_tokens_total=5))
+
+
+def test_what_is_reported_and_logged_of_tokens_is_what_was_served(tmp_path: Path) -> None:
+    for make in (lambda: packed("split", log_data=True, val=None), lambda: mixed("whole", num_steps=20, log_data=True)):
+        path = tmp_path / "stop.ckpt"
+        before = stopped(path, make, batch=6, epoch=1, max_epochs=2)
+        run = train(make, ckpt_path=path, max_epochs=2, limit_train_batches=20)
+        of_epoch = None if "sources" in run.trainer.datamodule.position_report() else 1
+        tokens = [token for ledger in (before, run.ledger) for token in samples(ledger, of_epoch)]
+        logged = run.trainer.logger.packed[-1] if of_epoch else dict(run.trainer.logger.sources)[39]
+        if of_epoch:
+            assert logged["tokens"] == len(tokens)
+            assert logged["padding"] == pytest.approx(1 - len(tokens) / (40 * 12))
+            ends = {document(number)["input_ids"][-1] for number in range(NUM_DOCUMENTS)}
+            assert logged["documents"] == len(ends & set(tokens))
+        else:
+            for name in SIZES:
+                assert logged[f"{name}/tokens"] == sum(source_of(token) == name for token in tokens)
+                assert logged[f"{name}/cut"] > 0
+
+
 def test_batches_have_one_shape_and_an_epoch_the_steps_that_are_told() -> None:
     data = packed("split", collate_fn=default_collate, drop_last=True, batch_size=3)
     loader = data.train_dataloader()
     shapes = {column.shape for batch in loader for column in batch.values()}
     assert shapes == {(3, 12)}
     assert len(loader) == -(-len(tokens_of()) // 12) // 3
-    assert data.position_report() == {"epoch": 1, "samples": 0}
+    assert data.position_report() == {"epoch": 1, "samples": 0, "tokens": 0, "documents": 0, "cut": 0.0, "padding": 0.0}
 
 
 CHANGES: dict[str, dict[str, Any]] = {
