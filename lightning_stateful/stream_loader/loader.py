@@ -230,14 +230,6 @@ class IterableLoader(StreamLoader):
     def _sized(self) -> Any:
         return self.iterable
 
-    @property
-    def most_tokens_a_step(self) -> int:
-        """Tokens of packed documents that a step of all ranks may have."""
-        config = getattr(self.order.setup, "config", None)
-        if config is None or config.packing is None:
-            return 0
-        return int(config.packing.sequence_length * (config.batch_size or 1) * self.order.setup.topology.num_replicas)
-
     def remedy_for_steps(self, num_steps: int) -> str:
         """The way to give epochs as many steps, in words."""
         return "let it give as many batches"

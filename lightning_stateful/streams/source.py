@@ -228,7 +228,7 @@ class Mixing:
             if stop != "cycle":
                 raise ConfigurationError(
                     f"With stop={stop!r} a stream that is over leaves its share to the others, and a schedule would "
-                    'not be kept. Pass stop="cycle", and steps_per_epoch to StreamDataModule if an epoch is to be shorter.'
+                    'not be kept. Pass stop="cycle", and StreamDataModule(..., steps_per_epoch=...) for shorter epochs.'
                 )
             points = schedule if isinstance(schedule, WeightSchedule) else WeightSchedule(schedule)
             at = tuple(whole_draws(point) for point in points.shares(names))
