@@ -15,7 +15,6 @@ from torchdata.nodes import BaseNode
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
 from lightning_stateful.packing.documents import Document, DocumentReader
 from lightning_stateful.packing.open_sequences import OpenSequence, filler_of
-from lightning_stateful.packing.plan import Counts
 from lightning_stateful.packing.sequences import make_sequences
 from lightning_stateful.packing.settings import TOKENS, Packing
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
@@ -133,17 +132,22 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
             sequences += taken
         return sequences
 
-    def counts(self) -> Counts:
-        """Counts of the sequences that :meth:`next_many` gave latest."""
-        tokens = documents = cut = 0
+    def counts(self) -> tuple[int, int, int]:
+        """Counts of the sequences that :meth:`next_many` gave latest.
+
+        Returns:
+            Tokens of padding; documents whose last tokens are in them; and those of these documents that are cut: into
+            several sequences, or truncated.
+        """
+        padding = documents = cut = 0
         truncates = self._packing.too_long == "truncate"
         for sequence in self._given:
-            tokens += self._packing.sequence_length - sequence.room
+            padding += sequence.room
             for columns, first, end in sequence.pieces:
                 size = len(columns[TOKENS])
                 documents += end == size or truncates
                 cut += (first > 0 and end == size) or (truncates and end < size)
-        return Counts(tokens, documents, cut)
+        return padding, documents, cut
 
     def skip(self, number: int) -> int:
         """Leave out sequences, up to ``number``; their documents are read."""

@@ -19,6 +19,9 @@ from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.stream import Stream
 from lightning_stateful.streams.worker_slot import ALONE
 
+# Shards of a dataset, unless these would have more samples than the largest; then as many as that takes, up to most.
+_SHARDS, _LARGEST, _MOST_SHARDS = 256, 1024, 2**16
+
 
 class IndexedShards(Shards):
     """Runs of samples of a map-style dataset, which is shuffled as a whole in each epoch.
@@ -105,13 +108,13 @@ class IndexedNode(StreamNode[Any]):
 class IndexedStream(Stream):
     """A map-style dataset as a stream, to be mixed with streams.
 
-    Each epoch has every sample once, in an order of its own of the whole dataset, in shards of ``shard_size`` samples
-    that are assigned to ranks and workers. A resume goes on at the next index, and reads nothing again but the samples
+    Each epoch has every sample once, in an order of its own of the whole dataset, in shards that are assigned to ranks
+    and workers. A resume goes on at the next index, and reads nothing again but the samples
     of a window, block or sequence that is being filled.
 
     Args:
         dataset: Its samples, by index.
-        shard_size: Samples of a shard.
+        shard_size: Samples of a shard; by default a 256th of the dataset, from 1 to 1,024 (more of over 67 million).
         shuffle: False for the dataset's order.
         seed: Chooses the orders and the randomness; by default the seed of Lightning's ``seed_everything``, or 0.
 
@@ -122,12 +125,16 @@ class IndexedStream(Stream):
         ConfigurationError: The dataset has no index or no samples, or an argument is out of range.
     """
 
-    def __init__(self, dataset: Any, *, shard_size: int = 1024, shuffle: bool = True, seed: int | None = None) -> None:
+    def __init__(
+        self, dataset: Any, *, shard_size: int | None = None, shuffle: bool = True, seed: int | None = None
+    ) -> None:
         if not has_index(dataset):
             raise ConfigurationError(
                 f"IndexedStream takes a dataset with __getitem__ and __len__, which a {type(dataset).__qualname__} has "
                 "not."
             )
+        if shard_size is None:
+            shard_size = max(min(-(-len(dataset) // _SHARDS), _LARGEST), -(-len(dataset) // _MOST_SHARDS), 1)
         size = as_int("shard_size", shard_size, least=1)
         shards = IndexedShards(dataset, size, shuffle=shuffle, seed=seed)
         super().__init__({ALONE: Source(shards=shards, seed=seed)})

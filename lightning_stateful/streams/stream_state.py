@@ -47,7 +47,7 @@ class StreamState:
         skipped: What had been left out by then, since the beginning of training: shards, samples on which a function
             failed, samples that are too long.
         given: By source, what had been given by then, since the beginning of training: samples and, of packed
-            documents, tokens, documents and those that were cut.
+            documents, padding, documents and those that were cut.
         passed: Batches of each rank in earlier passes, which a schedule of weights goes by.
     """
 
@@ -210,8 +210,9 @@ class StreamState:
             return report
         given, packing = {name: self._given_of(name) for name in self.assignments}, self.config.packing
         total, sources = sum(samples for samples, *_ in given.values()), dict[str, Any]()
-        for name, (samples, *counts) in given.items():
-            packed = {} if packing is None else told(samples * packing.sequence_length, Counts(*counts))
+        for name, (samples, padding, *counts) in given.items():
+            room = 0 if packing is None else samples * packing.sequence_length
+            packed = {} if packing is None else told(room, Counts(room - padding, *counts))
             sources[name] = {"samples": samples, "share": samples / max(total, 1), **packed}
         if self.config.mixing is not None:
             return {**report, "sources": sources}
@@ -265,10 +266,18 @@ class StreamState:
             "steps_before": self.steps_before,
             "skipped": list(self.skipped),
             "sources": sources,
-            **({"given": {name: list(counts) for name, counts in self.given.items()}} if self.given else {}),
-            **({"passed": self.passed} if self.passed else {}),
+            **self._counts(),
             "slots": [copy_plain(state) for state in self.slots],
         }
+
+    def _counts(self) -> dict[str, Any]:
+        """What has been given, and the steps of earlier passes, where anybody asks for them."""
+        mixing, found = self.config.mixing, dict[str, Any]()
+        if self.config.counts_given:
+            found["given"] = {name: list(self.given.get(name, NOTHING_GIVEN)) for name in self.assignments}
+        if mixing is not None and mixing.schedule is not None:
+            found["passed"] = self.passed
+        return found
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], config: StreamConfig) -> StreamState:
@@ -352,7 +361,7 @@ class StreamState:
             for slot, state in enumerate(self.slots):
                 here = self._progress(name, slot)
                 if state is not None:
-                    found.append(state["of"][name]["skipped"])
+                    found.append(state["of"][name].get("skipped", (0,) * len(_COUNTS)))
                 if here.reading is not None and not here.reading.reader:
                     found.append(skipped_in(here.state))
         return tuple(map(sum, zip(*found, strict=True)))

@@ -16,8 +16,8 @@ from lightning_stateful.streams.shard_reader import ShardReader
 from lightning_stateful.streams.source import Mixing, Source
 
 # Where a slot begins to read a source.
-FRESH: NodeState = {"round": 0, "slice": 0, "opened": 0, "skipped": [0, 0, 0], "state": None}
-# Items, and of packed documents tokens, documents, and those that were cut.
+FRESH: NodeState = {"round": 0, "slice": 0, "opened": 0, "state": None}
+# Items, and of packed documents padding, documents, and those that were cut.
 NOTHING_GIVEN = (0, 0, 0, 0)
 # The name of a source that stands alone.
 ALONE = ""
@@ -170,12 +170,12 @@ class SourceReader:
         self, source: Source, task: SourceTask, begin: NodeState, said: list[str], *, counts: bool = False
     ) -> None:
         self._source, self._task, self._said = source, task, said
-        # Items and, of packed documents, tokens, documents and those that were cut.
+        # Items and, of packed documents, padding, documents and those that were cut.
         self._counts, self._given = counts, list(begin.get("given", NOTHING_GIVEN))
         self._slices, self._index, self._begin, self._opened = task.progress(source, begin)
         self._round: int = begin["round"]
         # In slices that are done, and of those that several slots read in what the first of them has met.
-        self._skipped: list[int] = begin["skipped"]
+        self._skipped: list[int] = begin.get("skipped", [0] * len(LEFT_OUT))
         self._node: StreamNode[Any] | None = None
         self._reader: ShardReader | None = None
         # A source that has nothing is read to its end at once.
@@ -211,14 +211,15 @@ class SourceReader:
         at, opened = self._begin, self._opened
         if self._node is not None and self._reader is not None:
             at, opened = self._state_in_slice(self._node), self._reader.num_opened
-        state = {"round": self._round, "slice": self._index, "opened": opened, "skipped": self._skipped, "state": at}
-        return {**state, "given": self._given.copy()} if any(self._given) else state
+        state = {"round": self._round, "slice": self._index, "opened": opened, "state": at}
+        # Of most slots nothing is left out.
+        counts = {"skipped": self._skipped, "given": self._given.copy()}
+        return state | {name: numbers for name, numbers in counts.items() if any(numbers)}
 
     def _count(self, node: StreamNode[Any], number: int) -> None:
         """Count the items that a node has just given."""
         if self._counts and number:
-            counts = node.counts() if isinstance(node, DocumentPacker) else ()
-            more = [number, *counts, *NOTHING_GIVEN]
+            more = [number, *(node.counts() if isinstance(node, DocumentPacker) else ()), *NOTHING_GIVEN]
             self._given = [before + now for before, now in zip(self._given, more, strict=False)]
 
     def close(self) -> None:
