@@ -17,7 +17,7 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.batch_reader import read_batch
 from lightning_stateful.loaders.length_cache import lengths_of
 from lightning_stateful.packing.documents import Document, DocumentReader
-from lightning_stateful.packing.plan import Counts, PackingPlan, Part, SequenceOrder, told
+from lightning_stateful.packing.plan import Counts, PackingPlan, Part, SequenceOrder, reported
 from lightning_stateful.packing.sequences import DOCUMENTS, Piece, make_sequences
 from lightning_stateful.packing.settings import IGNORED_LABEL, LABELS, TOKENS, Packing
 from lightning_stateful.packing.split import SplitPlan
@@ -152,7 +152,7 @@ class PackedDataset(Dataset[PackedSequence]):
             counts = self._whole[known] if number == len(self) else self._plan.counts(number, known)
             found = Counts(*map(sum, zip(found, counts, strict=True)))
             sequences += number
-        return told(sequences * self.packing.sequence_length, found)
+        return reported(sequences * self.packing.sequence_length, found)
 
     def __getitem__(self, index: int) -> PackedSequence:
         """The sequence at ``index``."""

@@ -53,6 +53,10 @@ class Sources:
             if not 0 < length <= MAX_LENGTH:
                 raise ConfigurationError(f"Source {name!r} must have 1 to 2**40 samples, got {length}.")
             as_int(f"The batch size of source {name!r}", batch_size, least=1)
+        if unknown := set(self.by_pass) - set(self.names):
+            raise ConfigurationError(
+                f"by_pass has {sorted(unknown)}, which are none of the sources {list(self.names)}."
+            )
         # States hold no other integers than Python's.
         object.__setattr__(self, "lengths", tuple(map(int, self.lengths)))
         object.__setattr__(self, "batch_sizes", tuple(map(int, self.batch_sizes)))

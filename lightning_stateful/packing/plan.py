@@ -102,7 +102,7 @@ class SequenceOrder:
         return epoch + cycle * _EPOCHS_OF_CYCLE
 
 
-def told(room: int, counts: Counts) -> dict[str, float]:
+def reported(room: int, counts: Counts) -> dict[str, float]:
     """Counts as a report has them.
 
     Args:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_stateful.errors import DamagedStateError, PositionError
-from lightning_stateful.packing.plan import Counts, told
+from lightning_stateful.packing.plan import Counts, reported
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotProgress, SlotSlice, left_of
 from lightning_stateful.streams.nodes import NodeState, innermost
@@ -212,7 +212,7 @@ class StreamState:
         total, sources = sum(samples for samples, *_ in given.values()), dict[str, Any]()
         for name, (samples, padding, *counts) in given.items():
             room = 0 if packing is None else samples * packing.sequence_length
-            packed = {} if packing is None else told(room, Counts(room - padding, *counts))
+            packed = {} if packing is None else reported(room, Counts(room - padding, *counts))
             sources[name] = {"samples": samples, "share": samples / max(total, 1), **packed}
         if self.config.mixing is not None:
             return {**report, "sources": sources}

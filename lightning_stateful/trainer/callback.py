@@ -335,7 +335,7 @@ class StatefulDataCallback(pl.Callback):
             refuse_other_seed(saved, loaders.seed, self.settings.accept)
             loaders.expect(saved.get("content"), state)
         if self.settings.max_tokens_total is not None:
-            self._tokens.load((saved or {}).get("tokens"), progress)
+            self._tokens.load(loaders.combined, (saved or {}).get("tokens"), progress)
         loops["fit_loop"] = loop_progress.rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted
         self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics, (saved or {}).get("results"))

@@ -46,10 +46,11 @@ class TokenLimit:
         last = progress.batch if progress.ended and progress.epoch == self._epoch else self._step
         return {"epoch": epoch, "before": self._after_epoch(combined, last)}
 
-    def load(self, saved: Mapping[str, Any] | None, progress: LoopProgress) -> None:
+    def load(self, combined: CombinedLoaders, saved: Mapping[str, Any] | None, progress: LoopProgress) -> None:
         """Go on from a checkpoint.
 
         Args:
+            combined: The loaders.
             saved: What :meth:`state` gave; None where nobody has counted.
             progress: Where the run goes on; on other ranks an epoch may be over that was not when it was saved.
 
@@ -59,11 +60,10 @@ class TokenLimit:
         self._epoch = progress.epoch_and_step[0] if saved is None else saved["epoch"]
         self._step = progress.batch if progress.epoch == self._epoch else 0
         self._before = {} if saved is None else dict(saved["before"])
-        if saved is None and self._epoch:
+        if saved is None and self._epoch and not all(one.order.carries_over for one in combined.loaders.values()):
             rank_zero_warn(
                 f"The checkpoint does not say how many tokens the epochs before epoch {self._epoch} have served: it "
-                "was written without max_tokens_total. Where data begin anew with each epoch, tokens are counted from "
-                "there.",
+                "was written without max_tokens_total. Tokens are counted from the beginning of that epoch.",
                 category=StatefulWarning,
             )
 

@@ -82,3 +82,26 @@ def test_stops_and_other_ranks_leave_every_token_of_an_epoch_once(ranks: dict[in
     alone = [{"ledger": train(lambda: MODULES[name](batch_size=4), max_epochs=1).ledger}]
     steps = [[token for batch in step for token in batch] for step in steps_of(whole, 0)]
     assert [list(step[0]) for step in steps_of(alone, 0)] == steps
+
+
+LIMITED: dict[str, tuple[int, Callable[..., Any]]] = {
+    "epochs": (800, partial(packed, "whole", val=None, max_tokens_total=800)),
+    "steps of a mixture": (700, partial(mixed, "split", num_steps=9, max_tokens_total=700)),
+}
+LEGS = {2: {"max_steps": 3}, 3: {"max_steps": 12}, 1: {}}
+
+
+def limited(folder: Path, name: str) -> dict[str, Any]:
+    options = on_ranks(max_epochs=9)
+    return hand_over(folder.parents[1], f"limited {name}", LIMITED[name][1], LEGS, options["devices"], **options)
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_other_ranks_stop_after_as_many_tokens(ranks: dict[int, Ranks], name: str) -> None:
+    limit, make = LIMITED[name]
+    legs = [ranks[2].of(limited, name), ranks[3].of(limited, name)]
+    legs.append([hand_over(ranks[2].folder.parent, f"limited {name}", make, LEGS, 1, max_epochs=9)])
+    steps = [step for runs in legs for epoch in range(9) for step in steps_of(runs, epoch)]
+    sizes = [sum(map(len, step)) for step in steps]
+    assert sum(sizes[:-1]) < limit <= sum(sizes)
+    assert steps_of(legs[1], 1) if name == "epochs" else legs[1]
