@@ -219,7 +219,10 @@ class Mixing:
                 "token."
             )
         if by not in get_args(By):
-            raise ConfigurationError(f"Streams are mixed by one of {get_args(By)}, got by={by!r}.")
+            hint = " With packing, sequences have the same length: their shares are shares by token."
+            raise ConfigurationError(
+                f"Streams are mixed by one of {get_args(By)}, got by={by!r}.{hint if by == 'token' else ''}"
+            )
         if stop not in get_args(Stop):
             raise ConfigurationError(f"stop must be one of {get_args(Stop)}, got {stop!r}.")
         if schedule is not None:

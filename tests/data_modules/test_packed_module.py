@@ -113,6 +113,23 @@ def test_each_pass_over_a_source_of_a_mixture_has_every_token_once(tmp_path: Pat
         assert len(set(map(tuple, found))) == len(found)
 
 
+def test_a_dataset_that_is_added_leaves_the_others_where_they_were(tmp_path: Path) -> None:
+    before = stopped(tmp_path / "stop.ckpt", lambda: mixed(num_steps=40), batch=12)
+    more = {"c": (Documents(9, VAL_FIRST), length_of)}
+    options: dict[str, Any] = {"num_steps": 40, "weights": {"a": 1, "b": 3, "c": 1}, "accept": ("sources", "weights")}
+    run = train(
+        lambda: mixed(train={**mixed().train, **more}, **options), ckpt_path=tmp_path / "stop.ckpt", max_epochs=1
+    )
+    served = [token for ledger in (before, run.ledger) for token in samples(ledger) if token < 100 * VAL_FIRST]
+    for source in SIZES:
+        tokens, expected = (
+            [token for token in served if source_of(token) == source],
+            tokens_of(SIZES[source], FIRSTS[source]),
+        )
+        assert sorted(tokens[: len(expected)]) == expected
+    assert len(samples(before) + samples(run.ledger)) > len(served) > 600
+
+
 def test_shares_of_sequences_are_exact_and_named() -> None:
     data = mixed("whole", batch_size=4, num_steps=30, tag="source", collate_fn=default_collate)
     for batch in data.train_dataloader():
