@@ -14,7 +14,7 @@ from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.length_cache import names_lengths
 from lightning_stateful.loaders.packed_dataset import PackedDataset
-from lightning_stateful.loaders.source_datasets import concatenated, packed_anew
+from lightning_stateful.loaders.source_datasets import SourceCollate, concatenated, packed_anew
 from lightning_stateful.mixture.sources import Stop
 from lightning_stateful.mixture.weights import WeightSchedule
 from lightning_stateful.packing.settings import Packing
@@ -54,7 +54,8 @@ class PackedDataModule(StatefulDataModule):
         schedule: Weights by step of training, in place of ``weights``; needs ``num_steps``.
         stop: When an epoch ends. Each pass over a dataset packs it anew.
         num_steps: In place of ``stop``: steps of an epoch. Every dataset goes on in the next where it was.
-        tag: Key under which a batch gets the name of its dataset or, by sample, a list of names.
+        tag: Key under which a batch gets the name of its dataset or, by sample, a list of names; of evaluation datasets
+            in a dict, too.
         cache_file: Path of a ``.npy`` file in which to keep the lengths of the training data that a function measures.
             Those of other data are kept beside it: ``lengths-val.npy`` where it is ``lengths.npy``.
         measure_workers: Processes that measure lengths; by default one a core, or none for few samples.
@@ -96,6 +97,11 @@ class PackedDataModule(StatefulDataModule):
         mixing |= {"num_steps": num_steps, "by": by}
         self._mixes = any(value is not None for value in mixing.values())
         self._mixing, self._tag = {**mixing, "by": _checked_by(by)}, tag
+        if tag is not None and not self._mixes:
+            raise ConfigurationError(
+                f"tag={tag!r} names the datasets of a mixture. Pass weights (or a schedule, temperature, by, stop or "
+                "num_steps), or leave it out."
+            )
         super().__init__(train, val, test, predict, batch_size=batch_size, **options)
 
     def packed(self, dataset: Any, name: str | None = None, stage: str = "train") -> PackedDataset:
@@ -182,6 +188,9 @@ class PackedDataModule(StatefulDataModule):
     def _loader(self, dataset: Any, name: str | None, stage: str, **how: Any) -> DataLoader[Any]:
         packed = self.packed(dataset, name, stage)
         how = {"batch_size": self.batch_size, **how}
+        if self._tag is not None and name is not None:
+            mixes = self._mixing["by"] == "sample"
+            how["collate_fn"] = SourceCollate((name,), self._options["collate_fn"], tag=self._tag, mixes=mixes)
         if stage == "train":
             return self._stateful_loader(packed, name, sampler=packed.order, drop_last=self.drop_last, **how)
         return self._stateful_loader(packed, name, exact=True, **how)

@@ -137,6 +137,10 @@ def test_shares_of_sequences_are_exact_and_named() -> None:
         for name, tokens, numbers in zip(batch["source"], batch["input_ids"], batch["document_ids"], strict=True):
             assert {source_of(token) for token in tokens[numbers >= 0].tolist()} == {name}
     assert data.position_report()["sources"]["b"]["share"] == 0.75
+    data.val = {"c": (Documents(NUM_VAL, VAL_FIRST), length_of)}
+    assert {name for batch in data.val_dataloader()["c"] for name in batch["source"]} == {"c"}
+    with pytest.raises(ConfigurationError, match="tag='source' names the datasets of a mixture"):
+        packed("split", tag="source")
 
 
 LIMITS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
