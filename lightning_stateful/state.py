@@ -41,6 +41,7 @@ COMBINED = "combined"
 _HARMLESS = ("drop_last", "dataset", "iteration", "sequence", "module", "mode")
 _BUT_FOR = ("dataset.length", "dataset.content", "dataset.shards", "dataset.files")
 _MISSING = "<nothing>"
+_SCALARS = frozenset({bool, int, str, type(None)})
 # Names in accept that are no keys of a configuration.
 _OTHER_NAMES = ("iteration", "nondeterministic", "replay")
 _REMEDIES = {
@@ -79,6 +80,7 @@ _REMEDIES = {
     "buffer_size": "Pass the saved buffer_size",
     "steps": "Do to the stream's samples what was done before: the same functions in the same order, max_tokens, "
     "read_ahead and length",
+    "packing": "Pass a Packing with the saved value",
     "mixing_seed": "Mix the streams with the saved seed",
     "in_turn": "Pass weights, or leave them out, as when the checkpoint was written",
     "module": "Use the data module that the checkpoint was made with",
@@ -187,7 +189,7 @@ def differences(
     found = []
     for loader, name, before, now in pairs:
         full = ".".join(part for part in (path, loader, name) if part)
-        if not is_accepted((full, name), accept) and (fingerprints or not is_fingerprint(name)):
+        if not is_accepted((full, name, _of_source(name)), accept) and (fingerprints or not is_fingerprint(name)):
             found.append(Difference(path=full, saved=before, present=now, remedy=_remedy(name)))
     return found
 
@@ -301,14 +303,37 @@ def copy_plain(value: Any, path: str = "state") -> Any:
     Raises:
         StateError: A part of it would not survive JSON or ``torch.load(weights_only=True)``; with its path.
     """
+    try:
+        return _copied(value)
+    except StateError:
+        return _copied_by_path(value, path)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of plain data in dicts, lists and tuples; most states are, and paths take most of the time."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is dict:
+        if set(map(type, value)) <= {str}:
+            return {key: item if type(item) in _SCALARS else _copied(item) for key, item in value.items()}
+    elif kind is list or kind is tuple:
+        return [item if type(item) in _SCALARS else _copied(item) for item in value]
+    elif kind is float and math.isfinite(value):
+        return value
+    raise StateError("This is no plain data of these types.")
+
+
+def _copied_by_path(value: Any, path: str) -> Any:
+    """The same of any mappings, with errors that name the place."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, Mapping):
         if any(type(key) is not str for key in value):
             raise StateError(f"{path} has keys that are not strings: {[key for key in value if type(key) is not str]}")
-        return {key: copy_plain(item, f"{path}.{key}") for key, item in value.items()}
+        return {key: _copied_by_path(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [copy_plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return [_copied_by_path(item, f"{path}[{i}]") for i, item in enumerate(value)]
     found = f"the {value}" if type(value) is float else f"a {type(value).__name__}"
     raise StateError(f"{path} is {found}; a state holds dict, list, str, int, finite float, bool and None.")
 
@@ -321,7 +346,7 @@ def _comparable(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _aligned(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Everything that is compared in two envelopes; values of several sources are dicts by the sources both have."""
-    before, now = _of_equal_lengths(_comparable(saved), _comparable(present))
+    before, now = _packed_once(*_of_equal_lengths(_comparable(saved), _comparable(present)))
     if not isinstance(before.get("sources"), Mapping) or not isinstance(now.get("sources"), Mapping):
         return before, now
     common = [name for name in before["sources"] if name in now["sources"]]
@@ -346,6 +371,15 @@ def _of_equal_lengths(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict
             ]
             kept = {name: of for name, of in contents.items() if lengths[0].get(name) == lengths[1].get(name)}
             config["dataset.content"] = kept
+    return before, now
+
+
+def _packed_once(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two configurations without what datasets say of their packing, where settings and lengths stand beside them."""
+    if all(isinstance(config.get("packing"), Mapping) for config in (before, now)):
+        for config in (before, now):
+            if isinstance(own := config.get("dataset"), Mapping) and "packed" in own:
+                config["dataset"] = {name: own[name] for name in own if name not in ("packed", "length")}
     return before, now
 
 
@@ -391,7 +425,15 @@ def is_accepted(names: tuple[str, ...], accept: Collection[str]) -> bool:
     return any(name == wanted or name.startswith(f"{wanted}.") for name in names for wanted in accept)
 
 
+def _of_source(name: str) -> str:
+    """The name of a setting of packing without the source of a stream that it belongs to; else the name as it is."""
+    parts = name.split(".")
+    return ".".join(parts[2:]) if parts[0] == "sources" and parts[2:3] == ["packing"] else name
+
+
 def _remedy(name: str) -> str:
     name = "dataset.content" if is_content(name) else name
+    if _of_source(name).split(".")[0] == "packing":
+        name = "packing"
     known = next((_REMEDIES[of] for of in (name, name.split(".")[0]) if of in _REMEDIES), "Restore the saved value")
     return f"{known}, or accept the change with accept=({name!r},)."

@@ -21,6 +21,7 @@ _NUM_ROUNDS = 8
 # keys show at strides of half a class, with 10 none does.
 _SORTED = 2**10
 _CLASS_ROUNDS = 10
+_LOOKED_UP_AT_ONCE = 2**10
 
 
 class KeyedPermutation:
@@ -126,9 +127,14 @@ class _Mixer:
             outside = outside[again > (lasts if isinstance(ranges, int) else lasts[outside])]
         return words.astype(np.int64)
 
-    def _mix(self, words: NDArray[Any], ranges: Indices | int) -> None:
+    def _mix(self, words: NDArray[Any], ranges: Any) -> None:
         masks, shifts = self._masks[ranges], self._shifts[ranges]
-        for keys, multipliers in zip(self._keys, self._multipliers, strict=True):
+        rounds = zip(self._keys, self._multipliers, strict=True)
+        if words.size <= _LOOKED_UP_AT_ONCE:
+            # Of few words, each operation costs more than its words do.
+            rounds = zip(self._keys[:, ranges], self._multipliers[:, ranges], strict=True)
+            ranges = ...
+        for keys, multipliers in rounds:
             words ^= keys[ranges]
             words *= multipliers[ranges]
             words &= masks

@@ -242,8 +242,9 @@ class SampleBatchOrder:
         return SampleEpochPlan(self, rule, epoch, here.cycle, here.consumed)
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
-        """``progress`` itself: samples are counted alike under any configuration."""
-        return progress
+        """``progress`` itself where samples are counted alike under any configuration, as all but packed sequences."""
+        converted = getattr(self.samples, "converted", None)
+        return progress if converted is None else replace(progress, consumed=converted(progress.consumed, saved))
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> SampleBatchOrder:
         """A copy for one of several loaders, or for evaluation; see :meth:`BatchOrder.adapted`."""

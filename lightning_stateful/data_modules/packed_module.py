@@ -27,7 +27,7 @@ class PackedDataModule(StatefulDataModule):
     """Trains on packed sequences; ``Trainer.fit(ckpt_path=...)`` goes on at the very next one.
 
     Every epoch packs the documents anew, each once; see :class:`PackedDataset` for what a sequence has. A batch is a
-    dict of tensors of shape ``(batch_size, sequence_length)``; with
+    dict of tensors of shape ``(batch_size, sequence_length)``; a ``collate_fn`` of your own is given NumPy arrays. With
     ``collate_fn=lightning_stateful.loaders.collate_flat`` it is one row without padding. On another number of ranks,
     a resume goes on with the rest of the epoch's sequences; where ranks times ``batch_size`` stays, each step takes the
     same ones.
@@ -45,7 +45,7 @@ class PackedDataModule(StatefulDataModule):
             function of a sample, which is called once for each, in parallel (see ``cache_file``). A dict has those of
             each dataset by name.
         packing: The settings.
-        batch_size: Sequences in a batch of one rank.
+        batch_size: Sequences in a batch of one rank; by default 1.
         weights: Of a mixture: a positive number for every dataset, by name or in order; by default its sequences. A
             sequence is of one dataset and they are all of one length, so shares of sequences are shares of tokens.
         by: Whether each batch holds sequences of several datasets in proportion (``"sample"``, the default), or of one

@@ -38,7 +38,7 @@ class StreamDataModule(StatefulDataModule):
             ranks take as many steps as their shards give.
         test: The same for testing.
         predict: The same for prediction.
-        batch_size: Samples in a batch of one rank.
+        batch_size: Samples in a batch of one rank; by default 1.
         max_tokens: In place of ``batch_size``: what a batch may hold, padding included. Windows of ``read_ahead``
             samples are sorted by length and cut.
         budget: In place of both: a :class:`Budget`, with further limits; windows are cut as with ``max_tokens``.
@@ -55,8 +55,8 @@ class StreamDataModule(StatefulDataModule):
         steps_per_epoch: Steps of an epoch; the next goes on where it ends, and the stream begins again where it ends.
         replay: Whether a stream that can only be read again up to its place is read again, with a warning
             (``"warn"``), or refused (``"refuse"``).
-        on_error: ``"skip"`` to leave out the rest of a shard that cannot be read, and samples on which a function
-            fails, and count them.
+        on_error: ``"skip"`` to leave out the rest of a shard that cannot be read, samples on which a function fails,
+            and with ``packing`` samples that are no documents or too long, and count them (:meth:`position_report`).
         timeout: Seconds to wait for the batches of other ranks.
         eval_batch_size: Samples in a batch for evaluation; by default ``batch_size``, or as in training.
         **options: Any other argument of :class:`StatefulDataModule`.
@@ -96,12 +96,15 @@ class StreamDataModule(StatefulDataModule):
             batch_size = 1
         self._length_batching: Transform | None = None
         self._packing = None if packing is None else Transform(DocumentPacker, {"packing": packing})
+        of_lengths = {
+            "length": length != len,
+            "boundary_key": boundary_key is not None,
+            "shuffle_batches": shuffle_batches is not True,
+        }
+        if packing is not None:
+            of_windows = {"max_tokens": max_tokens, "budget": budget, "read_ahead": read_ahead}
+            _refuse_beside_packing({name: value is not None for name, value in of_windows.items()} | of_lengths)
         if not (max_tokens is None and budget is None and read_ahead is None):
-            if packing is not None:
-                raise ConfigurationError(
-                    "With packing, all sequences have the same length: pass batch_size, the number of sequences in a "
-                    "batch, and leave out max_tokens, budget and read_ahead."
-                )
             budget = Budget.of(budget, max_tokens=max_tokens, batch_size=batch_size)
             how = {"length": length, "boundary_key": boundary_key, "shuffle_batches": shuffle_batches}
             window = 10_000 if read_ahead is None else as_int("read_ahead", read_ahead, least=1)
@@ -112,15 +115,7 @@ class StreamDataModule(StatefulDataModule):
                     "drop_last leaves out batches that are not full, and windows are cut into batches of any size. "
                     "Leave it out: what ranks have left comes first in the next epoch."
                 )
-        elif given := [
-            name
-            for name, value, default in (
-                ("length", length, len),
-                ("boundary_key", boundary_key, None),
-                ("shuffle_batches", shuffle_batches, True),
-            )
-            if value != default
-        ]:
+        elif given := [name for name, is_given in of_lengths.items() if is_given and packing is None]:
             raise ConfigurationError(
                 f"{', '.join(given)}: for batches of like lengths only. Pass max_tokens, a budget, or read_ahead with "
                 "batch_size."
@@ -205,4 +200,17 @@ class StreamDataModule(StatefulDataModule):
             mixing=stream.mixing,
             batch_size=None if budgeted else size,
             drop_last=drop_last,
+        )
+
+
+def _refuse_beside_packing(given: dict[str, bool]) -> None:
+    """Refuse arguments for batches of like lengths where there is a packing.
+
+    Raises:
+        ConfigurationError: One of them is given.
+    """
+    if names := ", ".join(name for name, is_given in given.items() if is_given):
+        raise ConfigurationError(
+            "With packing, all sequences have the same length, and tokens are counted in the documents themselves: "
+            f"pass batch_size, the number of sequences in a batch, and leave out {names}."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stateful.bucketing.lengths import LengthArray, chunks, digest
 from lightning_stateful.core.checks import as_int
+from lightning_stateful.core.permutation import Indices, bounds_of, concatenated_ranges
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.batch_reader import read_batch
 from lightning_stateful.loaders.length_cache import lengths_of
-from lightning_stateful.packing.documents import Document, DocumentReader
-from lightning_stateful.packing.plan import Counts, PackingPlan, Part, SequenceOrder, reported
-from lightning_stateful.packing.sequences import DOCUMENTS, Piece, make_sequences
-from lightning_stateful.packing.settings import IGNORED_LABEL, LABELS, TOKENS, Packing
+from lightning_stateful.packing.documents import DocumentReader
+from lightning_stateful.packing.plan import Counts, PackingPlan, Part, Parts, SequenceOrder, reported
+from lightning_stateful.packing.sequences import lay_out
+from lightning_stateful.packing.settings import DOCUMENTS, IGNORED_LABEL, LABELS, TOKENS, Packing
 from lightning_stateful.packing.split import SplitPlan
 from lightning_stateful.packing.whole import WholePlan
 from lightning_stateful.samplers.batch_samplers import Lengths
@@ -160,26 +162,51 @@ class PackedDataset(Dataset[PackedSequence]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[PackedSequence]:
         """The sequences at ``indices``; a document that several of them share is read once."""
-        parts = [self.parts(index) for index in indices]
-        documents = self._read(list(dict.fromkeys(part.document for each in parts for part in each)))
-        pieces = [[Piece(documents[part.document], part.first, part.end) for part in each] for each in parts]
-        return make_sequences(pieces, self.packing)
+        parts = self._parts_of(indices)
+        places: dict[int, int] = {}
+        which = np.array([places.setdefault(document, len(places)) for document in parts.documents.tolist()])
+        columns, bounds = self._read(list(places))
+        sizes = parts.ends - parts.firsts
+        tokens = concatenated_ranges(bounds[which] + parts.firsts, sizes)
+        columns = {name: column.take(tokens) for name, column in columns.items()}
+        return lay_out(columns, sizes, parts.firsts == 0, parts.counts, self.packing)
 
-    def _read(self, numbers: list[int]) -> dict[int, Document]:
-        """The documents of these indices, with their separators."""
+    def _parts_of(self, indices: Sequence[int]) -> Parts:
+        """The parts of documents in the sequences at ``indices``."""
+        numbers = np.array(list(map(operator.index, indices)), dtype=np.int64)
+        if int(numbers.min()) < 0:
+            raise IndexError(f"Sequences are counted from 0 on, got index {numbers.min()}.")
+        epochs, sequences = np.divmod(numbers, len(self))
+        first = int(epochs[0])
+        if (epochs == first).all():
+            return self._plan.parts_of(sequences, first or self._epoch)
+        found = [self._plan.parts_of(sequences[[at]], epoch or self._epoch) for at, epoch in enumerate(epochs.tolist())]
+        return Parts(*map(np.concatenate, zip(*found, strict=True)))
+
+    def _read(self, numbers: list[int]) -> tuple[dict[str, NDArray[Any]], Indices]:
+        """The documents of these indices, with their separators, one after the other; and where each begins."""
         reader = DocumentReader(self.packing, self._named)
         samples = read_batch(self.dataset, numbers)
-        names = [f"document {number}" for number in numbers]
-        found = [reader.read(samples[0], names[0])]
-        found += reader.read_lists(samples[1:]) or list(map(reader.read, samples[1:], names[1:]))
-        for number, document in zip(numbers, found, strict=True):
-            size, expected = len(document[TOKENS]) - self.packing.num_separators, int(self.lengths[number])
-            if size != expected:
-                raise ConfigurationError(
-                    f"Document {number} has {size} tokens, and lengths say {expected}. Measure the lengths of what "
-                    "the dataset returns, without the separator; a dataset must return as many tokens each time."
-                )
-        return dict(zip(numbers, found, strict=True))
+        lists = reader.read_lists(samples)
+        if lists is not None:
+            columns, bounds = {TOKENS: lists[0]}, np.array(lists[1])
+        else:
+            found = [reader.read(sample, f"document {number}") for number, sample in zip(numbers, samples, strict=True)]
+            # Labels that are the tokens are made of these.
+            are_tokens = all(document[LABELS] is document[TOKENS] for document in found)
+            names = [name for name in found[0] if name != LABELS or not are_tokens]
+            columns = {name: np.concatenate([document[name] for document in found]) for name in names}
+            bounds = bounds_of(np.array([len(document[TOKENS]) for document in found]))
+        sizes = np.diff(bounds) - self.packing.num_separators
+        expected = self.lengths[numbers]
+        if not np.array_equal(sizes, expected):
+            which = int(np.flatnonzero(sizes != expected)[0])
+            raise ConfigurationError(
+                f"Document {numbers[which]} has {sizes[which]} tokens, and lengths say {expected[which]}. Measure the "
+                "lengths of what the dataset returns, without the separator; a dataset must return as many tokens each "
+                "time."
+            )
+        return columns, bounds
 
 
 def collate_flat(sequences: Sequence[PackedSequence]) -> dict[str, Any]:

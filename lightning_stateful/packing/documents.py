@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from array import array
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.packing.settings import LABELS, TOKENS, Packing
+from lightning_stateful.packing.settings import LABELS, OF_SEQUENCES, TOKENS, Packing
 
 Column = NDArray[Any]
 Document = dict[str, Column]
 
-# Sequences have their own: what the samples say of them would not be true any more.
-_OF_SEQUENCES = ("attention_mask", "position_ids", "document_ids")
+# These do not hold for sequences, which have documents beside one another, and padding.
+_OF_SAMPLES = ("attention_mask", *OF_SEQUENCES)
+# Another name for the column of tokens, in samples without input_ids.
+_OTHER_NAME = "tokens"
+_MOST_INT = 2**63 - 1
 
 _log = logging.getLogger(__name__)
 
@@ -26,11 +28,11 @@ _log = logging.getLogger(__name__)
 class DocumentReader:
     """Makes documents of samples: arrays of shape ``(tokens,)`` by name, with the separator and labels.
 
-    A sample is a list, array or tensor of tokens, which become ``input_ids``; or a dict with ``input_ids`` and other
-    columns of one number a token (``labels``, ``loss_mask``, ``token_type_ids``), which are packed alike. Columns of
-    another kind, and ``attention_mask`` and ``position_ids``, which do not hold for sequences, are left out; a log line
-    names them once. ``labels`` are made of ``input_ids`` where samples have none. They are not shifted: the label of a
-    token is the token itself, as Hugging Face's models take them.
+    A sample is a list, array or tensor of tokens, or bytes, which become ``input_ids``; or a dict with ``input_ids``
+    (or, without these, ``tokens``) and other columns of one number a token (``labels``, ``loss_mask``), which are
+    packed alike. Columns of another kind, and ``attention_mask`` and ``position_ids``, which do not hold for sequences,
+    are left out; a log line names them once. ``labels`` are made of ``input_ids`` where samples have none. They are not
+    shifted: the label of a token is the token itself, as Hugging Face's models take them.
 
     All documents of a reader have the same columns.
 
@@ -53,77 +55,86 @@ class DocumentReader:
 
         Raises:
             ConfigurationError: The sample has no tokens, or tokens that are no integers, columns of unequal lengths or
-                others than the documents before.
+                others than the documents before; or ``padding`` names a column that documents have not.
         """
-        given = sample if isinstance(sample, Mapping) else {TOKENS: sample}
-        if TOKENS not in given:
-            raise ConfigurationError(
-                f"{name} is a {type(sample).__name__} with the keys {sorted(map(str, given))}, and {TOKENS!r} is none "
-                f"of them. Give its tokens that name, or return them alone."
-            )
-        document = {TOKENS: _tokens_of(given[TOKENS], TOKENS, name)}
-        num_tokens = len(document[TOKENS])
-        for key, value in given.items():
-            column = None if key == TOKENS or key in _OF_SEQUENCES else _as_row(value)
-            # An empty list may be of anything: names, spans.
-            if column is not None and column.size:
-                _check_column(key, column, num_tokens, name)
-                document[key] = column
-        self._check_columns(given, document, name)
+        document = _columns_of(sample, name)
+        self._check_columns(sample, document, name)
         if self._packing.separator is not None:
             document = {key: self._with_separator(key, column) for key, column in document.items()}
         document.setdefault(LABELS, document[TOKENS])
         return document
 
-    def read_lists(self, samples: Sequence[Any]) -> list[Document] | None:
-        """The documents of samples that are all lists of integers, or dicts with nothing else to pack.
+    def is_document(self, sample: Any) -> bool:
+        """Whether a sample by itself is a document, whatever columns the others have."""
+        try:
+            _columns_of(sample, "a document")
+        except ConfigurationError:
+            return False
+        return True
 
-        It gives what :meth:`read` does in half the time.
+    def read_lists(self, samples: Sequence[Any]) -> tuple[Column, list[int]] | None:
+        """The tokens of samples that are all lists of integers, or dicts with nothing else to pack.
+
+        They are what :meth:`read` gives, in half the time; labels are the tokens.
 
         Returns:
-            The documents; None where a sample is anything else, or where none was read before.
+            The tokens of all, one document after the other, and where each begins and, last, their number; None where
+            a sample is anything else.
         """
-        if self._columns != (TOKENS,):
+        if self._columns not in (None, (TOKENS,)):
             return None
-        joined, separator = array("q"), self._packing.separator
-        others = self._left_out.intersection(_OF_SEQUENCES)
-        ends = [0]
-        for sample in samples:
-            row = sample
-            if type(sample) is dict and sample.keys() - others == {TOKENS}:
-                row = sample[TOKENS]
+        joined, separator = list[int](), self._packing.separator
+        others = self._left_out.intersection(_OF_SAMPLES)
+        bounds = [0]
+        for row in samples:
+            if type(row) is dict and row.keys() - others == {TOKENS}:
+                row = row[TOKENS]
             if type(row) is not list or not row or type(row[0]) is not int:
                 return None
-            try:
-                joined.fromlist(row)
-            except (TypeError, OverflowError):
-                return None
+            joined += row
             if separator is not None:
                 joined.append(separator)
-            ends.append(len(joined))
-        tokens = np.frombuffer(joined, dtype=np.int64)
-        rows = [tokens[first:end] for first, end in itertools.pairwise(ends)]
-        if self._packing.is_whole:
-            # One that waits for others does not keep all that were read with it.
-            rows = [row.copy() for row in rows]
-        return [{TOKENS: row, LABELS: row} for row in rows]
+            bounds.append(len(joined))
+        tokens = _as_int64(joined)
+        if tokens is None:
+            return None
+        if self._columns is None:
+            self._check_padding((TOKENS,), "a document")
+            self._columns = (TOKENS,)
+        return tokens, bounds
 
-    def _check_columns(self, given: Mapping[str, Any], document: Document, name: str) -> None:
+    def _check_columns(self, sample: Any, document: Document, name: str) -> None:
         columns = tuple(sorted(document))
         if self._columns is None:
+            self._check_padding(columns, name)
             self._columns = columns
         if columns != self._columns:
             raise ConfigurationError(
                 f"{name} has the columns {list(columns)}, and the documents before it had {list(self._columns)}. Only "
                 "documents of the same columns can be packed; leave out those that some lack."
             )
-        left_out = {str(key) for key in given if key not in document} - self._left_out
-        if left_out:
-            self._left_out |= left_out
+        if not isinstance(sample, Mapping):
+            return
+        left_out = {str(key) for key in sample if key not in {*document, _key_of_tokens(sample)}} - self._left_out
+        self._left_out |= left_out
+        if untrue := sorted(left_out.intersection(_OF_SAMPLES)):
             _log.warning(
-                "Packing leaves out %s of the samples: columns need one number a token, and sequences have "
-                "position_ids and document_ids of their own.",
-                ", ".join(sorted(left_out)),
+                "Packing leaves out %s of the samples: they hold for a document by itself. Sequences have position_ids "
+                "and document_ids of their own, and document_ids are -1 in padding.",
+                ", ".join(untrue),
+            )
+        if others := sorted(left_out.difference(_OF_SAMPLES)):
+            _log.warning(
+                "Packing leaves out %s of the samples: only columns of one number a token can be packed.",
+                ", ".join(others),
+            )
+
+    def _check_padding(self, columns: tuple[str, ...], name: str) -> None:
+        unknown = sorted(self._packing.padded_columns - {TOKENS, LABELS, *columns})
+        if unknown:
+            raise ConfigurationError(
+                f"padding names {', '.join(map(repr, unknown))}, and {name} has the columns {list(columns)}. Leave out "
+                "of padding what documents have not."
             )
 
     def _with_separator(self, key: str, column: Column) -> Column:
@@ -133,16 +144,37 @@ class DocumentReader:
         return np.append(column, np.asarray(last, dtype=column.dtype))
 
 
+def _columns_of(sample: Any, name: str) -> Document:
+    """The columns of a sample that are packed, without a separator."""
+    given = sample if isinstance(sample, Mapping) else {TOKENS: sample}
+    key_of_tokens = _key_of_tokens(given)
+    if key_of_tokens not in given:
+        raise ConfigurationError(
+            f"{name} is a {type(sample).__name__} with the keys {sorted(map(str, given))}, and {TOKENS!r} is none of "
+            "them. Give its tokens that name, or return them alone."
+        )
+    document = {TOKENS: _tokens_of(given[key_of_tokens], key_of_tokens, name)}
+    num_tokens = len(document[TOKENS])
+    for key, value in given.items():
+        column = None if key == key_of_tokens or key in _OF_SAMPLES else _as_row(value)
+        # An empty list may be of anything: names, spans.
+        if column is not None and column.size:
+            document[key] = _checked_column(key, column, num_tokens, name)
+    return document
+
+
+def _key_of_tokens(sample: Mapping[str, Any]) -> str:
+    return _OTHER_NAME if TOKENS not in sample and _OTHER_NAME in sample else TOKENS
+
+
 def _as_row(value: Any) -> Column | None:
     """A list, array or tensor of numbers as an array; None for anything else."""
     if isinstance(value, (str, bytes, Mapping)) or not (hasattr(value, "__len__") or hasattr(value, "__array__")):
         return None
     if isinstance(value, list) and value and type(value[0]) is int:
-        try:
-            # Takes two thirds of NumPy's time, and integers alone.
-            return np.frombuffer(array("q", value), dtype=np.int64)
-        except (TypeError, OverflowError):
-            pass
+        integers = _as_int64(value)
+        if integers is not None:
+            return integers
     try:
         row = np.asarray(value)
     except (ValueError, TypeError, RuntimeError):
@@ -151,8 +183,20 @@ def _as_row(value: Any) -> Column | None:
     return row if row.ndim == 1 and row.dtype.kind in "biuf" else None
 
 
+def _as_int64(numbers: list[int]) -> Column | None:
+    """A list of integers as an array; None where one of them is no integer, or none that fits."""
+    try:
+        # Takes half of NumPy's time, and integers alone.
+        return np.frombuffer(struct.pack(f"={len(numbers)}q", *numbers), dtype=np.int64)
+    except struct.error:
+        return None
+
+
 def _tokens_of(value: Any, key: str, name: str) -> Column:
-    row = _as_row(value)
+    row = np.frombuffer(value, dtype=np.uint8) if isinstance(value, (bytes, bytearray)) else _as_row(value)
+    if (row is None or row.dtype.kind == "f") and isinstance(value, list) and {*map(type, value)} == {int}:
+        # NumPy makes floats or objects of integers that no integer of its own holds.
+        row = np.array(value, dtype=object)
     if row is None:
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
         raise ConfigurationError(
@@ -161,12 +205,13 @@ def _tokens_of(value: Any, key: str, name: str) -> Column:
         )
     if not row.size:
         raise ConfigurationError(f"{name} has no tokens. Leave documents without any out of the dataset.")
+    row = _in_int64(key, row, name)
     if row.dtype.kind not in "iu":
         raise ConfigurationError(f"{key} of {name} must be integers, got {row.dtype}: {row[:3].tolist()}.")
     return row
 
 
-def _check_column(key: str, column: Column, num_tokens: int, name: str) -> None:
+def _checked_column(key: str, column: Column, num_tokens: int, name: str) -> Column:
     if len(column) != num_tokens:
         raise ConfigurationError(
             f"{key!r} of {name} has {len(column)} elements for {num_tokens} tokens in {TOKENS!r}. Give it one element "
@@ -174,3 +219,16 @@ def _check_column(key: str, column: Column, num_tokens: int, name: str) -> None:
         )
     if key == LABELS and column.dtype.kind not in "iu":
         raise ConfigurationError(f"{key!r} of {name} must be integers, got {column.dtype}: {column[:3].tolist()}.")
+    return _in_int64(key, column, name)
+
+
+def _in_int64(key: str, column: Column, name: str) -> Column:
+    """A column of the largest unsigned integers as int64; others as they are."""
+    if column.dtype != np.uint64 and column.dtype.kind != "O":
+        return column
+    largest = max(map(int, column.tolist()), key=abs)
+    if abs(largest) > _MOST_INT:
+        raise ConfigurationError(
+            f"{key} of {name} has the value {largest}, and sequences hold int64, up to {_MOST_INT}."
+        )
+    return column.astype(np.int64)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from lightning_stateful.core.checks import check_length
 from lightning_stateful.core.permutation import Indices
@@ -11,6 +15,8 @@ from lightning_stateful.packing.settings import Packing
 
 # Passes of one epoch, of a loader that starts over beside a longer one, are so many epochs apart.
 _EPOCHS_OF_CYCLE = 2**20
+# Sequences that are counted together.
+_COUNTED_AT_ONCE = 4096
 
 
 class Part(NamedTuple):
@@ -41,7 +47,36 @@ class Counts(NamedTuple):
     cut: int = 0
 
 
-class PackingPlan(Protocol):
+class Parts(NamedTuple):
+    """The parts of documents in several sequences, one sequence after the other.
+
+    Attributes:
+        documents: The documents' indices, int64 of shape ``(parts,)``.
+        firsts: The first token of each part, of the same shape.
+        ends: The token behind its last one.
+        counts: Parts of each sequence, int64 of shape ``(sequences,)``.
+    """
+
+    documents: Indices
+    firsts: Indices
+    ends: Indices
+    counts: Indices
+
+    @classmethod
+    def in_order(cls, numbers: Indices, num_sequences: int, *columns: Indices) -> Parts:
+        """Parts that were found sequence by sequence in several turns.
+
+        Args:
+            numbers: Of each part the number of its sequence, from 0 on.
+            num_sequences: How many there are.
+            columns: ``documents``, ``firsts`` and ``ends``.
+        """
+        order = np.argsort(numbers, kind="stable")
+        documents, firsts, ends = (column[order] for column in columns)
+        return cls(documents, firsts, ends, np.bincount(numbers, minlength=num_sequences))
+
+
+class PackingPlan(ABC):
     """The sequences of every epoch, as a pure function of lengths, settings and seed.
 
     Attributes:
@@ -51,14 +86,39 @@ class PackingPlan(Protocol):
 
     num_sequences: int
     num_tokens: int
+    # Whether documents lose what does not fit into a sequence; and the epoch that was counted latest, up to where.
+    _truncates: bool = False
+    _counted: tuple[int, int, Counts] = (-1, 0, Counts())
+
+    @abstractmethod
+    def parts_of(self, sequences: Indices, epoch: int) -> Parts:
+        """The parts of documents in some sequences of an epoch, in their order; together they take less time each."""
 
     def parts(self, sequence: int, epoch: int) -> list[Part]:
         """The parts of documents in a sequence of an epoch, in their order."""
-        ...
+        documents, firsts, ends, _ = self.parts_of(np.array([sequence]), epoch)
+        return [Part(*row) for row in zip(documents.tolist(), firsts.tolist(), ends.tolist(), strict=True)]
 
     def counts(self, sequences: int, epoch: int) -> Counts:
         """Counts of the first sequences of an epoch; quick where some fewer of the same epoch were counted before."""
-        ...
+        of_epoch, first, found = self._counted
+        if of_epoch != epoch or first > sequences:
+            first, found = 0, Counts()
+        for start in range(first, sequences, _COUNTED_AT_ONCE):
+            numbers = np.arange(start, min(start + _COUNTED_AT_ONCE, sequences))
+            documents, firsts, ends, _ = self.parts_of(numbers, epoch)
+            sizes = self._sizes_of(documents)
+            # Only a document that is truncated ends before its end.
+            ended = (ends == sizes) | self._truncates
+            is_cut = ended & ((firsts > 0) | (ends < sizes))
+            more = Counts(int((ends - firsts).sum()), int(ended.sum()), int(is_cut.sum()))
+            found = Counts(*map(sum, zip(found, more, strict=True)))
+        self._counted = (epoch, sequences, found)
+        return found
+
+    @abstractmethod
+    def _sizes_of(self, documents: Indices) -> Indices:
+        """Tokens of documents, with the separator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +151,19 @@ class SequenceOrder:
     def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
         """The indices at ``offsets``."""
         return offsets + self.pass_of(epoch, cycle) * self.length
+
+    def converted(self, consumed: int, saved: Mapping[str, Any]) -> int:
+        """The sequences that have about as many tokens as so many of those that other settings of packing made.
+
+        Args:
+            consumed: Sequences of an epoch that were made with the other settings.
+            saved: The configuration that has these.
+        """
+        before = saved.get("packing")
+        if not isinstance(before, Mapping) or before == self.packing.config():
+            return consumed
+        tokens = consumed * int(before.get("sequence_length", self.packing.sequence_length))
+        return min(tokens // self.packing.sequence_length, self.length)
 
     def config(self) -> dict[str, Any]:
         """Plain data to be compared."""

@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stateful.packing.settings import IGNORED_LABEL, LABELS, TOKENS, Packing
-
-POSITIONS = "position_ids"
-DOCUMENTS = "document_ids"
+from lightning_stateful.core.permutation import Indices
+from lightning_stateful.packing.settings import DOCUMENTS, IGNORED_LABEL, LABELS, POSITIONS, TOKENS, Packing
 
 
 class Piece(NamedTuple):
@@ -50,57 +48,68 @@ def make_sequences(sequences: Sequence[Sequence[Piece]], packing: Packing) -> li
 
     The arrays of a sequence are rows of those of all.
     """
-    length, pieces = packing.sequence_length, [piece for each in sequences for piece in each]
-    # Of all pieces, and of the padding behind those of each sequence.
-    sizes: list[int] = []
-    numbers: list[int] = []
-    padded: list[tuple[int, int]] = []
-    for end, each in enumerate(sequences, 1):
-        sizes += [piece.end - piece.first for piece in each]
-        numbers += range(len(each))
-        room = length - sum(sizes[len(sizes) - len(each) :])
-        if room:
-            padded.append((end * length - room, end * length))
-            sizes.append(room)
-            numbers.append(-1)
-    total = len(sequences) * length
-    columns = _joined(pieces, packing, total, padded)
-    starts = np.cumsum(sizes) - sizes
-    if not packing.labels_across and LABELS in columns:
-        begins = [start for start, number in zip(starts.tolist(), numbers, strict=True) if number >= 0]
-        columns[LABELS][[start for start, piece in zip(begins, pieces, strict=True) if not piece.first]] = IGNORED_LABEL
-    columns[POSITIONS] = np.arange(total, dtype=np.int64) - np.repeat(starts, sizes)
-    columns[DOCUMENTS] = np.repeat(np.array(numbers, dtype=np.int64), sizes)
-    rows = [column.reshape(-1, length) for column in columns.values()]
-    return [dict(zip(columns, arrays, strict=True)) for arrays in zip(*rows, strict=True)]
-
-
-def _joined(
-    pieces: Sequence[Piece], packing: Packing, total: int, padded: Sequence[tuple[int, int]]
-) -> dict[str, NDArray[Any]]:
-    """The columns of pieces one after the other, with padding in the places that are given."""
+    pieces = [piece for each in sequences for piece in each]
     columns: dict[str, NDArray[Any]] = {}
     for key in pieces[0].columns:
-        if key == LABELS and all(piece.columns[LABELS] is piece.columns[TOKENS] for piece in pieces):
-            # As where documents have none of their own.
-            column = columns[TOKENS].copy()
-        else:
-            parts = [piece.columns[key][piece.first : piece.end] for piece in pieces]
-            dtype = np.result_type(*{part.dtype for part in parts})
-            column = np.empty(total, dtype=np.int64 if dtype.kind in "iu" else dtype)
-            _write(parts, column, padded)
+        if key != LABELS or any(piece.columns[LABELS] is not piece.columns[TOKENS] for piece in pieces):
+            columns[key] = np.concatenate([piece.columns[key][piece.first : piece.end] for piece in pieces])
+    sizes, firsts = np.array([piece.end - piece.first for piece in pieces]), np.array([piece.first for piece in pieces])
+    return lay_out(columns, sizes, firsts == 0, np.array(list(map(len, sequences))), packing)
+
+
+def lay_out(
+    columns: Mapping[str, NDArray[Any]],
+    sizes: Indices,
+    are_first: NDArray[np.bool_],
+    counts: Indices,
+    packing: Packing,
+) -> list[dict[str, NDArray[Any]]]:
+    """Make sequences of columns in which their pieces lie one after the other; see :func:`make_sequence`.
+
+    Args:
+        columns: The columns, without padding, each of shape ``(tokens,)``. Where there are no labels, the tokens are.
+        sizes: Tokens of each piece, int64 of shape ``(pieces,)``.
+        are_first: Whether a piece begins its document, bool of the same shape.
+        counts: Pieces of each sequence, at least 1, int64 of shape ``(sequences,)``.
+        packing: The settings.
+    """
+    length, total = packing.sequence_length, packing.sequence_length * len(counts)
+    # Behind the pieces of a sequence stands its padding, which may have no token.
+    last = np.cumsum(counts)
+    rooms = length - np.add.reduceat(sizes, last - counts)
+    of_sequence = np.arange(len(counts))
+    at_pieces = np.arange(len(sizes)) + np.repeat(of_sequence, counts)
+    all_sizes = np.empty(len(sizes) + len(counts), dtype=np.int64)
+    all_sizes[at_pieces], all_sizes[last + of_sequence] = sizes, rooms
+    numbers = np.full(len(all_sizes), -1, dtype=np.int64)
+    numbers[at_pieces] = np.arange(len(sizes)) - np.repeat(last - counts, counts)
+    starts = np.cumsum(all_sizes) - all_sizes
+    places = np.flatnonzero(rooms)
+    ends = (places + 1) * length
+    padded = list(zip((ends - rooms[places]).tolist(), ends.tolist(), strict=True))
+    filled = {key: _filled(column, padded, total, packing.padding_of(key)) for key, column in columns.items()}
+    if LABELS not in filled:
+        labels = filled[TOKENS].copy()
         for start, end in padded:
-            column[start:end] = packing.padding_of(key)
-        columns[key] = column
-    return columns
+            labels[start:end] = packing.padding_of(LABELS)
+        filled[LABELS] = labels
+    if not packing.labels_across:
+        filled[LABELS][starts[at_pieces[are_first]]] = IGNORED_LABEL
+    filled[POSITIONS] = np.arange(total) - np.repeat(starts, all_sizes)
+    filled[DOCUMENTS] = np.repeat(numbers, all_sizes)
+    rows = [column.reshape(-1, length) for column in filled.values()]
+    return [dict(zip(filled, arrays, strict=True)) for arrays in zip(*rows, strict=True)]
 
 
-def _write(parts: Sequence[NDArray[Any]], column: NDArray[Any], padded: Sequence[tuple[int, int]]) -> None:
-    """Write parts one after the other into a column, but for the places that are given."""
+def _filled(column: NDArray[Any], padded: Sequence[tuple[int, int]], total: int, padding: int) -> NDArray[Any]:
+    """A column with padding in the places that are given; integers as int64."""
+    dtype = np.dtype(np.int64) if column.dtype.kind in "iu" else column.dtype
     if not padded:
-        np.concatenate(parts, out=column, casting="unsafe")
-        return
-    joined, first, at = np.concatenate(parts), 0, 0
-    for start, end in [*padded, (len(column), len(column))]:
-        column[at:start] = joined[first : first + start - at]
+        return column.astype(dtype, copy=False)
+    filled = np.empty(total, dtype=dtype)
+    first, at = 0, 0
+    for start, end in [*padded, (total, total)]:
+        filled[at:start] = column[first : first + start - at]
+        filled[start:end] = padding
         first, at = first + start - at, end
+    return filled

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_stateful.bucketing.lengths import LengthArray, chunks
-from lightning_stateful.core.permutation import Indices, bounds_of, keyed_permutation
+from lightning_stateful.core.permutation import Indices, bounds_of, concatenated_ranges, keyed_permutation
 from lightning_stateful.core.seeding import derive_seed, derive_words
-from lightning_stateful.packing.plan import Counts, Part
+from lightning_stateful.packing.plan import PackingPlan, Parts
 
 # Up to so many documents are shuffled as one column; more lie in columns of so many.
 _ONE_COLUMN, _ROWS = 2**15, 1024
@@ -44,7 +44,7 @@ class _Epoch(NamedTuple):
     shifts: Indices
 
 
-class SplitPlan:
+class SplitPlan(PackingPlan):
     """All documents of an epoch one after the other, in a shuffled order, cut every ``sequence_length`` tokens.
 
     The documents lie in 1,024 rows, one row behind the other. Each epoch rolls every row by a shift of its own. The
@@ -66,44 +66,35 @@ class SplitPlan:
         self._width = -(-count // self._num_rows)
         self.num_tokens = sum(int(chunk.sum(dtype=np.int64)) for _, chunk in chunks(lengths)) + count * num_separators
         self.num_sequences = -(-self.num_tokens // sequence_length)
-        # The last column that was counted, and documents in those before it.
-        self._counted_epoch, self._counted = -1, (0, 0, 0)
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
         self._column = lru_cache(maxsize=_COLUMNS_KEPT)(self._make_column)
 
     def __reduce__(self) -> tuple[type[SplitPlan], tuple[LengthArray, int, int, int | None]]:
         return type(self), (self._lengths, self._length, self._separators, self._seed)
 
-    def parts(self, sequence: int, epoch: int) -> list[Part]:
-        """The parts of documents in a sequence; the last of an epoch may hold fewer than ``sequence_length`` tokens."""
-        found: list[Part] = []
-        at = sequence * self._length
-        end = min(at + self._length, self.num_tokens)
+    def parts_of(self, sequences: Indices, epoch: int) -> Parts:
+        """The parts of documents in sequences; the last of an epoch may hold fewer than ``sequence_length`` tokens."""
+        begins = sequences * self._length
+        ends = np.minimum(begins + self._length, self.num_tokens)
         bounds = self._epoch(epoch).bounds
-        place = int(np.searchsorted(bounds, at, side="right")) - 1
-        while at < end:
-            start = int(bounds[place])
-            found += _between(self._column(epoch, place), at - start, end - start)
-            place += 1
-            at = int(bounds[place])
-        return found
+        first_places = np.searchsorted(bounds, begins, side="right") - 1
+        last_places = np.searchsorted(bounds, ends, side="left") - 1
+        place = int(first_places.min())
+        if place == int(last_places.max()):
+            # Most batches lie in one column.
+            return _between(self._column(epoch, place), begins - bounds[place], ends - bounds[place])
+        found = []
+        for place in np.unique(concatenated_ranges(first_places, last_places - first_places + 1)).tolist():
+            numbers = np.flatnonzero((first_places <= place) & (last_places >= place))
+            first = np.maximum(begins[numbers], bounds[place]) - bounds[place]
+            end = np.minimum(ends[numbers], bounds[place + 1]) - bounds[place]
+            parts = _between(self._column(epoch, place), first, end)
+            found.append((np.repeat(numbers, parts.counts), parts.documents, parts.firsts, parts.ends))
+        numbers, *columns = map(np.concatenate, zip(*found, strict=True))
+        return Parts.in_order(numbers, len(sequences), *columns)
 
-    def counts(self, sequences: int, epoch: int) -> Counts:
-        """Counts of the first sequences of an epoch."""
-        end = min(sequences * self._length, self.num_tokens)
-        bounds = self._epoch(epoch).bounds
-        last = int(np.searchsorted(bounds, end, side="left"))
-        place, documents, cut = self._counted if self._counted_epoch == epoch else (0, 0, 0)
-        if place >= last:
-            place, documents, cut = 0, 0, 0
-        for column in range(place, last):
-            # The last one may go on beyond the end, and is counted again.
-            self._counted_epoch, self._counted = epoch, (column, documents, cut)
-            ends = self._column(epoch, column).bounds + int(bounds[column])
-            of_these = int(np.searchsorted(ends[1:], end, side="right"))
-            crosses = ends[:of_these] // self._length != (ends[1 : of_these + 1] - 1) // self._length
-            documents, cut = documents + of_these, cut + int(crosses.sum())
-        return Counts(end, documents, cut)
+    def _sizes_of(self, documents: Indices) -> Indices:
+        return self._lengths[documents].astype(np.int64) + self._separators
 
     def _make_epoch(self, epoch: int) -> _Epoch:
         width = self._width
@@ -151,13 +142,12 @@ class SplitPlan:
         return _Column(documents, bounds_of(self._lengths[documents].astype(np.int64) + self._separators))
 
 
-def _between(column: _Column, first: int, end: int) -> list[Part]:
-    """The parts of a column's documents between two of its tokens, or to its end."""
+def _between(column: _Column, begins: Indices, ends: Indices) -> Parts:
+    """The parts of a column's documents between pairs of its tokens."""
     documents, bounds = column
-    low = int(np.searchsorted(bounds, first, side="right")) - 1
-    high = min(int(np.searchsorted(bounds, end, side="left")), len(documents))
-    starts, ends = bounds[low:high], bounds[low + 1 : high + 1]
-    firsts = np.maximum(first - starts, 0)
-    lasts = np.minimum(ends, end) - starts
-    rows = zip(documents[low:high].tolist(), firsts.tolist(), lasts.tolist(), strict=True)
-    return [Part(*row) for row in rows]
+    lows = np.searchsorted(bounds, begins, side="right") - 1
+    counts = np.searchsorted(bounds, ends, side="left") - lows
+    rows = concatenated_ranges(lows, counts)
+    starts = bounds[rows]
+    firsts = np.maximum(np.repeat(begins, counts) - starts, 0)
+    return Parts(documents[rows], firsts, np.minimum(bounds[rows + 1], np.repeat(ends, counts)) - starts, counts)

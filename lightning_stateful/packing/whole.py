@@ -10,14 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stateful.bucketing.lengths import LengthArray, chunks
-from lightning_stateful.core.permutation import ClassShuffle, Indices, bounds_of, keyed_permutation
+from lightning_stateful.core.permutation import ClassShuffle, Indices, bounds_of, concatenated_ranges, keyed_permutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.packing.plan import Counts, Part
+from lightning_stateful.packing.plan import PackingPlan, Parts
 from lightning_stateful.packing.settings import Packing
-
-# Sequences that are counted together.
-_COUNTED_AT_ONCE = 2**16
 
 
 class Pattern(NamedTuple):
@@ -30,6 +27,20 @@ class Pattern(NamedTuple):
 
     number: int
     items: tuple[tuple[int, int], ...]
+
+
+class _Items(NamedTuple):
+    """The items of all patterns, one pattern after the other.
+
+    Attributes:
+        firsts: Where the documents of each begin among those sorted by length.
+        each: How many of them a sequence holds.
+        bounds: Where the items of each pattern begin and, last, their number.
+    """
+
+    firsts: Indices
+    each: Indices
+    bounds: Indices
 
 
 def best_fit_decreasing(counts: Indices, length: int) -> list[Pattern]:
@@ -82,7 +93,7 @@ def best_fit_decreasing(counts: Indices, length: int) -> list[Pattern]:
     return [pattern for room in rooms for pattern in by_room[room]]
 
 
-class WholePlan:
+class WholePlan(PackingPlan):
     """Whole documents in sequences that are padded little.
 
     The patterns of sequences follow from the histogram of lengths and are the same in every epoch. An epoch shuffles
@@ -107,7 +118,6 @@ class WholePlan:
         self._lengths, self._packing, self._seed = lengths, packing, seed
         self._length, self._separators = packing.sequence_length, packing.num_separators
         # Those that are cut into full sequences, and where the full parts of each begin among all of them.
-        self._has_longer = False
         sizes, self._cut, num_full = self._sizes()
         self._full_bounds = bounds_of(num_full)
         counts = np.bincount(sizes, minlength=self._length + 1)
@@ -115,84 +125,62 @@ class WholePlan:
         self._by_size = np.argsort(sizes, kind="stable").astype(np.min_scalar_type(len(lengths)))
         starts = bounds_of(counts)
         patterns = best_fit_decreasing(counts, self._length)
-        self._patterns = _placed(patterns, starts)
+        self._items = _placed(patterns, starts)
         self._bounds = bounds_of(np.array([pattern.number for pattern in patterns], dtype=np.int64))
-        # Of the sequences of each pattern: tokens, and documents.
-        held = [(sum(size * each for size, each in items), sum(each for _, each in items)) for _, items in patterns]
-        self._held = np.array(held, dtype=np.int64).reshape(-1, 2)
-        self._counted = (-1, 0, Counts())
         self._starts = np.append(starts[np.flatnonzero(counts[1:]) + 1], starts[-1])
         self.num_sequences = int(self._bounds[-1] + self._full_bounds[-1])
         self.num_tokens = int(counts @ np.arange(len(counts)) + self._full_bounds[-1] * self._length)
         self.num_dropped = int(counts[0]) if packing.too_long == "drop" else 0
+        self._truncates = packing.too_long == "truncate"
         self._shuffle = lru_cache(maxsize=2)(self._make_shuffle)
 
     def __reduce__(self) -> tuple[type[WholePlan], tuple[LengthArray, Packing, int | None]]:
         return type(self), (self._lengths, self._packing, self._seed)
 
-    def parts(self, sequence: int, epoch: int) -> list[Part]:
-        """The documents in a sequence, or the part of one that fills it."""
-        number = sequence
+    def parts_of(self, sequences: Indices, epoch: int) -> Parts:
+        """The documents in sequences, or the part of one that fills a sequence."""
+        numbers = sequences
         if self._seed is not None:
             key = derive_seed("whole sequences", self._seed, epoch)
-            number = int(keyed_permutation(self.num_sequences, key).take(np.array([sequence]))[0])
-        full = number - int(self._bounds[-1])
-        if full >= 0:
-            place = int(np.searchsorted(self._full_bounds, full, side="right")) - 1
-            first = (full - int(self._full_bounds[place])) * self._length
-            return [Part(int(self._cut[place]), first, first + self._length)]
-        which = int(np.searchsorted(self._bounds, number, side="right")) - 1
-        within = number - int(self._bounds[which])
-        places = np.concatenate([np.arange(each) + first + within * each for first, each in self._patterns[which]])
+            numbers = keyed_permutation(self.num_sequences, key).take(sequences)
+        full = numbers - self._bounds[-1]
+        is_full = full >= 0
+        if not is_full.any():
+            return self._packed(numbers, epoch)
+        none = np.zeros(0, dtype=np.int64)
+        packed = Parts(none, none, none, none) if is_full.all() else self._packed(numbers[~is_full], epoch)
+        full = full[is_full]
+        places = np.searchsorted(self._full_bounds, full, side="right") - 1
+        firsts = (full - self._full_bounds[places]) * self._length
+        filling = Parts(self._cut[places], firsts, firsts + self._length, np.ones(len(full), dtype=np.int64))
+        of_packed, of_full = np.repeat(np.flatnonzero(~is_full), packed.counts), np.flatnonzero(is_full)
+        columns = (np.concatenate(pair) for pair in zip(packed[:3], filling[:3], strict=True))
+        return Parts.in_order(np.concatenate([of_packed, of_full]), len(sequences), *columns)
+
+    def _packed(self, numbers: Indices, epoch: int) -> Parts:
+        """The parts of the sequences of patterns, which are numbered one pattern after the other."""
+        which = np.searchsorted(self._bounds, numbers, side="right") - 1
+        within: Indices = numbers - self._bounds[which]
+        items = self._items
+        num_items: Indices = items.bounds[which + 1] - items.bounds[which]
+        rows = concatenated_ranges(items.bounds[which], num_items)
+        each = items.each[rows]
+        places = concatenated_ranges(items.firsts[rows] + np.repeat(within, num_items) * each, each)
         if self._seed is not None:
             places = self._shuffle(epoch).take(places)
-        return [self._part(document) for document in self._by_size[places].tolist()]
-
-    def counts(self, sequences: int, epoch: int) -> Counts:
-        """Counts of the first sequences of an epoch."""
-        if self._counted[0] != epoch or self._counted[1] > sequences:
-            self._counted = (epoch, 0, Counts())
-        _, first, found = self._counted
-        for start in range(first, sequences, _COUNTED_AT_ONCE):
-            numbers = np.arange(start, min(start + _COUNTED_AT_ONCE, sequences))
-            if self._seed is not None:
-                key = derive_seed("whole sequences", self._seed, epoch)
-                numbers = keyed_permutation(self.num_sequences, key).take(numbers)
-            found = Counts(*map(sum, zip(found, self._count(numbers, epoch), strict=True)))
-        self._counted = (epoch, sequences, found)
-        return found
-
-    def _count(self, numbers: Indices, epoch: int) -> Counts:
-        """Counts of sequences by their numbers before they are shuffled."""
-        full = numbers[numbers >= self._bounds[-1]] - self._bounds[-1]
-        # Documents that end with a full sequence.
-        of = np.searchsorted(self._full_bounds, full, side="right") - 1
-        ended = self._cut[of[full + 1 == self._full_bounds[of + 1]]]
-        ended = int((self._tokens_of(ended) % self._length == 0).sum())
-        numbers = np.sort(numbers[numbers < self._bounds[-1]])
-        which = np.searchsorted(self._bounds, numbers, side="right") - 1
-        tokens, documents = self._held[which].sum(axis=0).tolist()
-        cut = 0
-        for pattern in np.unique(which).tolist() if self._has_longer else ():
-            within = (numbers[which == pattern] - int(self._bounds[pattern]))[:, None]
-            places = [(np.arange(each) + first + within * each).ravel() for first, each in self._patterns[pattern]]
-            found = np.concatenate(places)
-            found = found if self._seed is None else self._shuffle(epoch).take(found)
-            cut += int((self._tokens_of(self._by_size[found]) > self._length).sum())
-        return Counts(tokens + full.size * self._length, documents + ended, cut + ended)
-
-    def _tokens_of(self, documents: Indices) -> Indices:
-        result: Indices = self._lengths[documents].astype(np.int64) + self._separators
-        return result
-
-    def _part(self, document: int) -> Part:
-        """What is packed of a document beside its full parts."""
-        size = int(self._lengths[document]) + self._separators
-        if size <= self._length:
-            return Part(document, 0, size)
+        documents = self._by_size[places].astype(np.int64)
+        ends = self._lengths[documents].astype(np.int64) + self._separators
+        firsts = np.zeros(len(ends), dtype=np.int64)
         if self._packing.too_long == "truncate":
-            return Part(document, 0, self._length)
-        return Part(document, size - size % self._length, size)
+            ends = np.minimum(ends, self._length)
+        elif len(self._cut):
+            # Beside their full parts.
+            firsts = np.where(ends > self._length, ends - ends % self._length, 0)
+        held = np.add.reduceat(each, np.cumsum(num_items) - num_items)
+        return Parts(documents, firsts, ends, held)
+
+    def _sizes_of(self, documents: Indices) -> Indices:
+        return self._lengths[documents].astype(np.int64) + self._separators
 
     def _make_shuffle(self, epoch: int) -> ClassShuffle:
         return ClassShuffle(self._starts, "whole documents", self._seed or 0, epoch)
@@ -213,7 +201,6 @@ class WholePlan:
             if longer.size and too_long == "error":
                 self._refuse(start + int(longer[0]), int(tokens[longer[0]]))
             if longer.size:
-                self._has_longer = too_long != "drop"
                 if too_long == "split":
                     cut.append(start + longer)
                     num_full.append(tokens[longer] // length)
@@ -229,12 +216,16 @@ class WholePlan:
         )
 
 
-def _placed(patterns: list[Pattern], starts: Indices) -> list[list[tuple[int, int]]]:
-    """For each pattern, where its documents of each length begin among those sorted by length, and how many each."""
+def _placed(patterns: list[Pattern], starts: Indices) -> _Items:
+    """Where the documents of patterns stand; ``starts`` tells where those of each length begin."""
     free = starts[:-1].tolist()
-    placed = []
-    for count, items in patterns:
-        placed.append([(free[size], each) for size, each in items])
+    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    firsts, each_of, counts = columns
+    for number, items in patterns:
+        counts.append(len(items))
         for size, each in items:
-            free[size] += count * each
-    return placed
+            firsts.append(free[size])
+            each_of.append(each)
+            free[size] += number * each
+    placed, held, sizes = (np.array(column, dtype=np.int64) for column in columns)
+    return _Items(placed, held, bounds_of(sizes))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from lightning_stateful.core.order import UNKNOWN
+from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.stream_loader.options import StreamSetup
 from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
+from lightning_stateful.streams.document_packer import packed_otherwise
 from lightning_stateful.streams.stream_state import StreamState
 
 # Passes without a step, one after the other, that are put up with.
@@ -28,6 +30,12 @@ class StreamOrder(StreamReader):
     kind: ClassVar[str] = "stream"
     setup: StreamSetup
     _repeats = False
+
+    def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
+        """The progress under other settings, packing among them; see :meth:`StreamReader.convert`."""
+        if progress.details and _packing_in(saved) != _packing_in(self.config()):
+            progress = replace(progress, details=packed_otherwise(progress.details))
+        return super().convert(progress, saved)
 
     def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
         """Serve a trainer; see :meth:`StreamReader.prepare`."""
@@ -117,3 +125,9 @@ class StreamOrder(StreamReader):
             self.recent.note(epoch + 1, 0, self._following(run))
         else:
             self.recent.copy(epoch + 1, 0, epoch, step)
+
+
+def _packing_in(config: Mapping[str, Any]) -> list[Any]:
+    """The settings of packing in a configuration, of each source."""
+    sources = config.get("sources", {})
+    return [config.get("packing"), *(sources[name].get("packing") for name in sorted(sources))]

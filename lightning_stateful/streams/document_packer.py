@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 from numpy.typing import NDArray
@@ -16,10 +16,14 @@ from lightning_stateful.errors import ConfigurationError, PositionError, ShardEr
 from lightning_stateful.packing.documents import Document, DocumentReader
 from lightning_stateful.packing.open_sequences import OpenSequence, filler_of
 from lightning_stateful.packing.sequences import make_sequences
-from lightning_stateful.packing.settings import TOKENS, Packing
-from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
+from lightning_stateful.packing.settings import LABELS, TOKENS, Packing
+from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, sources_of, state_of
+from lightning_stateful.streams.read_ahead import BlockShuffle
+from lightning_stateful.streams.shard_reader import OnError, check_on_error
 from lightning_stateful.streams.transforms import Where, sample_in_words
 
+# Begins the description of a packer.
+PACKED = "packed"
 # Documents of the first block, and of a block at most; the next has more where a block has few tokens, or less.
 _FIRST_BLOCK, _MOST_DOCUMENTS = 16, 128
 _FEW_TOKENS, _MANY_TOKENS = 2**13, 2**16
@@ -41,7 +45,8 @@ class _Block(NamedTuple):
         rooms: Tokens that fit into each open sequence, the oldest first.
         waited: Sequences finished since the oldest of these has been the oldest.
         num_made: Sequences finished before it since the node was reset.
-        dropped: Documents left out before it.
+        dropped: Documents that are too long and left out before it.
+        skipped: Samples that are no documents and left out before it.
     """
 
     number: int
@@ -51,6 +56,7 @@ class _Block(NamedTuple):
     waited: int
     num_made: int
     dropped: int
+    skipped: int
 
 
 class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
@@ -63,13 +69,16 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
     Args:
         source: The documents, as :class:`~lightning_stateful.packing.DocumentReader` takes them.
         packing: The settings.
+        on_error: ``"skip"`` to leave out samples that are no documents (without tokens, or with some that are no
+            integers) or too long, and count them. Documents of other columns than those before are an error still.
         where: Says where the samples come from, for errors.
 
     State:
         ``source``, its state before the block that has the first document of the oldest sequence not given yet;
         ``size``, the documents of that block; ``open``, how many tokens had room in the sequences that were open there,
         and how many were finished since the oldest of them was the oldest, as text; ``served``, how many sequences have
-        been given since; with ``too_long="drop"`` also ``dropped``, the documents left out before. On a resume
+        been given since; where documents may be left out, also how many were before, as ``dropped`` those that are too
+        long and as ``skipped_samples`` the others. On a resume
         documents are read again from there on, and go where they went before, which follows from ``open`` alone: what
         sequences held there has been given, and what they hold now is read.
 
@@ -80,14 +89,22 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         PositionError: The source has other documents than before.
     """
 
-    context: ClassVar[tuple[str, ...]] = ("where",)
+    context: ClassVar[tuple[str, ...]] = ("on_error", "where")
 
-    def __init__(self, source: BaseNode[Any], packing: Packing, *, where: Where | None = None) -> None:
+    def __init__(
+        self,
+        source: BaseNode[Any],
+        packing: Packing,
+        *,
+        on_error: OnError = "raise",
+        where: Where | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(packing, Packing):
             raise ConfigurationError(f"packing must be a Packing, got {packing!r}.")
+        check_on_error(on_error)
         self.source = source
-        self._packing, self._where = packing, where
+        self._packing, self._skips, self._where = packing, on_error == "skip", where
         self._documents = DocumentReader(packing, _named)
 
     def reset(self, initial_state: NodeState | None = None) -> None:
@@ -98,7 +115,8 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         self._filler = filler_of(self._packing, *_decoded(begun["open"], self._packing.sequence_length))
         # The states before those blocks whose documents are still held; and the number of the next block.
         self._blocks: deque[_Block] = deque()
-        self._next_block, self._size, self._dropped = 0, begun["size"], begun.get("dropped", 0)
+        self._next_block, self._size = 0, begun["size"]
+        self._dropped, self._skipped = begun.get("dropped", 0), begun.get("skipped_samples", 0)
         # Finished sequences of the latest block, how many of them have been given, and of each number of them the
         # oldest block that the others need.
         self._finished: list[OpenSequence] = []
@@ -168,14 +186,16 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
             "open": _encoded(block.rooms, block.waited, self._packing.sequence_length),
             "served": self._num_made - len(self._finished) + self._at - block.num_made,
         }
-        return {**state, "dropped": block.dropped} if self._packing.too_long == "drop" else state
+        if self._skips:
+            state["skipped_samples"] = block.skipped
+        return {**state, "dropped": block.dropped} if self._skips or self._packing.too_long == "drop" else state
 
     def describe(self) -> list[Any]:
         """Plain data to be compared."""
         described = self._packing.config()
         if self._packing.is_whole:
             described["open_sequences"] = self._packing.open_sequences
-        return ["packed", described]
+        return [PACKED, described]
 
     def _has_next(self) -> bool:
         """Whether there is another finished sequence; reads blocks until there is, or to the end."""
@@ -187,7 +207,7 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         """The state before the next block."""
         rooms = tuple(sequence.room for sequence in self._filler.open)
         at = (self._next_block, state_of(self.source), self._size)
-        return _Block(*at, rooms, self._filler.waited, self._num_made, self._dropped)
+        return _Block(*at, rooms, self._filler.waited, self._num_made, self._dropped, self._skipped)
 
     def _read_block(self) -> None:
         """Read a block, or finish what is open where there is none."""
@@ -213,15 +233,18 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         """Put the documents of a block into sequences; returns those that are finished."""
         finished: list[OpenSequence] = []
         num_tokens, most = 0, self._packing.sequence_length if self._packing.is_whole else None
-        documents = self._documents.read_lists(samples)
+        documents = self._read_lists(samples)
         for number, sample in enumerate(samples):
             document = self._read(sample, number, block) if documents is None else documents[number]
+            if document is None:
+                continue
             size = len(document[TOKENS])
-            if most is not None and size > most:
-                if self._packing.too_long == "error":
-                    raise self._too_long(document, sample, number, block)
-                self._dropped += self._packing.too_long == "drop"
             num_tokens += size
+            if most is not None and size > most and self._packing.too_long in ("error", "drop"):
+                if self._packing.too_long == "error" and not self._skips:
+                    raise self._too_long(document, sample, number, block)
+                self._dropped += 1
+                continue
             finished += self._filler.add(document, block.number)
         if num_tokens > _MANY_TOKENS:
             self._size = max(self._size // 2, 1)
@@ -229,11 +252,30 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
             self._size = min(self._size * 2, _MOST_DOCUMENTS)
         return finished
 
-    def _read(self, sample: Any, number: int, block: _Block) -> Document:
-        """A sample as a document."""
+    def _read_lists(self, samples: Sequence[Any]) -> list[Document] | None:
+        """All samples as documents, if they are lists."""
+        try:
+            found = self._documents.read_lists(samples)
+        except ConfigurationError:
+            # Said of the first of them.
+            return None
+        if found is None:
+            return None
+        rows = [found[0][first:end] for first, end in pairwise(found[1])]
+        if self._packing.is_whole:
+            # One that waits for others does not keep all that were read with it.
+            rows = [row.copy() for row in rows]
+        return [{TOKENS: row, LABELS: row} for row in rows]
+
+    def _read(self, sample: Any, number: int, block: _Block) -> Document | None:
+        """A sample as a document; None where it is none, and left out."""
         try:
             return self._documents.read(sample, "a document")
         except ConfigurationError:
+            # Which of differing columns are right is not to be known: they follow from where reading began.
+            if self._skips and not self._documents.is_document(sample):
+                self._skipped += 1
+                return None
             raise self._error_of(sample, number, block) from None
 
     def _error_of(self, sample: Any, number: int, block: _Block) -> Exception:
@@ -241,23 +283,46 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         try:
             self._documents.read(sample, self._said(sample, number, block))
         except ConfigurationError as error:
-            return ShardError(f"A document could not be packed: {error}")
+            is_skipped = not self._documents.is_document(sample)
+            remedy = ' Or pass on_error="skip" to leave such samples out, and count them.' if is_skipped else ""
+            return ShardError(f"A document could not be packed: {error}{remedy}")
         return ShardError(f"A document could not be packed: {self._said(sample, number, block)}.")
 
     def _too_long(self, document: Document, sample: Any, number: int, block: _Block) -> StreamError:
         return StreamError(
             f"A document is too long: {self._said(sample, number, block)} has {len(document[TOKENS])} tokens, and a "
             f'sequence has {self._packing.sequence_length}. Pass a Packing with too_long="drop", "truncate" or '
-            '"split", or a larger sequence_length.'
+            '"split", or a larger sequence_length; on_error="skip" leaves such documents out, too.'
         )
 
     def _said(self, sample: Any, number: int, block: _Block) -> str:
         """A sample in words, after reading its block again up to it."""
+        is_there = False
         with suppress(Exception):
             reset_to(self.source, block.source)
             skip(self.source, number)
-            next_many(self.source, 1)
-        return sample_in_words(sample, self._where)
+            is_there = bool(next_many(self.source, 1))
+            node: BaseNode[Any] | None = self.source
+            while node is not None:
+                if isinstance(node, BlockShuffle):
+                    node.go_behind_last()
+                    break
+                node = next(iter(sources_of(node)), None)
+        return sample_in_words(sample, self._where, is_there=is_there)
+
+
+def packed_otherwise(state: Any) -> Any:
+    """A copy of plain data in which packers begin anew with the oldest block of documents that they hold.
+
+    So a state goes on under other settings of packing: no document that was held is lost, and some may come again.
+
+    Args:
+        state: Where worker slots stand, with the states of packers anywhere in it.
+    """
+    if isinstance(state, Mapping):
+        begins = {"open": "", "served": 0} if state.keys() >= {"source", "size", "open", "served"} else {}
+        return {**{name: packed_otherwise(value) for name, value in state.items()}, **begins}
+    return list(map(packed_otherwise, state)) if isinstance(state, (list, tuple)) else state
 
 
 def _encoded(rooms: Sequence[int], waited: int, length: int) -> str:

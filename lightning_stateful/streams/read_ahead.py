@@ -19,7 +19,7 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import Indices, KeyedPermutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
-from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, state_of
+from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
 from lightning_stateful.streams.transforms import Where, name_of, sample_in_words
 
 T = TypeVar("T")
@@ -121,6 +121,12 @@ class BlockShuffle(BlockNode[T]):
         super().__init__(source, as_int("size", size, least=1))
         self._seed = as_int("seed", seed)
 
+    def go_behind_last(self) -> None:
+        """Read the block again up to the item that was given last, to say where it comes from; reset it then."""
+        order = self._made_of(list(range(len(self._items))), self._next_block - 1)  # type: ignore[arg-type]  # numbers
+        reset_to(self.source, self._block_state)
+        skip(self.source, int(order[self._served - 1]) + 1)  # type: ignore[call-overload]  # a number
+
     def _made_of(self, samples: list[T], block: int) -> list[T]:
         return _permuted(samples, derive_seed("block", self._seed, block))
 
@@ -193,7 +199,7 @@ class LengthBatcher(BlockNode[list[Any]]):
         self._dropped = 0
         super().reset(initial_state)
         # Those of this window were counted before.
-        self._dropped = 0 if initial_state is None else initial_state["dropped"]
+        self._dropped = 0 if initial_state is None else initial_state.get("dropped", 0)
 
     def get_state(self) -> NodeState:
         """The beginning of the window, the items given of it, and those left out."""

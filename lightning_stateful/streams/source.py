@@ -20,6 +20,7 @@ from lightning_stateful.mixture.sources import Stop
 from lightning_stateful.mixture.weights import DrawSchedule, WeightSchedule, shares_of, whole_draws
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.streams.assignment import ShardSlice, SlotSlice
+from lightning_stateful.streams.document_packer import PACKED
 from lightning_stateful.streams.nodes import Shards, StreamNode
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import OnError, ShardReader, check_on_error
@@ -159,8 +160,11 @@ class Source:
         if sizes is not None:
             # They decide which slot a shard goes to.
             described["sizes"] = hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
-        if self.steps:
-            described["steps"] = [step.describe() for step in self.steps]
+        steps = [step.describe() for step in self.steps]
+        if steps and steps[-1][0] == PACKED:
+            described["packing"] = steps.pop()[1]
+        if steps:
+            described["steps"] = steps
         return described
 
 

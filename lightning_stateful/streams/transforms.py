@@ -341,11 +341,21 @@ def check_function(what: str, function: Any) -> None:
         raise ConfigurationError(f"{what} must be a function, got {function!r}.")
 
 
-def sample_in_words(sample: Any, where: Where | None) -> str:
-    """A sample as errors show it: its beginning, and how far its stream has been read."""
+def sample_in_words(sample: Any, where: Where | None, *, is_there: bool = False) -> str:
+    """A sample as errors show it: its beginning, and how far its stream has been read.
+
+    Args:
+        sample: The sample.
+        where: Says where the stream stands.
+        is_there: Whether that is behind this very sample, which no other was read after.
+    """
     text = repr(sample)
-    text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
-    return f"the sample {text}" if where is None else f"the sample {text} (the stream has been read up to {where()})"
+    text = f"the sample {text if len(text) <= _MOST_CHARACTERS else f'{text[:_MOST_CHARACTERS]}...'}"
+    if where is None:
+        return text
+    return (
+        f"{text} (of {where()}, counted from 1)" if is_there else f"{text} (the stream has been read up to {where()})"
+    )
 
 
 def failed(function: Callable[..., Any], sample: Any, error: Exception, where: Where | None) -> ShardError:

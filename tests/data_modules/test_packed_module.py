@@ -221,9 +221,25 @@ def test_a_change_is_refused_by_name_or_accepted_with_a_warning(tmp_path: Path) 
             train(lambda options=options: packed("split", **options), model=model, ckpt_path=path)
         assert name in {difference.path for difference in caught.value.differences}
         assert model.ledger == []
-    accepted = packed("split", accept=("packing", "dataset"), packing=Packing(12, padding=5))
+        if name.startswith("packing"):
+            # By these settings alone, and not by what follows from them.
+            assert {difference.path.split(".")[0] for difference in caught.value.differences} == {"packing"}
+            assert "or accept the change with accept=('packing',)." in str(caught.value)
+
+
+@pytest.mark.parametrize("packing", [Packing(12, padding=5), Packing(40), Packing(5, separator=9), PACKINGS["whole"]])
+def test_another_packing_is_accepted_by_its_name_and_goes_on_behind_as_many_tokens(
+    tmp_path: Path, packing: Packing
+) -> None:
+    path = tmp_path / "stop.ckpt"
+    stopped(path, lambda: packed("split"), batch=15)
+    accepted = packed("split", accept=("packing",), packing=packing, batch_size=1)
     with pytest.warns(StatefulWarning, match="another packing"):
-        train(lambda: accepted, ckpt_path=path, max_epochs=1)
+        rest = train(lambda: accepted, ckpt_path=path, max_epochs=2)
+    # Sequences behind those that have about as many tokens as were trained on; then a whole epoch.
+    skipped = len(accepted.packed(accepted.train)) - len(batches(rest.ledger, 0))
+    assert skipped == 32 * 12 // packing.sequence_length
+    assert set(samples(rest.ledger, 1)) - {9} == set(tokens_of())
 
 
 def test_what_cannot_be_packed_is_refused_before_the_first_step() -> None:

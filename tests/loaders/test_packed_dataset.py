@@ -61,8 +61,14 @@ def test_an_index_names_its_epoch_or_is_of_the_one_that_was_told() -> None:
         assert alike(told[index], data[3 * len(data) + index])
         assert alike(told[2 * len(data) + index], data[2 * len(data) + index])
         assert not alike(data[index], told[index])
-    with pytest.raises(IndexError, match="-1"):
-        data[-1]
+    # Those of several epochs in one batch, too.
+    indices = [3, 2 * len(data) - 1, 2 * len(data), 3 * len(data) + 4, 3]
+    for one, index in zip(told.__getitems__(indices), indices, strict=True):
+        assert alike(one, told[index])
+        assert alike(one, data[index + 3 * len(data) * (index < len(data))])
+    for wrong in (data.__getitem__, data.parts, lambda index: data.__getitems__([2, index])):
+        with pytest.raises(IndexError, match="-1"):
+            wrong(-1)
 
 
 class Drawing(Dataset[Any]):

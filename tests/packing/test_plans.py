@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 
 from lightning_stateful.core.permutation import Indices
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.packing import Packing, split, whole
+from lightning_stateful.packing import Packing, split
+from lightning_stateful.packing import plan as plan_module
 from lightning_stateful.packing.plan import PackingPlan, Part, SequenceOrder
 from lightning_stateful.packing.split import SplitPlan
 from lightning_stateful.packing.whole import WholePlan, best_fit_decreasing
@@ -24,7 +26,14 @@ def lengths_of(rng: random.Random, count: int, most: int) -> Any:
 
 
 def epoch_of(plan: PackingPlan, epoch: int) -> list[list[Part]]:
-    return [plan.parts(number, epoch) for number in range(plan.num_sequences)]
+    # Some at once, as batches are.
+    found: list[list[Part]] = []
+    for first in range(0, plan.num_sequences, 50):
+        numbers = np.arange(first, min(first + 50, plan.num_sequences))
+        parts = plan.parts_of(numbers, epoch)
+        rows = map(Part, parts.documents.tolist(), parts.firsts.tolist(), parts.ends.tolist())
+        found += [list(islice(rows, count)) for count in parts.counts.tolist()]
+    return found
 
 
 def sizes(sequences: list[list[Part]]) -> list[int]:
@@ -141,6 +150,17 @@ def test_whole_documents_come_once_and_long_ones_as_told(seed: int, too_long: An
     assert plan.num_dropped == (sum(lengths + packing.num_separators > length) if too_long == "drop" else 0)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("how", ["split", "whole"])
+def test_lengths_as_large_as_their_type_hold_a_separator_more(how: Any, dtype: Any) -> None:
+    most = int(np.iinfo(dtype).max)
+    lengths = np.array([most, 3, most - 1, 1], dtype=dtype)
+    packing = Packing(most + 1, how=how, separator=9)
+    plan = WholePlan(lengths, packing, 1) if packing.is_whole else SplitPlan(lengths, most + 1, 1, 1)
+    found = sorted(tokens(epoch_of(plan, 0)))
+    assert found == [(document, at) for document, size in enumerate(lengths.tolist()) for at in range(size + 1)]
+
+
 def test_epochs_and_seeds_put_other_documents_together() -> None:
     lengths = lengths_of(random.Random(2), 3000, 16)
     packing = Packing(32, how="whole")
@@ -175,6 +195,10 @@ def test_any_sequence_of_any_epoch_is_found_by_itself_in_any_process(how: Any) -
     plan = WholePlan(lengths, packing, 1) if how == "whole" else SplitPlan(lengths, 64, 1, 1)
     whole = {epoch: epoch_of(plan, epoch) for epoch in range(4)}
     again = pickle.loads(pickle.dumps(plan))
+    some = np.array([7, 3, 3, plan.num_sequences - 1])
+    several = again.parts_of(some, 2)
+    assert several.counts.tolist() == [len(whole[2][number]) for number in some.tolist()]
+    assert several.documents.tolist() == [part.document for number in some.tolist() for part in whole[2][number]]
     for _ in range(200):
         epoch = random.randrange(4)
         number = random.randrange(again.num_sequences)
@@ -210,7 +234,7 @@ def counted(plan: PackingPlan, lengths: Any, packing: Packing, epoch: int, numbe
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_what_an_epoch_has_served_is_counted(seed: int | None, too_long: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(whole, "_COUNTED_AT_ONCE", 5)
+    monkeypatch.setattr(plan_module, "_COUNTED_AT_ONCE", 5)
     lengths = lengths_of(rng, 90, rng.choice([12, 40]))
     packing = Packing(rng.choice([8, 11]), how="whole" if too_long else "split", too_long=too_long, separator=0)
     arguments = (packing, seed) if too_long else (packing.sequence_length, 1, seed)

@@ -74,16 +74,23 @@ def test_it_resumes_where_few_documents_fit_beside_those_that_wait(seed: int) ->
     [
         lambda tokens: {"input_ids": tokens, "attention_mask": [1] * len(tokens), "text": "a"},
         lambda tokens: {"labels": torch.tensor(tokens), "input_ids": tokens},
+        lambda tokens: {"tokens": tokens, "text": "a"},
         lambda tokens: np.array(tokens, dtype=np.uint16),
         lambda tokens: torch.tensor(tokens) if tokens[0] % 3 else list(map(np.int64, tokens)),
     ],
-    ids=["columns left out", "labels", "arrays", "of several kinds"],
+    ids=["columns left out", "labels", "tokens", "arrays", "of several kinds"],
 )
 @pytest.mark.parametrize("packing", [Packing(12, separator=5), Packing(30, how="whole")], ids=["split", "whole"])
 def test_documents_are_packed_alike_however_they_are_given(packing: Packing, sample: Any) -> None:
     given = documents(random.Random(1), 60, 28)
     found = list(map(plain, packer(list(map(sample, given)), packing)))
     assert found == packed(given, packing)
+
+
+def test_bytes_are_packed_as_the_numbers_that_they_are() -> None:
+    given = [b"a text", bytearray(b"and"), b"\xff\x00"]
+    for packing in (Packing(5), Packing(8, how="whole", separator=300)):
+        assert list(lists(given, packing)) == packed(list(map(list, given)), packing)
 
 
 @pytest.mark.parametrize("how", ["split", "whole"])
@@ -387,24 +394,64 @@ def long_document(sample: Any) -> Any:
         ({"text": "a"}, "'input_ids' is none of them"),
         ({"input_ids": [1, 2], "labels": [1]}, "'labels' of .* has 1 elements for 2 tokens"),
         ({"input_ids": [1, 2], "loss_mask": [0, 1]}, "the documents before it had"),
+        (b"", "has no tokens"),
+        ([2**63, 1], "has the value 9223372036854775808, and sequences hold int64"),
+        (np.array([2**63], np.uint64), "has the value 9223372036854775808"),
     ],
     ids=str,
 )
 def test_what_is_no_document_is_named_with_its_shard(document: Any, said: str) -> None:
-    reader = ShardReader(NumberedShards([9, 40]), (0, 1), 0)
-    given = MapNode(reader, lambda sample: document if sample[1:] == (1, 21) else [1, 2, 3])
-    node = DocumentPacker(given, Packing(4), where=reader.where)
-    with pytest.raises(ShardError, match=said) as caught:
-        list(node)
-    assert "the stream has been read up to shard-1.bin, at its sample 22" in str(caught.value)
+    # However the stream is shuffled, the place is that of the document.
+    for buffer_size in (0, 16):
+        reader = ShardReader(NumberedShards([9, 40]), (0, 1), 0)
+        shuffled = BlockShuffle(reader, buffer_size, seed=1) if buffer_size else reader
+        given = MapNode(shuffled, lambda sample: document if sample[1:] == (1, 21) else [1, 2, 3])
+        node = DocumentPacker(given, Packing(4), where=reader.where)
+        with pytest.raises(ShardError, match=said) as caught:
+            list(node)
+        assert "(of shard-1.bin, at its sample 22, counted from 1)" in str(caught.value)
 
 
 def test_a_document_that_is_too_long_is_named_with_its_shard() -> None:
     reader = ShardReader(NumberedShards([9, 40]), (0, 1), 0)
     given = MapNode(reader, lambda sample: [1] * (9 if sample[1:] == (1, 21) else 3))
     node = DocumentPacker(given, Packing(8, how="whole"), where=reader.where)
-    with pytest.raises(StreamError, match=r"shard-1.bin, at its sample 22\) has 9 tokens, and a sequence has 8"):
+    with pytest.raises(StreamError, match=r"at its sample 22, counted from 1\) has 9 tokens, and a sequence has 8"):
         list(node)
+
+
+BAD = {5: [], 17: [1.5], 18: "text", 40: {"input_ids": []}, 71: {"text": "a"}, 99: [1] * 60}
+
+
+@pytest.mark.parametrize("packing", [Packing(30, separator=7), Packing(30, how="whole", open_sequences=3)], ids=repr)
+def test_samples_that_are_no_documents_are_skipped_and_counted_once(packing: Packing) -> None:
+    given = documents(random.Random(4), 120, 25)
+    left_out = {at: bad for at, bad in BAD.items() if packing.is_whole or at != 99}
+    mixed = [left_out.get(at, tokens) for at, tokens in enumerate(given)]
+    kept = [tokens for at, tokens in enumerate(given) if at not in left_out]
+
+    def make() -> MapNode:
+        return MapNode(DocumentPacker(ListNode(mixed), packing, on_error="skip"), plain)
+
+    assert assert_resumes(make) == packed(kept, packing)
+    for stop in (0, 3, 9, 30):
+        node = started(make())
+        node.skip(stop)
+        node = started(make(), node.state_dict())
+        node.skip(1000)
+        counts = node.source.state_dict()
+        assert (counts["skipped_samples"], counts["dropped"]) == (5, int(packing.is_whole))
+
+
+def test_documents_of_other_columns_are_never_skipped() -> None:
+    given = [[1, 2], {"input_ids": [1, 2], "loss_mask": [0, 1]}]
+    with pytest.raises(ShardError, match=r"the documents before it had \['input_ids'\]") as caught:
+        list(DocumentPacker(ListNode(given), Packing(3), on_error="skip"))
+    assert "on_error" not in str(caught.value)
+    with pytest.raises(ShardError, match=r"padding names 'mask', and .* has the columns"):
+        list(DocumentPacker(ListNode(given), Packing(3, padding={"mask": 1}), on_error="skip"))
+    with pytest.raises(ShardError, match=r'has no tokens.* Or pass on_error="skip"'):
+        list(DocumentPacker(ListNode([[]]), Packing(3)))
 
 
 def test_after_an_error_the_last_state_leads_to_all_tokens() -> None:

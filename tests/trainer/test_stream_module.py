@@ -44,7 +44,7 @@ from lightning_stateful import (
     patch_dataloader,
 )
 from lightning_stateful.bucketing import Budget
-from lightning_stateful.errors import ConfigurationError, StatefulWarning, StateMismatchError
+from lightning_stateful.errors import ConfigurationError, ShardError, StatefulWarning, StateMismatchError
 from lightning_stateful.stream_loader.loader import IterableLoader, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
 
@@ -193,6 +193,11 @@ def test_overfitting_trains_on_the_same_batches_in_every_epoch() -> None:
         (lambda: module(Own(), max_tokens=10, length=len), "Make a ChunkedDataset"),
         (lambda: module(Own(), packing=Packing(9)), "so it cannot be packed exactly. Make a ChunkedDataset"),
         (lambda: module(chunks(), packing=Packing(9), max_tokens=9), "With packing, all sequences have the same"),
+        (lambda: module(chunks(), packing=Packing(9), boundary_key=len), "in a batch, and leave out boundary_key."),
+        (
+            lambda: module(chunks(), packing=Packing(9), length="n", shuffle_batches=False, read_ahead=3),
+            "tokens are counted .* leave out read_ahead, length, shuffle_batches.",
+        ),
         (lambda: module(chunks(), packing=9), "packing must be a Packing, got 9"),
         (lambda: StreamDataModule(val=chunks()), "no dataset for this stage"),
         (lambda: module(chunks(), timeout=0), "timeout"),
@@ -398,11 +403,65 @@ def test_a_stream_whose_documents_are_all_left_out_is_warned_of() -> None:
         assert trained(train(make, max_epochs=1).ledger) == []
 
 
-def test_another_packing_is_refused_on_a_resume(tmp_path: Path) -> None:
-    make = partial(packed, "split", chunks(transform=document))
-    ended(tmp_path / "stop.ckpt", make, max_steps=3)
-    with pytest.raises(StateMismatchError, match="sequence_length"):
-        train(lambda: make(packing=Packing(13)), ckpt_path=tmp_path / "stop.ckpt")
+@pytest.mark.parametrize("how", ["split", "whole"])
+def test_another_packing_is_refused_by_name_or_accepted_and_loses_nothing(tmp_path: Path, how: str) -> None:
+    for kind, path in (("packed " + how, "packing"), ("packed mixture", "sources.news.packing")):
+        make, stop = partial(MODULES[kind], tmp_path, num_workers=2), tmp_path / f"{kind}.ckpt"
+        begun = ended(stop, make, max_steps=3)
+        changed: dict[str, Packing] = {"sequence_length": Packing(17), "separator": Packing(12, separator=9**9)}
+        if kind == "packed whole":
+            changed = {"open_sequences": Packing(12, how="whole", too_long="split", open_sequences=2)}
+        for field, packing in changed.items():
+            with pytest.raises(StateMismatchError, match=f"  - {path}.{field}: saved .*, now ") as caught:
+                train(partial(make, packing=packing), ckpt_path=stop)
+            found = {difference.path: difference.remedy for difference in caught.value.differences}
+            remedy = "Pass a Packing with the saved value, or accept the change with accept=('packing',)."
+            assert found[f"{path}.{field}"] == remedy
+            assert all("packing" in name for name in found)
+            accepted = partial(make, packing=packing, accept=("packing",))
+            # In other sequences what is held comes again; of the next pass every token comes once.
+            with pytest.warns(StatefulWarning, match=f"another .*{path}.{field}"):
+                rest = train(accepted, ckpt_path=stop, max_epochs=2)
+            expected = tokens_in(EVERY_SAMPLE if kind != "packed mixture" else [*EVERY_SAMPLE, *OF_OTHERS])
+            separator = [packing.separator] * (packing.separator is not None)
+            assert set(samples(begun.ledger, 0) + samples(rest.ledger, 0)) - set(separator) == set(expected)
+            assert sorted(set(samples(rest.ledger, 1)) - set(separator)) == expected
+
+
+def test_a_run_that_broke_off_goes_on_with_what_is_broken_left_out(tmp_path: Path) -> None:
+    def read(ref: int) -> Any:
+        return iter([[] if (ref, at) == (1, 20) else [ref * 1000 + at * 10, 7] for at in range(30)])
+
+    def make(**options: Any) -> StreamDataModule:
+        return StreamDataModule(ChunkedDataset(range(3), read), packing=Packing(4), batch_size=2, **options)
+
+    stop = tmp_path / "stop.ckpt"
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            trainer.save_checkpoint(stop)
+
+    class Remembers(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.served = torch.nn.Linear(1, 1), Counter[int]()
+
+        def training_step(self, batch: Any) -> Any:
+            self.served.update(batch["input_ids"].flatten().tolist())
+            return self.layer.weight.sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    model = Remembers()
+    with pytest.raises(ShardError, match=r'has no tokens(.|\n)*on_error="skip"'):
+        quiet_trainer(Save(), max_epochs=1).fit(model, datamodule=make())
+    data, again = make(on_error="skip"), Remembers()
+    quiet_trainer(max_epochs=1).fit(again, datamodule=data, ckpt_path=stop)
+    assert data.position_report()["samples_skipped"] == 1
+    saved = torch.load(stop, weights_only=False)["global_step"]
+    assert saved > 0
+    assert sum(again.served.values()) == 89 * 2 - saved * 8 + 2
 
 
 def test_a_map_style_dataset_is_evaluated_beside_a_stream() -> None:
