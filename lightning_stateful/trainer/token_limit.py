@@ -88,7 +88,8 @@ class TokenLimit:
         self._steps_left -= 1
         self._move(combined, *loop_progress.next_step(trainer))
         # A window of accumulation is trained on as a whole.
-        if self._steps_left <= 0 and not trainer.fit_loop.epoch_loop._should_accumulate():
+        ends_window = trainer.is_last_batch or self._step % trainer.accumulate_grad_batches == 0
+        if self._steps_left <= 0 and ends_window:
             self._look(combined, trainer, limit)
 
     def _move(self, combined: CombinedLoaders, epoch: int, step: int) -> None:
