@@ -75,7 +75,7 @@ _REMEDIES = {
     "mode": "Combine the loaders in the saved mode",
     "loaders": "Return the same loaders, under the same names",
     "sampler": "Build the sampler as when the checkpoint was written",
-    "sequence": "The sampler does not begin an epoch as it did: build it anew, with the same data and settings",
+    "sequence": "The sampler does not yield its first epoch as it did: build it anew, with the same data and settings",
     "sizes": "Read the shards that the checkpoint was made with",
     "buffer_size": "Pass the saved buffer_size",
     "steps": "Do to the stream's samples what was done before: the same functions in the same order, max_tokens, "
@@ -336,6 +336,32 @@ def _copied_by_path(value: Any, path: str) -> Any:
         return [_copied_by_path(item, f"{path}[{i}]") for i, item in enumerate(value)]
     found = f"the {value}" if type(value) is float else f"a {type(value).__name__}"
     raise StateError(f"{path} is {found}; a state holds dict, list, str, int, finite float, bool and None.")
+
+
+_KINDS = {
+    "sequential": "{length} samples in the dataset's order",
+    "shuffled": "{length} samples, shuffled by seed {seed}",
+    "block_shuffled": "{length} samples, shuffled in blocks by seed {seed}",
+    "packed": "{length} packed sequences",
+    "round_robin": "{sources} sources in turn, seed {seed}",
+    "mixture": "A mixture of {sources} sources, seed {seed}",
+    "buckets": "{length} samples in batches of like lengths, seed {seed}",
+    "sampler": "A sampler that is iterated",
+    "batch_sampler": "A batch sampler that is iterated",
+    "stream": "A stream of shards",
+    "iterable": "An iterable dataset",
+}
+
+
+def order_in_words(kind: str, config: Mapping[str, Any]) -> str:
+    """A few words for people on the order of a loader, by what an envelope says of it."""
+    dataset, lengths = config.get("dataset"), config.get("lengths")
+    length = dataset.get("length") if isinstance(dataset, Mapping) else None
+    if length is None and isinstance(lengths, Mapping):
+        length = lengths.get("samples")
+    words = _KINDS.get(kind, f"{{length}} samples in the order {kind!r}")
+    known = {"length": f"{length:,}" if isinstance(length, int) else "All", "seed": config.get("seed", "none")}
+    return words.format(**known, sources=len(config.get("sources") or ()))
 
 
 def _comparable(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def test_what_the_package_imports_is_declared_and_nothing_else(project: dict[str, Any]) -> None:
-    optional = names(project["optional-dependencies"]["plots"])
+    extras = project["optional-dependencies"]
+    optional = names([*extras["plots"], *extras["cli"]])
     needed = names(project["dependencies"])
     assert needed.isdisjoint(optional)
     assert imported("lightning_stateful") == needed | optional

@@ -3,5 +3,17 @@
 from lightning_stateful.audit.compare import END, difference, identities
 from lightning_stateful.audit.laws import AuditResult, check_resume
 from lightning_stateful.audit.runner import Divergence, Recorder
+from lightning_stateful.ledger import Finding, Ledger, read_ledger
 
-__all__ = ["END", "AuditResult", "Divergence", "Recorder", "check_resume", "difference", "identities"]
+__all__ = [
+    "END",
+    "AuditResult",
+    "Divergence",
+    "Finding",
+    "Ledger",
+    "Recorder",
+    "check_resume",
+    "difference",
+    "identities",
+    "read_ledger",
+]

@@ -18,7 +18,6 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.mixture_samplers import refuse_splits
 from lightning_stateful.state import check, pack_combined, refuse_differences, walk
 from lightning_stateful.trainer.callback import StatefulDataCallback
-from lightning_stateful.trainer.checkpoint import STATE_KEY, data_state_in
 from lightning_stateful.trainer.lightning import (
     PACKAGE,
     Checkpoint,
@@ -28,6 +27,7 @@ from lightning_stateful.trainer.lightning import (
     pl,
 )
 from lightning_stateful.trainer.loader_proxy import Structure
+from lightning_stateful.trainer.saved_progress import STATE_KEY, data_state_in
 from lightning_stateful.trainer.train_loaders import Settings
 from lightning_stateful.user_samplers.wrapped_sampler import Tail
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -11,7 +12,7 @@ from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
@@ -98,6 +99,9 @@ class SeededDataset(Dataset[Any]):
 
 def _read_seeded(seed: int, read: Callable[[], Any]) -> Any:
     seed_randomness(seed)
+    if (worker := get_worker_info()) is not None:
+        # As in torch it is torch.initial_seed(), for a dataset that derives its own from it. Some versions guard it.
+        object.__setattr__(worker, "seed", torch.initial_seed())
     return read()
 
 
@@ -142,12 +146,16 @@ class PlannedBatches:
         self.seed, self.is_batched, self._plan_again = seed, is_batched, plan_again
         # What the plan raised, as opposed to the dataset.
         self.error: Exception | None = None
+        # Indices of batches that were asked for and not taken yet; None to keep none.
+        self.asked: deque[Any] | None = None
         self.plan: EpochPlan
         self.rank = self.first_step = self._num_passes = 0
 
     def begin(self, plan: EpochPlan, rank: int, first_step: int = 0) -> None:
         """Serve the batches of a rank, from a step of a plan on."""
         self.plan, self.rank, self.first_step, self._num_passes = plan, rank, first_step, 0
+        if self.asked is not None:
+            self.asked.clear()
 
     def __iter__(self) -> Iterator[Any]:
         self.error = None
@@ -164,6 +172,8 @@ class PlannedBatches:
 
     def _indices(self, plan: EpochPlan, first_step: int) -> Iterator[Any]:
         batches = plan.batches(self.rank, first_step)
+        if self.asked is not None:
+            batches = self._kept(batches, self.asked)
         if self.seed is None:
             return (batch for _, batch in batches)
         seed = derive_seed("batch", self.seed, plan.epoch)
@@ -171,6 +181,11 @@ class PlannedBatches:
             # Plain tuples are sent to workers faster.
             return ((mixed_seed(seed, number), batch) for number, batch in batches)
         return (SeededIndex(mixed_seed(seed, number), index) for number, index in batches)
+
+    def _kept(self, batches: Iterator[tuple[int, Any]], asked: deque[Any]) -> Iterator[tuple[int, Any]]:
+        for number, batch in batches:
+            asked.append(batch)
+            yield number, batch
 
     def __len__(self) -> int:
         return known_steps(self.plan) - self.first_step
@@ -226,10 +241,22 @@ class BatchReader:
             _iterator=None,
             **sampler,
         )
-        self._watch = watch
+        self._watch, self._has_warned = watch, False
         if watch is not None and type(original)._get_iterator is DataLoader._get_iterator:
             vars(original)["_get_iterator"] = partial(_watched, weakref.ref(original), watch)
         self._given_by = original if holder is None else loader_within(*holder, original)
+
+    def keep_indices(self) -> None:
+        """From the next pass on keep the indices of batches until :meth:`take_indices` takes them."""
+        if self._batches.asked is None:
+            self._batches.asked = deque()
+
+    def take_indices(self) -> Any:
+        """The indices of the batch that was given last; None where the user's ``__iter__`` decides what a batch is."""
+        asked = self._batches.asked
+        if not asked or self._is_own:
+            return None
+        return asked.popleft()
 
     def read_twice(self, plan: EpochPlan, rank: int) -> list[Any] | None:
         """Read the first batch of a plan twice, in a worker of its own if the loader has workers; else leave no trace.
@@ -238,7 +265,7 @@ class BatchReader:
             The batches; None where an ``__iter__`` of the user's decides what a batch is, and where too much is held to
             be put back.
         """
-        if self._given_by is not self.loader or not iterates_as_torch(self.loader):
+        if self._is_own:
             return None
         batches = PlannedBatches(self._batches.seed, is_batched=self._batches.is_batched)
         batches.begin(plan, rank)
@@ -258,6 +285,11 @@ class BatchReader:
         finally:
             if held is not None:
                 held.restore()
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether an ``__iter__`` of the user's decides what a batch is."""
+        return self._given_by is not self.loader or not iterates_as_torch(self.loader)
 
     def length(self, plan: EpochPlan) -> int:
         """Batches that the loader, or what holds it, says it gives of a plan; UNKNOWN where it does not."""
@@ -296,7 +328,7 @@ class BatchReader:
             StatefulWarning: The dataset or its collate function ends the epoch, as it does in torch, by StopIteration.
         """
         batches, loader = self._batches, self.loader
-        is_own = self._given_by is not loader or not iterates_as_torch(loader)
+        is_own = self._is_own
         left_out = 0
         if isinstance(plan, OwnPlan) and plan.is_reread_at(first_step):
             left_out = plan.skipped + first_step
@@ -364,10 +396,24 @@ class BatchReader:
         if self._watch is None:
             return
         self._watch.note(batch)
+        if self._watch.reads_in_thread and self._batches.seed is not None and not self.loader.num_workers:
+            self._warn_of_thread()
         if not self._watch.num_read and self._given_by is not self.loader:
             raise UnsupportedLoaderError(
                 f"{type(self._given_by).__qualname__} holds a {type(self.loader).__qualname__} and gives batches "
                 "without reading it, so a resume could not be exact. Pass the DataLoader itself."
+            )
+
+    def _warn_of_thread(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(self._given_by).__qualname__} reads its batches in a thread of this process. Samples and the "
+                "model draw from the same random generators there, as the threads happen to run, so that random "
+                "numbers differ from run to run, and after a resume. Give its DataLoader num_workers=1: a worker has "
+                "generators of its own.",
+                StatefulWarning,
+                stacklevel=4,
             )
 
     def _fetch_from(self, iterator: Iterator[Any]) -> Callable[[], Any]:

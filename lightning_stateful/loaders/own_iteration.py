@@ -2,13 +2,14 @@
 
 Batches are counted as such a loader gives them. As long as it hands on the very batches that DataLoader reads, in
 order and as many as its ``len()`` says, a resume begins DataLoader at the next one. Otherwise its epoch is read again,
-up to where the model stood. Attributes that it changes are compared too: what it keeps from epoch to epoch a new loader
-has not, and a resume there is refused.
+up to where the model stood. Attributes that it changes, and what its code names of classes and modules, are compared
+too: what it keeps from epoch to epoch a new loader has not, and a resume there is refused.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -26,9 +27,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lightning_stateful import state as format_
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError, UnsupportedLoaderError
-from lightning_stateful.samplers.rng import GENERATORS
+from lightning_stateful.samplers.attributes import named_outside
+from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 from lightning_stateful.samplers.tracker import Tracker
-from lightning_stateful.user_samplers.sampler_copy import digest_of_contents
+from lightning_stateful.user_samplers.sampler_copy import digest_of_contents, shown
 
 # Attributes of torch's loaders, and one that is set here.
 _TORCHS = {*vars(DataLoader([])), "_get_iterator", "_iterator"}  # type: ignore[arg-type]  # a list is a dataset
@@ -43,11 +45,12 @@ class Watch:
             that it has changed, or those of a second pass. What it gives may then depend on those before.
         is_known: Whether it gave more than one batch, and never differed: at its first it might give that twice.
         changes: Whether an attribute of the loader has changed from batch to batch.
+        reads_in_thread: Whether DataLoader was read in another thread than the one that takes the batches.
         kept: Attributes that a pass began with otherwise than the first one, in this run or before a resume.
     """
 
     def __init__(self) -> None:
-        self.differs = self.is_known = self.changes = False
+        self.differs = self.is_known = self.changes = self.reads_in_thread = False
         self.kept: set[str] = set()
         self._num_passes = self._epoch = 0
         self._holders: tuple[Any, ...] = ()
@@ -60,23 +63,35 @@ class Watch:
         self.num_read = self.num_given = 0
         self._ahead: deque[Any] = deque()
         self._has_asked, self._epoch, self._holders = False, epoch, holders
+        self._thread = threading.get_ident()
         if holders:
             self._num_passes += 1
-            self._before = self._before if self._num_passes > 1 else digests_of_attributes(holders)
+            self._before = self._before if self._num_passes > 1 else self._found_at_pass()
 
     def note_ask(self) -> None:
         """DataLoader is asked for a batch: by the first of a pass, what is set anew for each pass is set."""
         if not self._has_asked and self._holders:
-            self._has_asked, found = True, digests_of_attributes(self._holders)
+            self._has_asked, found = True, self._found_at_pass()
             if self._num_passes == 1:
                 self._first = found
             else:
                 self.kept |= _changed(self._first, found)
 
+    def _found_at_pass(self) -> dict[str, str]:
+        """Digests of attributes, and of what the loader's code names elsewhere, which a new loader may find otherwise.
+
+        The latter are looked at once a pass.
+        """
+        return digests_of_attributes(self._holders) | {
+            name: state_of_generator(value) if isinstance(value, GENERATORS) else shown(value)
+            for holder in self._holders
+            for name, value in named_outside(holder).items()
+        }
+
     def kept_at(self, epoch: int, *, is_end: bool) -> list[str]:
         """Attributes that a new loader may have otherwise, within an epoch or at its end."""
         is_behind_first = self._num_passes == 1 and (is_end or epoch > self._epoch)
-        found = _changed(self._before, digests_of_attributes(self._holders)) if is_behind_first else set()
+        found = _changed(self._before, self._found_at_pass()) if is_behind_first else set()
         return sorted(self.kept | found)
 
     def count(self, iterator: Any) -> Any:
@@ -107,6 +122,7 @@ class Watch:
     def note_read(self, batch: Any) -> None:
         """DataLoader has read a batch."""
         self.num_read += 1
+        self.reads_in_thread = self.reads_in_thread or threading.get_ident() != self._thread
         if not self.differs:
             self._ahead.append(batch)
 
@@ -228,7 +244,7 @@ class OwnTracker(Tracker):
         """Refuse a loader that has something of earlier passes, which a new one has not; or warn where accepted."""
         if "iteration" not in self.accept:
             remedy = (
-                "The loader's own __iter__ changes these attributes, and may give other batches for it. Set them by "
+                "The loader's own __iter__ changes these, and may give other batches for it. Set them by "
                 'the epoch, or pass accept=("iteration",) to go on with them as they are now.'
             )
             saving = f"{', '.join(kept)} as earlier epochs have left it"

@@ -168,6 +168,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         self.seed, self.path, self.seed_samples = settings.seed, settings.path, settings.seed_samples
         self._own_seed = loader_seed(settings.seed, settings.path)
         self._trains = not settings.exact
+        self._keeps_indices = False
         if (settings.num_replicas, settings.rank) != (None, None):
             description = description._replace(num_replicas=settings.num_replicas, rank=settings.rank)
         # Without the path: from it, the same loader is built for another one.
@@ -272,6 +273,14 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         base_seed = derive_seed("workers", self._own_seed, rank, plan.epoch, plan.progress_after(first_step).consumed)
         return reader.read(plan, rank, first_step, base_seed, isolated=isolated, looks_ahead=looks_ahead)
 
+    def keep_indices(self) -> None:
+        """From the next pass on keep the indices of batches until :meth:`take_indices` takes them."""
+        self._keeps_indices = True
+
+    def take_indices(self) -> Any:
+        """The indices of the batch that was given last; None where it has none."""
+        return None if self._reader is None else self._reader.take_indices()
+
     def read_twice(self, progress: Progress, num_replicas: int, rank: int) -> list[Any] | None:
         """Read twice the batch that comes next at ``progress`` on such ranks, without moving the loader.
 
@@ -288,6 +297,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             how |= {"watch": self._watch, "holder": self._holder, "watches_collate": self._trains}
             how |= {"plan_again": None if self._watch is None else self._plan_again}
             self._reader = BatchReader(self.dataset, seed, options, **how)
+        if self._keeps_indices:
+            self._reader.keep_indices()
         return self._reader
 
     def _plan_again(self, plan: EpochPlan, number: int) -> EpochPlan:

@@ -1,9 +1,14 @@
-"""Reads the attributes that objects hold, without calling their code, and tells containers of data from others."""
+"""Reads the attributes of objects and what their code names outside of them, and tells containers of data from others.
+
+Nothing of their code is called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,3 +42,61 @@ def is_data(values: Iterable[Any]) -> bool:
 def some(values: Sequence[T], most: int) -> Sequence[T]:
     """All of them, or some thousand evenly apart where there are more than ``most``."""
     return values if len(values) <= most else values[:: len(values) // SPREAD]
+
+
+# Classes, functions and modules that are looked into, at most.
+_MOST_FOLLOWED = 256
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_stateful", "torchdata", "numpy", "")
+
+
+def named_outside(value: object) -> dict[str, Any]:
+    """What the methods of an object's class name outside of the object, by names with those of module or class.
+
+    These are attributes of its classes, global variables of their modules, and variables of functions around them.
+    Functions and classes that are named are followed, but for those of installed packages that are not the object's
+    own. Of torch's and Lightning's classes nothing is looked at.
+    """
+    left: list[Any] = list(type(value).__mro__)
+    homes = {of.__module__.partition(".")[0] for of in left}
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    while left and len(seen) < _MOST_FOLLOWED:
+        part = left.pop()
+        part = getattr(part, "__func__", getattr(part, "fget", part))
+        if not isinstance(part, (type, FunctionType)) or id(part) in seen or not _is_own(part, homes):
+            continue
+        seen.add(id(part))
+        for name, named in _named_by(part):
+            if isinstance(named, (type, FunctionType, staticmethod, classmethod, property)):
+                left.append(named)
+            elif not callable(named) and not isinstance(named, ModuleType):
+                found[name] = named
+    return found
+
+
+def _is_own(part: Any, homes: set[str]) -> bool:
+    module = (getattr(part, "__module__", None) or "").partition(".")[0]
+    if module in _LIBRARIES or module in sys.stdlib_module_names:
+        return False
+    return module in homes or "site-packages" not in (getattr(sys.modules.get(module), "__file__", None) or "")
+
+
+def _named_by(part: Any) -> Iterator[tuple[str, Any]]:
+    """Attributes of a class, or what a function names of its module, of others, and of functions around it."""
+    if isinstance(part, type):
+        own = (item for item in list(vars(part).items()) if not item[0].startswith("__") or callable(item[1]))
+        yield from ((f"{part.__qualname__}.{name}", value) for name, value in own)
+        return
+    names = _names_in(part.__code__)
+    modules = [(part.__module__, part.__globals__)]
+    modules += [(name, vars(of)) for name in names if isinstance(of := part.__globals__.get(name), ModuleType)]
+    for module, held in modules:
+        yield from ((f"{module}.{name}", held[name]) for name in names if name in held)
+    for name, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
+        with suppress(ValueError):
+            yield f"{part.__qualname__}.{name}", cell.cell_contents
+
+
+def _names_in(code: CodeType) -> list[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return [*code.co_names, *(name for of in inner for name in _names_in(of))]

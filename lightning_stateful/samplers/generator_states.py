@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -69,17 +70,21 @@ class GeneratorState:
             state: Any = {"state": self._high << 64 | seed ^ self.place, "inc": self._increment}
             held.bit_generator.state = {"bit_generator": "PCG64", "state": state, "has_uint32": 0, "uinteger": 0}
         elif isinstance(held, np.random.RandomState):
-            held.set_state(("MT19937", self._drawn_words(seed), _NUM_WORDS, 0, 0.0))
+            held.set_state(("MT19937", np.frombuffer(self._drawn_words(seed), np.uint32), _NUM_WORDS, 0, 0.0))
         elif isinstance(held, random.Random):
-            held.setstate((3, (*self._drawn_words(seed).tolist(), _NUM_WORDS), None))
+            held.setstate((3, (*np.frombuffer(self._drawn_words(seed), np.uint32).tolist(), _NUM_WORDS), None))
         else:
             seed_generator(held, mixed_seed(self.place, seed) & _63_BITS)
 
-    def _drawn_words(self, seed: int) -> Any:
+    def _drawn_words(self, seed: int) -> bytes:
+        """All words of a Mersenne Twister, of 32 bits each in this machine's order of bytes."""
         source: Any = self._words
         source.seed(seed)
         drawn = source.generator.bit_generator.random_raw(_NUM_WORDS // 2)
-        return drawn.astype("<u8", copy=False).view("<u4").astype(np.uint32, copy=False)
+        if sys.byteorder == "big":
+            drawn = drawn.astype("<u8").view("<u4").astype(np.uint32)
+        held: bytes = drawn.tobytes()
+        return held
 
     def get(self) -> Any:
         """The state."""
@@ -140,7 +145,7 @@ class _TwisterState(GeneratorState):
         self._gauss = (ctypes.c_char * 16).from_address(id(generator) + gauss - 8)
 
     def seed(self, seed: int) -> None:
-        self._memory.raw, self._gauss.raw = self._drawn_words(seed).tobytes() + _ALL_USED, _NO_SECOND
+        self._memory.raw, self._gauss.raw = self._drawn_words(seed) + _ALL_USED, _NO_SECOND
 
     def get(self) -> Any:
         return self._memory.raw, self._gauss.raw
@@ -159,7 +164,7 @@ class _PythonState(GeneratorState):
         self._memory = python_memory(generator)
 
     def seed(self, seed: int) -> None:
-        self._memory.raw = _ALL_USED + self._drawn_words(seed).tobytes()
+        self._memory.raw = _ALL_USED + self._drawn_words(seed)
         self.generator.gauss_next = None
 
     def get(self) -> Any:

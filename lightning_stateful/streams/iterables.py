@@ -21,6 +21,7 @@ from lightning_stateful.streams.pass_history import (
     digest_of_sample,
     history_of,
     parts_of,
+    saying_what_counts,
 )
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
@@ -260,8 +261,7 @@ class IterableSlot:
         self._history.append(0)
 
     def _set_iterator(self, iterator: Any) -> None:
-        self._samples = self._iterator = iterator
-        self._is_exhausted = False
+        self._samples, self._iterator, self._is_exhausted = iterator, iterator, False
 
     def _bring(self, held: NodeState) -> None:
         """Bring the dataset to where the pass begins, or to the state in it."""
@@ -308,8 +308,8 @@ class IterableSlot:
     def _begin_earlier_passes(self, passes: list[int]) -> None:
         """Begin the passes that training has begun, of one without state; where that changes the next, read them."""
         missing = passes[len(self._history) :]
-        most = max((number if number >= 0 else -number for number in missing), default=0)
-        are_read = bool(missing) and not self._begins_alike(most)
+        with saying_what_counts(self._dataset, self._name(), self.said):
+            are_read = bool(missing) and not self._begins_alike(max(map(abs, missing)))
         if missing and self._history.draws and not are_read:
             self.said.append(
                 f"{self._name()} holds a random generator that goes on from pass to pass. Earlier passes are not read "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lightning_stateful.samplers.attributes import named_outside
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.user_samplers.sampler_copy import SamplerParts, digest_of_contents
+from lightning_stateful.user_samplers.sampler_copy import SamplerParts, digest_of_contents, shown
 
 # The first samples of a pass, and those at powers of two behind them, tell it from others.
 NUM_FIRST = 8
@@ -48,6 +50,30 @@ def parts_of(dataset: Any) -> list[Any]:
 def digest_of_dataset(dataset: Any) -> str:
     """Digest of what a dataset holds, and the datasets in it."""
     return digest([digest_of_contents(part) for part in parts_of(dataset)])
+
+
+@contextmanager
+def saying_what_counts(dataset: Any, name: str, said: list[str]) -> Iterator[None]:
+    """Say of a dataset whose copies begin passes in the block that these have changed what its code names elsewhere.
+
+    Args:
+        dataset: The dataset.
+        name: The name of it for people.
+        said: Gets a warning.
+    """
+    before = _outside(dataset)
+    yield
+    now = _outside(dataset)
+    if changed := sorted(key for key in {*before, *now} if before.get(key) != now.get(key)):
+        said.append(
+            f"{name} changes {', '.join(changed)} in a pass, which no checkpoint has: the resume is not exact. "
+            "Keep what passes count in an attribute of the dataset, or let its order follow from set_epoch(epoch)."
+        )
+
+
+def _outside(dataset: Any) -> dict[str, str]:
+    """The values that the code of a dataset, and of the datasets in it, names outside of them."""
+    return {name: shown(value) for part in parts_of(dataset) for name, value in named_outside(part).items()}
 
 
 def history_of(dataset: Any) -> PassHistory:

@@ -7,10 +7,11 @@ else the loop's counters do. On a save Lightning calls ``state_dict``, then ``on
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -20,9 +21,7 @@ from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import VERSION
 from lightning_stateful.trainer import loop_progress, optimizer_steps, other_callbacks
 from lightning_stateful.trainer.checkpoint import (
-    STATE_KEY,
     find_data_state,
-    read_callback_state,
     refuse_empty_loops,
     refuse_other_seed,
     refuse_restored_loops,
@@ -36,13 +35,22 @@ from lightning_stateful.trainer.checkpoint import (
 from lightning_stateful.trainer.epoch_results import EpochResults
 from lightning_stateful.trainer.eval_loaders import exact_evaluation
 from lightning_stateful.trainer.held_trainers import warn_of_old_copies
+from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.lightning import TrainerFn, check_trainer, pl
 from lightning_stateful.trainer.loader_proxy import Request, discard_training_loaders, intercept, release
 from lightning_stateful.trainer.logs import log_data
-from lightning_stateful.trainer.loop_progress import LoopProgress
 from lightning_stateful.trainer.other_callbacks import monitored_metrics, restore_metrics
 from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
 from lightning_stateful.trainer.ranks import topology_of
+from lightning_stateful.trainer.run_notes import note_of_run, say_resumed
+from lightning_stateful.trainer.saved_progress import (
+    CALLBACK_KEY,
+    STATE_KEY,
+    LoopProgress,
+    read_callback_state,
+    read_counters,
+    rewritten,
+)
 from lightning_stateful.trainer.signals import HeldSignals
 from lightning_stateful.trainer.token_limit import TokenLimit
 from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders, seed_model
@@ -72,6 +80,10 @@ class StatefulDataCallback(pl.Callback):
             ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths.
         check_content: Keep a digest of every hundredth batch of map-style loaders in checkpoints, and read the latest
             again on a resume, to refuse data that are others than before.
+        ledger: A folder to which each rank writes what it trains on: of data with an index the indices. Read it with
+            :func:`~lightning_stateful.ledger.read_ledger`.
+        ledger_key: Gives keys of a batch's samples, integers or strings, for the ledger of data that have no index:
+            ``lambda batch: batch["id"]``.
         max_tokens_total: Stop training after the first step by which so many tokens of packed documents were served
             since it began, over all ranks, padding left out; exact over resumes.
 
@@ -98,6 +110,8 @@ class StatefulDataCallback(pl.Callback):
         accept: Collection[str] = (),
         log_data: bool = False,
         check_content: bool = True,
+        ledger: str | Path | None = None,
+        ledger_key: Callable[[Any], Any] | None = None,
         max_tokens_total: int | None = None,
     ) -> None:
         self.settings = Settings(
@@ -108,6 +122,7 @@ class StatefulDataCallback(pl.Callback):
             accept=accept,
             log_data=log_data,
             check_content=check_content,
+            ledger=LedgerWriter(ledger, ledger_key),
             max_tokens_total=max_tokens_total,
         )
         self._trainer: pl.Trainer | None = None
@@ -120,7 +135,7 @@ class StatefulDataCallback(pl.Callback):
     @property
     def state_key(self) -> str:
         """The same in every run, so that a checkpoint finds it."""
-        return "StatefulDataCallback"
+        return CALLBACK_KEY
 
     # Loaders
 
@@ -139,13 +154,13 @@ class StatefulDataCallback(pl.Callback):
             return
         if stage == "fit":
             begins_at = loop_progress.next_step(trainer)
-            if trainer is not self._trainer:
-                self._tokens = TokenLimit()
+            self._tokens = self._tokens.of(self.settings.max_tokens_total, anew=trainer is not self._trainer)
             if trainer is self._trainer and self._loaders is not None:
                 self._phase = SetUp(earlier=self._loaders, stopped_at=self._progress(), begins_at=begins_at)
             else:
                 self._phase = SetUp(begins_at=begins_at)
             self._trainer, self._loaders, self._results = trainer, None, EpochResults()
+            self.settings.ledger.close()
             # Lightning may have built the user's own loaders before this hook.
             discard_training_loaders(trainer)
         intercept(trainer, partial(self._training_loaders, trainer), partial(self._evaluation_loaders, trainer))
@@ -156,6 +171,7 @@ class StatefulDataCallback(pl.Callback):
         loop_progress.end_following(trainer)
         optimizer_steps.forget_steps(trainer)
         self._signals.end()
+        self.settings.ledger.close()
         if isinstance(self._phase, Resumed) and stage == "fit":
             other_callbacks.finish_averaging(trainer)
 
@@ -197,6 +213,7 @@ class StatefulDataCallback(pl.Callback):
         if error is not None and isinstance(self._phase, Interrupted) and not self._phase.was_restored:
             raise error
         progress, module = self._progress(), stateful_module(self._trainer)
+        self.settings.ledger.save(progress.epoch_and_step)
         averaged = other_callbacks.holds_averages(self._trainer)
         if averaged:
             warn_of_unusable_weights()
@@ -210,14 +227,16 @@ class StatefulDataCallback(pl.Callback):
             "monitored": self._monitored(progress),
             "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
             "data": self._data_state_at(progress) if module is None else None,
-            "tokens": self._tokens_at(progress),
+            "tokens": self._tokens.state(self._loaders, progress),
+            "written": self._note_of_run(),
+            "ledger": self.settings.ledger.start,
             "content": {} if self._loaders is None else deepcopy(self._loaders.content.latest),
         }
 
-    def _tokens_at(self, progress: LoopProgress) -> dict[str, Any] | None:
-        if self._loaders is None or self.settings.max_tokens_total is None:
-            return None
-        return self._tokens.state(self._loaders.combined, progress)
+    def _note_of_run(self) -> dict[str, Any]:
+        if self._trainer is None or self._loaders is None:
+            return {}
+        return note_of_run(self._trainer, self._loaders.combined)
 
     def _restored(self) -> bool:
         """Whether Lightning has restored its loops and optimizers, which it does just before training."""
@@ -283,6 +302,7 @@ class StatefulDataCallback(pl.Callback):
         if not isinstance(self._phase, Resumed) or not was_restored:
             self._phase = Interrupted(self._progress(), was_restored)
         self._signals.end(failed=True)
+        self.settings.ledger.close()
 
     def _progress(self) -> LoopProgress:
         """The progress of training."""
@@ -326,19 +346,23 @@ class StatefulDataCallback(pl.Callback):
         metrics: Mapping[str, float] = {}
         if saved is None:
             # Written without this callback.
-            progress = loop_progress.read_counters(loops["fit_loop"])
+            progress = read_counters(loops["fit_loop"])
         else:
             progress, metrics = read_callback_state(saved)
         state = find_data_state(checkpoint, saved, stateful_module(trainer), self.settings.accept)
+        before = progress
         loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         if saved is not None:
             refuse_other_seed(saved, loaders.seed, self.settings.accept)
             loaders.expect(saved.get("content"), state)
-        if self.settings.max_tokens_total is not None:
-            self._tokens.load(loaders.combined, (saved or {}).get("tokens"), progress)
-        loops["fit_loop"] = loop_progress.rewritten(loops["fit_loop"], progress)
+        self._tokens.load(loaders, (saved or {}).get("tokens"), progress)
+        loops["fit_loop"] = rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted
         self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics, (saved or {}).get("results"))
+        self.settings.ledger.resumed_from((saved or {}).get("ledger", ""), before.epoch_and_step)
+        if state is not None:
+            note = (saved or {}).get("written") or {}
+            say_resumed(trainer, loaders.combined, progress, before, note, loaders.num_batches)
         if trainer.strategy.restore_checkpoint_after_setup:
             # Such strategies restore after on_fit_start.
             loop_progress.lift_max_steps(trainer, progress, global_step)
@@ -366,6 +390,7 @@ class StatefulDataCallback(pl.Callback):
             return
         try:
             state = earlier.combined.state_at(*progress.epoch_and_step)
+            before = progress
             self._loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         except StateMismatchError as error:
             rank_zero_warn(
@@ -374,7 +399,10 @@ class StatefulDataCallback(pl.Callback):
                 category=StatefulWarning,
             )
             return
+        note = note_of_run(trainer, self._loaders.combined)
+        say_resumed(trainer, self._loaders.combined, progress, before, note, self._loaders.num_batches)
         loop_progress.continue_from(trainer, progress)
+        self.settings.ledger.resumed_from(self.settings.ledger.start, before.epoch_and_step)
         self._phase = Resumed(progress, trainer.global_step)
 
     # Training
@@ -392,6 +420,8 @@ class StatefulDataCallback(pl.Callback):
             self._loaders.begin()
             warn_of_old_copies(self._loaders.combined)
             loop_progress.follow_lengths(trainer)
+            begins = self._progress().epoch_and_step
+            self.settings.ledger.begin(trainer, self._loaders.combined.loaders, begins)
         if isinstance(self._phase, Resumed):
             self._phase = replace(self._phase, training_began=True)
             restore_metrics(trainer, self._phase.metrics)
@@ -403,8 +433,7 @@ class StatefulDataCallback(pl.Callback):
             loop_progress.prepare_first_epoch(trainer, self._phase.progress)
         else:
             self._phase = Training()
-        if self._loaders is not None and self.settings.max_tokens_total is not None:
-            self._tokens.begin(trainer, self._loaders.combined, self.settings.max_tokens_total)
+        self._tokens.begin(trainer, self._loaders)
         optimizer_steps.watch_steps(trainer)
         self._signals.begin(trainer)
 
@@ -419,8 +448,11 @@ class StatefulDataCallback(pl.Callback):
         phase = self._in_training()
         if phase.batch is None:
             refuse_other_loaders(trainer, self._loaders)
+            if self._loaders is not None:
+                self._loaders.content.warn_of_other_rows(self.settings.accept)
         self._phase = replace(phase, batch=loop_progress.note_batch(trainer))
         self._results.note_batch(trainer)
+        self.settings.ledger.begin_batch(loop_progress.next_step(trainer))
         other_callbacks.clear_stale_gradients(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -431,10 +463,10 @@ class StatefulDataCallback(pl.Callback):
         """
         loop_progress.skip_repeated_validation(trainer)
         self._results.add(trainer)
+        self.settings.ledger.end_batch()
         if self._loaders is not None:
             self._loaders.check_one_batch_a_step()
-            if self.settings.max_tokens_total is not None:
-                self._tokens.after_batch(trainer, self._loaders.combined, self.settings.max_tokens_total)
+            self._tokens.after_batch(trainer, self._loaders)
             if self.settings.log_data:
                 log_data(trainer, pl_module, self._loaders.combined)
 
@@ -448,6 +480,8 @@ class StatefulDataCallback(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let learning rate schedulers that monitor a metric step in a resumed epoch too."""
         self._phase = self._in_training()
+        reached = loop_progress.next_step(trainer, begun=True)
+        self.settings.ledger.end_epoch(reached, is_over=self._progress().epoch_and_step[0] > reached[0])
         self._results.end(trainer)
         optimizer_steps.end_resumed_epoch(trainer)
         self._seed_model(trainer, "epoch end")

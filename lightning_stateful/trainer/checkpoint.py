@@ -17,14 +17,9 @@ from lightning_stateful.errors import (
     StateError,
     StatefulWarning,
     StateMismatchError,
-    StateVersionError,
 )
-from lightning_stateful.state import VERSION
 from lightning_stateful.trainer.lightning import TrainerFn, TrainerStatus, pl
-from lightning_stateful.trainer.loop_progress import LoopProgress
-
-# Under this key a data module's state holds that of its data, apart from what a subclass adds.
-STATE_KEY = "lightning_stateful"
+from lightning_stateful.trainer.saved_progress import LoopProgress, data_state_in
 
 
 class HoldsDataState(Protocol):
@@ -32,40 +27,6 @@ class HoldsDataState(Protocol):
 
     def take_loaded_state(self) -> Mapping[str, Any] | None:
         """The state that Lightning has loaded into it; None from the second call on."""
-
-
-def read_callback_state(state: Any) -> tuple[LoopProgress, dict[str, float]]:
-    """The progress and the monitored metrics in the callback's state.
-
-    Raises:
-        DamagedStateError: It is not what the callback writes.
-        StateVersionError: A version wrote it that this one cannot read.
-        StateError: The run that wrote it had not restored itself, or its weights had been replaced by averages.
-    """
-    if not isinstance(state, Mapping) or type(state.get("version")) is not int:
-        raise DamagedStateError(f"The callback's state has no version: {state!r}. Resume from another checkpoint.")
-    if state["version"] != VERSION:
-        raise StateVersionError(
-            f"The callback's state has version {state['version']}, this installation reads version {VERSION}. "
-            "Install the version of lightning-stateful that wrote it."
-        )
-    if state.get("restored") is not True:
-        raise StateError(
-            "This checkpoint was written by a run that was itself being resumed and had not yet restored its "
-            "optimizers and loops. Resume from the checkpoint that that run was resumed from."
-        )
-    if state.get("averaged"):
-        raise StateError(
-            "This checkpoint was written while a callback had put averages in place of the weights, during a "
-            "validation or after training had ended, and training cannot go on with them. Resume from a checkpoint of "
-            "the training itself, or load these weights into the model, and call fit without ckpt_path."
-        )
-    if not isinstance(state.get("progress"), Mapping):
-        raise DamagedStateError(f"The callback's state has no progress: {state!r}. Resume from another checkpoint.")
-    metrics = state.get("monitored")
-    if not isinstance(metrics, Mapping) or not all(type(value) is float for value in metrics.values()):
-        raise DamagedStateError(f"The callback's state has no metrics: {state!r}. Resume from another checkpoint.")
-    return LoopProgress.from_dict(state["progress"]), dict(metrics)
 
 
 def warn_of_unusable_weights() -> None:
@@ -181,11 +142,6 @@ def refuse_restored_loops(before: tuple[int, int], now: tuple[int, int]) -> None
 def trains_on_our_module(trainer: Any) -> bool:
     """Whether the loaders to be trained on come from a data module that holds the data's state."""
     return bool(getattr(trainer.fit_loop._data_source.instance, "holds_data_state", False))
-
-
-def data_state_in(module_state: Any) -> Mapping[str, Any] | None:
-    """The data's state within a data module's state, which may hold more of the user's own."""
-    return module_state.get(STATE_KEY) if isinstance(module_state, Mapping) else None
 
 
 def warn_of_missing_loops(checkpoint: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -49,8 +50,6 @@ Request = Callable[[], Any]
 # shuffles.
 _RECORDS = "__pl_saved_"
 
-# Batches from one whose content is noted to the next.
-NOTED_EVERY = 100
 
 # How a warning of Lightning's begins that is wrong of our loaders.
 _DOUBT = "Your `IterableDataset` has `__len__` defined"
@@ -229,6 +228,8 @@ def _end_workers(combined: CombinedLoader | None) -> None:
     if combined is None:
         return
     proxies = [leaf for leaf in combined.flattened if isinstance(leaf, LoaderProxy)]
+    for proxy in proxies:
+        proxy.starts_early = bool
     if combined._iterator is not None and len(proxies) == len(combined.flattened):
         # A pass that was broken off has workers too. iter() drops it; the new pass starts none before its first batch.
         iter(combined)
@@ -295,11 +296,13 @@ class LoaderProxy:
         is_dealt_out: Show a DistributedSampler on a single rank too, as Lightning does under DDP.
         length: Called for the steps of the epoch that training is in; by default they are the loader's.
         at_end: Called when the loader has no further batch.
-        note: Called with the plan, the step and the batch before every hundredth batch of a plan is handed over.
+        starts_early: Tells whether workers are started when a pass is begun, and not by the first ``next()``.
+        note: Called with the plan, the step and the batch before a batch is handed over.
 
     Attributes:
         loader: The loader.
         original: The user's loader.
+        starts_early: As the argument.
         num_handed: Batches that the latest pass has handed over.
     """
 
@@ -319,9 +322,11 @@ class LoaderProxy:
         is_dealt_out: bool = False,
         length: Callable[[], int] | None = None,
         at_end: Callable[[], None] | None = None,
+        starts_early: Callable[[], bool] = bool,
         note: Callable[[EpochPlan, int, Any], None] | None = None,
     ) -> None:
         self.loader, self._length, self._at_end, self._note = loader, length, at_end, note
+        self.starts_early = starts_early
         self.original = loader if original is None else getattr(original, "original", original)
         self._shown = _shown(loader, self.original, overfits, is_dealt_out)
         self._given = _arguments_of(self._shown)
@@ -347,24 +352,37 @@ class LoaderProxy:
         return changed
 
     def __iter__(self) -> Iterator[Any]:
-        return _ProxyIterator(self._batches())
+        begun = self._begin() if self.starts_early() else None
+        if begun is not None:
+            # Its first batch is read: workers are there.
+            batches = begun[2]
+            begun = *begun[:2], chain(list(islice(batches, 1)), batches)
+        return _ProxyIterator(self._batches(begun))
 
-    def _batches(self) -> Iterator[Any]:
-        # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.
-        self._end_filter()
+    def _begin(self) -> tuple[Any, int, Iterator[Any]] | None:
+        """The plan, the step and the batches from there on; None where there are none."""
         found = self._locate()
         if found is None:
-            return
+            return None
         plan: Any  # a stream's loader reads plans of its own kind
         plan, step = found
+        return plan, step, self.loader.batches(plan, step, isolated=self._isolated)
+
+    def _batches(self, begun: tuple[Any, int, Iterator[Any]] | None) -> Iterator[Any]:
+        # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.
+        self._end_filter()
+        begun = begun or self._begin()
+        if begun is None:
+            return
+        plan, step, read = begun
         if "batch_sampler" in vars(self):
             batches = plan.batches(self.loader.topology.rank, step)
             self.batch_sampler.seen_batch_indices = [indices for _, indices in batches]
         self.num_handed = 0
-        for batch in self.loader.batches(plan, step, isolated=self._isolated):
+        for batch in read:
             if isinstance(batch, FailedBatch):
                 raise batch.error
-            if self._note is not None and (step + self.num_handed) % NOTED_EVERY == 0:
+            if self._note is not None:
                 self._note(plan, step + self.num_handed, batch)
             self.num_handed += 1
             if self._after_read is not None:

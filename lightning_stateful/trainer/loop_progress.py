@@ -1,110 +1,30 @@
 """Loop progress: how far a run has got by Lightning's counters, and how a resumed run is put there.
 
-This is the only file that touches the counters. ``docs/traps.md`` says what Lightning does with them and why they are
-rewritten. On a save :func:`read_progress` makes a :class:`LoopProgress` of them; on a resume :func:`rewritten` makes
-counters of it, and :func:`prepare_first_epoch` sees to what counters alone do not say. In between :func:`next_step`
-tells the loaders which batch comes next.
+This file and ``saved_progress.py``, which knows them as they stand in a checkpoint, are the only ones that touch the
+counters. ``docs/traps.md`` says what Lightning does with them and why they are rewritten. On a save
+:func:`read_progress` makes a :class:`LoopProgress` of them; on a resume :func:`rewritten` makes counters of it, and
+:func:`prepare_first_epoch` sees to what counters alone do not say. In between :func:`next_step` tells the loaders which
+batch comes next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_stateful.errors import DamagedStateError, StatefulWarning
+from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.trainer.lightning import RestartStage, TrainerFn, pl
 from lightning_stateful.trainer.other_callbacks import announce_resumed_epoch, tell_to_stop, waits_to_stop
+from lightning_stateful.trainer.saved_progress import TRACKED, LoopProgress, count_step, read_counters, rewritten
 
 _AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")
 # Ours, kept with the loop: the batch of which the optimizer has taken the step; see optimizer_steps.py.
 STEPPED_IN = "_stepped_in"
-_TRACKED = ("ready", "started", "processed", "completed")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopProgress:
-    """The progress of a training run.
-
-    Attributes:
-        epoch: Epochs that are over.
-        batch: Batches of the running epoch that the model has been trained on, so also the number, from 0, of the batch
-            that comes next; 0 between epochs.
-        running: An epoch has begun and its end hooks have not run.
-        ended: All batches of the running epoch are done, its end hooks are not.
-        validate: A validation is due before the next batch.
-        plateau: ``"step"`` or ``"epoch"`` if schedulers that monitor a metric have yet to take that step, or empty.
-        stepped: Lightning's ``_batches_that_stepped``, the steps that its loggers are told: a batch, or a window of
-            ``accumulate_grad_batches`` of them, counts when all that follows it, a validation too, is over.
-        train_reload_epoch: Epoch at which the training loaders were built last; -1 for none.
-        val_reload_epoch: The same for validation loaders.
-        validated: The batch of the running epoch after which a validation was run last, where that batch is trained on
-            again because its accumulation window was open; else 0. That validation is not run again.
-        stopping: The run has been told to stop, and waits for ``min_epochs`` or ``min_steps``.
-        uncounted: The optimizer has taken the step of the latest batch, and Lightning has not counted it; nor have
-            schedulers stepped.
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    running: bool = False
-    ended: bool = False
-    validate: bool = False
-    plateau: str = ""
-    stepped: int = 0
-    train_reload_epoch: int = -1
-    val_reload_epoch: int = -1
-    validated: int = 0
-    stopping: bool = False
-    uncounted: bool = False
-
-    @property
-    def epoch_and_step(self) -> tuple[int, int]:
-        """The epoch and step of the batch that comes next: after the last batch of an epoch, the next epoch."""
-        return (self.epoch + 1, 0) if self.ended else (self.epoch, self.batch)
-
-    def at_step(self, step: int, *, ended: bool) -> LoopProgress:
-        """The same progress within a running epoch in steps of the present ranks and batch sizes.
-
-        Args:
-            step: Batches that the model has been trained on.
-            ended: The epoch has no more of them.
-        """
-        validated = self.validated if step == self.batch else 0
-        progress = replace(self, batch=step, ended=ended, validated=validated)
-        if ended and not self.validate:
-            # Nothing is left on the present ranks. ``validate`` sends Lightning to the end of a batch, where it decides
-            # whether a validation is due, and counts that batch once more.
-            return replace(progress, validate=True, stepped=self.stepped - 1)
-        if self.validate and step != self.batch:
-            # Validations fall after certain steps, of which this is no longer one.
-            return replace(progress, validate=ended, stepped=self.stepped + (not ended))
-        return progress
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a state."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LoopProgress:
-        """Read what :meth:`to_dict` wrote.
-
-        Raises:
-            DamagedStateError: A key is missing or has the wrong type.
-        """
-        fresh = asdict(cls())
-        for key, default in fresh.items():
-            if type(data.get(key)) is not type(default):
-                raise DamagedStateError(
-                    f"The callback's state must hold a {type(default).__name__} under {key!r}, got {data.get(key)!r}. "
-                    "Resume from another checkpoint; this one's state is damaged."
-                )
-        return cls(**{key: data[key] for key in fresh})
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +63,7 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
     # Weights that have been trained on a batch hold it, wherever Lightning stands.
     uncounted = vars(epoch_loop).get(STEPPED_IN) == next_step(trainer, begun=True)
     state = fit_loop.state_dict()
-    progress = read_counters(_count_step(state) if uncounted else state, max_batches=max_batches)
+    progress = read_counters(count_step(state) if uncounted else state, max_batches=max_batches)
     in_batch_end = uncounted or _in_batch_end(trainer, begun)
     validated = _validated_before(trainer, progress.epoch)
     validate = progress.running and progress.batch > validated and _validation_is_due(trainer, in_batch_end)
@@ -172,76 +92,6 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
         train_reload_epoch=_epoch_or_none(fit_loop._last_train_dl_reload_epoch),
         val_reload_epoch=_epoch_or_none(epoch_loop.val_loop._last_val_dl_reload_epoch),
     )
-
-
-def read_counters(fit_loop_state: Mapping[str, Any], *, max_batches: float = float("inf")) -> LoopProgress:
-    """The progress of training by a fit loop's saved counters, whatever hook they were saved in.
-
-    Args:
-        fit_loop_state: ``fit_loop.state_dict()``, or ``checkpoint["loops"]["fit_loop"]``.
-        max_batches: Batches of a limited epoch, if known.
-    """
-    epoch = fit_loop_state["epoch_progress"]["current"]
-    batches = fit_loop_state["epoch_loop.batch_progress"]
-    batch = batches["current"]
-    stepped = fit_loop_state["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
-    if epoch["ready"] > epoch["started"]:
-        return LoopProgress(epoch=epoch["ready"] - 1, stepped=stepped)
-    if epoch["started"] == 0:
-        return LoopProgress(stepped=stepped)
-    is_last = batches["is_last_batch"] and batch["processed"] == batch["ready"]
-    ended = is_last or batch["processed"] >= max_batches
-    if ended and epoch["processed"] >= epoch["started"]:
-        return LoopProgress(epoch=epoch["started"], stepped=stepped)
-    return LoopProgress(
-        epoch=epoch["started"] - 1, batch=batch["processed"], running=True, ended=ended, stepped=stepped
-    )
-
-
-def rewritten(fit_loop_state: Mapping[str, Any], progress: LoopProgress) -> dict[str, Any]:
-    """A fit loop's state whose counters say ``progress`` in the one form that Lightning resumes from exactly.
-
-    In that form a batch is either over in all four counts (ready, started, processed, completed) or in none, and an
-    epoch that is running is ready and started, not processed and not completed.
-    """
-    state: dict[str, Any] = _count_step(fit_loop_state) if progress.uncounted else deepcopy(dict(fit_loop_state))
-    state["state_dict"].pop("combined_loader", None)
-    old = state["epoch_loop.batch_progress"]
-    before = old["total"]["processed"] - old["current"]["processed"]
-    begun = progress.epoch + 1 if progress.running else progress.epoch
-    state["epoch_progress"] = {
-        scope: dict(zip(_TRACKED, (begun, begun, progress.epoch, progress.epoch), strict=True))
-        for scope in ("total", "current")
-    }
-    if not progress.running:
-        before += old["current"]["processed"]
-    state["epoch_loop.batch_progress"] = {
-        "total": dict.fromkeys(_TRACKED, before + progress.batch),
-        "current": dict.fromkeys(_TRACKED, progress.batch),
-        "is_last_batch": progress.ended or not progress.running,
-    }
-    state["epoch_loop.state_dict"]["_batches_that_stepped"] = progress.stepped
-    for key in ("epoch_loop.scheduler_progress", "epoch_loop.manual_optimization.optim_step_progress"):
-        _set_counts(state.get(key, {}))
-    optimizer = state.get("epoch_loop.automatic_optimization.optim_progress", {}).get("optimizer", {})
-    for counts in optimizer.values():
-        _set_counts(counts)
-    validation = state.get("epoch_loop.val_loop.batch_progress", {})
-    _set_counts(validation, 0)
-    if "is_last_batch" in validation:
-        validation["is_last_batch"] = False
-    return state
-
-
-def _count_step(fit_loop_state: Mapping[str, Any]) -> dict[str, Any]:
-    """A fit loop's state in which the batch and the optimizer step that have begun are over."""
-    state: dict[str, Any] = deepcopy(dict(fit_loop_state))
-    batches = state["epoch_loop.batch_progress"]
-    steps = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
-    for scope in ("total", "current"):
-        batches[scope]["processed"] = batches[scope]["ready"]
-        steps[scope]["completed"] = steps[scope]["ready"]
-    return state
 
 
 def note_early_end(trainer: pl.Trainer) -> None:
@@ -322,8 +172,8 @@ def _limited(loader: Any, limit: float) -> float:
 def epoch_set_to(trainer: pl.Trainer, epoch: int) -> Iterator[None]:
     """Make ``trainer.current_epoch`` be ``epoch`` for a while, before Lightning restores its loops."""
     current = trainer.fit_loop.epoch_progress.current
-    held = {name: getattr(current, name) for name in _TRACKED}
-    for name in _TRACKED:
+    held = {name: getattr(current, name) for name in TRACKED}
+    for name in TRACKED:
         setattr(current, name, epoch)
     try:
         yield
@@ -489,9 +339,3 @@ def _in_epoch_end(trainer: pl.Trainer) -> bool:
 
 def _epoch_or_none(epoch: float) -> int:
     return -1 if epoch == float("-inf") else int(epoch)
-
-
-def _set_counts(counts: dict[str, Any], number: int | None = None) -> None:
-    """Set all counts of a progress to a number, or to what is completed."""
-    for scope in counts.keys() & {"total", "current"}:
-        counts[scope] = dict.fromkeys(counts[scope], counts[scope]["completed"] if number is None else number)

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from lightning_stateful.trainer.lightning import pl
-from lightning_stateful.trainer.loop_progress import STEPPED_IN, LoopProgress, epoch_set_to, next_step
+from lightning_stateful.trainer.loop_progress import STEPPED_IN, epoch_set_to, next_step
+from lightning_stateful.trainer.saved_progress import LoopProgress
 
 
 def watch_steps(trainer: pl.Trainer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -12,7 +12,10 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.lightning import pl
-from lightning_stateful.trainer.loop_progress import LoopProgress
+from lightning_stateful.trainer.saved_progress import LoopProgress
+
+if TYPE_CHECKING:
+    from lightning_stateful.trainer.train_loaders import TrainLoaders
 
 
 def checked_limit(limit: int | None) -> int | None:
@@ -31,66 +34,86 @@ class TokenLimit:
     whose epochs follow each other not even these.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
         # By path of the loaders that count anew in each epoch: tokens of the epochs before the running one.
         self._epoch, self._step = 0, 0
         self._before: dict[str, int] = {}
         # Steps to come in which the limit cannot be reached.
         self._steps_left = 0
 
-    def state(self, combined: CombinedLoaders, progress: LoopProgress) -> dict[str, Any]:
-        """Plain data for a checkpoint of this progress: the epoch that comes next, and tokens of those before it."""
+    def of(self, limit: int | None, *, anew: bool) -> TokenLimit:
+        """The same count for another limit; from the beginning if it is to begin anew."""
+        if anew:
+            return TokenLimit(limit)
+        self._limit = limit
+        return self
+
+    def state(self, loaders: TrainLoaders | None, progress: LoopProgress) -> dict[str, Any] | None:
+        """Plain data for a checkpoint of this progress: the epoch that comes next, and tokens of those before it.
+
+        Without a limit, or before there are loaders, it is None.
+        """
+        if loaders is None or self._limit is None:
+            return None
         epoch, _ = progress.epoch_and_step
         if epoch == self._epoch:
             return {"epoch": epoch, "before": dict(self._before)}
         last = progress.batch if progress.ended and progress.epoch == self._epoch else self._step
-        return {"epoch": epoch, "before": self._after_epoch(combined, last)}
+        return {"epoch": epoch, "before": self._after_epoch(loaders.combined, last)}
 
-    def load(self, combined: CombinedLoaders, saved: Mapping[str, Any] | None, progress: LoopProgress) -> None:
+    def load(self, loaders: TrainLoaders, saved: Mapping[str, Any] | None, progress: LoopProgress) -> None:
         """Go on from a checkpoint.
 
         Args:
-            combined: The loaders.
+            loaders: The loaders.
             saved: What :meth:`state` gave; None where nobody has counted.
             progress: Where the run goes on; on other ranks an epoch may be over that was not when it was saved.
 
         Warns:
             StatefulWarning: Nobody has counted the tokens of earlier epochs.
         """
+        if self._limit is None:
+            return
         self._epoch = progress.epoch_and_step[0] if saved is None else saved["epoch"]
         self._step = progress.batch if progress.epoch == self._epoch else 0
         self._before = {} if saved is None else dict(saved["before"])
-        if saved is None and self._epoch and not all(one.order.carries_over for one in combined.loaders.values()):
+        counts_anew = not all(loader.order.carries_over for loader in loaders.combined.loaders.values())
+        if saved is None and self._epoch and counts_anew:
             rank_zero_warn(
                 f"The checkpoint does not say how many tokens the epochs before epoch {self._epoch} have served: it "
                 "was written without max_tokens_total. Tokens are counted from the beginning of that epoch.",
                 category=StatefulWarning,
             )
 
-    def begin(self, trainer: pl.Trainer, combined: CombinedLoaders, limit: int) -> None:
+    def begin(self, trainer: pl.Trainer, loaders: TrainLoaders | None) -> None:
         """Look before the first batch of a fit.
 
         Raises:
             ConfigurationError: Nothing in the data is packed.
         """
-        epoch, step = loop_progress.next_step(trainer)
+        if loaders is None or self._limit is None:
+            return
+        combined, (epoch, step) = loaders.combined, loop_progress.next_step(trainer)
         if not any(_tokens_of(report) is not None for report in combined.report_at(epoch, step).values()):
             raise ConfigurationError(
-                f"max_tokens_total={limit} counts the tokens of packed documents, and nothing that is trained on is "
-                "packed by this package. Use PackedDataModule or StreamDataModule(..., packing=...), or Trainer's "
+                f"max_tokens_total={self._limit} counts the tokens of packed documents, and nothing that is trained on "
+                "is packed by this package. Use PackedDataModule or StreamDataModule(..., packing=...), or Trainer's "
                 "max_steps."
             )
         self._move(combined, epoch, step)
-        self._look(combined, trainer, limit)
+        self._look(combined, trainer, self._limit)
 
-    def after_batch(self, trainer: pl.Trainer, combined: CombinedLoaders, limit: int) -> None:
+    def after_batch(self, trainer: pl.Trainer, loaders: TrainLoaders) -> None:
         """Tell the trainer to stop if the limit was reached."""
+        if self._limit is None:
+            return
         self._steps_left -= 1
-        self._move(combined, *loop_progress.next_step(trainer))
+        self._move(loaders.combined, *loop_progress.next_step(trainer))
         # A window of accumulation is trained on as a whole.
         ends_window = trainer.is_last_batch or self._step % trainer.accumulate_grad_batches == 0
         if self._steps_left <= 0 and ends_window:
-            self._look(combined, trainer, limit)
+            self._look(loaders.combined, trainer, self._limit)
 
     def _move(self, combined: CombinedLoaders, epoch: int, step: int) -> None:
         if epoch < self._epoch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.batch_content import BatchContent
 from lightning_stateful.trainer.checkpoint import warn_of_missing_state
+from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.lightning import TrainerFn, is_param_in_hook_signature, pl
 from lightning_stateful.trainer.loader_proxy import (
     LoaderProxy,
@@ -33,12 +34,16 @@ from lightning_stateful.trainer.loader_proxy import (
     refuse_no_loaders,
     request_training_loaders,
 )
-from lightning_stateful.trainer.loop_progress import LoopProgress
 from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
+from lightning_stateful.trainer.run_notes import dealt_otherwise, say_what_is_exact
+from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail
+
+# Batches from one whose content is noted to the next.
+_NOTED_EVERY = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,7 @@ class Settings:
         accept: Names of differences to let pass on load.
         log_data: Log what has been served and how it was padded.
         check_content: Compare a batch now and then with what a resume reads in its place.
+        ledger: Writes what is trained on.
         max_tokens_total: Tokens after which training stops.
     """
 
@@ -63,6 +69,7 @@ class Settings:
     accept: Collection[str] = ()
     log_data: bool = False
     check_content: bool = True
+    ledger: LedgerWriter = field(default_factory=LedgerWriter)
     max_tokens_total: int | None = None
 
     def __post_init__(self) -> None:
@@ -118,7 +125,8 @@ class TrainLoaders:
 
     def __init__(self, trainer: pl.Trainer, raw: Any, settings: Settings) -> None:
         self._trainer = trainer
-        self._settings, self.seed = settings, seed_or_default(settings.seed)
+        self._settings, self.seed, self._ledger = settings, seed_or_default(settings.seed), settings.ledger
+        self._notes_content = settings.check_content and trainer.is_global_zero
         step = trainer.lightning_module.training_step
         self._step_fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
         structure = Structure.of(raw)
@@ -143,7 +151,8 @@ class TrainLoaders:
         self.structure: Any = structure.rebuilt(self._proxies)
         self.combined.refuse_short_sources(self.num_batches(self._next_step()[0]))
         self._prepare()
-        self._report(structure.loaders)
+        dealt = {path: dealt_otherwise(structure.loaders[path], of) for path, of in self.combined.loaders.items()}
+        say_what_is_exact(self.combined, self.seed, settings.seed_samples, dealt)
         self._warn_of_cut_epochs()
         self._warn_of_shared_datasets()
         configs = [{path: loader.tracker.config} for path, loader in self.combined.loaders.items()]
@@ -282,8 +291,7 @@ class TrainLoaders:
 
     def _build_patched(self, loader: Any, path: str) -> AnyLoader:
         # Loaders with generators of one state draw the same orders in torch, and pairs of samples may depend on that.
-        drawn = isinstance(loader, DataLoader) and not isinstance(loader, TrackedLoader)
-        key = digest_of_generators(loader.generator, loader.sampler, loader.batch_sampler) if drawn else ""
+        key = drawn_key(loader)
         drawn_as = self._drawn_as.setdefault(key, path) if key else None
         patched = self._settings.build_patched(self._trainer, loader, path, "training", drawn_as=drawn_as)
         held = held_loader(loader)
@@ -312,23 +320,6 @@ class TrainLoaders:
                 lag=longest_accumulation(self._trainer) - 1,
                 repeats=overfits(self._trainer),
             )
-
-    def _report(self, given: Mapping[str, Any]) -> None:
-        drawing = "Samplers and samples draw" if self._settings.seed_samples else "Samplers draw"
-        rank_zero_info(
-            f"{drawing} random numbers by (seed {self.seed}, epoch, batch), and not from "
-            "where the generators of the process stand."
-        )
-        for path, loader in self.combined.loaders.items():
-            where = f"Training data {path!r}" if path else "Training data"
-            for note in (loader.resume_note, dealt_otherwise(given[path], loader)):
-                if note:
-                    rank_zero_info(f"{where}: {note}")
-            if repeats := loader.plan(0).repeats():
-                rank_zero_info(
-                    f"{where}: {repeats}, because {loader.topology.num_replicas} ranks take equal steps. "
-                    "drop_last=True, or tail='drop' for a sampler of yours, leaves incomplete steps out instead."
-                )
 
     def _warn_of_shared_datasets(self) -> None:
         found: dict[int, str] = {}
@@ -364,11 +355,13 @@ class TrainLoaders:
     # No local functions: where workers are spawned, proxies may have to be pickled.
 
     def _proxy(self, path: str, original: Any) -> LoaderProxy:
+        loader = self.combined.loaders[path]
+        if self._ledger.is_on and isinstance(loader, StatefulLoader):
+            loader.keep_indices()
         # One seed for all: which of several loaders is asked last depends on which of them have ended.
         rank = topology_of(self._trainer).rank
-        is_noted = self._settings.check_content and self._trainer.is_global_zero
         return LoaderProxy(
-            self.combined.loaders[path],
+            loader,
             partial(self._locate, path),
             partial(self._seed_batch, self.seed, rank),
             isolated=not self._settings.seed_model,
@@ -377,11 +370,24 @@ class TrainLoaders:
             is_dealt_out=deals_out(self._trainer),
             length=partial(self._length, path),
             at_end=self._note_end,
-            note=partial(self._note_batch, path) if is_noted else None,
+            starts_early=partial(self._starts_early, path),
+            note=partial(self._note_batch, path) if self._notes_content or self._ledger.is_on else None,
         )
 
+    def _starts_early(self, path: str) -> bool:
+        """Whether workers start before ``on_train_start``, as in Lightning: in a first epoch that is not resumed."""
+        # On a resume, that hook may set again what training has changed.
+        is_fresh = self._resumed_at is None and not self._training_began and self._trainer.ckpt_path is None
+        has_workers = bool(getattr(self.combined.loaders[path], "num_workers", 0))
+        return is_fresh and has_workers and self._next_step() == (0, 0)
+
     def _note_batch(self, path: str, plan: EpochPlan, step: int, batch: Any) -> None:
-        self.content.note(path, plan, step, batch, self._next_step())
+        if self._notes_content and step % _NOTED_EVERY == 0:
+            self.content.note(path, plan, step, batch, self._next_step())
+        if self._ledger.is_on:
+            loader = self.combined.loaders[path]
+            indices = loader.take_indices() if isinstance(loader, StatefulLoader) else None
+            self._ledger.note(path, plan.progress_after(0), indices, batch)
 
     def _note_end(self) -> None:
         # Of several, one may end before the others.
@@ -455,19 +461,16 @@ def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> N
         )
 
 
+def drawn_key(loader: Any) -> str:
+    """A digest of the generators that a loader draws its order from; empty if it draws from none of its own."""
+    drawn = isinstance(loader, DataLoader) and not isinstance(loader, TrackedLoader)
+    return digest_of_generators(loader.generator, loader.sampler, loader.batch_sampler) if drawn else ""
+
+
 def length_of(loader: AnyLoader) -> int:
     """The length of an epoch over all ranks, in samples or, of whole batches, steps."""
     plan = loader.plan(0)
     return plan.num_steps if plan.num_steps == UNKNOWN else plan.progress_after(plan.num_steps).consumed
-
-
-def dealt_otherwise(given: Any, loader: AnyLoader) -> str:
-    """The difference of an order from torch's, in words; empty for none, or where an order was given."""
-    if isinstance(given, TrackedLoader) or not isinstance(loader, StatefulLoader) or not loader.description.is_plain:
-        return ""
-    if loader.topology.num_replicas == 1:
-        return ""
-    return "Of each step a rank takes consecutive samples, where DistributedSampler gives it every so many."
 
 
 def _is_shuffled(loader: Any) -> bool:

@@ -81,6 +81,12 @@ class SamplerFacts:
     error: str = ""
     fresh: Any = None
 
+    @property
+    def sequence(self) -> str:
+        """Digests of how epoch 0 begins, and of all of it where its ``len()`` says how long it is; empty if untried."""
+        whole = self.marks.get(self.length or 0) if self.says is not None else None
+        return self.begins if whole is None else f"{self.begins}-{whole}"
+
 
 def check_sampler(order: WrappedSampler, choose: Callable[[Any], list[Setting]] | None = None) -> SamplerFacts:
     """Iterate a copy of a sampler over epoch 0, at most over a million items.
@@ -304,9 +310,9 @@ _BEGINS_ANEW = (
     "return iter(list)."
 )
 _CHANGES_DATA = (
-    " changes its dataset, its class or module, or objects in a list of more than 1,024 while it is iterated, which no "
-    "copy of it can try before training without changing them too. Let it keep what it changes in attributes of its "
-    "own."
+    " changes its dataset, its class or module, a variable of the environment, or objects in a list of more than 1,024 "
+    "while it is iterated, which no copy of it can try before training without changing them too. Let it keep what it "
+    "changes in attributes of its own."
 )
 _CHANGES_UNSEEN = (
     " yields something else whenever a copy of it is begun, and holds variables of a function, or an object that is "
@@ -354,7 +360,7 @@ def deal(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing:
             return Dealing(settings=tuple(settings_of_one_rank(inner, by_dataset=True)))
         return Dealing(is_own=not order.is_dealt_out or (num_replicas > 1 and not order.is_wrapped))
     if num_replicas == 1 or order.is_known or not order.is_dealt_out:
-        return Dealing(is_own=not order.is_dealt_out, begins=order.facts.begins)
+        return Dealing(is_own=not order.is_dealt_out, begins=order.facts.sequence)
     facts = order.facts
     knows = is_given_ranks(order.sampler) or facts.asks
     alone = _prove(order, num_replicas, rank) if knows else None
@@ -364,6 +370,7 @@ def deal(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing:
         "knows": knows,
         "marks": {str(count): mark for count, mark in facts.marks.items()},
         "length": facts.length,
+        "sequence": facts.sequence,
         "numbers": numbers_in(order.sampler),
         "alone": None if alone is None else alone.begins,
         "error": facts.error,
@@ -377,7 +384,7 @@ def deal(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing:
     is_alike = all(_alike(of, reports[0]) for of in reports) and (len(reports) == num_replicas or not knows)
     is_alike = "nondeterministic" in order.accept or (is_alike and not any(of["error"] for of in reports))
     if is_alike and (order.is_wrapped or not any(of["knows"] for of in reports)):
-        return Dealing(begins=facts.begins)
+        return Dealing(begins=facts.sequence)
     held = name_of_rank([of["numbers"] for of in reports]) if len(reports) == num_replicas else None
     if not any(of["knows"] for of in reports) and held is None:
         raise RankMismatchError(_differ(order, reports))
@@ -392,7 +399,7 @@ def deal(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing:
         f"together: each of the {num_replicas} ranks iterates its own, where Lightning, left to deal out, would divide "
         "its share once more. A resume needs as many ranks."
     )
-    return Dealing(is_own=True, begins=[_beginning_in(of) for of in reports], note=note)
+    return Dealing(is_own=True, begins=[of["sequence"] for of in reports], note=note)
 
 
 def _beginning_in(report: Any) -> str:
@@ -445,7 +452,7 @@ def _prove(order: WrappedSampler, num_replicas: int, rank: int) -> Dealing | Non
                 with told(settings):
                     # They can be set on the sampler itself.
                     note = "It is told that there is one rank, which provably yields what all ranks yield together."
-                    return Dealing(settings=settings, answers=facts.asks, facts=alone, begins=alone.begins, note=note)
+                    return Dealing(settings=settings, answers=facts.asks, facts=alone, begins=alone.sequence, note=note)
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import os
 import random
 import sys
 from array import array
@@ -259,8 +260,13 @@ def digest_of_generators(*holders: Any) -> str:
 
 
 def digest_of_surroundings(sampler: Any, dataset: Any = None) -> str:
-    """Digest of what copies of a sampler share with it: long lists, and what datasets, classes and modules hold."""
+    """Digest of what copies of a sampler share with it.
+
+    These are long lists, what datasets, classes and modules hold, and numbers among the variables of the environment.
+    """
     hashed = hashlib.blake2b(digest_of_contents(sampler, dataset, of_shared=True).encode(), digest_size=16)
+    # Numbers alone: a library that is imported while it is iterated may set others.
+    hashed.update(repr(sorted(item for item in os.environ.items() if item[1].isdigit())).encode())
     parts = SamplerParts(sampler, dataset)
     holders = [part for part in parts.shared if not isinstance(part, (type, ModuleType))]
     holders += [part._buffers for part in holders if isinstance(part, torch.nn.Module)]
@@ -272,9 +278,13 @@ def digest_of_surroundings(sampler: Any, dataset: Any = None) -> str:
             # Modules hold what Python has noted, such as warnings that were shown.
             is_value = type(item) in PLAIN or isinstance(item, (*_SEQUENCES, torch.Tensor, np.ndarray))
             if is_value and not name.startswith("__"):
-                shown = [_shown(one) for one in _spread(item)] if isinstance(item, _SEQUENCES) else _shown(item)
-                hashed.update(f"{name}={shown};".encode())
+                hashed.update(f"{name}={shown(item)};".encode())
     return hashed.hexdigest()
+
+
+def shown(value: Any) -> str:
+    """The plain values in a value or its items, some of a long one's, and the types of others."""
+    return str([_shown(one) for one in _spread(value)]) if isinstance(value, _SEQUENCES) else _shown(value)
 
 
 def _with_classes(module: ModuleType | None) -> list[Any]:

@@ -151,7 +151,8 @@ class SamplerMemory:
             self._warn(
                 f"{order.name} yields something else at item {index} of its first epoch than when it was tried before "
                 "training: it depends on training, time, a thread or another process. A resume from here is exact only "
-                "if it yields the same again; otherwise it is refused.",
+                "if it yields the same again. Within an epoch anything else is refused; where an epoch begins, nobody "
+                "can tell.",
                 once="trial",
             )
 

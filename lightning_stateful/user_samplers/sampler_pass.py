@@ -35,6 +35,8 @@ STATE_STRIDE = 16
 _DIGEST_STRIDE = 1024
 # Prefetching workers and open accumulation windows are as far as training may lie behind what was drawn.
 _KEPT_NOTES = 512
+# Samples before the present one of which a digest is taken when a state is asked for; of whole batches it is one.
+_NUM_LATEST = 64
 # Notes that other ranks see, where each iterates its own.
 _NUM_POSTED = 16
 # Seconds from which on the cost of fast-forwarding is worth a word.
@@ -134,15 +136,16 @@ class SamplerPass:
 
     It begins when it is first asked for items: by the sampler's own state, or at the pass's first item, and drops what
     comes before. On its way it notes items with a digest of what was yielded there, and with the sampler's own state
-    before that, if it has one. A resume compares the digest of the note that it begins from.
+    before that, if it has one. A state holds the latest note, and a digest of the items just before the state: a resume
+    compares both.
 
     Args:
         order: The sampler.
         epoch: Which epoch.
         cycle: Which pass within the epoch.
         first: The index of the first item that is wanted.
-        noted: A note of an earlier run: the index of an item, its digest, and the sampler's own state or None. Empty
-            for none.
+        noted: A note of an earlier run: the index of an item, its digest, the sampler's own state or None, and the
+            first and the end of the items just before that run's state with their digest. Empty for none.
         earlier: Passes that the run has begun before, as a state has them, in a list; None, or a ``PassesHere``, for a
             pass that follows those of this process.
 
@@ -160,7 +163,12 @@ class SamplerPass:
         self.end: int | None = None
         self.label = (0, 0) if order.repeats_first_epoch else (epoch, cycle)
         self._order, self._epoch, self._first, self._earlier = order, epoch, first, earlier
-        self._expected = noted or (0, "", None)
+        self._expected = noted[:3] or (0, "", None)
+        self._expected_latest = noted[3] if len(noted) > 3 else None
+        # Items that were taken, each time with the index behind them; of whole batches the last.
+        self._taken: deque[tuple[int, list[Any]]] = deque(maxlen=_KEPT_NOTES)
+        # The next item of which a note is taken.
+        self._noted_next = 0
         self.has_states = order.resume_mode == "own_state"
         self._iterated: IteratedSampler | None = None
         self._iterator: Iterator[Any] = iter(())
@@ -189,11 +197,27 @@ class SamplerPass:
         """The next ``count`` items, which have to be ready."""
         ready = self._ready
         taken, self._ready = (ready, []) if len(ready) == count else (ready[:count], ready[count:])
+        self._taken.append((self.drawn - len(self._ready), taken if type(taken[-1]) is int else _snapshot(taken)))
         return taken
 
     def noted_before(self, index: int) -> list[Any]:
-        """The latest note of an earlier item, for a progress at ``index``; empty if there is none."""
-        return next((note for note in reversed(self._notes) if note[0] < index), [])
+        """The latest note of an earlier item, for a progress at ``index``, with a digest of the items before that.
+
+        Empty if there is none.
+        """
+        note = next((note for note in reversed(self._notes) if note[0] < index), None)
+        return [] if note is None else [*note, self._latest_before(index, note[0] if self.has_states else 0)]
+
+    def _latest_before(self, index: int, least: int) -> list[Any] | None:
+        """First, end and digest of up to 64 items before ``index``; None where it is not between two steps."""
+        found: list[Any] = []
+        for end, taken in reversed(self._taken):
+            if end == index - len(found):
+                found = [*taken, *found]
+                if len(found) >= _NUM_LATEST or not isinstance(taken[-1], _INTEGERS):
+                    break
+        first = max(index - len(found), index - _NUM_LATEST, least)
+        return [first, index, digest(found[first - index :])] if first < index else None
 
     def noted_by_ranks(self, index: int) -> list[list[Any]]:
         """The latest notes of an earlier item that all ranks have posted, where each iterates its own sampler."""
@@ -215,7 +239,7 @@ class SamplerPass:
         if iterated is None:
             return
         while len(self._ready) < target and self.end is None:
-            self._pull(iterated, target - len(self._ready))
+            self._pull(iterated, target - len(self._ready), self._ready)
         if self.end is not None:
             self._order.memory.note_end(self._order, self)
 
@@ -231,8 +255,11 @@ class SamplerPass:
         note = partial(order.memory.note_contents, order, self)
         self._iterator = iterated.begin(*self.label, index, state, before_iter=note)
         distance = self._first - self.drawn
-        while self.drawn < self._first and self.end is None:
-            self._pull(iterated, self._first - self.drawn)
+        expected = self._expected_latest
+        if expected is not None and self.drawn <= expected[0] and expected[1] <= self._first:
+            self._drop(iterated, expected[1])
+            self._compare_latest()
+        self._drop(iterated, self._first)
         if self.drawn < self._first:
             raise PositionError(
                 f"{self._first} items of {order.name} were used in epoch {self._epoch}, but now it ends before "
@@ -245,28 +272,48 @@ class SamplerPass:
                 f"which took {seconds:.1f} s. A sampler with state_dict() and load_state_dict() is there at once."
             )
 
-    def _pull(self, iterated: IteratedSampler, wanted: int) -> None:
-        """Let the sampler yield items as far as the next one that is noted, or that one alone."""
-        began, before, state = self.drawn, len(self._ready), None
-        is_noted = began == (noted := self._next_note(began))
+    def _drop(self, iterated: IteratedSampler, end: int) -> None:
+        """Let the sampler yield what comes before an item, and remember what is just before it."""
+        kept: list[Any] = []
+        for until, into in ((max(end - _NUM_LATEST, 0), None), (end, kept)):
+            while self.drawn < until and self.end is None:
+                self._pull(iterated, until - self.drawn, into)
+        if kept:
+            self._taken.append((self.drawn, _snapshot(kept)))
+
+    def _compare_latest(self) -> None:
+        """Compare the items just before a state of an earlier run, unless its note has differed already."""
+        if self._expected_latest is None:
+            return
+        first, end, saved = self._expected_latest
+        found = self._latest_before(end, first)
+        if self.drawn == end and found is not None and found[2] != saved:
+            self._differs(first, saved, found[2])
+
+    def _pull(self, iterated: IteratedSampler, wanted: int, into: list[Any] | None) -> None:
+        """Let the sampler yield items as far as the next one that is noted, or that one alone; None drops them."""
+        began, state = self.drawn, None
+        if began > self._noted_next:
+            self._noted_next = self._next_note(began)
+        is_noted = began == (noted := self._noted_next)
         if is_noted and self.has_states:
             index, _, state = self._expected
             if began != index:
                 state = iterated.state(*self.label, began) if began else None
         wanted = 1 if is_noted else min(wanted, noted - began)
         with _NOTHING if gives_kept(self._iterator, wanted) else iterated.entered():
-            if began < self._first:
+            if into is None:
                 # Dropped at the speed of the sampler itself.
                 item = next(islice(self._iterator, wanted - 1, None), _END)
                 self.drawn += 0 if item is _END else wanted
             else:
-                items = islice(self._iterator, wanted)
+                items, before = islice(self._iterator, wanted), len(into)
                 try:
                     # What a sampler yielded before it failed stays.
-                    self._ready.extend(map(_kept, items) if self._copies else items)
+                    into.extend(map(_kept, items) if self._copies else items)
                 finally:
-                    self.drawn += len(self._ready) - before
-                item = self._ready[-1] if self._ready else _END
+                    self.drawn += len(into) - before
+                item = into[-1] if into else _END
         if self.drawn < began + wanted:
             self.end = self.drawn
         elif is_noted:
@@ -285,18 +332,27 @@ class SamplerPass:
             notes = list(islice(self._notes, max(len(self._notes) - _NUM_POSTED, 0), None))
             post(self._posted_as, {"label": self.label, "notes": notes})
         order.memory.compare_with_check(order, self, index, found)
-        if index != at or found == expected or not expected:
-            return
+        if index == at and expected and found != expected:
+            self._expected_latest = None
+            self._differs(index, expected, found, of_state=state is not None)
+
+    def _differs(self, index: int, expected: str, found: str, *, of_state: bool = False) -> None:
+        """Refuse items that are not those of an earlier run, or warn where that is accepted.
+
+        Raises:
+            StateMismatchError: It is not accepted.
+        """
+        order = self._order
         if "nondeterministic" in order.accept:
             warn(
                 f"{order.name} differs from run to run. What is left of epoch {self._epoch} is not what was left when "
                 "the checkpoint was written: some samples come twice, and others never."
             )
             return
-        of_state = "" if state is None else f"See that {order.name}.load_state_dict leads back to this very item. "
+        hint = f"See that {order.name}.load_state_dict leads back to this very item. " if of_state else ""
         remedy = (
             f"{order.name} no longer yields what it did up to this item: build it with the same data and settings. "
-            f"{of_state}If it depends on anything else (training, time, the order of a set, another process), make it "
+            f"{hint}If it depends on anything else (training, time, the order of a set, another process), make it "
             "depend on its epoch alone. accept=('sequence',) goes on all the same."
         )
         changed = Difference(path=f"sequence at item {index}", saved=expected, present=found, remedy=remedy)
@@ -332,6 +388,14 @@ def next_digest_index(index: int) -> int:
     if index >= _DIGEST_STRIDE:
         return -(-index // _DIGEST_STRIDE) * _DIGEST_STRIDE
     return index if index < 2 else 1 << (index - 1).bit_length()
+
+
+def _snapshot(items: list[Any]) -> list[Any]:
+    """Indices; of other items the last one as it is now, though its sampler may change it later."""
+    last = items[-1]
+    if isinstance(last, _INTEGERS):
+        return items
+    return [tuple(last) if type(last) is list else last if type(last) in (str, tuple) else digest(last)]
 
 
 _INTEGERS = (int, np.integer)

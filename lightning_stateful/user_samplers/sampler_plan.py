@@ -159,7 +159,7 @@ class SamplerEpochPlan:
 
     def _steps(self, walk: SamplerPass, index: int, rank: int) -> Iterator[tuple[int, list[Any]]]:
         """The items of ``rank`` step by step, each with the number of the first."""
-        rule = self.rule
+        rule, shuffles = self.rule, self.order.shuffles
         full = rule.full
         # Of an end that is not announced, other ranks have to know before the last steps begin.
         ahead = 1 if rule.num_replicas == 1 and not rule.exact else 2
@@ -169,7 +169,8 @@ class SamplerEpochPlan:
             has_more = not (rule.pad or is_first or end is None or end - index < 2 * full)
             if has_more and walk.look_ahead(full) == full:
                 # Most steps are alike.
-                items = self._in_order(walk.take(full), index)
+                items = walk.take(full)
+                items = self._in_order(items, index) if shuffles else items
                 yield index + rank, items[rank :: rule.num_replicas]
                 index += full
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
@@ -177,7 +178,8 @@ class WrappedSampler:
     @property
     def num_items(self) -> int | None:
         """Items of the epoch that the sampler was told last; None where that is known only at its end."""
-        with told(self.dealing.settings):
+        dealing = self.dealing
+        with told(dealing.settings), AskedRanks(1).answering() if dealing.answers else nullcontext():
             return self.length_of(self.sampler)
 
     def length_of(self, sampler: Any) -> int | None:
@@ -303,7 +305,7 @@ class WrappedSampler:
         )
 
     def config(self) -> dict[str, Any]:
-        """The configuration that determines the sequence, as far as can be told, and a digest of its beginning."""
+        """The configuration that determines the sequence, as far as can be told, and a digest of the first epoch."""
         num_items, dealing = self.num_items, self.dealing
         described: dict[str, Any] = {"class": self.name}
         if self.is_known:
@@ -314,8 +316,8 @@ class WrappedSampler:
         if dealing.is_own and self.is_dealt_out:
             # Of their own are sequences of a sampler that deals out by itself.
             config["ranks"] = vars(self)["_met"][0]
-        begins = dealing.begins or self.facts.begins
-        return config | {"sequence": "" if "nondeterministic" in self.accept else begins}
+        sequence = dealing.begins or self.facts.sequence
+        return config | {"sequence": "" if "nondeterministic" in self.accept else sequence}
 
     def parameters(self) -> dict[str, Any]:
         """The parameters of torch's own samplers, long ones as digests."""

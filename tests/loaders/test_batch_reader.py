@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, get_worker_info
 
 from lightning_stateful.core import Progress
 from lightning_stateful.errors import StatefulWarning
@@ -28,6 +28,15 @@ class Noisy(Dataset[tuple[int, float, float, float]]):
 
     def __getitem__(self, index: int) -> tuple[int, float, float, float]:
         return index, torch.rand(1, dtype=torch.double).item(), np.random.rand(), random.random()
+
+
+class SeededByWorker(Noisy):
+    """Derives a seed of its own from its worker's, as torch advises."""
+
+    def __getitem__(self, index: int) -> tuple[int, float]:  # type: ignore[override]
+        worker: Any = get_worker_info()
+        assert worker.seed == torch.initial_seed()
+        return index, np.random.default_rng((worker.seed + index) % 2**31).random()
 
 
 class Mixup(Noisy):
@@ -70,6 +79,13 @@ class TestBatches:
         random.seed(5)
 
         assert drawn(a_loader(num_workers=2)) == REFERENCE
+
+    def test_the_seed_of_a_worker_follows_from_the_batch_so_that_a_resume_may_read_it_in_another(self) -> None:
+        loader, fresh = (a_loader(SeededByWorker(), num_workers=workers) for workers in (2, 1))
+        whole = [drawn(loader) for _ in range(2)]
+
+        assert len(set.union(*map(numbers, whole))) == 2 * LENGTH
+        assert drawn(fresh.batches(fresh.plan(1), 1)) == whole[1][1:]
 
     @pytest.mark.parametrize("others", [({}, {"seed": 1}), ({}, {"path": "b"}), ({"rank": 0}, {"rank": 1})])
     def test_seeds_paths_and_ranks_draw_apart(self, others: tuple[dict[str, Any], ...]) -> None:

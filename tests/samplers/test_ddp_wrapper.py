@@ -131,7 +131,7 @@ class TestStates:
         first, other = list(range(50)), [49, *range(1, 49), 0]
         sampler = DDPSamplerWrapper(first)
         list(islice(sampler, 3))
-        with pytest.raises(StateMismatchError, match=r"sequence: saved .* does not begin an epoch as it did"):
+        with pytest.raises(StateMismatchError, match=r"sequence: saved .* does not yield its first epoch as it did"):
             fresh_with(lambda: other, sampler.state_dict())
         with pytest.warns(UserWarning, match="Accepted: sequence at item 2"):
             assert list(fresh_with(lambda: other, sampler.state_dict(), accept="sequence")) == other[3:]

@@ -207,6 +207,37 @@ class TestDigests:
             with pytest.raises(StateMismatchError, match=r"sequence at item \d+: .*Listed no longer yields"):
                 resumed(Listed(changed(item)), progress)
 
+    @pytest.mark.parametrize("size", [1, 3])
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_what_changed_after_the_latest_digest_is_refused_as_well(self, size: int, whole: bool) -> None:
+        def items(*changes: int) -> list[Any]:
+            numbers = changed(*changes)
+            return [[number, number] for number in numbers] if whole else numbers
+
+        def order(*changes: int) -> WrappedSampler:
+            return WrappedSampler(Listed(items(*changes)), batch_size=None if whole else size)
+
+        step = 1 if whole else size
+        plan = order().plan(0, 1)
+        # Fetched ahead, as workers do.
+        list(islice(plan.batches(0), 60))
+        for steps in (13, 41):
+            progress = through_json(plan.progress_after(steps))
+            latest = steps * step - 1
+            with pytest.raises(StateMismatchError, match=r"sequence at item \d+: .*Listed no longer yields"):
+                items_of(order(latest), 0, progress)
+
+            assert items_of(order(latest + 1), 0, progress)[0] != items_of(order(), 0, progress)[0]
+            again = order().plan(0, 1, progress)
+            list(islice(again.batches(0), 2))
+            assert again.progress_after(0) == progress
+            assert again.progress_after(1) == through_json(plan.progress_after(steps + 1))
+
+    def test_what_changed_behind_a_stop_in_the_first_epoch_is_refused_by_its_configuration(self) -> None:
+        first, same, other = (order_of(changed(*items)).config() for items in ((), (), (199,)))
+        assert first == same
+        assert first["sequence"] != other["sequence"]
+
     def test_a_sampler_that_ends_before_the_progress_is_refused(self) -> None:
         progress = stopped(Listed(changed()), 80)
         with pytest.raises(PositionError, match="80 items of Listed were used in epoch 0, but now it ends before"):

@@ -48,6 +48,16 @@ class Share(Bag):
         return iter(range(self.rank, 12, self.world_size))  # type: ignore[attr-defined]
 
 
+class Asks:
+    """Asks torch which share of 12 indices is its rank's."""
+
+    def __len__(self) -> int:
+        return 12 // torch.distributed.get_world_size()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(torch.distributed.get_rank(), 12, torch.distributed.get_world_size()))
+
+
 class FirstOfAll(Share):
     """Yields something else where it is told of one rank."""
 
@@ -157,6 +167,7 @@ def shares(folder: Path) -> Any:
     """Whether samplers that know of ranks deal out by themselves, and what they yield."""
     rank = torch.distributed.get_rank()
     orders = [WrappedSampler(kind(world_size=2, rank=rank)) for kind in (Share, FirstOfAll)]
+    orders.append(WrappedSampler(Asks()))
     return [
         [order.meet(2, rank).is_own, sorted(index for _, (index,) in order.plan(0, 2).batches(rank))]
         for order in orders
@@ -172,9 +183,9 @@ class TestRanks:
         assert second[2:] == ["KeyError: 'theirs'", [20, 21]]
 
     def test_a_sampler_is_told_of_one_rank_if_that_is_proven_and_left_to_its_ranks_if_not(self, ranks: Ranks) -> None:
-        proven, own = zip(*ranks.of(shares), strict=True)
+        proven, own, asks = zip(*ranks.of(shares), strict=True)
 
-        assert list(proven) == [[False, [0, 2, 4, 6, 8, 10]], [False, [1, 3, 5, 7, 9, 11]]]
+        assert list(asks) == list(proven) == [[False, [0, 2, 4, 6, 8, 10]], [False, [1, 3, 5, 7, 9, 11]]]
         assert list(own) == [[True, list(range(12))]] * 2
 
     def test_the_values_of_many_ranks_are_a_few_requests(self, monkeypatch: pytest.MonkeyPatch) -> None:

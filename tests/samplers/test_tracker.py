@@ -190,8 +190,9 @@ class TestSetEpoch:
     def test_an_epoch_set_again_begins_anew_and_counts_steps_in_the_pass_that_workers_fetched(self, order: Any) -> None:
         tracker = a_tracker(order)
         take(tracker, 4)
-        expected = tracker.progress_after(5)
         fresh = resumed(tracker)
+        take(later := a_tracker(order), 5)
+        expected = later.progress_after(5)
         list(passing(fresh))
         fresh.set_epoch(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -202,9 +203,20 @@ class CountsInClass(Sampler[int]):
         return iter(random.Random(Registry.passes).sample(range(9), 9))
 
 
+class CountsInEnvironment(Sampler[int]):
+    """Shuffles by a count in a variable of the environment."""
+
+    def __iter__(self) -> Iterator[int]:
+        os.environ["PASSES_OF_SAMPLER"] = str(int(os.environ.get("PASSES_OF_SAMPLER", 0)) + 1)
+        return iter(random.Random(os.environ["PASSES_OF_SAMPLER"]).sample(range(9), 9))
+
+
 class TestTheirs:
-    @pytest.mark.parametrize("kind", [CountsInModule, CountsInClass])
-    def test_one_that_counts_in_its_module_is_refused_because_copies_share_it(self, kind: type[Sampler[int]]) -> None:
+    @pytest.mark.parametrize("kind", [CountsInModule, CountsInClass, CountsInEnvironment])
+    def test_one_that_counts_in_its_module_is_refused_because_copies_share_it(
+        self, kind: type[Sampler[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PASSES_OF_SAMPLER", "0")
         with pytest.raises(UnsupportedLoaderError, match=f"{kind.__name__} changes its dataset, its class or module"):
             serve(WrappedSampler(kind()), 0, 1)
 

@@ -210,6 +210,46 @@ class HasBegun(Prefetching):
         return self.begun[0]
 
 
+PASSES = {"begun": 0}
+
+
+class CountsInModule(DataLoader[Any]):
+    """Counts its passes in a dict of its module."""
+
+    def __iter__(self) -> Any:
+        _note_pass()
+        for batch in super().__iter__():
+            yield {**batch, "pass": PASSES["begun"]}
+
+
+def _note_pass() -> None:
+    PASSES["begun"] += 1
+
+
+class CountsInClass(DataLoader[Any]):
+    """Counts its passes in its class."""
+
+    begun = 0
+
+    def __iter__(self) -> Any:
+        type(self).begun += 1
+        for batch in super().__iter__():
+            yield {**batch, "pass": self.begun}
+
+
+def counts_around() -> Any:
+    """A class that counts its passes in a variable of a function."""
+    begun = 0
+
+    class CountsAround(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            nonlocal begun
+            begun += 1
+            yield from super().__iter__()
+
+    return CountsAround
+
+
 class CountsPasses(DataLoader[Any]):
     """Negates every second pass that it begins."""
 

@@ -406,7 +406,7 @@ def test_a_stream_whose_documents_are_all_left_out_is_warned_of() -> None:
 @pytest.mark.parametrize("how", ["split", "whole"])
 def test_another_packing_is_refused_by_name_or_accepted_and_loses_nothing(tmp_path: Path, how: str) -> None:
     for kind, path in (("packed " + how, "packing"), ("packed mixture", "sources.news.packing")):
-        make, stop = partial(MODULES[kind], tmp_path, num_workers=2), tmp_path / f"{kind}.ckpt"
+        make, stop = partial(MODULES[kind], tmp_path), tmp_path / f"{kind}.ckpt"
         begun = ended(stop, make, max_steps=3)
         changed: dict[str, Packing] = {"sequence_length": Packing(17), "separator": Packing(12, separator=9**9)}
         if kind == "packed whole":

@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, _replace_dunder_methods
 from lightning.pytorch.callbacks import LambdaCallback
-from support.ledger import LedgerModel, Numbers
+from support.ledger import LedgerModel, Numbers, trained
 from support.runs import quiet_trainer, train
 from support.sampler_cases import PlainData
 from torch.utils.data import (
@@ -258,3 +259,43 @@ def test_a_method_of_a_loop_that_somebody_replaced_stays_in_place() -> None:
 
     assert validation.run is own
     assert own.call_count == 2
+
+
+class Shifted(Numbers):
+    """Has other ids by an attribute."""
+
+    by = 0
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        return {**sample, "id": sample["id"] + self.by}
+
+
+class ShiftedRows(Rows):
+    by = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return ({**sample, "id": sample["id"] + self.by} for sample in super().__iter__())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", [Shifted, ShiftedRows])
+def test_a_dataset_that_hooks_change_is_seen_by_workers_as_without_this_package(kind: Any, num_workers: int) -> None:
+    def ids(*callbacks: Any) -> Any:
+        dataset = kind(6) if kind is Shifted else kind()
+
+        def shift(by: int, trainer: pl.Trainer, module: Any) -> None:
+            dataset.by += by
+
+        hooks = LambdaCallback(
+            on_train_start=partial(shift, 100),
+            on_train_epoch_start=partial(shift, 1000),
+            on_train_epoch_end=partial(shift, 10),
+        )
+        loader = DataLoader(dataset, batch_size=2, num_workers=num_workers)
+        model = LedgerModel()
+        trainer = quiet_trainer(*callbacks, hooks, max_epochs=2)
+        trainer.fit(model, loader)
+        return [event[-1] for event in trained(model.ledger)]
+
+    assert ids(StatefulDataCallback()) == ids()

@@ -18,7 +18,7 @@ from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer,
 from support.stream_runs import chunks
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_stateful import StatefulDataCallback
+from lightning_stateful import StatefulDataCallback, patch_dataloader
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
 
 MOMENTS = [
@@ -350,3 +350,22 @@ class ShuffledByTheProcess:
 def test_what_an_iterable_draws_from_the_process_is_drawn_again_from_the_end_of_an_epoch(tmp_path: Path) -> None:
     moments = [("on_train_epoch_end", 0, 0), ("on_train_epoch_end", 1, 0)]
     assert_goes_on_from_every_moment(tmp_path, ShuffledByTheProcess, moments, train_alone, max_epochs=3)
+
+
+PASSES = [0]
+
+
+class CountsOutside(IterableDataset[Any]):
+    """Counts its passes in a list of its module."""
+
+    def __iter__(self) -> Iterator[Any]:
+        PASSES[0] += 1
+        return map(Numbers(6).__getitem__, range(6))
+
+
+def test_what_an_iterable_dataset_counts_outside_of_itself_is_said_on_a_resume() -> None:
+    loader, fresh = (patch_dataloader(DataLoader(CountsOutside(), batch_size=2)) for _ in range(2))
+    list(loader)
+    fresh.load_state_dict(loader.state_dict())
+    with pytest.warns(StatefulWarning, match=r"CountsOutside .*changes .*PASSES in a pass.*resume is not exact"):
+        list(fresh)

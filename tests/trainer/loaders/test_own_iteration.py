@@ -20,6 +20,8 @@ from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.errors import StatefulWarning, StateMismatchError, UnsupportedLoaderError
 from lightning_stateful.loaders.patching import build_patched
 
+pytestmark = pytest.mark.filterwarnings("ignore:InBackground reads its batches in a thread")
+
 KINDS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (own.MultiEpochs, own.Infinite, own.Twice, own.TwiceAsLong, own.LeavesOut)},
     **{kind.__name__: kind for kind in (own.ReadsAhead, own.InBackground, own.PassesTwice, own.Pairs)},
@@ -171,6 +173,30 @@ def test_a_loader_that_keeps_something_from_epoch_to_epoch_resumes_in_the_first_
             build_patched(make()).load_state_dict(state[moment])
         with pytest.warns(StatefulWarning, match="may not be exact"):
             build_patched(make(), accept=("iteration",)).load_state_dict(state[moment])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (own.CountsInModule, "support.own_iterations.PASSES"),
+        (own.CountsInClass, "CountsInClass.begun"),
+        (own.counts_around(), "counts_around.<locals>.CountsAround.__iter__.begun"),
+    ],
+)
+def test_what_a_loader_keeps_outside_of_itself_is_refused_behind_the_first_epoch(kind: Any, name: str) -> None:
+    make = partial(kind, Numbers(12), batch_size=2, shuffle=True)
+    state = states_of(build_patched(make()), 2)
+    build_patched(make()).load_state_dict(state[0, 2])
+    for moment in ((1, 0), (1, 2)):
+        with pytest.raises(StateMismatchError, match=f"saved '{name} as earlier epochs have left it"):
+            build_patched(make()).load_state_dict(state[moment])
+
+
+def test_one_that_reads_in_a_thread_without_workers_is_warned_of() -> None:
+    with pytest.warns(StatefulWarning, match=r"InBackground reads its batches in a thread .*num_workers=1") as warned:
+        train_alone(partial(made, "InBackground"), max_epochs=2)
+    assert [str(one.message).startswith("InBackground reads") for one in warned].count(True) == 1
+    train_alone(partial(made, "InBackground", num_workers=1), max_epochs=1)
 
 
 def test_one_that_reads_several_loaders_is_warned_of_at_the_start() -> None:

@@ -13,6 +13,7 @@ from support.ddp_runs import on_ranks
 from support.ledger import LedgerModel
 from support.ranks import Ranks
 from support.runs import (
+    Moment,
     Outcome,
     assert_goes_on_from_every_moment,
     assert_same_end,
@@ -84,20 +85,25 @@ def run(make: Any = numbers_module, *, callbacks: Any = (), seed: int = 1, **opt
 
 
 MOMENTS = [
-    ("on_train_batch_start", 1, 0),
     ("on_before_backward", 1, 4),
-    ("on_train_batch_end", 1, 0),
     ("on_train_batch_end", 1, 6),
-    ("on_validation_start", 1, 0),
     ("on_validation_end", 1, 0),
     ("on_train_epoch_end", 1, 0),
+]
+MORE_MOMENTS = [
+    ("on_train_batch_start", 1, 0),
+    ("on_train_batch_end", 1, 0),
+    ("on_validation_start", 1, 0),
     ("on_train_batch_end", 2, 9),
 ]
 
 
+@pytest.mark.parametrize("moments", [MOMENTS, pytest.param(MORE_MOMENTS, marks=pytest.mark.slow)], ids=["few", "more"])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}], ids=str)
-def test_an_epochs_values_are_those_of_all_its_batches(tmp_path: Path, options: dict[str, Any]) -> None:
-    moments = [moment for moment in MOMENTS if not options or moment[0] != "on_validation_start"]
+def test_an_epochs_values_are_those_of_all_its_batches(
+    tmp_path: Path, options: dict[str, Any], moments: list[Moment]
+) -> None:
+    moments = [moment for moment in moments if not options or moment[0] != "on_validation_start"]
     assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3, **options)
 
 

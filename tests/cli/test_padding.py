@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 from support.bucket_cases import in_budget
 
+import lightning_stateful
 from lightning_stateful.bucketing import QuadraticCost
 from lightning_stateful.cli import main
 from lightning_stateful.report.padding import padding_report, summary
 from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 
+CLI = "lightning_stateful.cli"
 LENGTHS = np.random.default_rng(1).integers(1, 60, 400).astype(np.uint16)
 BUDGET = ("--max-tokens", "200")
 
@@ -31,10 +34,7 @@ class Told:
     """The exit code of a command, and its output."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
-        try:
-            self.code: Any = main(["padding", *arguments])
-        except SystemExit as error:
-            self.code = error.code
+        self.code = main(["padding", *arguments])
         self.out, self.err = capsys.readouterr()
 
 
@@ -89,7 +89,7 @@ def test_a_picture_is_drawn_beside_the_table(path: str, tmp_path: Path, capsys: 
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
-    "no ranks": ((*BUDGET, "--ranks", "0"), "num_replicas"),
+    "no ranks": ((*BUDGET, "--ranks", "0"), "Invalid value for '--ranks'"),
     "boundaries by another name": ((*BUDGET, "--boundaries", "equal"), "got 'equal'"),
     "no step": (("--max-tokens", "100000", "--drop-last", "--ranks", "64"), "no full step"),
     "a picture of no format": ((*BUDGET, "--picture", "padding.what"), "cannot be drawn"),
@@ -127,5 +127,34 @@ def test_the_installed_script_prints_the_reason_without_a_traceback(path: str) -
 
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr.startswith("lightning-stateful: ")
-    assert "longer than max_tokens=40" in bad.stderr
+    assert "longer than --max-tokens 40" in bad.stderr
     assert "Traceback" not in bad.stderr
+
+
+def test_the_version_and_the_help_are_there_and_so_is_the_completion_of_shells() -> None:
+    module = [sys.executable, "-m", "lightning_stateful"]
+    version = subprocess.run([*module, "--version"], capture_output=True, text=True, timeout=120, check=True)
+    assert version.stdout == f"lightning-stateful {lightning_stateful.__version__}\n"
+    script = Path(sys.executable).with_name("lightning-stateful")
+    words = {"COMP_WORDS": "lightning-stateful in", "COMP_CWORD": "1", "_LIGHTNING_STATEFUL_COMPLETE": "bash_complete"}
+    found = subprocess.run(
+        [script], env={**os.environ, **words}, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert found.stdout == "plain,inspect\n"
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff", "plan", "check", "trained", "padding"])
+def test_the_help_of_each_command_has_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"\n  lightning-stateful {command} " in capsys.readouterr().out.split("Examples:")[1]
+
+
+def test_without_click_it_is_said_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "click" or name.startswith(f"{CLI}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "click", None)
+    assert main(["inspect", "last.ckpt"]) == 2
+    told = capsys.readouterr().err
+    assert (told.count("\n"), "pip install 'lightning-stateful[cli]'" in told) == (1, True)

@@ -1,0 +1,220 @@
+"""The training data of a user's factory: built as a Trainer would have it, on any number of ranks, without training."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from lightning_stateful.cli.orders import RestOfEpoch
+from lightning_stateful.cli.reading import Checkpoint
+from lightning_stateful.errors import ConfigurationError, Difference, StatefulError, StateMismatchError
+from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.loaders.patching import build_patched
+from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.stream_loader.loader import StreamLoader
+from lightning_stateful.streams.stream_state import StreamState
+from lightning_stateful.trainer.loader_proxy import Structure
+from lightning_stateful.trainer.train_loaders import Settings, drawn_key, name_of
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
+
+# seed_everything's, which loaders without a seed of their own take.
+_SEED = "PL_GLOBAL_SEED"
+
+
+class UsersData(NamedTuple):
+    """Training loaders, patched as in a Trainer, as rank 0 has them.
+
+    Attributes:
+        combined: The loaders.
+        seed: Chooses their orders.
+        module: The name of the data module that holds the data's state; None if none does.
+        accept: Names of differences that the data module lets pass.
+    """
+
+    combined: CombinedLoaders
+    seed: int
+    module: str | None
+    accept: tuple[str, ...]
+
+
+@contextmanager
+def seeded_by_default(seed: int | None) -> Iterator[None]:
+    """Let loaders without a seed have this one, unless ``seed_everything`` is called; afterwards as before."""
+    before = os.environ.get(_SEED)
+    if seed is not None and before is None:
+        os.environ[_SEED] = str(seed)
+    try:
+        yield
+    finally:
+        os.environ.pop(_SEED, None)
+        if before is not None:
+            os.environ[_SEED] = before
+
+
+def build_data(factory: str, *, ranks: int, accept: Collection[str] = ()) -> UsersData:
+    """Build a factory's training loaders for some ranks, as a Trainer with StatefulDataCallback would.
+
+    Args:
+        factory: ``package.module:name``, of a function or class that takes no arguments, or of what it would return: a
+            LightningDataModule, a LightningModule with loaders, or a DataLoader or a list or dict of them.
+        ranks: Data-parallel ranks.
+        accept: Names of differences to let pass.
+
+    Raises:
+        ConfigurationError: The factory cannot be found, or fails.
+        StatefulError: The loaders cannot be resumed at all.
+    """
+    made = _made_by(factory)
+    holds_state = bool(getattr(made, "holds_data_state", False))
+    settings: Settings = made._settings if holds_state else Settings()
+    accepted = tuple(dict.fromkeys([*settings.accept, *accept]))
+    structure = Structure.of(_loaders_of(made, factory))
+    drawn_as: dict[str, str] = {}
+    loaders = {}
+    for path, loader in structure.loaders.items():
+        key = drawn_key(loader)
+        loaders[path] = build_patched(
+            loader,
+            seed=settings.seed,
+            path=drawn_as.setdefault(key, path) if key else path,
+            num_replicas=ranks,
+            rank=0,
+            seed_samples=settings.seed_samples,
+            tail=settings.tail,
+            accept=accepted,
+            where=name_of("training", path),
+        )
+    combined = CombinedLoaders(loaders, structure.mode or "max_size_cycle")
+    name = type(made).__qualname__ if holds_state else None
+    return UsersData(combined, seed_or_default(settings.seed), name, accepted)
+
+
+def _made_by(factory: str) -> Any:
+    """What a factory makes."""
+    module, _, name = factory.partition(":")
+    if not name:
+        raise ConfigurationError(f"{factory!r} names no factory: write package.module:function.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        is_data = isinstance(found, (DataLoader, dict, list)) or (
+            hasattr(found, "train_dataloader") and not isinstance(found, type)
+        )
+        return found if is_data or not callable(found) else found()
+    except StatefulError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(f"{factory} cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _loaders_of(made: Any, factory: str) -> Any:
+    """The training loaders of a module, set up as a Trainer does before ``fit``, or the loaders themselves."""
+    if isinstance(made, DataLoader) or not hasattr(made, "train_dataloader"):
+        return made
+    try:
+        if hasattr(made, "prepare_data"):
+            made.prepare_data()
+        if hasattr(made, "setup"):
+            made.setup("fit")
+        return made.train_dataloader()
+    except StatefulError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"The training data of {factory} cannot be made without a Trainer: {type(error).__name__}: {error}"
+        ) from error
+
+
+def resumed(checkpoint: Checkpoint, data: UsersData) -> tuple[int, int]:
+    """Load a checkpoint's state into loaders that were built.
+
+    Returns:
+        The epoch, and the step at which it goes on, in steps of the present ranks and batch sizes.
+
+    Raises:
+        StateMismatchError: With every difference that a resume would refuse.
+        StateError: A resume would refuse the checkpoint, whatever the data.
+    """
+    state, callback = checkpoint.needed(), checkpoint.callback or {}
+    where = f"The data state of {checkpoint.path}"
+    found = []
+    saved_by = callback.get("module")
+    if saved_by is not None and saved_by != data.module and "module" not in data.accept:
+        remedy = "Give the data module its old name, or accept the change with accept=('module',)."
+        found.append(Difference(path="module", saved=saved_by, present=data.module, remedy=remedy))
+    if "seed" in callback and callback["seed"] != data.seed and "seed" not in data.accept:
+        remedy = "Pass the saved seed, or call seed_everything with it, or accept the change with accept=('seed',)."
+        found.append(Difference(path="seed", saved=callback["seed"], present=data.seed, remedy=remedy))
+    try:
+        position = data.combined.load(state, accept=data.accept, where=where)
+    except StateMismatchError as error:
+        known = {one.path for one in found}
+        raise StateMismatchError(
+            [*found, *(one for one in error.differences if one.path not in known)], where=where
+        ) from None
+    if found:
+        raise StateMismatchError(found, where=where)
+    return position
+
+
+def rests_of(data: UsersData, epoch: int, step: int) -> dict[str, RestOfEpoch]:
+    """What is left of the epoch for each loader, by path, of loaders that were resumed."""
+    rests = {}
+    for path, loader in data.combined.loaders.items():
+        plan, _ = data.combined.plan_at(path, epoch, step)
+        rest = RestOfEpoch.of(plan, data.combined.length(path, epoch))
+        if isinstance(loader, StreamLoader):
+            rest = rest._replace(shards=_shards(loader.order.state_at(epoch, step)))
+        rests[path] = rest
+    return rests
+
+
+def _shards(state: Any) -> dict[str, int] | None:
+    """The shards that are left of a stream, and how many of these several ranks read together."""
+    if not isinstance(state, StreamState):
+        return None
+    readers: dict[tuple[str, int, int], set[int]] = {}
+    for name, slots in state.slices.items():
+        for slot, slices in enumerate(slots):
+            for piece in slices:
+                for shard in piece.of.shards:
+                    readers.setdefault((name, piece.of.epoch, shard), set()).add(slot % state.num_replicas)
+    return {"left": len(readers), "read_by_several_ranks": sum(len(ranks) > 1 for ranks in readers.values())}
+
+
+def batches_of(data: UsersData, path: str, epoch: int, rank: int, num_steps: int) -> Iterator[Any]:
+    """The indices of the batches of a rank in the first steps of an epoch; None once the loader has ended.
+
+    Raises:
+        ConfigurationError: They do not follow from the epoch alone.
+    """
+    loader, step = data.combined.loaders[path], 0
+    if isinstance(loader, StreamLoader):
+        raise ConfigurationError(f"{name_of('training', path)} is a stream, whose samples have no indices.")
+    if isinstance(loader.order, WrappedSampler) and loader.order.remembers and epoch:
+        raise ConfigurationError(
+            f"What {loader.order.name} yields depends on its earlier passes, so the indices of epoch {epoch} are known "
+            "to the run alone."
+        )
+    while step < num_steps:
+        plan, at = data.combined.plan_at(path, epoch, step)
+        batches = islice(plan.batches(rank, at), num_steps - step)
+        before = step
+        for _, indices in batches:
+            yield indices
+            step += 1
+        if step == before:
+            yield from [None] * (num_steps - step)
+            return

@@ -1,0 +1,271 @@
+"""A checkpoint's states in words: where a run stands, what was served, and what a resume will refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from lightning_stateful.cli.reading import Checkpoint
+from lightning_stateful.state import order_in_words
+
+# Kinds whose progress counts samples of the epoch, of one dataset.
+_COUNTS_SAMPLES = ("sequential", "shuffled", "block_shuffled", "packed")
+_UNITS = {"sampler": "items", "batch_sampler": "items"}
+# A line for each worker slot, up to so many; JSON has all.
+_MOST_SLOTS = 16
+_WIDTH = 100
+
+
+def described(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Everything that is said of a checkpoint, as plain data."""
+    progress, callback = checkpoint.progress, checkpoint.callback or {}
+    position: dict[str, Any] = {"epoch": checkpoint.epoch}
+    if progress is not None:
+        # At an epoch's end, of the epoch that ends.
+        steps = checkpoint.written.get("steps")
+        position = {"epoch": progress.epoch, "batch": progress.batch, "batches": steps if progress.running else None}
+        position |= {"running": progress.running, "ended": progress.ended}
+    return {
+        "path": str(checkpoint.path),
+        "layout": checkpoint.layout,
+        "position": {**position, "global_step": checkpoint.global_step},
+        "written": dict(checkpoint.written),
+        "lightning": checkpoint.lightning or None,
+        "seed": callback.get("seed"),
+        "module": callback.get("module"),
+        "loaders": {path: _loader(state) for path, state in checkpoint.loaders.items()},
+        "problems": [*checkpoint.problems, *_missing(checkpoint)],
+    }
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """What :func:`described` has found, for people."""
+    lines = [f"{found['path']}: {found['layout']}", *_indented(_position_lines(found))]
+    for path, loader in found["loaders"].items():
+        lines += [f"training data {path!r}" if path else "training data", *_indented(_loader_lines(loader))]
+    if found["loaders"]:
+        lines += ["a resume", *_indented(_resume_lines(found))]
+    return "\n".join([*lines, *(f"refused: {problem}" for problem in found["problems"])])
+
+
+def leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dicts under dotted names."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def number(value: Any) -> str:
+    """A count with commas, other values as they are written."""
+    return f"{value:,}" if type(value) is int and value >= 0 else str(value)
+
+
+def share(part: int, whole: int) -> str:
+    """How many of how many, with the percentage."""
+    return f"{part:,} of {whole:,} ({part / whole:.0%})" if whole else f"{part:,} of 0"
+
+
+def ranks_in_words(written: Mapping[str, Any]) -> str:
+    """The ranks, batch sizes and workers of the run that wrote a checkpoint."""
+    ranks = f"{written['ranks']} rank{'s' * (written['ranks'] != 1)}"
+    sizes = [str(size) for size in written.get("batch_size", {}).values() if size is not None]
+    workers = sorted(set(written.get("workers", {}).values()))
+    return ranks + (f" x {' and '.join(sizes)}" * bool(sizes)) + f", {' or '.join(map(str, workers))} workers a rank;"
+
+
+def _missing(checkpoint: Checkpoint) -> list[str]:
+    """What a checkpoint of a Trainer without a data state leads to."""
+    if checkpoint.data is not None or checkpoint.problems:
+        return []
+    progress = checkpoint.progress
+    begun = progress is not None and progress.batch and not progress.ended
+    said = "No data state: it was written without lightning-stateful, or before there were loaders."
+    if not begun or progress is None:
+        return [f"{said} It stands between two epochs, where little is lost: a resume begins the next one."]
+    batches = f"{progress.batch} batch{'es' * (progress.batch != 1)}"
+    return [
+        f"{said} A resume by Lightning alone would begin the loader anew in the middle of epoch {progress.epoch}, and "
+        f"replay as many as {batches} of what was trained on, in place of others that never come. With "
+        f"StatefulDataCallback it goes on at batch {progress.batch + 1}, but in an order of this toolkit's, which the "
+        "run had not; from the next epoch on every sample comes once."
+    ]
+
+
+def _loader(state: Mapping[str, Any]) -> dict[str, Any]:
+    """One loader's state as plain data."""
+    kind, config, progress = state["kind"], state["config"], state["progress"]
+    dataset = config.get("dataset")
+    length = dataset.get("length") if isinstance(dataset, Mapping) else None
+    counts_samples = kind in _COUNTS_SAMPLES
+    unit = "samples" if counts_samples else _UNITS.get(kind, "steps")
+    found: dict[str, Any] = {
+        "order": order_in_words(kind, config),
+        "kind": kind,
+        "epoch": progress["epoch"],
+        "consumed": {"count": progress["consumed"], "unit": unit, "of": length if counts_samples else None},
+        "settings": dict(leaves(config)),
+        "may_change": [what for what, key in _CHANGEABLE if key not in config and kind != "iterable"],
+    }
+    if progress["cycle"]:
+        found["passes_before_in_epoch"] = progress["cycle"]
+    if isinstance(progress.get("served"), Mapping):
+        found["since"] = "training began" if str(config.get("stop")).endswith("steps") else "the epoch began"
+        found["sources"] = _sources(config.get("sources", {}), progress["served"])
+    if "slots" in progress:
+        found["stream"] = _stream(progress)
+    return found
+
+
+_CHANGEABLE = (("ranks", "ranks"), ("workers", "workers"), ("batch sizes", "batch_size"))
+
+
+def _sources(described_as: Mapping[str, Any], served: Mapping[str, int]) -> dict[str, Any]:
+    """What was served of each source of a mixture."""
+    lengths = {name: int(str(length).split(" ", maxsplit=1)[0]) for name, length in described_as.items()}
+    return {
+        name: {"samples": samples, "of": lengths.get(name), "passes": round(samples / lengths[name], 3)}
+        for name, samples in served.items()
+        if lengths.get(name)
+    }
+
+
+def _stream(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the worker slots of a stream stand."""
+    ranks = progress["num_replicas"]
+    slots = []
+    for slot, state in enumerate(progress["slots"]):
+        here: dict[str, Any] = {"rank": slot % ranks, "worker": slot // ranks, "batches": 0, "over": False}
+        if state is not None:
+            here |= {"batches": state["batches"], "over": state["over"]}
+            here["sources"] = {name: _in_source(of) for name, of in state.get("of", {}).items()}
+            here |= {"item": state["item"]} if "item" in state else {}
+        slots.append(here)
+    shards = {
+        name: sum(last - first + 1 for first, last in of["whole"]) + len(of["older"]) + len(of["begun"])
+        for name, of in progress.get("sources", {}).items()
+    }
+    skipped = dict(zip(("shards", "samples", "too_long"), progress.get("skipped", ()), strict=False))
+    return {
+        "pass": progress["pass"],
+        "ranks": ranks,
+        "workers": progress["workers"],
+        "steps": progress["steps"],
+        "shards_assigned": shards,
+        "left_out": skipped,
+        "slots": slots,
+    }
+
+
+def _in_source(of: Mapping[str, Any]) -> dict[str, int]:
+    """Where a worker slot stands in a source."""
+    state = of["state"]
+    seen = state["seen"][-1] if isinstance(state, Mapping) and state.get("seen") else 0
+    return {"slice": of["slice"], "shards_opened": of["opened"], "samples_seen": seen}
+
+
+def _position_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    position, written = found["position"], found["written"]
+    line = f"epoch {position['epoch']}"
+    if "batch" not in position:
+        line += ", by the state of the data alone"
+    elif not position["running"]:
+        line = f"between epochs: the next is epoch {position['epoch']}"
+    elif position["batches"]:
+        line += f", batch {share(position['batch'], position['batches'])}"
+    else:
+        line += f", batch {position['batch']:,}"
+    if position.get("ended"):
+        line += ", all of its batches done"
+    yield line + (f"; global step {number(position['global_step'])}" if position["global_step"] is not None else "")
+    versions = {**written.get("versions", {}), **({"lightning": found["lightning"]} if found["lightning"] else {})}
+    if versions:
+        ranks = f"on {ranks_in_words(written)}" if written else "by"
+        yield f"written {ranks} {', '.join(f'{name} {version}' for name, version in versions.items())}"
+    if found["seed"] is not None:
+        yield f"seed {found['seed']}" + (f", data module {found['module']}" if found["module"] else "")
+
+
+def _loader_lines(loader: Mapping[str, Any]) -> Iterator[str]:
+    yield loader["order"]
+    consumed = loader["consumed"]
+    count, of, unit = consumed["count"], consumed["of"], consumed["unit"]
+    trained = f"{count:,} of {of:,} {unit} ({count / of:.0%})" if of else f"{count:,} {unit}"
+    again = f", after {loader['passes_before_in_epoch']} whole passes" if "passes_before_in_epoch" in loader else ""
+    yield f"epoch {loader['epoch']}: trained on {trained}{again}"
+    sources = loader.get("sources", {})
+    width = max(map(len, sources), default=0)
+    if sources:
+        yield f"served since {loader['since']}:"
+    for name, of in sources.items():
+        yield f"  {name:{width}}  {of['samples']:>12,} samples, {of['passes']:.3f} passes over its {of['of']:,}"
+    if "stream" in loader:
+        yield from _stream_lines(loader["stream"])
+
+
+def _stream_lines(stream: Mapping[str, Any]) -> Iterator[str]:
+    slots, left_out = stream["slots"], {name: count for name, count in stream["left_out"].items() if count}
+    yield f"pass {stream['pass']}, {stream['ranks']} x {stream['workers']} worker slots, {stream['steps']:,} steps each"
+    for name, shards in stream["shards_assigned"].items():
+        yield f"{name or 'the stream'}: {shards:,} shards were assigned to them"
+    for slot in slots[:_MOST_SLOTS]:
+        line = f"  rank {slot['rank']}, worker {slot['worker']}: {slot['batches']:,} batches"
+        line += f", {slot['item']:,} samples" if "item" in slot else ""
+        for name, of in slot.get("sources", {}).items():
+            line += (
+                f"; {name + ': ' if name else ''}{of['samples_seen']:,} samples, {of['shards_opened']} shards opened"
+            )
+        yield line + ("; over" if slot["over"] else "")
+    if len(slots) > _MOST_SLOTS:
+        yield f"  and {len(slots) - _MOST_SLOTS} more; --json has all"
+    if left_out:
+        yield "left out: " + ", ".join(f"{count:,} {name}" for name, count in left_out.items())
+
+
+def _resume_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    changeable = [set(loader["may_change"]) for loader in found["loaders"].values()]
+    common = [what for what, _ in _CHANGEABLE if all(what in of for of in changeable)]
+    yield f"goes on with other {', '.join(common)}" if common else "goes on with these ranks, workers, batch sizes"
+    yield "refuses another of these, unless accept= names it:"
+    for path, loader in found["loaders"].items():
+        line = f"  {path}:" if path else " "
+        for name, value in loader["settings"].items():
+            part = f" {name}={number(value)}"
+            if len(line) + len(part) > _WIDTH:
+                yield line
+                line = "   "
+            line += part
+        yield line
+
+
+def _indented(lines: Iterator[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def rest_in_words(answer: Mapping[str, Any], notes: Iterable[str]) -> str:
+    """What is left of an epoch on some ranks, for people."""
+    ranks, left = answer["ranks"], answer["steps_left"]
+    steps = "steps that are known at its end alone" if left is None else f"{left:,} step{'s' * (left != 1)}"
+    epoch = next(iter(answer["loaders"].values()))["epoch"]
+    lines = [f"on {ranks} rank{'s' * (ranks != 1)}: {steps} left of epoch {epoch}"]
+    for path, rest in answer["loaders"].items():
+        lines += [f"training data {path!r}" if path else "training data", *_indented(_rest_lines(rest, ranks))]
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def _rest_lines(rest: Mapping[str, Any], ranks: int) -> Iterator[str]:
+    if rest["steps_left"] is not None:
+        yield f"{rest['steps_left']:,} of {rest['steps_of_epoch']:,} steps on so many ranks"
+    if rest["samples_left"] is not None:
+        yield f"{rest['samples_left']:,} samples"
+    if rest["last_step"] is not None:
+        least, most = rest["last_step"]
+        yield f"the last step has {least if least == most else f'{least} to {most}'} samples a rank"
+    if rest["repeated"] is not None:
+        yield f"{rest['repeated']:,} samples are served twice, {rest['dropped']:,} dropped"
+    elif rest["note"]:
+        yield rest["note"]
+    if rest["shards"] is not None:
+        together = rest["shards"]["read_by_several_ranks"]
+        yield f"{rest['shards']['left']:,} shards, of which several ranks read {together:,} together"

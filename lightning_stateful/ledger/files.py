@@ -1,0 +1,232 @@
+"""The files of a ledger: one for each rank and start of a run, written batch by batch.
+
+A file is a line of JSON, the header, and then frames: the number of bytes that follow, their CRC-32, and a record of
+one batch. Nothing that was written is changed later. A process that is killed leaves whole frames and perhaps a part
+of one, which a reader leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stateful.errors import DamagedStateError
+
+VERSION = 1
+SUFFIX = ".ledger"
+Items = NDArray[np.uint64] | tuple[str, ...] | None
+
+_FRAME = struct.Struct("<II")  # bytes of the record, their CRC-32
+_BATCH = struct.Struct("<IIB")  # epoch, number of the batch in it, number of parts; no parts: the epoch's end
+_PART = struct.Struct("<BBIII")  # number of the loader, kind of items, epoch of the loader, cycle, number of items
+# Kinds of items beside the widths of indices, 1 to 8 bytes.
+_TEXTS, _UNKNOWN = 16, 17
+_MOST_HELD, _MOST_SECONDS = 1 << 16, 1.0
+
+
+@dataclass(frozen=True)
+class FileHeader:
+    """What a file of a ledger says of its start.
+
+    Attributes:
+        start: The name of the start, the same on all its ranks; later starts have greater names.
+        rank: The rank, of data-parallel ranks.
+        num_replicas: The number of ranks.
+        loaders: By the path of a loader (empty for a single one): ``length`` of its dataset, None where that has none;
+            ``sources``, the first index of each dataset of a mixture by name.
+        begins: Epoch and batch at which the start begins.
+        resumed: Where the checkpoint that it was resumed from was written: ``start``, ``epoch`` and ``batch`` of the
+            batch that was to come. None for a start without a checkpoint.
+        versions: Versions of this package, torch and Lightning.
+    """
+
+    start: str
+    rank: int
+    num_replicas: int
+    loaders: dict[str, dict[str, Any]]
+    begins: tuple[int, int] = (0, 0)
+    resumed: dict[str, Any] | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+class Part(NamedTuple):
+    """The items that a batch has of one loader.
+
+    Attributes:
+        path: The path of the loader.
+        epoch: The epoch of the loader.
+        items: Indices, or keys as text; None where it is not known what the batch consists of.
+        number: The number of items.
+        cycle: Passes before in the epoch, of a loader that begins again within it.
+    """
+
+    path: str
+    epoch: int
+    items: Items
+    number: int
+    cycle: int = 0
+
+    def listed(self) -> list[Any]:
+        """The items as a list; empty where they are not known."""
+        if self.items is None:
+            return []
+        return list(self.items) if isinstance(self.items, tuple) else self.items.tolist()
+
+
+class Batch(NamedTuple):
+    """A batch that was trained on.
+
+    Attributes:
+        epoch: The epoch of the Trainer.
+        batch: Its number in the epoch.
+        parts: Its items, of each loader; empty for the end of the epoch, which comes after its last batch.
+    """
+
+    epoch: int
+    batch: int
+    parts: tuple[Part, ...]
+
+
+class LedgerFile:
+    """Writes the file of a rank and start.
+
+    Records are collected for at most a second, or 64 KiB, and at :meth:`flush`.
+
+    Args:
+        path: The file, which must not exist.
+        header: What it says of the start.
+
+    Raises:
+        OSError: The file exists, or cannot be written.
+    """
+
+    def __init__(self, path: Path, header: FileHeader) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._numbers = {name: number for number, name in enumerate(header.loaders)}
+        self._file = path.open("xb", buffering=0)
+        self._held = bytearray(json.dumps({"version": VERSION, **asdict(header)}).encode() + b"\n")
+        self._flushed = 0.0
+        self.flush()
+
+    def add(self, batch: Batch) -> None:
+        """Add a batch that was trained on, or the end of an epoch."""
+        record = bytearray(_BATCH.pack(batch.epoch, batch.batch, len(batch.parts)))
+        for part in batch.parts:
+            kind, items = _encoded(part.items)
+            record += _PART.pack(self._numbers[part.path], kind, part.epoch, part.cycle, part.number) + items
+        self._held += _FRAME.pack(len(record), zlib.crc32(record))
+        self._held += record
+        if len(self._held) > _MOST_HELD or time.monotonic() - self._flushed > _MOST_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand all records to the operating system, so that they outlive this process."""
+        self._flushed = time.monotonic()
+        while self._held:
+            del self._held[: self._file.write(self._held)]
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.flush()
+        self._file.close()
+
+
+def as_items(values: Any) -> tuple[Items, int]:
+    """Indices or keys as they are kept, and their number.
+
+    Args:
+        values: An index or a key, or several in any iterable, array or tensor. Indices are integers that are not
+            negative; other values are kept as text.
+    """
+    if hasattr(values, "reshape"):
+        # An array or a tensor.
+        values = values.reshape(-1).tolist()
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        values = [values]
+    listed = list(values)
+    if all(kind is not bool and issubclass(kind, (int, np.integer)) for kind in set(map(type, listed))):
+        try:
+            return np.array(listed, dtype=np.uint64), len(listed)
+        except OverflowError:
+            # Negative, or of more than 64 bits.
+            pass
+    return tuple(map(str, listed)), len(listed)
+
+
+def read_file(path: Path) -> tuple[FileHeader, list[Batch], int]:
+    """Read a file of a ledger.
+
+    Returns:
+        The header, the batches in the order in which they were trained on, and the number of bytes at the end that are
+        no whole record: of a process that was killed while it wrote, or of a damaged file.
+
+    Raises:
+        DamagedStateError: It has no header of a known version.
+    """
+    content = path.read_bytes()
+    first, _, _ = content.partition(b"\n")
+    try:
+        given = json.loads(first)
+        version = given.pop("version")
+        header = FileHeader(**{**given, "begins": tuple(given["begins"])})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedStateError(f"{path} is no file of a ledger: its first line is {first[:80]!r}.") from error
+    if version != VERSION:
+        raise DamagedStateError(f"{path} is of version {version!r} of the ledger; this package reads {VERSION}.")
+    paths, at, batches = list(header.loaders), len(first) + 1, []
+    while at + _FRAME.size <= len(content):
+        size, checksum = _FRAME.unpack_from(content, at)
+        record = content[at + _FRAME.size : at + _FRAME.size + size]
+        if len(record) < max(size, _BATCH.size) or zlib.crc32(record) != checksum:
+            break
+        try:
+            batches.append(_decoded(record, paths))
+        except (ValueError, IndexError, struct.error) as error:
+            raise DamagedStateError(f"{path} has a record that is none of version {VERSION}, at byte {at}.") from error
+        at += _FRAME.size + size
+    return header, batches, len(content) - at
+
+
+def _encoded(items: Items) -> tuple[int, bytes]:
+    if items is None:
+        return _UNKNOWN, b""
+    if isinstance(items, tuple):
+        text = json.dumps(items).encode()
+        return _TEXTS, len(text).to_bytes(4, "little") + text
+    width = np.min_scalar_type(int(items.max()) if len(items) else 0)
+    return width.itemsize, items.astype(width.newbyteorder("<")).tobytes()
+
+
+def _decoded(record: bytes, paths: Sequence[str]) -> Batch:
+    epoch, number, num_parts = _BATCH.unpack_from(record)
+    at, parts = _BATCH.size, []
+    for _ in range(num_parts):
+        loader, kind, loader_epoch, cycle, count = _PART.unpack_from(record, at)
+        at += _PART.size
+        items: Items = None
+        if kind == _TEXTS:
+            size = int.from_bytes(record[at : at + 4], "little")
+            items = tuple(json.loads(record[at + 4 : at + 4 + size]))
+            at += 4 + size
+        elif kind != _UNKNOWN:
+            items = np.frombuffer(record, f"<u{kind}", count, at).astype(np.uint64)
+            at += kind * count
+        parts.append(Part(paths[loader], loader_epoch, items, count, cycle))
+    return Batch(epoch, number, tuple(parts))
+
+
+def files_of(folder: Path) -> Mapping[str, list[Path]]:
+    """The files of a ledger by the name of their start, the earliest start first."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob(f"*/*{SUFFIX}")):
+        found.setdefault(path.parent.name, []).append(path)
+    return found

@@ -1,0 +1,343 @@
+"""What a model was trained on over all starts of a run, and what of that was trained on twice or never."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from lightning_stateful.errors import DamagedStateError
+from lightning_stateful.ledger.files import Batch, FileHeader, files_of, read_file
+
+# Epoch and cycle.
+Pass = tuple[int, int]
+# Items that a finding names.
+_NAMED = 5
+
+
+class Row(NamedTuple):
+    """The items of one loader in a batch that the latest weights have been trained on.
+
+    Attributes:
+        start: The number of the start, from 0 for the first of the ledger.
+        rank: Its rank.
+        epoch: The epoch of the Trainer.
+        batch: The number of the batch in it.
+        items: Indices or keys; empty where they are not known.
+        number: The number of items.
+    """
+
+    start: int
+    rank: int
+    epoch: int
+    batch: int
+    items: list[Any]
+    number: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that an uninterrupted run would not have done.
+
+    Attributes:
+        kind: ``"twice"``: items of an epoch that two starts trained on. ``"never"``: items of an epoch that is over
+            and that no start trained on. ``"missing"``: batches that are in no file. ``"order"``: batches of a file
+            that do not follow one another. ``"damaged"``: a file whose end cannot be read.
+        epoch: The epoch; -1 for what concerns none.
+        path: The path of the loader; empty for a single one, and for what concerns none.
+        starts: The starts that did it, the earlier one first.
+        items: The first few items.
+        number: How many there are.
+        text: All of this in a sentence.
+    """
+
+    kind: Literal["twice", "never", "missing", "order", "damaged"]
+    epoch: int
+    path: str
+    starts: tuple[str, ...]
+    items: tuple[Any, ...]
+    number: int
+    text: str
+
+
+@dataclass
+class Start:
+    """A start of a run, with the files of its ranks.
+
+    Attributes:
+        header: The header of its lowest rank.
+        batches: Its batches, by rank.
+        damaged: By rank, bytes at the end of the file that are no whole record.
+        kept: By rank, how many of the batches the latest weights have been trained on. Those behind the checkpoint
+            that a later start was resumed from are lost with their weights.
+    """
+
+    header: FileHeader
+    batches: dict[int, list[Batch]]
+    damaged: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_kept(self) -> int:
+        """Batches of all ranks that the latest weights have been trained on."""
+        return sum(_count(batches[: self.kept[rank]]) for rank, batches in self.batches.items())
+
+    @property
+    def num_lost(self) -> int:
+        """Batches of all ranks that were trained on in vain."""
+        return sum(_count(batches[self.kept[rank] :]) for rank, batches in self.batches.items())
+
+
+class Ledger:
+    """What the latest weights were trained on, stitched together from all starts that led to them.
+
+    Args:
+        starts: The starts, the earliest first, each resumed from a checkpoint of the one before.
+
+    Attributes:
+        starts: The same.
+        rows: By the path of a loader, and the epoch and cycle of a pass over it, what was trained on: start by start,
+            and in it rank by rank. A cycle is 0, but of a loader that begins again within an epoch.
+    """
+
+    def __init__(self, starts: list[Start]) -> None:
+        self.starts = starts
+        self.rows: dict[str, dict[Pass, list[Row]]] = {path: {} for path in starts[-1].header.loaders}
+        # Epochs of the Trainer that were left after their last batch.
+        self._ended: set[int] = set()
+        for number, (start, following) in enumerate(zip(starts, [*starts[1:], None], strict=True)):
+            until = None if following is None else _written_at(following)
+            for rank, batches in sorted(start.batches.items()):
+                behind = (at for at, batch in enumerate(batches) if until is not None and batch[:2] >= until)
+                start.kept[rank] = next(behind, len(batches))
+                for batch in batches[: start.kept[rank]]:
+                    self._note(number, rank, batch)
+
+    def items(self, epoch: int, path: str = "") -> Counter[Any]:
+        """How often each item was trained on in an epoch of a loader, over all ranks."""
+        passes = self.rows.get(path, {}).items()
+        return Counter(
+            item for (of_epoch, _), rows in passes if of_epoch == epoch for row in rows for item in row.items
+        )
+
+    def findings(self) -> list[Finding]:
+        """What an uninterrupted run would not have done; empty where all is right.
+
+        Items that two starts trained on in one epoch prove nothing, and are not reported, where a loader gives items
+        twice by itself, as one that draws with replacement.
+        """
+        found = [finding for start in self.starts for finding in (*_damaged(start), *_out_of_order(start))]
+        for start, following in zip(self.starts, self.starts[1:], strict=False):
+            found += _missing(start, _written_at(following))
+        for path, passes in self.rows.items():
+            length = self.starts[-1].header.loaders[path].get("length")
+            without_tails = {at: self._without_tail(path, at) for at in sorted(passes)}
+            if any(map(_repeats, without_tails.values())):
+                continue
+            for at, rows in without_tails.items():
+                found += self._twice(path, at, rows)
+                if length is not None and self._is_whole(path, at):
+                    found += self._never(path, at, length)
+        return found
+
+    def epochs(self) -> list[dict[str, Any]]:
+        """Of each pass over each loader: its items, how many of them are distinct, and whether it is over."""
+        return [
+            {
+                "path": path,
+                "epoch": at[0],
+                "cycle": at[1],
+                "items": sum(row.number for row in passes[at]),
+                "distinct": len({item for row in passes[at] for item in row.items}),
+                "length": self.starts[-1].header.loaders[path].get("length"),
+                "over": self._is_over(path, at),
+            }
+            for path, passes in self.rows.items()
+            for at in sorted(passes)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Starts, epochs and findings as plain data."""
+        starts = [{**asdict(one.header), "kept": one.num_kept, "lost": one.num_lost} for one in self.starts]
+        return {"starts": starts, "epochs": self.epochs(), "findings": [asdict(one) for one in self.findings()]}
+
+    def __str__(self) -> str:
+        lines = []
+        for number, start in enumerate(self.starts, 1):
+            header = start.header
+            resumed = "" if header.resumed is None else f", resumed from {header.resumed['start']}"
+            lines.append(
+                f"start {number}: {header.start} on {_of(header.num_replicas, 'rank')}, from batch {header.begins[1]} "
+                f"of epoch {header.begins[0]}{resumed}: {_of(start.num_kept, 'batch')}, and {start.num_lost:,} that no "
+                "later start has kept"
+            )
+        for row in self.epochs():
+            of_length = "" if row["length"] is None else f" of {row['length']:,}"
+            lines.append(
+                f"{_pass(row['path'], (row['epoch'], row['cycle']))}, {'over' if row['over'] else 'not over'}: "
+                f"{_of(row['items'], 'item')}, {row['distinct']:,}{of_length} distinct"
+            )
+        findings = self.findings()
+        lines += [f"{finding.kind}: {finding.text}" for finding in findings]
+        return "\n".join(lines if findings else [*lines, "Nothing was trained on twice, and nothing was left out."])
+
+    def _note(self, number: int, rank: int, batch: Batch) -> None:
+        if not batch.parts:
+            self._ended.add(batch.epoch)
+        for part in batch.parts:
+            row = Row(number, rank, batch.epoch, batch.batch, part.listed(), part.number)
+            self.rows.setdefault(part.path, {}).setdefault((part.epoch, part.cycle), []).append(row)
+
+    def _is_over(self, path: str, at: Pass) -> bool:
+        """Whether a later pass has begun, or the Trainer's epoch has ended of which it is a part."""
+        passes = self.rows[path]
+        is_trainers = all(row.epoch == at[0] for row in passes[at])
+        return max(passes) > at or (is_trainers and at[0] in self._ended)
+
+    def _is_whole(self, path: str, at: Pass) -> bool:
+        """Whether a pass is over, and all of it is in the files."""
+        rows, begins = self.rows[path][at], self.starts[0].header.begins
+        is_known = all(row.items for row in rows)
+        return is_known and self._is_over(path, at) and begins <= min((row.epoch, 0) for row in rows)
+
+    def _without_tail(self, path: str, at: Pass) -> list[Row]:
+        """The rows of a pass without its last step, in which ranks may repeat items to make it whole."""
+        rows = self.rows[path][at]
+        last = max((row.start, row.epoch, row.batch) for row in rows)
+        return [row for row in rows if (row.start, row.epoch, row.batch) != last or not self._is_over(path, at)]
+
+    def _twice(self, path: str, at: Pass, rows: list[Row]) -> Iterator[Finding]:
+        seen: dict[int, set[Any]] = defaultdict(set)
+        for row in rows:
+            seen[row.start].update(row.items)
+        for later in sorted(seen):
+            for earlier in sorted(start for start in seen if start < later):
+                if both := sorted(seen[earlier] & seen[later]):
+                    starts = self.starts[earlier].header.start, self.starts[later].header.start
+                    yield Finding("twice", at[0], path, starts, tuple(both[:_NAMED]), len(both),
+                        f"of {_pass(path, at)}, {_of(len(both), 'item')} that start {starts[0]} had trained on "
+                        f"came again in start {starts[1]}: {_named(both)}.",
+                    )  # fmt: skip
+
+    def _never(self, path: str, at: Pass, length: int) -> Iterator[Finding]:
+        seen = np.zeros(length, dtype=bool)
+        seen[[item for row in self.rows[path][at] for item in row.items if isinstance(item, int) and item < length]] = (
+            True
+        )
+        left = np.flatnonzero(~seen).tolist()
+        if left:
+            numbers = sorted({row.start for row in self.rows[path][at]})
+            yield Finding("never", at[0], path, tuple(self.starts[number].header.start for number in numbers),
+                tuple(left[:_NAMED]), len(left),
+                f"of {_pass(path, at)}, {_of(len(left), 'item')} of {length:,} never came: {_named(left)}.",
+            )  # fmt: skip
+
+
+def read_ledger(folder: str | Path, *, start: str | None = None) -> Ledger:
+    """Read a ledger, and stitch its starts together by the checkpoints that they were resumed from.
+
+    Args:
+        folder: The folder that was given as ``StatefulDataCallback(ledger=...)``.
+        start: The name of the start whose weights are asked about; by default the latest.
+
+    Raises:
+        FileNotFoundError: The folder has no files of a ledger, or none of this start.
+        DamagedStateError: A file has no readable header, or ranks of a start have different ones.
+    """
+    files = dict(files_of(Path(folder)))
+    if not files or (start is not None and start not in files):
+        what = f"no start {start!r}, but {', '.join(files)}" if files else "no files of a ledger"
+        raise FileNotFoundError(f"{folder} has {what}. Pass the folder given as StatefulDataCallback(ledger=...).")
+    name, chain = start or max(files), list[Start]()
+    while name in files:
+        chain.insert(0, _start_of(files.pop(name)))
+        resumed = chain[0].header.resumed
+        name = "" if resumed is None else resumed["start"]
+    return Ledger(chain)
+
+
+def _start_of(paths: list[Path]) -> Start:
+    read = [read_file(path) for path in paths]
+    header = min((header for header, _, _ in read), key=lambda header: header.rank)
+    if any(other.num_replicas != header.num_replicas for other, _, _ in read):
+        raise DamagedStateError(f"The files in {paths[0].parent} are of different numbers of ranks.")
+    damaged = {header.rank: left for header, _, left in read if left}
+    return Start(header, {header.rank: batches for header, batches, _ in read}, damaged)
+
+
+def _written_at(start: Start) -> tuple[int, int] | None:
+    """Epoch and batch, as the start before counted them, that came next when it wrote the checkpoint."""
+    resumed = start.header.resumed
+    return None if resumed is None else (resumed["epoch"], resumed["batch"])
+
+
+def _damaged(start: Start) -> Iterator[Finding]:
+    for rank, left in start.damaged.items():
+        # Behind the checkpoint of a later start nothing is missed.
+        if start.kept[rank] == len(start.batches[rank]):
+            text = f"the last {left:,} bytes of rank {rank} of start {start.header.start} are no whole record."
+            yield Finding("damaged", -1, "", (start.header.start,), (rank,), left, text)
+
+
+def _out_of_order(start: Start) -> Iterator[Finding]:
+    for rank, batches in start.batches.items():
+        due = start.header.begins
+        for batch in batches[: start.kept[rank]]:
+            begins_epoch = batch.epoch > due[0] and not batch.batch
+            if batch.parts and batch[:2] != due and not begins_epoch:
+                text = (
+                    f"rank {rank} of start {start.header.start} trained on batch {batch.batch} of epoch {batch.epoch} "
+                    f"where batch {due[1]} of epoch {due[0]} was due."
+                )
+                yield Finding("order", batch.epoch, "", (start.header.start,), (due, batch[:2]), 1, text)
+            due = _after(batch)
+
+
+def _missing(start: Start, until: tuple[int, int] | None) -> Iterator[Finding]:
+    """Batches before the checkpoint of a later start that are in no file."""
+    for rank in range(start.header.num_replicas if until is not None else 0):
+        batches = start.batches.get(rank, [])[: start.kept.get(rank, 0)]
+        reached = _after(batches[-1]) if batches else start.header.begins
+        # Between epochs the file need not tell that one is over.
+        if until is None or reached >= until or (until == (reached[0] + 1, 0) and batches):
+            continue
+        text = (
+            f"start {start.header.start} wrote a checkpoint before batch {until[1]} of epoch {until[0]}, but the file "
+            f"of its rank {rank} ends before batch {reached[1]} of epoch {reached[0]}."
+        )
+        yield Finding("missing", until[0], "", (start.header.start,), (reached, until), 1, text)
+
+
+def _repeats(rows: Iterable[Row]) -> bool:
+    """Whether a start has given an item twice in an epoch, without any stop."""
+    by_start: dict[int, list[Any]] = defaultdict(list)
+    for row in rows:
+        by_start[row.start] += row.items
+    return any(len(set(items)) < len(items) for items in by_start.values())
+
+
+def _after(batch: Batch) -> tuple[int, int]:
+    """Epoch and number of the batch that comes next."""
+    return (batch.epoch, batch.batch + 1) if batch.parts else (batch.epoch + 1, 0)
+
+
+def _count(batches: list[Batch]) -> int:
+    return sum(bool(batch.parts) for batch in batches)
+
+
+def _pass(path: str, at: Pass) -> str:
+    again = f", pass {at[1] + 1}" if at[1] else ""
+    return f"epoch {at[0]}{again} of loader {path!r}" if path else f"epoch {at[0]}{again}"
+
+
+def _of(number: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number:,} {what if number == 1 else plural}"
+
+
+def _named(items: list[Any]) -> str:
+    return ", ".join(map(str, items[:_NAMED])) + (", ..." if len(items) > _NAMED else "")

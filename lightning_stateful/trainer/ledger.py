@@ -1,0 +1,202 @@
+"""Writes what this rank trains on into the files of a ledger, while a Trainer trains."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_stateful.core.order import Progress
+from lightning_stateful.core.samples import SampleBatchOrder, SequentialOrder, ShuffledOrder
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.ledger.files import SUFFIX, Batch, FileHeader, LedgerFile, Part, as_items
+from lightning_stateful.loaders.patching import AnyLoader
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.trainer.lightning import pl
+from lightning_stateful.trainer.ranks import gathered, topology_of
+
+_PACKAGES = ("lightning_stateful", "torch", "lightning", "pytorch_lightning")
+
+
+class LedgerWriter:
+    """Notes the items of batches as loaders hand them over, and writes those that were trained on.
+
+    Args:
+        folder: The folder of the ledger; None to write nothing.
+        key: Gives the keys of a batch's samples, where loaders have no index or it says too little.
+
+    Attributes:
+        start: The name of the latest start; empty before training begins.
+
+    Raises:
+        ConfigurationError: There is a key and no folder.
+    """
+
+    def __init__(self, folder: str | Path | None = None, key: Callable[[Any], Any] | None = None) -> None:
+        if folder is None and key is not None:
+            raise ConfigurationError("ledger_key says what a ledger holds. Pass its folder, ledger=, too.")
+        self.folder, self._key = None if folder is None else Path(folder), key
+        self.start = ""
+        self._resumed: dict[str, Any] | None = None
+        self._file: LedgerFile | None = None
+        # Batches that were fetched and not trained on yet, by the path of their loader.
+        self._fetched: deque[dict[str, Part]] = deque()
+        # The batch that is trained on now.
+        self._begun: Batch | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is written."""
+        return self.folder is not None
+
+    def resumed_from(self, start: str, at: tuple[int, int]) -> None:
+        """The next start goes on from a checkpoint that an earlier one wrote before a batch.
+
+        Args:
+            start: The name of the earlier start; empty where it wrote no ledger.
+            at: Epoch and number of that batch, as the earlier start counted.
+        """
+        self._resumed = {"start": start, "epoch": at[0], "batch": at[1]} if start else None
+
+    def begin(self, trainer: pl.Trainer, loaders: Mapping[str, AnyLoader], begins: tuple[int, int]) -> None:
+        """Begin the file of this start. A collective, where there are several processes.
+
+        Args:
+            trainer: The trainer.
+            loaders: The loaders by path.
+            begins: Epoch and batch that come next.
+
+        Raises:
+            ConfigurationError: The folder cannot be written, on any rank.
+        """
+        if self.folder is None:
+            return
+        # Names sort by time.
+        name = f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S-%f}-{uuid.uuid4().hex[:6]}"
+        self.start = gathered(name)[0] if trainer.world_size > 1 else name
+        topology = topology_of(trainer)
+        header = FileHeader(
+            self.start,
+            topology.rank,
+            topology.num_replicas,
+            _described(trainer, loaders),
+            begins,
+            self._resumed,
+            _versions(),
+        )
+        self._resumed = None
+        failure = ""
+        # Processes that share a data-parallel rank read the same.
+        file = self.folder / self.start / f"rank-{topology.rank:05}{_part_of(trainer)}{SUFFIX}"
+        try:
+            self._file = LedgerFile(file, header)
+        except OSError as error:
+            failure = str(error)
+        failures = [one for one in (gathered(failure) if trainer.world_size > 1 else [failure]) if one]
+        if failures:
+            raise ConfigurationError(
+                f"The ledger in {str(self.folder)!r} cannot be written: {failures[0]}. Pass "
+                "StatefulDataCallback(ledger=...) a folder that all ranks may write to."
+            )
+        rank_zero_info(f"What is trained on is written to {file.parent}.")
+
+    def note(self, path: str, at: Progress, indices: Any, batch: Any) -> None:
+        """Note a batch that a loader is about to hand over.
+
+        Args:
+            path: The loader's path.
+            at: Progress in the loader's epoch as the pass began.
+            indices: The indices that it was read at; None where there are none.
+            batch: The batch.
+        """
+        # Lightning may fetch the first batch before training begins.
+        items, number = (
+            (None, 0)
+            if self._key is None and indices is None
+            else as_items(indices if self._key is None else self._key(batch))
+        )
+        if not self._fetched or path in self._fetched[-1]:
+            self._fetched.append({})
+        self._fetched[-1][path] = Part(path, at.epoch, items, number, at.cycle)
+
+    def begin_batch(self, at: tuple[int, int]) -> None:
+        """Training begins on the batch that was fetched first."""
+        parts = self._fetched.popleft() if self._fetched else {}
+        self._begun = Batch(*at, tuple(parts.values()))
+
+    def end_batch(self) -> None:
+        """The batch has been trained on."""
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.parts:
+            self._write(lambda file: file.add(begun))
+
+    def end_epoch(self, at: tuple[int, int], *, is_over: bool) -> None:
+        """Training leaves an epoch before the batch ``at``, after the last one of it or in the middle."""
+        # Fetched, and not trained on.
+        self._fetched.clear()
+        if is_over:
+            self._write(lambda file: file.add(Batch(*at, ())))
+
+    def save(self, at: tuple[int, int]) -> None:
+        """Write all that a checkpoint holds, of which ``at`` is the batch that comes next."""
+        if self._begun is not None and self._begun[:2] < at:
+            self.end_batch()
+        self._write(LedgerFile.flush)
+
+    def close(self) -> None:
+        """Write all that was trained on, and close the file."""
+        self._write(LedgerFile.close)
+        self._file, self._begun = None, None
+        self._fetched.clear()
+
+    def _write(self, write: Callable[[LedgerFile], None]) -> None:
+        if self._file is None:
+            return
+        try:
+            write(self._file)
+        except OSError as error:
+            # Training is worth more than its ledger.
+            self._file = None
+            warnings.warn(
+                f"The ledger in {str(self.folder)!r} could not be written any more: {error}. Training goes on without "
+                "it; a report will miss what comes now.",
+                StatefulWarning,
+                stacklevel=4,
+            )
+
+
+def _described(trainer: pl.Trainer, loaders: Mapping[str, AnyLoader]) -> dict[str, dict[str, Any]]:
+    """Of each loader the number of samples that a whole epoch has once each, where that is known."""
+    # Epochs that are cut do not have them all, by a limit or by the end of another loader.
+    is_whole = len(loaders) == 1 and trainer.limit_train_batches == 1.0 and not trainer.overfit_batches  # type: ignore[attr-defined]
+    return {path: {"length": _num_once(loader) if is_whole else None} for path, loader in loaders.items()}
+
+
+def _num_once(loader: AnyLoader) -> int | None:
+    order: Any = loader.description.order if isinstance(loader, StatefulLoader) else None
+    if not isinstance(order, SampleBatchOrder) or order.drop_last:
+        return None
+    return len(order.samples) if isinstance(order.samples, (SequentialOrder, ShuffledOrder)) else None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _part_of(trainer: pl.Trainer) -> str:
+    """What tells the files of processes apart that share a data-parallel rank."""
+    topology = topology_of(trainer)
+    return "" if trainer.world_size == topology.num_replicas else f"-process-{trainer.global_rank:05}"

@@ -1,0 +1,142 @@
+"""The lines of the log on where a run goes on and what makes its data exact, and a checkpoint's note of how it was run.
+
+The note is for people: nothing compares it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.loaders.patching import AnyLoader
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.samplers.tracker import TrackedLoader
+from lightning_stateful.state import order_in_words
+from lightning_stateful.trainer.lightning import pl
+from lightning_stateful.trainer.ranks import topology_of
+from lightning_stateful.trainer.saved_progress import LoopProgress
+
+
+def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any]:
+    """How a run trains, for people who read its checkpoint: plain data that no resume compares.
+
+    Returns:
+        The versions of packages, but for Lightning's, which a checkpoint has anyway; ``ranks``; ``steps``, the batches
+        of the running epoch under the trainer's limit, or None where they are not known; and by the path of the loader
+        ``batch_size`` (None for whole batches) and ``workers``.
+    """
+    steps = float(trainer.fit_loop.max_batches)
+    return {
+        "versions": {
+            "lightning_stateful": sys.modules["lightning_stateful"].__version__,
+            "torch": str(torch.__version__),
+        },
+        "ranks": topology_of(trainer).num_replicas,
+        "steps": int(steps) if math.isfinite(steps) else None,
+        "batch_size": {path: loader.batch_size for path, loader in combined.loaders.items()},
+        "workers": {path: loader.num_workers for path, loader in combined.loaders.items()},
+    }
+
+
+def say_resumed(
+    trainer: pl.Trainer,
+    combined: CombinedLoaders,
+    progress: LoopProgress,
+    saved: LoopProgress,
+    note: Mapping[str, Any],
+    num_batches: Callable[[int], int],
+) -> None:
+    """Log in one line where a run goes on.
+
+    Args:
+        trainer: The trainer.
+        combined: Its loaders, at the state that was loaded.
+        progress: Where it goes on, in steps of the present ranks and batch sizes.
+        saved: The progress as it was saved.
+        note: The checkpoint's own :func:`note_of_run`; empty if it has none.
+        num_batches: The batches of an epoch under the trainer's limit.
+    """
+    now = note_of_run(trainer, combined)
+    epoch, batch = progress.epoch_and_step
+    where = f"the beginning of epoch {epoch}"
+    if saved.running:
+        of = f" of {note['steps']}" if note.get("steps") else ""
+        where = f"epoch {saved.epoch}, batch {saved.batch}{of}{_samples(combined, *progress.epoch_and_step)}"
+    runs = f"goes on on {_ranks_in_words(now)}"
+    if note:
+        runs = f"saved on {_ranks_in_words(note)}, {runs}"
+    following = ""
+    if combined.is_sized and batch < num_batches(epoch):
+        following = f"; next is batch {batch + 1} of {num_batches(epoch)}" + (f" of epoch {epoch}" * progress.ended)
+    rank_zero_info(f"Resumed at {where}: {runs}{following}.")
+
+
+def say_what_is_exact(
+    combined: CombinedLoaders,
+    seed: int,
+    seed_samples: bool,
+    more: Mapping[str, str],
+) -> None:
+    """Log in one line for each loader which order it serves, and what a resume does to go on within it.
+
+    Args:
+        combined: The loaders.
+        seed: Chooses their randomness.
+        seed_samples: Whether samples are seeded.
+        more: By path, a sentence to add.
+    """
+    drawing = "Samplers and samples draw" if seed_samples else "Samplers draw"
+    rank_zero_info(
+        f"{drawing} random numbers by (seed {seed}, epoch, batch), and not from "
+        "where the generators of the process stand."
+    )
+    for path, loader in combined.loaders.items():
+        where = f"Training data {path!r}" if path else "Training data"
+        notes = [computed_note(loader), loader.resume_note, more[path]]
+        if repeats := loader.plan(0).repeats():
+            notes.append(
+                f"{repeats}, because {loader.topology.num_replicas} ranks take equal steps. "
+                "drop_last=True, or tail='drop' for a sampler of yours, leaves incomplete steps out instead."
+            )
+        rank_zero_info(f"{where}: {' '.join(filter(None, notes))}")
+
+
+def computed_note(loader: AnyLoader) -> str:
+    """A sentence on an order that is computed from its progress; empty for one that is read or iterated again."""
+    is_computed = isinstance(loader, StatefulLoader) and (loader.description.is_plain or loader.description.is_planned)
+    if not is_computed:
+        return ""
+    words = order_in_words(loader.order.kind, loader.tracker.config)
+    return f"{words}. Its order is computed: a resume goes on at any batch at once, on any number of ranks."
+
+
+def _samples(combined: CombinedLoaders, epoch: int, step: int) -> str:
+    """The samples that a single plain loader has served, of all; empty for others."""
+    loader = combined.loaders.get("")
+    if not isinstance(loader, StatefulLoader) or not loader.description.is_plain or not step:
+        return ""
+    served = combined.report_at(epoch, step)[""].get("samples")
+    total = loader.tracker.config.get("dataset", {}).get("length")
+    return f" ({served:,} of {total:,} samples)" if isinstance(served, int) and isinstance(total, int) else ""
+
+
+def _ranks_in_words(note: Mapping[str, Any]) -> str:
+    """The ranks and, of a single loader, the batch size of a run."""
+    ranks = f"{note['ranks']} rank{'s' * (note['ranks'] != 1)}"
+    size = note["batch_size"].get("")
+    return ranks if size is None else f"{ranks} x {size}"
+
+
+def dealt_otherwise(given: Any, loader: AnyLoader) -> str:
+    """The difference of an order from torch's, in words; empty for none, or where an order was given."""
+    if isinstance(given, TrackedLoader) or not isinstance(loader, StatefulLoader) or not loader.description.is_plain:
+        return ""
+    if loader.topology.num_replicas == 1:
+        return ""
+    return "Of each step a rank takes consecutive samples, where DistributedSampler gives it every so many."

@@ -1,0 +1,127 @@
+"""What the command computes beforehand is what a run on real ranks does then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import command_data
+from support.ddp_runs import run
+from support.ledger import batches, parts, samples, trained
+from support.ranks import Ranks
+from support.runs import stopped
+
+DATA = "support.command_data"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return Ranks(2, tmp_path_factory.mktemp("ranks"))
+
+
+def resumed(folder: Path, names: list[str], at: str) -> dict[str, Any]:
+    """What goes on from checkpoints of one rank on these, and a run that is stopped in epoch 1."""
+    found: dict[str, Any] = {"path": str(folder / "two.ckpt")}
+    for name in names:
+        found[name] = run(getattr(command_data, name), ckpt_path=Path(at) / f"{name}.ckpt").ledger
+    found["stopped"] = stopped(folder / "two.ckpt", command_data.numbers, epoch=1, batch=2, run=run)
+    return found
+
+
+def test_plans_are_what_ranks_train_and_indices_what_they_were_trained_on(
+    checkpoints: Any, ranks: Ranks, tell: Any, tmp_path: Path
+) -> None:
+    epochs = {"numbers": 1, "mixture": 1, "buckets": 0}
+    for name in epochs:
+        shutil.copy(checkpoints(name), tmp_path)
+    runs = ranks.of(resumed, list(epochs), str(tmp_path))
+    for name, epoch in epochs.items():
+        path, taken = checkpoints(name), trained(runs[0][name])
+        left = len([event for event in taken if event[1] == epoch])
+        with_module = json.loads(tell("plan", path, f"{DATA}:{name}", "--devices", 2, "--json").out)
+        assert (with_module["steps_left"], with_module["ranks"]) == (left, 2), name
+        checked = json.loads(tell("check", path, f"{DATA}:{name}", "--devices", 2, "--json").out)
+        assert checked["next_batch"] == taken[0][2] + 1, name
+        alone = tell("plan", path, "--nodes", 2, "--devices", 1, "--json")
+        if name == "buckets":
+            assert (alone.code, alone.err.count("\n")) == (2, 1)
+            assert "depends on the lengths of the samples: name its factory too" in alone.err
+        else:
+            assert json.loads(alone.out)["steps_left"] == left, name
+    rest = json.loads(tell("plan", checkpoints("numbers"), "--devices", 2, "--json").out)["loaders"][""]
+    assert rest["samples_left"] == sum(len(samples(one["numbers"], 1)) for one in runs)
+    for epoch in range(2):
+        told = json.loads(tell("trained", runs[0]["path"], f"{DATA}:numbers", "--epoch", epoch, "--json").out)
+        by_rank = [[list(batch) for batch in batches(one["stopped"], epoch)] for one in runs]
+        assert (told["ranks"], told["loaders"][""]) == (2, by_rank)
+
+
+def test_indices_are_those_that_a_run_was_trained_on(checkpoints: Any, tell: Any) -> None:
+    for name, epoch in {"numbers": 1, "plain": 1, "drawn": 0, "buckets": 0}.items():
+        told = tell("trained", checkpoints(name), f"{DATA}:{name}", "--epoch", epoch, "--json")
+        (found,) = json.loads(told.out)["loaders"][""]
+        expected = [list(batch) for batch in batches(checkpoints.ledgers[name], epoch)]
+        assert (told.code, found) == (0, expected), name
+    found = json.loads(
+        tell("trained", checkpoints("side_by_side"), f"{DATA}:side_by_side", "--epoch", 0, "--json").out
+    )["loaders"]
+    for name in ("a", "b"):
+        assert found[name] == [[list(batch) for batch in parts(checkpoints.ledgers["side_by_side"], name, 0)]]
+    lines = tell("trained", checkpoints("numbers"), f"{DATA}:numbers", "--epoch", 1, "--first", 1, "--last", 2).out
+    step, following = (" ".join(map(str, batch)) for batch in batches(checkpoints.ledgers["numbers"], 1)[1:3])
+    assert lines == f"epoch 1, step 1, rank 0: {step}\nepoch 1, step 2, rank 0: {following}\n"
+
+
+def test_a_plan_of_a_stream_counts_shards_that_ranks_share(checkpoints: Any, tell: Any) -> None:
+    found = json.loads(tell("plan", checkpoints("stream"), f"{DATA}:stream", "--devices", 4, "--json").out)
+    assert found["steps_left"] is None
+    assert found["loaders"][""]["shards"] == {"left": 8, "read_by_several_ranks": 4}
+    for command in (("plan", checkpoints("stream"), "--devices", 2), ("trained", checkpoints("stream"))):
+        more = (f"{DATA}:stream", "--epoch", 0) if command[0] == "trained" else ()
+        told = tell(*command, *more)
+        assert (told.code, told.err.count("\n")) == (2, 1)
+
+
+REFUSED = {"other_seed": "seed: saved 7, now 8", "fewer": "dataset.length: saved 22, now 20", "mixture": "kind: saved"}
+
+
+def test_a_check_refuses_what_a_resume_refuses_and_trains_nothing(checkpoints: Any, tell: Any) -> None:
+    path = checkpoints("numbers")
+    for name, said in REFUSED.items():
+        told = tell("check", path, f"{DATA}:{name}")
+        assert (told.code, told.err) == (1, "")
+        assert said in told.out
+        assert json.loads(tell("check", path, f"{DATA}:{name}", "--json").out)["resumes"] is False
+    assert tell("check", path, f"{DATA}:numbers").out == "resumes on 1 rank: next is batch 5 of 11 of epoch 1\n"
+    assert "next is batch 4 of 8" in tell("check", path, f"{DATA}:large_batches").out
+    accepted = tell("check", path, f"{DATA}:other_seed", "--accept", "seed")
+    assert (accepted.code, "note: " in accepted.out) == (0, True)
+    # Of loaders without a seed of their own the saved one is taken, or the one that is given.
+    assert tell("check", checkpoints("plain"), f"{DATA}:plain").code == 0
+    assert tell("check", checkpoints("plain"), f"{DATA}:plain", "--seed", 3).code == 1
+    assert tell("check", checkpoints("lightning"), f"{DATA}:plain", "--devices", 1).code == 1
+
+
+WRONG = {
+    "no factory": (("check", "{}", "support.command_data"), "names no factory: write package.module:function"),
+    "no module": (("check", "{}", "no_such_module:make"), "ModuleNotFoundError"),
+    "no such name": (("check", "{}", f"{DATA}:make"), "AttributeError"),
+    "a factory that fails": (("check", "{}", f"{DATA}:fails"), "KeyError: 'no such table'"),
+    "no ranks": (("plan", "{}", "--devices", "0"), "Invalid value for '--devices'"),
+    "a batch size beside a factory": (("plan", "{}", f"{DATA}:numbers", "--batch-size", "4"), "--batch-size is for"),
+    "an epoch to come": (("trained", "{}", f"{DATA}:numbers", "--epoch", "2"), "--epoch 2 has not been trained"),
+    "an unknown flag": (("inspect", "{}", "--jsn"), "No such option '--jsn'"),
+    "no checkpoint": (("inspect",), "Missing argument 'CHECKPOINT'"),
+    "an unknown command": (("look", "{}"), "No such command 'look'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_done_is_said_in_a_line(checkpoints: Any, tell: Any, arguments: Any, said: str) -> None:
+    told = tell(*(argument.format(checkpoints("numbers")) for argument in arguments))
+    assert (told.code, told.out, told.err.count("\n")) == (2, "", 1)
+    assert told.err.startswith("lightning-stateful: ")
+    assert said in told.err

@@ -1,0 +1,126 @@
+"""What is written to a file of a ledger is read again, up to the byte at which a process was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_stateful.errors import DamagedStateError
+from lightning_stateful.ledger import Batch, FileHeader, LedgerFile, Part, read_file
+from lightning_stateful.ledger.files import as_items
+
+HEADER = FileHeader("a start", 1, 4, {"": {"length": 10}, "b.0": {"length": None}}, (2, 5), None, {"torch": "2"})
+
+
+def part(items: Any, path: str = "", epoch: int = 2) -> Part:
+    return Part(path, epoch, *as_items(items))
+
+
+BATCHES = [
+    Batch(2, 5, (part([3, 0, 255]), part(["a", "ä"], "b.0", 7))),
+    Batch(2, 6, (part([256, 70_000]), Part("b.0", 7, None, 0))),
+    Batch(2, 7, (part([2**40]), part([], "b.0"))),
+    Batch(2, 8, ()),
+]
+
+
+def plain(batch: Batch) -> Any:
+    return batch.epoch, batch.batch, [(one.path, one.epoch, one.listed(), one.number) for one in batch.parts]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "a start" / "rank-1.ledger"
+    file = LedgerFile(path, HEADER)
+    for batch in BATCHES:
+        file.add(batch)
+    file.close()
+    return path
+
+
+def test_what_was_written_is_read(path: Path) -> None:
+    header, batches, left = read_file(path)
+    assert (header, left) == (HEADER, 0)
+    assert list(map(plain, batches)) == list(map(plain, BATCHES))
+
+
+def test_of_a_file_that_breaks_off_anywhere_the_whole_batches_are_read(path: Path) -> None:
+    content = path.read_bytes()
+    begin = content.index(b"\n") + 1
+    lengths = []
+    for size in range(begin, len(content) + 1):
+        path.write_bytes(content[:size])
+        _, batches, left = read_file(path)
+        assert list(map(plain, batches)) == list(map(plain, BATCHES[: len(batches)]))
+        lengths.append((len(batches), left))
+    assert [number for number, left in lengths if not left] == [0, 1, 2, 3, 4]
+    assert sorted(lengths) == lengths
+
+
+def test_reading_ends_at_a_byte_that_has_changed(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    for at in range(content.index(b"\n") + 1, len(content)):
+        content[at] ^= 64
+        path.write_bytes(content)
+        content[at] ^= 64
+        _, batches, left = read_file(path)
+        assert left
+        assert list(map(plain, batches)) == list(map(plain, BATCHES[: len(batches)]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "no file of a ledger"), (b"{}\n", "no file of a ledger"), (b'{"version": 1}\n', "no file of a ledger")],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(DamagedStateError, match=message):
+        read_file(tmp_path / "a")
+
+
+def test_a_later_version_is_refused(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    with pytest.raises(DamagedStateError, match="version 2"):
+        read_file(path)
+
+
+def test_a_file_is_never_written_again(path: Path) -> None:
+    with pytest.raises(FileExistsError):
+        LedgerFile(path, HEADER)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (7, [7]),
+        ("seven", ["seven"]),
+        (np.array([[1], [2]]), [1, 2]),
+        (np.int64(3), [3]),
+        (torch.tensor([[4], [5]]), [4, 5]),
+        ((1, "a"), ["1", "a"]),
+        ([-1, 2], ["-1", "2"]),
+        (np.array([-1]), ["-1"]),
+        ([(3, True)], ["(3, True)"]),
+        ([True, False], ["True", "False"]),
+        ({5: "a"}, [5]),
+        (range(3), [0, 1, 2]),
+        ([2**70], [str(2**70)]),
+    ],
+)
+def test_indices_are_integers_and_all_else_is_text(given: Any, expected: list[Any]) -> None:
+    items, number = as_items(given)
+    assert Part("", 0, items, number).listed() == expected
+    assert number == len(expected)
+
+
+def test_a_sample_takes_few_bytes(tmp_path: Path) -> None:
+    indices = np.random.default_rng(0).integers(0, 10**6, (1000, 32))
+    file = LedgerFile(tmp_path / "a", HEADER)
+    for number, batch in enumerate(indices):
+        file.add(Batch(0, number, (part(batch),)))
+    file.close()
+    assert (tmp_path / "a").stat().st_size < 5.1 * indices.size

@@ -1,0 +1,69 @@
+"""Factories of training data, as the command is told them: ``support.command_data:numbers``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+from lightning_stateful import BucketDataModule, StatefulDataModule
+from support.ledger import Numbers
+from support.runs import numbers_module
+from support.sources import MODULES
+from support.stream_runs import chunks
+from support.stream_runs import module as stream_module
+
+mixture = MODULES["mixture, steps"]
+round_robin = MODULES["round robin"]
+
+
+def numbers() -> StatefulDataModule:
+    return numbers_module()
+
+
+def other_seed() -> StatefulDataModule:
+    return numbers_module(seed=8)
+
+
+def fewer() -> StatefulDataModule:
+    return numbers_module(train=Numbers(20))
+
+
+def large_batches() -> StatefulDataModule:
+    return numbers_module(batch_size=3)
+
+
+def plain() -> DataLoader[Any]:
+    return DataLoader(Numbers(22), batch_size=2, shuffle=True)
+
+
+def side_by_side() -> dict[str, DataLoader[Any]]:
+    return {"a": plain(), "b": DataLoader(Numbers(10), batch_size=2)}
+
+
+def drawn() -> DataLoader[Any]:
+    return DataLoader(Numbers(22), batch_size=2, sampler=WeightedRandomSampler([1.0] * 22, 22))
+
+
+def buckets() -> BucketDataModule:
+    return BucketDataModule(Numbers(40), lengths=[1 + index % 7 for index in range(40)], max_tokens=12, seed=7)
+
+
+def stream() -> Any:
+    return stream_module(chunks(), num_workers=0)
+
+
+class Given(IterableDataset[Any]):
+    """Samples that nobody divides."""
+
+    def __iter__(self) -> Any:
+        data = Numbers(22)
+        return iter([data[index] for index in range(22)])
+
+
+def iterable() -> DataLoader[Any]:
+    return DataLoader(Given(), batch_size=2)
+
+
+def fails() -> Any:
+    raise KeyError("no such table")

@@ -1,0 +1,136 @@
+"""The log says in one line what makes data exact, and in one where a run goes on; a checkpoint says how it was run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from support.command_data import drawn, iterable, mixture, plain, side_by_side, stream
+from support.ledger import LedgerModel
+from support.runs import StoppedError, ended, numbers_module, quiet_trainer, stopped, train, train_alone
+
+import lightning_stateful
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
+    """The lines of the log that begin in some way."""
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    return lambda begin: [record.message for record in caplog.records if record.message.startswith(begin)]
+
+
+def test_a_resume_says_in_a_line_where_and_on_what_it_goes_on(tmp_path: Path, said: Any) -> None:
+    path = tmp_path / "last.ckpt"
+    stopped(path, epoch=1, batch=3)
+    assert said("Resumed") == []
+    train(lambda: numbers_module(batch_size=3), ckpt_path=path)
+    assert said("Resumed") == [
+        "Resumed at epoch 1, batch 4 of 11 (8 of 22 samples): saved on 1 rank x 2, goes on on 1 rank x 3; "
+        "next is batch 4 of 8."
+    ]
+
+
+def test_between_epochs_and_at_the_end_of_one_the_next_is_named(tmp_path: Path, said: Any) -> None:
+    ended(tmp_path / "end.ckpt", max_epochs=1)
+    train(ckpt_path=tmp_path / "end.ckpt", max_epochs=2)
+    stopped(tmp_path / "last.ckpt", hook="on_train_batch_end", batch=10)
+    train(ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
+    runs = "saved on 1 rank x 2, goes on on 1 rank x 2; next is batch 1 of 11"
+    assert said("Resumed") == [
+        f"Resumed at the beginning of epoch 1: {runs}.",
+        f"Resumed at epoch 0, batch 11 of 11: {runs} of epoch 1.",
+    ]
+
+
+def test_other_kinds_of_data_and_older_checkpoints_say_what_they_can(tmp_path: Path, said: Any) -> None:
+    path = tmp_path / "last.ckpt"
+    stopped(path, mixture, epoch=1, batch=3)
+    train(mixture, ckpt_path=path)
+    stopped(path, stream, batch=3)
+    train(stream, ckpt_path=path, max_epochs=1)
+    stopped(path, batch=3)
+    contents = torch.load(path, weights_only=True)
+    del contents["callbacks"]["StatefulDataCallback"]["written"]
+    torch.save(contents, path)
+    train(ckpt_path=path, max_epochs=1)
+    assert said("Resumed") == [
+        "Resumed at epoch 1, batch 4 of 8: saved on 1 rank, goes on on 1 rank; next is batch 5 of 8.",
+        "Resumed at epoch 0, batch 4: saved on 1 rank x 2, goes on on 1 rank x 2.",
+        "Resumed at epoch 0, batch 4 (8 of 22 samples): goes on on 1 rank x 2; next is batch 5 of 11.",
+    ]
+
+
+def test_without_a_data_state_the_warning_says_it_and_nothing_is_said_twice(tmp_path: Path, said: Any) -> None:
+    path = tmp_path / "last.ckpt"
+    stopped(path, plain, batch=3)
+    with pytest.warns(UserWarning, match="goes on at batch 4 of epoch 0"):
+        train_alone(plain, ckpt_path=path, max_epochs=1)
+    assert said("Resumed") == []
+
+
+def test_a_trainer_that_is_fitted_again_says_where_it_goes_on(said: Any) -> None:
+    def break_off(trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 4:
+            raise StoppedError
+
+    trainer, module, model = (
+        quiet_trainer(LambdaCallback(on_train_batch_end=break_off)),
+        numbers_module(),
+        LedgerModel(),
+    )
+    with pytest.raises(StoppedError):
+        trainer.fit(model, module)
+    trainer.fit(model, module)
+    assert said("Resumed") == [
+        "Resumed at epoch 0, batch 4 of 11 (8 of 22 samples): saved on 1 rank x 2, goes on on 1 rank x 2; "
+        "next is batch 5 of 11."
+    ]
+
+
+COMPUTED = "Its order is computed: a resume goes on at any batch at once, on any number of ranks."
+NOTES: dict[str, tuple[Any, list[str]]] = {
+    "plain": (plain, [f"Training data: 22 samples, shuffled by seed 7. {COMPUTED}"]),
+    "side by side": (
+        side_by_side,
+        [
+            f"Training data 'a': 22 samples, shuffled by seed 7. {COMPUTED}",
+            f"Training data 'b': 10 samples in the dataset's order. {COMPUTED}",
+        ],
+    ),
+    "drawn": (
+        drawn,
+        ["Training data: WeightedRandomSampler is begun anew on a resume and fast-forwarded, by indices alone."],
+    ),
+    "iterable": (
+        iterable,
+        [
+            "Training data: Given is a stream: every rank and worker trains on what its own dataset gives it, and a "
+            "resume reads it again, because it has no state_dict and load_state_dict."
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), NOTES.values(), ids=NOTES)
+def test_a_fit_says_in_a_line_for_each_loader_what_a_resume_will_do(said: Any, make: Any, expected: list[str]) -> None:
+    train_alone(make, max_steps=1)
+    assert said("Training data") == expected
+
+
+def test_a_checkpoint_says_how_it_was_run_and_no_resume_compares_it(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    stopped(path, batch=3, limit_train_batches=7)
+    contents = torch.load(path, weights_only=True)
+    written = contents["callbacks"]["StatefulDataCallback"]["written"]
+    assert written.pop("versions") == {
+        "lightning_stateful": lightning_stateful.__version__,
+        "torch": str(torch.__version__),
+    }
+    assert written == {"ranks": 1, "steps": 7, "batch_size": {"": 2}, "workers": {"": 0}}
+    written |= {"ranks": 64, "steps": 1, "batch_size": {}, "versions": {"torch": "1.0"}}
+    torch.save(contents, path)
+    assert len(train(ckpt_path=path, max_epochs=1, limit_train_batches=7).ledger) > 3

@@ -1,0 +1,259 @@
+"""The ledger of a run is what the model was trained on, over stops at every moment, kills, and other ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from support.ddp_runs import chain_of, on_ranks
+from support.ledger import LedgerModel, Numbers, batches, trained
+from support.ranks import Ranks, start
+from support.runs import Moment, SaveAt, StopAt, numbers_module, quiet_trainer, stopped, train
+from support.stream_runs import EVERY_SAMPLE, chunks
+from support.stream_runs import module as stream_module
+from torch.utils.data import DataLoader
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.audit import read_ledger
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
+
+NUM = 22
+
+
+def keys_of(batch: Any) -> Any:
+    return batch["id"]
+
+
+def writing(folder: Path, key: Any = None) -> Any:
+    """Trains as :func:`train` does, with a ledger."""
+
+    def run(make: Any = numbers_module, *, callbacks: Any = (), **options: Any) -> Any:
+        writer = StatefulDataCallback(ledger=folder / "ledger", ledger_key=key)
+        return train(make, callbacks=[writer, *callbacks], **{"max_epochs": 2, **options})
+
+    return run
+
+
+def written(folder: Path, epoch: int, path: str = "", rank: int = 0) -> list[Any]:
+    """The items of the batches of an epoch in the order in which they were trained on."""
+    rows = read_ledger(folder / "ledger").rows[path][epoch, 0]
+    return [tuple(row.items) for row in rows if row.rank == rank]
+
+
+def numbers_loader(**options: Any) -> Any:
+    return DataLoader(Numbers(NUM), batch_size=2, shuffle=True, **options)
+
+
+class Twice(DataLoader[Any]):
+    """Gives each batch twice."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield from (batch, batch)
+
+
+MOMENTS: list[Moment] = [
+    ("on_train_batch_end", 0, 3),
+    ("on_train_batch_start", 0, 0),
+    ("on_before_backward", 0, 5),
+    ("on_validation_end", 0, 0),
+    ("on_train_epoch_end", 0, 0),
+    ("on_train_epoch_start", 1, 0),
+    ("on_train_batch_end", 1, 10),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (numbers_module, {}),
+        (numbers_module, {"accumulate_grad_batches": 4}),
+        (lambda: numbers_loader(num_workers=1), {}),
+    ],
+    ids=["data module", "windows", "workers"],
+)
+def test_a_run_stopped_at_any_moment_has_the_ledger_of_one_that_was_not(
+    tmp_path: Path, make: Callable[[], Any], options: dict[str, Any]
+) -> None:
+    moments = MOMENTS if make is numbers_module and not options else MOMENTS[:3]
+    saver, run = SaveAt(tmp_path, moments), writing(tmp_path)
+    whole = run(make, callbacks=[saver], **options)
+    for epoch in range(2):
+        assert written(tmp_path, epoch) == batches(whole.ledger, epoch)
+    for number, moment in enumerate(moments):
+        run(make, ckpt_path=saver.path(number), seed=5, **options)
+        found = read_ledger(tmp_path / "ledger")
+        assert found.findings() == [], moment
+        assert len(found.starts) == 2
+        for epoch in range(2):
+            assert written(tmp_path, epoch) == batches(whole.ledger, epoch), moment
+        assert all(row["over"] and row["distinct"] == row["length"] == NUM for row in found.epochs())
+
+
+def test_what_a_crash_leaves_behind_a_checkpoint_is_lost_and_a_trainer_that_is_fitted_again_goes_on(
+    tmp_path: Path,
+) -> None:
+    run = writing(tmp_path)
+    crash = StopAt("on_train_batch_end", None, batch=6)
+    saver = SaveAt(tmp_path, [("on_train_batch_end", 0, 3)])
+    run(callbacks=[saver, crash])
+    run(ckpt_path=saver.path(0), max_steps=15)
+    found = read_ledger(tmp_path / "ledger")
+    assert [(one.num_kept, one.num_lost) for one in found.starts] == [(4, 3), (11, 0)]
+    assert [row["over"] for row in found.epochs()] == [True, False]
+    assert found.findings() == []
+
+
+def test_loaders_side_by_side_are_written_by_their_paths_and_epochs(tmp_path: Path) -> None:
+    def make() -> Any:
+        loaders = {"long": numbers_loader(), "short": DataLoader(Numbers(6, first=50), batch_size=2, shuffle=True)}
+        return CombinedLoader(loaders, "max_size_cycle")
+
+    stopped(tmp_path / "a.ckpt", make, epoch=0, batch=5, run=writing(tmp_path))
+    writing(tmp_path)(make, ckpt_path=tmp_path / "a.ckpt")
+    found = read_ledger(tmp_path / "ledger")
+    assert found.findings() == []
+    assert sorted(index for batch in written(tmp_path, 1, "long") for index in batch) == list(range(NUM))
+    passes = found.rows["short"]
+    assert list(passes) == [(epoch, cycle) for epoch in range(2) for cycle in range(4)]
+    for at, rows in passes.items():
+        items = [item for row in rows for item in row.items]
+        # The epoch ends in the last pass.
+        assert len(items) == len(set(items)) == (4 if at[1] == 3 else 6)
+
+
+def test_batches_of_other_data_are_known_by_their_keys(tmp_path: Path) -> None:
+    def make() -> Any:
+        return stream_module(chunks())
+
+    run = writing(tmp_path, keys_of)
+    stopped(tmp_path / "a.ckpt", make, epoch=1, batch=2, run=run)
+    resumed = run(make, ckpt_path=tmp_path / "a.ckpt")
+    found = read_ledger(tmp_path / "ledger")
+    assert found.findings() == []
+    assert found.items(0) == Counter(EVERY_SAMPLE)
+    rest = batches(resumed.ledger, 1)
+    assert written(tmp_path, 1)[-len(rest) :] == rest
+
+
+@pytest.mark.parametrize("make", [lambda: stream_module(chunks()), lambda: Twice(Numbers(NUM), batch_size=2)])
+def test_batches_that_are_not_known_are_counted(tmp_path: Path, make: Callable[[], Any]) -> None:
+    whole = writing(tmp_path)(make, max_epochs=1)
+    rows = read_ledger(tmp_path / "ledger").rows[""][0, 0]
+    assert [(row.batch, row.items) for row in rows] == [(event[2], []) for event in trained(whole.ledger)]
+
+
+# Ranks
+
+
+def on_two(folder: Path) -> Any:
+    make: Any = numbers_loader
+    writer = [lambda: StatefulDataCallback(ledger=folder / "ledger", seed=7)]
+    chain = chain_of(make, folder, [("on_train_batch_end", 0, 2)], callbacks=lambda: [one() for one in writer])
+    train(
+        make,
+        callbacks=[
+            StatefulDataCallback(ledger=folder / "ledger", seed=7),
+            SaveAt(folder, [("on_train_batch_end", 1, 1)]),
+        ],
+        **on_ranks(),
+    )
+    return [part["ledger"] for part, _ in chain]
+
+
+def test_ranks_write_their_own_files_and_other_ranks_go_on_in_others(tmp_path: Path) -> None:
+    ranks = Ranks(2, tmp_path)
+    chains = ranks.of(on_two)
+    folder = ranks.folder_of(on_two)
+    starts = sorted(path.name for path in (folder / "ledger").iterdir())
+    resumed = read_ledger(folder / "ledger", start=starts[1])
+    assert resumed.findings() == []
+    assert resumed.items(0) == Counter(range(NUM)) + Counter(dict(resumed.items(0) - Counter(range(NUM))))
+    for rank, (whole, _) in enumerate(chains):
+        for epoch in range(2):
+            assert written_by(folder, epoch, rank, starts[1]) == list(map(tuple, batches_of(whole, epoch)))
+    callback = StatefulDataCallback(ledger=folder / "ledger", seed=7)
+    train(numbers_loader, callbacks=[callback], ckpt_path=folder / "0.ckpt", max_epochs=2)
+    alone = read_ledger(folder / "ledger")
+    assert [start.header.num_replicas for start in alone.starts] == [2, 1]
+    assert alone.findings() == []
+    assert set(alone.items(1)) == set(range(NUM))
+
+
+def written_by(folder: Path, epoch: int, rank: int, start: str) -> list[Any]:
+    rows = read_ledger(folder / "ledger", start=start).rows[""][epoch, 0]
+    return [tuple(row.items) for row in rows if row.rank == rank]
+
+
+def batches_of(ledger: list[Any], epoch: int) -> list[Any]:
+    return [event[-1] for event in ledger if event[0] == "train" and event[1] == epoch]
+
+
+# Kills, and files that cannot be written
+
+
+def killed(folder: str) -> None:
+    """Trains until it is killed, two batches behind its checkpoint."""
+
+    def end(trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
+        if number == 4:
+            trainer.save_checkpoint(Path(folder) / "a.ckpt")
+        if number == 7:
+            Path(folder, "done.json").write_text(json.dumps(batches(module.ledger, 0)))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    writing(Path(folder))(callbacks=[LambdaCallback(on_train_batch_end=end)])
+
+
+def test_a_run_that_is_killed_leaves_all_that_its_checkpoint_holds(tmp_path: Path) -> None:
+    process = start(killed, str(tmp_path), log=tmp_path / "log.txt")
+    process.join(100)
+    assert process.exitcode == -signal.SIGKILL, (tmp_path / "log.txt").read_text()
+    writing(tmp_path)(ckpt_path=tmp_path / "a.ckpt")
+    found = read_ledger(tmp_path / "ledger")
+    assert found.findings() == []
+    assert found.items(0) == found.items(1) == Counter(range(NUM))
+    done = [tuple(batch) for batch in json.loads((tmp_path / "done.json").read_text())]
+    assert written(tmp_path, 0)[:5] == done[:5]
+
+
+def on_a_full_disk(folder: str) -> None:
+    """Trains where a file may have no more than so many bytes, which stands for a disk that is full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, resource.RLIM_INFINITY))
+    with pytest.warns(StatefulWarning, match="could not be written any more: .* Training goes on without it") as said:
+        whole = writing(Path(folder))()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert sum("could not be written" in str(one.message) for one in said) == 1
+    assert len(batches(whole.ledger)) == NUM
+
+
+def test_training_goes_on_without_a_ledger_that_cannot_be_written_any_more(tmp_path: Path) -> None:
+    process = start(on_a_full_disk, str(tmp_path), log=tmp_path / "log.txt")
+    process.join(100)
+    assert process.exitcode == 0, (tmp_path / "log.txt").read_text()
+    found = read_ledger(tmp_path / "ledger").findings()
+    assert {one.kind for one in found} <= {"damaged"}
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "ledger").write_text("a file")
+    model = LedgerModel()
+    callback = StatefulDataCallback(ledger=tmp_path / "ledger")
+    with pytest.raises(ConfigurationError, match=r"cannot be written: .*Pass StatefulDataCallback\(ledger=...\)"):
+        quiet_trainer(callback).fit(model, numbers_loader())
+    assert not trained(model.ledger)
+
+
+def test_a_key_without_a_ledger_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="ledger_key says what a ledger holds"):
+        StatefulDataCallback(ledger_key=keys_of)
