@@ -6,11 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.loaders.source_datasets import Collate, SourceCollate, SourceDataset
+from lightning_stateful.loaders.source_datasets import (
+    Collate,
+    SourceCollate,
+    SourceDataset,
+    concatenated,
+    packed_anew,
+)
 from lightning_stateful.mixture.sources import By, Stop
 from lightning_stateful.mixture.weights import WeightSchedule
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
@@ -59,14 +65,13 @@ class SourcesDataModule(StatefulDataModule):
         if data is None or stage != "train":
             return super()._loaders(data, stage)
         batches = self.batch_sampler()
-        dataset, collate_fn = self._told_apart(self._named(data), self._collate_fn)
+        dataset, collate_fn = concatenated(self._named(data), self._collate_fn, tag=self._tag, mixes=self._mixes)
         return self._stateful_loader(dataset, batch_sampler=batches, collate_fn=collate_fn)
 
     def batch_sampler(self) -> StatefulBatchSampler:
         """The batches of the training datasets: a fresh batch sampler, for a look at them without a trainer."""
-        return self._sampler(
-            self._named(self.train), self.batch_size, shuffle=self.shuffle, drop_last=self.drop_last, seed=self.seed
-        )
+        named, how = self._named(self.train), {"drop_last": self.drop_last, "seed": self.seed}
+        return self._sampler(named, self.batch_size, shuffle=self.shuffle, by_pass=packed_anew(named), **how)
 
     def _named(self, data: Any) -> dict[str, Any]:
         refuse_splits(data)
@@ -88,13 +93,6 @@ class SourcesDataModule(StatefulDataModule):
                     "__getitem__ and __len__."
                 )
         return named
-
-    def _told_apart(self, datasets: Mapping[str, Any], collate_fn: Any) -> tuple[Any, Any]:
-        """The datasets one after the other, and a collate function that knows them apart where that matters."""
-        if self._tag is None and not isinstance(collate_fn, (Mapping, Sequence)):
-            return ConcatDataset(datasets.values()), collate_fn
-        collate = SourceCollate(tuple(datasets), collate_fn, tag=self._tag, mixes=self._mixes)
-        return SourceDataset(datasets.values()), collate
 
     def _loader(self, dataset: Any, name: str | None, stage: str, **how: Any) -> DataLoader[Any]:
         how["batch_size"] = self._of_source(self.batch_size, name, "batch_size")

@@ -91,6 +91,8 @@ class StatefulDataModule(pl.LightningDataModule):
             batches of like lengths.
         check_content: As in :class:`StatefulDataCallback`: compare a batch of a checkpoint with what a resume reads in
             its place.
+        max_tokens_total: Stop training after the first step by which so many tokens of packed documents were served
+            since it began, over all ranks, padding left out; exact over resumes.
         **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader, those of
             evaluation among them. So no sampler: return a loader with it from ``train_dataloader`` of a subclass.
 
@@ -125,6 +127,7 @@ class StatefulDataModule(pl.LightningDataModule):
         accept: Collection[str] = (),
         log_data: bool = False,
         check_content: bool = True,
+        max_tokens_total: int | None = None,
         **loader_options: Any,
     ) -> None:
         self._callback: StatefulDataCallback | None = None
@@ -140,6 +143,7 @@ class StatefulDataModule(pl.LightningDataModule):
             accept=accept,
             log_data=log_data,
             check_content=check_content,
+            max_tokens_total=max_tokens_total,
         )
         super().__init__()
         self.batch_size = batch_size
@@ -191,6 +195,7 @@ class StatefulDataModule(pl.LightningDataModule):
                 accept=tuple(dict.fromkeys([*theirs.accept, *self._settings.accept])),
                 log_data=theirs.log_data or self._settings.log_data,
                 check_content=theirs.check_content and self._settings.check_content,
+                max_tokens_total=self._settings.max_tokens_total or theirs.max_tokens_total,
             )
 
     def __iter__(self) -> NoReturn:

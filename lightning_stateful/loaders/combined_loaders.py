@@ -114,9 +114,9 @@ class CombinedLoaders:
     def report_at(self, epoch: int, step: int) -> dict[str, dict[str, Any]]:
         """Counts of what each loader has served before a step of an epoch, by path."""
         reports = {}
-        for path in self.loaders:
+        for path, loader in self.loaders.items():
             plan, steps = self.plan_at(path, epoch, step)
-            reports[path] = {"epoch": epoch, **plan.report_after(steps)}
+            reports[path] = {"epoch": epoch, **loader.report_of(plan, steps)}
         return reports
 
     def refuse_short_sources(self, num_steps: int) -> None:

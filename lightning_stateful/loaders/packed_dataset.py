@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.batch_reader import read_batch
 from lightning_stateful.loaders.length_cache import lengths_of
 from lightning_stateful.packing.documents import DocumentReader
-from lightning_stateful.packing.plan import PackingPlan, Part, Parts, SequenceOrder
+from lightning_stateful.packing.plan import Counts, PackingPlan, Part, Parts, SequenceOrder, reported
 from lightning_stateful.packing.sequences import lay_out
 from lightning_stateful.packing.settings import DOCUMENTS, IGNORED_LABEL, LABELS, TOKENS, Packing
 from lightning_stateful.packing.split import SplitPlan
@@ -89,6 +89,8 @@ class PackedDataset(Dataset[PackedSequence]):
         self._plan: PackingPlan = _plan_of(self.lengths, packing, self._seed)
         self._epoch, self._digest = 0, digest(self.lengths)
         self._named: set[str] = set()
+        # Of whole epochs.
+        self._whole: dict[int, Counts] = {}
         self.num_tokens, self.num_dropped = self._plan.num_tokens, getattr(self._plan, "num_dropped", 0)
         if not len(self):
             raise ConfigurationError(
@@ -107,6 +109,11 @@ class PackedDataset(Dataset[PackedSequence]):
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch that the indices below ``len(dataset)`` belong to; before workers are started."""
         self._epoch = as_int("epoch", epoch, least=0)
+
+    @property
+    def packs_anew(self) -> bool:
+        """Whether each epoch has other sequences."""
+        return self._seed is not None
 
     @property
     def order(self) -> SequenceOrder:
@@ -128,6 +135,26 @@ class PackedDataset(Dataset[PackedSequence]):
             raise IndexError(f"Sequences are counted from 0 on, got index {number}.")
         epoch, sequence = divmod(number, len(self))
         return self._plan.parts(sequence, epoch or self._epoch)
+
+    def counts(self, passes: Iterable[tuple[int, int]]) -> dict[str, float]:
+        """Counts of what was served; nothing is read.
+
+        Args:
+            passes: Pairs of an epoch and a number of sequences, of which the first ones of that epoch were served.
+
+        Returns:
+            ``tokens`` of documents; ``documents`` whose last tokens are among these; ``cut``, the share of these that
+            were cut into several sequences, or truncated; and ``padding``, the share of padding.
+        """
+        found, sequences = Counts(), 0
+        for epoch, number in passes:
+            known = epoch if self.packs_anew else 0
+            if number == len(self) and known not in self._whole:
+                self._whole[known] = self._plan.counts(number, known)
+            counts = self._whole[known] if number == len(self) else self._plan.counts(number, known)
+            found = Counts(*map(sum, zip(found, counts, strict=True)))
+            sequences += number
+        return reported(sequences * self.packing.sequence_length, found)
 
     def __getitem__(self, index: int) -> PackedSequence:
         """The sequence at ``index``."""

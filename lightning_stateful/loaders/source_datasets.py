@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, default_collate
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.dataset_content import content_now, content_of, glance
+from lightning_stateful.loaders.packed_dataset import PackedDataset
+from lightning_stateful.mixture.order import MixtureEpochPlan
 from lightning_stateful.mixture.weights import by_name
+from lightning_stateful.packing.plan import SequenceOrder
 from lightning_stateful.samplers.fingerprint import describe_dataset, without_fingerprint
 
 Collate = Callable[[list[Any]], Any]
@@ -32,6 +35,43 @@ class SourceDataset(ConcatDataset[Sample]):
         """The sample at ``index``, counted over all datasets."""
         value = super().__getitem__(index)  # type: ignore[no-untyped-call]  # torch's own
         return Sample(bisect_right(self.cumulative_sizes, index % len(self)), value)
+
+
+class PackedSources(ConcatDataset[Any]):
+    """A ``ConcatDataset`` whose indices go on from pass to pass: ``n * len(self) + i`` is index ``i`` in pass ``n``.
+
+    Only those of a :class:`PackedDataset` have passes after 0. The sequences of one are read together.
+
+    Args:
+        datasets: The datasets.
+        is_told: Whether samples tell their source, for a :class:`SourceCollate`.
+    """
+
+    def __init__(self, datasets: Iterable[Any], *, is_told: bool = False) -> None:
+        super().__init__(datasets)
+        self._is_told = is_told
+
+    def __getitem__(self, index: int) -> Any:
+        """The sample at ``index``."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """The samples at ``indices``."""
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        for place, index in enumerate(indices):
+            number, at = divmod(index, len(self))
+            source = bisect_right(self.cumulative_sizes, at)
+            first, end = self.cumulative_sizes[source - 1] if source else 0, self.cumulative_sizes[source]
+            wanted.setdefault(source, []).append((place, number * (end - first) + at - first))
+        samples: list[Any] = [None] * len(indices)
+        for source, pairs in wanted.items():
+            dataset, within = self.datasets[source], [index for _, index in pairs]
+            found = (
+                dataset.__getitems__(within) if isinstance(dataset, PackedDataset) else map(dataset.__getitem__, within)
+            )
+            for (place, _), value in zip(pairs, found, strict=True):
+                samples[place] = Sample(source, value) if self._is_told else value
+        return samples
 
 
 class SourceCollate:
@@ -91,6 +131,29 @@ class SourceCollate:
         return batch
 
 
+def packed_anew(datasets: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of packed datasets that have other sequences in each pass."""
+    return tuple(name for name, one in datasets.items() if isinstance(one, PackedDataset) and one.packs_anew)
+
+
+def concatenated(
+    datasets: Mapping[str, Any], collate_fn: Any, *, tag: str | None = None, mixes: bool = False
+) -> tuple[ConcatDataset[Any], Any]:
+    """The datasets one after the other, and a collate function that knows them apart where that matters.
+
+    Args:
+        datasets: The datasets by name.
+        collate_fn: As in :class:`SourceCollate`.
+        tag: As in :class:`SourceCollate`.
+        mixes: As in :class:`SourceCollate`.
+    """
+    is_told = tag is not None or isinstance(collate_fn, (Mapping, Sequence))
+    collate = SourceCollate(tuple(datasets), collate_fn, tag=tag, mixes=mixes) if is_told else collate_fn
+    if packed_anew(datasets):
+        return PackedSources(datasets.values(), is_told=is_told), collate
+    return (SourceDataset if is_told else ConcatDataset)(datasets.values()), collate
+
+
 def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
     """Add a description of each source's data to an order's configuration.
 
@@ -127,6 +190,31 @@ def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
         sources[name] = length if more == "{}" else f"{length} {digest}"
     more_of_all = {"fingerprint": fingerprints, "dataset.content": contents}
     return {**config, "sources": sources, **{name: more for name, more in more_of_all.items() if more}}
+
+
+def with_packed(report: dict[str, Any], dataset: Any, order: Any, plan: Any, steps: int) -> dict[str, Any]:
+    """A report with counts of packed documents: what :meth:`PackedDataset.counts` tells, of each source.
+
+    Args:
+        report: What the plan has reported.
+        dataset: The loader's dataset; the report of one that is not packed stays as it is.
+        order: The loader's order.
+        plan: A plan of this order.
+        steps: Steps of the plan that were taken.
+    """
+    if isinstance(dataset, PackedDataset) and isinstance(getattr(order, "samples", None), SequenceOrder):
+        cycle, rest = divmod(report["samples"], len(dataset))
+        samples: SequenceOrder = order.samples
+        passes = [(samples.pass_of(plan.epoch, number), len(dataset)) for number in range(cycle)]
+        return {**report, **dataset.counts([*passes, (samples.pass_of(plan.epoch, cycle), rest)])}
+    if not isinstance(dataset, ConcatDataset) or not isinstance(plan, MixtureEpochPlan):
+        return report
+    # Only of those that are read from pass to pass it is known which sequences were the first.
+    passes_of, told = plan.passes_after(steps), dict(report["sources"])
+    for name, part in zip(passes_of, dataset.datasets, strict=False):
+        if isinstance(part, PackedDataset) and (name in order.sources.by_pass or not order.shuffle):
+            told[name] = {**told[name], **part.counts(passes_of[name])}
+    return {**report, "sources": told}
 
 
 def described_with_content(dataset: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from lightning_stateful.errors import ConfigurationError, RankMismatchError, Sta
 from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, known_steps, options_of
 from lightning_stateful.loaders.description import LoaderDescription, describe_loader
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
-from lightning_stateful.loaders.source_datasets import changed_content
+from lightning_stateful.loaders.source_datasets import changed_content, with_packed
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import TrackedLoader, Tracker, detect_topology
@@ -272,6 +272,10 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
     def plan(self, epoch: int, progress: Progress | None = None) -> EpochPlan:
         """Plan an epoch, or the rest of it, for the present number of ranks; the loader stays where it is."""
         return self.tracker.plan_epoch(epoch, progress)
+
+    def report_of(self, plan: EpochPlan, steps: int) -> dict[str, Any]:
+        """Counts of what the epoch has served after some steps of a plan, packed documents among them."""
+        return with_packed(plan.report_after(steps), self.dataset, self.order, plan, steps)
 
     def batches(
         self, plan: EpochPlan, first_step: int = 0, *, isolated: bool = True, looks_ahead: bool = False

@@ -17,6 +17,7 @@ from lightning_stateful.core.seeding import Label, derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StateMismatchError
 from lightning_stateful.mixture.draws import Draws, Period
+from lightning_stateful.mixture.served import passes_of, report_of
 from lightning_stateful.mixture.source_steps import LastSteps, SourceSteps, gather, shares_of_steps
 from lightning_stateful.mixture.sources import By, Sources, Stop, present
 from lightning_stateful.mixture.weights import DrawSchedule, digest
@@ -121,7 +122,7 @@ class MixtureOrder:
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
             "batch_size": sizes[0] if len(set(sizes)) == 1 else list(sizes),
-            "sources": dict(zip(self.sources.names, self.sources.lengths, strict=True)),
+            **self.sources.config(),
         }
         if not self.in_turn:
             weights: Any = list(self.draws)
@@ -331,25 +332,18 @@ class MixtureEpochPlan:
         Counted in the epoch or, with ``num_steps``, since training began. Tokens of a pass that is not complete are
         its samples times their mean length.
         """
-        pairs = zip(self.served_after(self._taken + steps), self._served_in_a_pass, strict=True)
-        served = [samples + self.progress.cycle * of_pass for samples, of_pass in pairs]
-        total, sources, tokens = sum(served), self.order.sources, self.order.tokens
-        result: dict[str, dict[str, float]] = {}
-        for source, (name, length, samples) in enumerate(zip(sources.names, sources.lengths, served, strict=True)):
-            share = samples / total if total else 0.0
-            result[name] = {"samples": samples, "epochs": samples / length, "share": share}
-            if tokens is not None:
-                result[name]["tokens"] = (2 * samples * tokens[source] + length) // (2 * length)
-        return {"sources": result}
+        return report_of(self.order.sources, self.order.tokens, self.passes_after(steps))
 
-    @cached_property
-    def _served_in_a_pass(self) -> tuple[int, ...]:
-        """Samples that a whole pass before this one has served of every source; of no use where there was none."""
-        nothing = (0,) * len(self.order.sources)
-        if not self.progress.cycle:
-            return nothing
-        whole = replace(self, progress=Progress(epoch=self.epoch), planned_steps=0, origin=nothing)
-        return whole.served_after(whole.total_steps)
+    def passes_after(self, steps: int) -> dict[str, list[tuple[int, int]]]:
+        """Of each source the passes over it: pairs of its number and the samples that were served of it."""
+        order, nothing = self.order, (0,) * len(self.order.sources)
+        served = [(self._labels, self.served_after(self._taken + steps))]
+        if self.progress.cycle:
+            whole = replace(self, progress=Progress(epoch=self.epoch), planned_steps=0, origin=nothing)
+            of_cycle = whole.served_after(whole.total_steps)
+            labels = [(order.seed, self.epoch, cycle) for cycle in range(self.progress.cycle)]
+            served = [*((label, of_cycle) for label in labels), *served]
+        return passes_of(order.sources, served)
 
     def repeats(self) -> str:
         """Samples that are served twice, in words."""

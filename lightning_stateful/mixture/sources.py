@@ -17,6 +17,9 @@ from lightning_stateful.errors import ConfigurationError
 Stop = Literal["all_exhausted", "first_exhausted", "cycle"]
 By = Literal["batch", "sample", "token"]
 
+# Times the samples of all sources, the largest index still is an int64.
+_MOST_PASSES = 2**31
+
 
 @dataclass(frozen=True)
 class Sources:
@@ -26,6 +29,9 @@ class Sources:
         names: A name for each.
         lengths: Samples in each.
         batch_sizes: Samples in a full batch of each, on one rank.
+        by_pass: The names of those that have other samples in each pass over them, in an order of their own: packed
+            datasets. Their indices go on from pass to pass: sample ``i`` of pass ``n`` is at ``i`` plus ``n`` times the
+            length of all sources.
 
     Raises:
         ConfigurationError: There is none, names are equal, a source is empty, or a batch size is not positive.
@@ -34,6 +40,7 @@ class Sources:
     names: tuple[str, ...]
     lengths: tuple[int, ...]
     batch_sizes: tuple[int, ...]
+    by_pass: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -46,12 +53,21 @@ class Sources:
             if not 0 < length <= MAX_LENGTH:
                 raise ConfigurationError(f"Source {name!r} must have 1 to 2**40 samples, got {length}.")
             as_int(f"The batch size of source {name!r}", batch_size, least=1)
+        if unknown := set(self.by_pass) - set(self.names):
+            raise ConfigurationError(
+                f"by_pass has {sorted(unknown)}, which are none of the sources {list(self.names)}."
+            )
         # States hold no other integers than Python's.
         object.__setattr__(self, "lengths", tuple(map(int, self.lengths)))
         object.__setattr__(self, "batch_sizes", tuple(map(int, self.batch_sizes)))
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def config(self) -> dict[str, Any]:
+        """Plain data to be compared: the lengths of sources by name, and whether passes have samples of their own."""
+        config: dict[str, Any] = {"sources": dict(zip(self.names, self.lengths, strict=True))}
+        return {**config, "packed_anew": True} if self.by_pass else config
 
     def in_order(self, served: Mapping[str, int]) -> tuple[int, ...]:
         """Numbers by name, as one for each source; 0 for one that is not there."""
@@ -97,6 +113,11 @@ class Sources:
     def _take_of(self, source: int, offsets: Indices, seed: tuple[Label, ...] | None) -> Indices:
         """The samples of one source at ``offsets``, which rise."""
         length, before = self.lengths[source], sum(self.lengths[:source])
+        if seed is not None and self.names[source] in self.by_pass:
+            passes, within = np.divmod(offsets, length)
+            found = [number_of_pass(number, seed) for number in range(int(passes[0]), int(passes[-1]) + 1)]
+            numbers = np.array(found, dtype=np.int64)[passes - passes[0]]
+            return numbers * sum(self.lengths) + before + within  # type: ignore[no-any-return]  # int64
         if seed is None or length == 1:
             return offsets % length + before
         first, last = int(offsets[0]) // length, int(offsets[-1]) // length
@@ -108,6 +129,17 @@ class Sources:
                 key = derive_seed("source", *seed, self.names[source], number)
                 result[begin:end] = keyed_permutation(length, key).take(offsets[begin:end] - number * length)
         return result + before
+
+
+def number_of_pass(number: int, seed: tuple[Label, ...]) -> int:
+    """The number by which a source knows a pass over it that has samples of its own.
+
+    Args:
+        number: Passes before it: since training began or, where passes begin anew with each epoch, in the epoch.
+        seed: Labels that orders are derived from; behind the first two, the epoch and the number of its cycle where
+            passes begin anew.
+    """
+    return derive_seed("pass", *seed[2:], number) % _MOST_PASSES if len(seed) > 2 else number
 
 
 def _length(described: Any) -> int:

@@ -15,6 +15,8 @@ from lightning_stateful.packing.settings import Packing
 
 # Passes of one epoch, of a loader that starts over beside a longer one, are so many epochs apart.
 _EPOCHS_OF_CYCLE = 2**20
+# Sequences that are counted together.
+_COUNTED_AT_ONCE = 4096
 
 
 class Part(NamedTuple):
@@ -29,6 +31,20 @@ class Part(NamedTuple):
     document: int
     first: int
     end: int
+
+
+class Counts(NamedTuple):
+    """Counts of some of an epoch's sequences.
+
+    Attributes:
+        tokens: Tokens of documents; all else is padding.
+        documents: Documents whose last tokens are in them.
+        cut: Those of them that are cut: into several sequences, or truncated.
+    """
+
+    tokens: int = 0
+    documents: int = 0
+    cut: int = 0
 
 
 class Parts(NamedTuple):
@@ -70,6 +86,9 @@ class PackingPlan(ABC):
 
     num_sequences: int
     num_tokens: int
+    # Whether documents lose what does not fit into a sequence; and the epoch that was counted latest, up to where.
+    _truncates: bool = False
+    _counted: tuple[int, int, Counts] = (-1, 0, Counts())
 
     @abstractmethod
     def parts_of(self, sequences: Indices, epoch: int) -> Parts:
@@ -79,6 +98,27 @@ class PackingPlan(ABC):
         """The parts of documents in a sequence of an epoch, in their order."""
         documents, firsts, ends, _ = self.parts_of(np.array([sequence]), epoch)
         return [Part(*row) for row in zip(documents.tolist(), firsts.tolist(), ends.tolist(), strict=True)]
+
+    def counts(self, sequences: int, epoch: int) -> Counts:
+        """Counts of the first sequences of an epoch; quick where some fewer of the same epoch were counted before."""
+        of_epoch, first, found = self._counted
+        if of_epoch != epoch or first > sequences:
+            first, found = 0, Counts()
+        for start in range(first, sequences, _COUNTED_AT_ONCE):
+            numbers = np.arange(start, min(start + _COUNTED_AT_ONCE, sequences))
+            documents, firsts, ends, _ = self.parts_of(numbers, epoch)
+            sizes = self._sizes_of(documents)
+            # Only a document that is truncated ends before its end.
+            ended = (ends == sizes) | self._truncates
+            is_cut = ended & ((firsts > 0) | (ends < sizes))
+            more = Counts(int((ends - firsts).sum()), int(ended.sum()), int(is_cut.sum()))
+            found = Counts(*map(sum, zip(found, more, strict=True)))
+        self._counted = (epoch, sequences, found)
+        return found
+
+    @abstractmethod
+    def _sizes_of(self, documents: Indices) -> Indices:
+        """Tokens of documents, with the separator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +150,7 @@ class SequenceOrder:
 
     def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
         """The indices at ``offsets``."""
-        return offsets + (epoch + cycle * _EPOCHS_OF_CYCLE) * self.length
+        return offsets + self.pass_of(epoch, cycle) * self.length
 
     def converted(self, consumed: int, saved: Mapping[str, Any]) -> int:
         """The sequences that have about as many tokens as so many of those that other settings of packing made.
@@ -129,3 +169,19 @@ class SequenceOrder:
         """Plain data to be compared."""
         shuffle = {"shuffle": False} if self.seed is None else {"shuffle": True, "seed": self.seed}
         return {**shuffle, "packing": self.packing.config(), "lengths": self.lengths}
+
+    def pass_of(self, epoch: int, cycle: int) -> int:
+        """The number by which the plan knows a pass of an epoch."""
+        return epoch + cycle * _EPOCHS_OF_CYCLE
+
+
+def reported(room: int, counts: Counts) -> dict[str, float]:
+    """Counts as a report has them.
+
+    Args:
+        room: Tokens that the sequences have room for.
+        counts: Counts of these sequences.
+    """
+    tokens, documents, cut = counts
+    shares = {"cut": cut / max(documents, 1), "padding": 1 - tokens / room if room else 0.0}
+    return {"tokens": tokens, "documents": documents, **shares}

@@ -93,6 +93,9 @@ class SplitPlan(PackingPlan):
         numbers, *columns = map(np.concatenate, zip(*found, strict=True))
         return Parts.in_order(numbers, len(sequences), *columns)
 
+    def _sizes_of(self, documents: Indices) -> Indices:
+        return self._lengths[documents].astype(np.int64) + self._separators
+
     def _make_epoch(self, epoch: int) -> _Epoch:
         width = self._width
         if self._seed is None:

@@ -131,6 +131,7 @@ class WholePlan(PackingPlan):
         self.num_sequences = int(self._bounds[-1] + self._full_bounds[-1])
         self.num_tokens = int(counts @ np.arange(len(counts)) + self._full_bounds[-1] * self._length)
         self.num_dropped = int(counts[0]) if packing.too_long == "drop" else 0
+        self._truncates = packing.too_long == "truncate"
         self._shuffle = lru_cache(maxsize=2)(self._make_shuffle)
 
     def __reduce__(self) -> tuple[type[WholePlan], tuple[LengthArray, Packing, int | None]]:
@@ -177,6 +178,9 @@ class WholePlan(PackingPlan):
             firsts = np.where(ends > self._length, ends - ends % self._length, 0)
         held = np.add.reduceat(each, np.cumsum(num_items) - num_items)
         return Parts(documents, firsts, ends, held)
+
+    def _sizes_of(self, documents: Indices) -> Indices:
+        return self._lengths[documents].astype(np.int64) + self._separators
 
     def _make_shuffle(self, epoch: int) -> ClassShuffle:
         return ClassShuffle(self._starts, "whole documents", self._seed or 0, epoch)

@@ -61,6 +61,8 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
         rank: As in :class:`StatefulBatchSampler`.
         accept: Names of differences between a state and this configuration to let pass on load, for example
             ``("sources",)`` for datasets added or removed. Each goes on where it was.
+        by_pass: Names of datasets whose indices go on from pass to pass, because each pass has other samples: those of
+            a :class:`PackedDataset` in a :class:`~lightning_stateful.loaders.source_datasets.PackedSources`.
 
     State:
         See :class:`StatefulBatchSampler`. It has the samples served of every dataset, for any number of ranks.
@@ -82,8 +84,9 @@ class RoundRobinBatchSampler(StatefulBatchSampler):
         num_replicas: int | None = None,
         rank: int | None = None,
         accept: Collection[str] = (),
+        by_pass: Collection[str] = (),
     ) -> None:
-        sources = sources_of(lengths, batch_size)
+        sources = sources_of(lengths, batch_size, by_pass)
         order = MixtureOrder(
             sources=sources,
             draws=(1,) * len(sources),
@@ -128,6 +131,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
         rank: As in :class:`StatefulBatchSampler`.
         accept: Names of differences between a state and this configuration to let pass on load, for example
             ``("weights",)``, or ``("sources", "weights")`` for datasets added or removed.
+        by_pass: As in :class:`RoundRobinBatchSampler`.
 
     State:
         See :class:`StatefulBatchSampler`. It has the samples served of every dataset, for any number of ranks.
@@ -159,8 +163,9 @@ class MixtureBatchSampler(StatefulBatchSampler):
         num_replicas: int | None = None,
         rank: int | None = None,
         accept: Collection[str] = (),
+        by_pass: Collection[str] = (),
     ) -> None:
-        sources = sources_of(lengths, batch_size)
+        sources = sources_of(lengths, batch_size, by_pass)
         tokens = None if token_lengths is None else _count_tokens(sources, token_lengths)
         _check_draws(by, sources, block)
         costs = _tokens_per_draw(sources, tokens) if by == "token" else None
@@ -196,8 +201,10 @@ class MixtureBatchSampler(StatefulBatchSampler):
         super().__init__(order, num_replicas=num_replicas, rank=rank, accept=accept)
 
 
-def sources_of(lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[int]) -> Sources:
-    """Names, lengths and batch sizes of datasets or of their lengths.
+def sources_of(
+    lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[int], by_pass: Collection[str] = ()
+) -> Sources:
+    """Names, lengths and batch sizes of datasets or of their lengths; ``by_pass`` as in :class:`Sources`.
 
     Raises:
         ConfigurationError: A dataset is empty, or has no batch size or no legal one; with its name.
@@ -218,6 +225,7 @@ def sources_of(lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[
         names,
         tuple(len(part) if isinstance(part, Sized) else part for part in parts),
         tuple(by_name(names, sizes, "batch_size").values()),
+        tuple(by_pass),
     )
 
 

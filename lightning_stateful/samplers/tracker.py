@@ -300,13 +300,17 @@ class Tracker:
             raise StateMismatchError(error.differences, where=where) from error.__cause__
         return progress
 
-    def report(self) -> dict[str, Any]:
-        """The epoch, and counts of what it has served; equal on all ranks."""
+    def position(self) -> tuple[EpochPlan, int]:
+        """A plan, and how many steps of it were handed over: of a plan that is over, the one after it."""
         plan = self.current_plan()
         if self._num_handed and self._num_handed == plan.num_steps:
-            plan = self.plan_epoch(plan.epoch + 1, plan.progress_after(self._num_handed))
-            return {"epoch": plan.epoch, **plan.report_after(0)}
-        return {"epoch": plan.epoch, **plan.report_after(self._num_handed)}
+            return self.plan_epoch(plan.epoch + 1, plan.progress_after(self._num_handed)), 0
+        return plan, self._num_handed
+
+    def report(self) -> dict[str, Any]:
+        """The epoch, and counts of what it has served; equal on all ranks."""
+        plan, steps = self.position()
+        return {"epoch": plan.epoch, **plan.report_after(steps)}
 
 
 def _checked_config(order: Any, config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -409,6 +413,20 @@ class TrackedLoader(Tracked):
     """
 
     own_rank: int | None = None
+
+    def position_report(self) -> dict[str, Any]:
+        """The epoch, and counts of what it has served; see :meth:`Tracked.position_report`."""
+        plan, steps = self.tracker.position()
+        return {"epoch": plan.epoch, **self.report_of(plan, steps)}
+
+    @property
+    def most_tokens_a_step(self) -> int:
+        """Tokens of packed documents that a step of all ranks may have; 0 where that is not known."""
+        return 0
+
+    def report_of(self, plan: EpochPlan, steps: int) -> dict[str, Any]:
+        """Counts of what the epoch has served after some steps of a plan of this loader."""
+        return plan.report_after(steps)
 
     @property
     def goes_on_behind_limit(self) -> bool:

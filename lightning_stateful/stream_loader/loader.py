@@ -124,6 +124,14 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         config["stream"] = config.pop("dataset", None) or config.pop("sources", None)
         return {**config, "order of sources": order_of_sources}
 
+    @property
+    def most_tokens_a_step(self) -> int:
+        """Tokens of packed documents that a step of all ranks may have."""
+        config = getattr(self.order.setup, "config", None)
+        if config is None or config.packing is None:
+            return 0
+        return int(config.packing.sequence_length * (config.batch_size or 1) * self.order.setup.topology.num_replicas)
+
     def remedy_for_steps(self, num_steps: int) -> str:
         """The way to give epochs as many steps, in words."""
         return f"pass steps_per_epoch={num_steps}"

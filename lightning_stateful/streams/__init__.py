@@ -2,7 +2,9 @@
 
 from lightning_stateful.streams.chunks import ChunkedDataset
 from lightning_stateful.streams.document_packer import DocumentPacker
+from lightning_stateful.streams.indexed import IndexedStream
+from lightning_stateful.streams.mixed_stream import MixedStream
 from lightning_stateful.streams.nodes import Shards
-from lightning_stateful.streams.stream import MixedStream, Stream, as_stream
+from lightning_stateful.streams.stream import Stream, as_stream
 
-__all__ = ["ChunkedDataset", "DocumentPacker", "MixedStream", "Shards", "Stream", "as_stream"]
+__all__ = ["ChunkedDataset", "DocumentPacker", "IndexedStream", "MixedStream", "Shards", "Stream", "as_stream"]

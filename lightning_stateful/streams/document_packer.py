@@ -138,15 +138,34 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
     def next_many(self, number: int) -> list[dict[str, NDArray[Any]]]:
         """The next sequences, up to ``number``."""
         sequences: list[dict[str, NDArray[Any]]] = []
+        self._given: list[OpenSequence] = []
         while len(sequences) < number and self._has_next():
             if self._at >= self._first_made + len(self._made):
                 some = self._finished[self._at : self._at + max(_TOKENS_AT_ONCE // self._packing.sequence_length, 1)]
                 self._made = make_sequences([sequence.pieces for sequence in some], self._packing)
                 self._first_made = self._at
             taken = self._made[self._at - self._first_made :][: number - len(sequences)]
+            self._given += self._finished[self._at : self._at + len(taken)]
             self._at += len(taken)
             sequences += taken
         return sequences
+
+    def counts(self) -> tuple[int, int, int]:
+        """Counts of the sequences that :meth:`next_many` gave latest.
+
+        Returns:
+            Tokens of padding; documents whose last tokens are in them; and those of these documents that are cut: into
+            several sequences, or truncated.
+        """
+        padding = documents = cut = 0
+        truncates = self._packing.too_long == "truncate"
+        for sequence in self._given:
+            padding += sequence.room
+            for columns, first, end in sequence.pieces:
+                size = len(columns[TOKENS])
+                documents += end == size or truncates
+                cut += (first > 0 and end == size) or (truncates and end < size)
+        return padding, documents, cut
 
     def skip(self, number: int) -> int:
         """Leave out sequences, up to ``number``; their documents are read."""

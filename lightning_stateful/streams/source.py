@@ -17,7 +17,7 @@ from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.mixture.draws import Draws
 from lightning_stateful.mixture.sources import Stop
-from lightning_stateful.mixture.weights import shares_of, whole_draws
+from lightning_stateful.mixture.weights import DrawSchedule, WeightSchedule, shares_of, whole_draws
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.streams.assignment import ShardSlice, SlotSlice
 from lightning_stateful.streams.document_packer import PACKED
@@ -182,6 +182,7 @@ class Mixing:
         seed: Chooses the order of draws within a period; None for the seed of Lightning's
             ``seed_everything``, or 0.
         path: The place of the mixture among several that are read side by side.
+        schedule: Draws that change by step of training, in place of ``draws``.
     """
 
     names: tuple[str, ...]
@@ -191,6 +192,7 @@ class Mixing:
     in_turn: bool = True
     seed: int | None = None
     path: str = ""
+    schedule: DrawSchedule | None = None
 
     def __hash__(self) -> int:
         # Asked for at every draw.
@@ -206,6 +208,7 @@ class Mixing:
         by: str,
         stop: str,
         seed: int | None,
+        schedule: WeightSchedule | Mapping[int, Any] | None = None,
     ) -> Mixing:
         """Round robin without weights, a mixture with them.
 
@@ -220,9 +223,25 @@ class Mixing:
                 "token."
             )
         if by not in get_args(By):
-            raise ConfigurationError(f"Streams are mixed by one of {get_args(By)}, got by={by!r}.")
+            hint = " With packing, sequences have the same length: their shares are shares by token."
+            raise ConfigurationError(
+                f"Streams are mixed by one of {get_args(By)}, got by={by!r}.{hint if by == 'token' else ''}"
+            )
         if stop not in get_args(Stop):
             raise ConfigurationError(f"stop must be one of {get_args(Stop)}, got {stop!r}.")
+        if schedule is not None:
+            if weights is not None or temperature != 1:
+                raise ConfigurationError("schedule takes the place of weights and temperature; pass one or the other.")
+            if stop != "cycle":
+                raise ConfigurationError(
+                    f"With stop={stop!r} a stream that is over leaves its share to the others, and a schedule would "
+                    'not be kept. Pass stop="cycle", and StreamDataModule(..., steps_per_epoch=...) for shorter epochs.'
+                )
+            points = schedule if isinstance(schedule, WeightSchedule) else WeightSchedule(schedule)
+            at = tuple(whole_draws(point) for point in points.shares(names))
+            most = tuple(map(max, zip(*at, strict=True)))
+            scheduled = DrawSchedule(tuple(map(int, points.points)), at, points.between)
+            return cls(tuple(names), most, by, stop, False, seed, schedule=scheduled)  # type: ignore[arg-type]  # looked at
         if weights is None:
             if temperature != 1:
                 raise ConfigurationError(f"temperature={temperature!r} makes weights more alike; pass weights.")
@@ -235,16 +254,24 @@ class Mixing:
         """The same mixture as part of what stands at ``path``."""
         return replace(self, seed=seed_or_default(self.seed), path=path)
 
-    def source_at(self, draw: int, active: tuple[str, ...], epoch: int) -> str:
-        """The source of a draw, of those that are not exhausted; the same on all ranks."""
+    def source_at(self, draw: int, active: tuple[str, ...], epoch: int, *, per_step: int = 1) -> str:
+        """The source of a draw, of those that are not exhausted; the same on all ranks.
+
+        Args:
+            draw: The number of the draw in the pass or, with a schedule, in training.
+            active: The sources that may be drawn.
+            epoch: The pass.
+            per_step: Draws in a step, for a schedule.
+        """
         first, number = divmod(draw, _DRAWS_AT_ONCE)
-        return _sources(self, active, epoch, first)[number]
+        return _sources(self, active, 0 if self.schedule else epoch, first, per_step)[number]
 
     def describe(self) -> dict[str, Any]:
         """Plain data to be compared."""
+        weights = dict(zip(self.names, self.draws, strict=True))
         return {
             "mixing_seed": seed_or_default(self.seed),
-            "weights": dict(zip(self.names, self.draws, strict=True)),
+            "weights": weights if self.schedule is None else self.schedule.describe(),
             "by": self.by,
             "stop": self.stop,
             "in_turn": self.in_turn,
@@ -252,14 +279,28 @@ class Mixing:
 
 
 @lru_cache(maxsize=64)
-def _sources(mixing: Mixing, active: tuple[str, ...], epoch: int, first: int) -> list[str]:
+def _sources(mixing: Mixing, active: tuple[str, ...], epoch: int, first: int, per_step: int) -> list[str]:
     """So many draws from a multiple of their number on."""
-    counts = [count if name in active else 0 for name, count in zip(mixing.names, mixing.draws, strict=True)]
+    begin = first * _DRAWS_AT_ONCE
+    found = _draws(mixing, active, epoch, per_step).sources(begin, begin + _DRAWS_AT_ONCE)
+    return [mixing.names[source] for source in found.tolist()]
+
+
+@lru_cache(maxsize=8)
+def _draws(mixing: Mixing, active: tuple[str, ...], epoch: int, per_step: int) -> Draws:
+    is_active = [name in active for name in mixing.names]
     seed = loader_seed(seed_or_default(mixing.seed), mixing.path)
     key = None if mixing.in_turn else derive_seed("turns of streams", seed, epoch, *active)
-    begin = first * _DRAWS_AT_ONCE
-    found = Draws.repeated(counts, key=key).sources(begin, begin + _DRAWS_AT_ONCE)
-    return [mixing.names[source] for source in found.tolist()]
+
+    def left(draws: Sequence[int]) -> tuple[int, ...]:
+        counts = tuple(count * kept for count, kept in zip(draws, is_active, strict=True))
+        # Where none of those that are left has a weight, they come in turn.
+        return counts if any(counts) else tuple(map(int, is_active))
+
+    if mixing.schedule is None:
+        return Draws.repeated(left(mixing.draws), key=key)
+    points = tuple(map(left, mixing.schedule.draws))
+    return Draws.scheduled(replace(mixing.schedule, draws=points), per_step, key=key)
 
 
 class _Nothing(BaseNode[Any]):

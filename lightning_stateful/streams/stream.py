@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,14 +15,12 @@ from torchdata.nodes import BaseNode
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, StatefulWarning
-from lightning_stateful.mixture.sources import Stop
-from lightning_stateful.samplers.mixture_samplers import refuse_splits
 from lightning_stateful.samplers.rng import keep_if_drawn
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
 from lightning_stateful.streams.node_shards import NodeShards
 from lightning_stateful.streams.nodes import NodeState, Shards
-from lightning_stateful.streams.source import By, Mixing, Source, Transform
+from lightning_stateful.streams.source import Mixing, Source, Transform
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig, WorkerSlot
@@ -292,69 +290,6 @@ class StreamIterator:
         # As Python exits modules are gone already, and what is open is closed with the process.
         if not is_exiting():
             self._close()
-
-
-class MixedStream(Stream):
-    """Several streams, of which one after the other gives a batch, or a sample.
-
-    Without weights they come in turn, as :class:`RoundRobinDataModule` has it; with weights as often as
-    these say, in periods of exact shares, as :class:`MixtureDataModule` has it. All ranks take a step's batch from the
-    same source as long as none is exhausted.
-
-    Args:
-        streams: The streams by name, or in a list.
-        weights: A positive number for each, by name or in order; None for round robin.
-        temperature: Above 1, weights are made more alike.
-        by: Whether one draw is a ``"batch"`` or a ``"sample"``.
-        stop: When a worker's share of an epoch ends: ``"all_exhausted"``, ``"first_exhausted"`` (what is left comes
-            first in the next epoch), or ``"cycle"``: those exhausted begin again until all have been.
-        seed: Chooses the order of draws; by default the seed of Lightning's ``seed_everything``, or 0.
-
-    Raises:
-        ConfigurationError: An argument is out of range, a stream is mixed itself, or they are splits of one dataset.
-    """
-
-    def __init__(
-        self,
-        streams: Mapping[str, Any] | Sequence[Any],
-        *,
-        weights: Mapping[str, Any] | Sequence[Any] | None = None,
-        temperature: float = 1,
-        by: By = "batch",
-        stop: Stop = "all_exhausted",
-        seed: int | None = None,
-    ) -> None:
-        is_one = isinstance(streams, (str, bytes, IterableDataset, Shards, BaseNode)) or is_hugging_face(streams)
-        if is_one or not isinstance(streams, Collection):
-            raise ConfigurationError(
-                f"MixedStream takes streams by name, or in a list, got a {type(streams).__qualname__}. Pass "
-                "MixedStream([one, other]) or MixedStream({'one': one, 'other': other})."
-            )
-        refuse_splits(streams)
-        named = streams if isinstance(streams, Mapping) else {str(n): stream for n, stream in enumerate(streams)}
-        if not named:
-            raise ConfigurationError("MixedStream was given no streams.")
-        if len({str(name) for name in named}) < len(named):
-            raise ConfigurationError(f"Streams need different names, got {list(named)}.")
-        sources = {}
-        for name, dataset in named.items():
-            stream = as_stream(dataset)
-            if stream is None or stream.mixing is not None:
-                raise ConfigurationError(
-                    f"Stream {name!r} is a {type(dataset).__qualname__}"
-                    f"{' mixed already' if stream is not None else ', which has no shards'}. Mix ChunkedDatasets and "
-                    "streams of Hugging Face's."
-                )
-            sources[str(name)] = replace(stream.sources[ALONE], path=str(name))
-        mixing = Mixing.of(
-            list(sources),
-            weights=weights,
-            temperature=temperature,
-            by=by,
-            stop=stop,
-            seed=None if seed is None else as_int("seed", seed),
-        )
-        super().__init__(sources, mixing)
 
 
 def as_stream(dataset: Any, seed: int | None = None, *, seed_samples: bool = True) -> Stream | None:

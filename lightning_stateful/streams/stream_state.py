@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from lightning_stateful.errors import DamagedStateError, PositionError
+from lightning_stateful.packing.plan import Counts, reported
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotProgress, SlotSlice, left_of
 from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, innermost
 from lightning_stateful.streams.shard_reader import num_read_again
 from lightning_stateful.streams.source import Source
-from lightning_stateful.streams.worker_slot import FRESH, SlotTask, SourceTask, StreamConfig, WorkerSlot, skipped_in
+from lightning_stateful.streams.worker_slot import (
+    ALONE,
+    FRESH,
+    NOTHING_GIVEN,
+    SlotTask,
+    SourceTask,
+    StreamConfig,
+    WorkerSlot,
+    skipped_in,
+)
 
 _COUNTS = ("shards_skipped", "samples_skipped", "samples_too_long")
 
@@ -36,6 +46,9 @@ class StreamState:
         steps_before: Batches of each rank in the same pass before that.
         skipped: What had been left out by then, since the beginning of training: shards, samples on which a function
             failed, samples that are too long.
+        given: By source, what had been given by then, since the beginning of training: samples and, of packed
+            documents, padding, documents and those that were cut.
+        passed: Batches of each rank in earlier passes, which a schedule of weights goes by.
     """
 
     config: StreamConfig
@@ -47,6 +60,8 @@ class StreamState:
     steps: int = 0
     steps_before: int = 0
     skipped: tuple[int, ...] = (0, 0, 0)
+    given: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    passed: int = 0
 
     @classmethod
     def beginning(cls, config: StreamConfig, epoch: int, num_replicas: int, num_workers: int) -> StreamState:
@@ -88,6 +103,8 @@ class StreamState:
             state=self.slots[slot] if state is None else state,
             epoch=self.epoch,
             steps_before=self.steps_before,
+            num_workers=self.num_workers,
+            passed=self.passed,
         )
 
     def _source_task(self, name: str, slot: int) -> SourceTask:
@@ -149,7 +166,9 @@ class StreamState:
                 order = tuple((latest + 1, shard) for shard in source.order(latest + 1))
                 left = Assignment(latest + 1, left.begun, (*left.whole, *order))
             assignments[name] = left
-        return self._assigned_anew(assignments, epoch=self.epoch + 1, steps_before=0)
+        is_scheduled = mixing is not None and mixing.schedule is not None
+        passed = self.passed + self.steps_before + self.steps if is_scheduled else 0
+        return self._assigned_anew(assignments, epoch=self.epoch + 1, steps_before=0, passed=passed)
 
     def tasks(self, rank: int) -> list[SlotTask]:
         """The tasks of the worker slots of a rank, the one first whose batch comes next."""
@@ -177,12 +196,28 @@ class StreamState:
         """The samples left out since the beginning of training, counted by cause."""
         return self._left_out_with(self.assignments)
 
-    def report(self) -> dict[str, int]:
-        """The pass, and shards not read to their end or left out."""
+    def report(self) -> dict[str, Any]:
+        """The pass, and shards not read to their end or left out; of mixtures and packed documents, what was given.
+
+        Of a mixture that is by ``sources``; of several worker slots, those that have said where they stand.
+        """
         left = [self._left(name) for name in self.assignments]
         shards = {(piece.epoch, shard) for one in left for piece in one.begun for shard in piece.shards}
         number = len(shards) + sum(len(one.whole) for one in left)
-        return {"pass": self.epoch, "shards_left": number, **dict(zip(_COUNTS, self.left_out, strict=True))}
+        report: dict[str, Any] = {"pass": self.epoch, "shards_left": number}
+        report |= dict(zip(_COUNTS, self.left_out, strict=True))
+        if not self.config.counts_given:
+            return report
+        given, packing = {name: self._given_of(name) for name in self.assignments}, self.config.packing
+        total, sources = sum(samples for samples, *_ in given.values()), dict[str, Any]()
+        for name, (samples, padding, *counts) in given.items():
+            room = 0 if packing is None else samples * packing.sequence_length
+            packed = {} if packing is None else reported(room, Counts(room - padding, *counts))
+            sources[name] = {"samples": samples, "share": samples / max(total, 1), **packed}
+        if self.config.mixing is not None:
+            return {**report, "sources": sources}
+        alone = sources[ALONE]
+        return {**report, **{name: alone[name] for name in alone if name != "share"}}
 
     def shards_at(self, slot: int, state: NodeState | None) -> list[str]:
         """The shards that a slot has open in a state, by name."""
@@ -231,8 +266,18 @@ class StreamState:
             "steps_before": self.steps_before,
             "skipped": list(self.skipped),
             "sources": sources,
+            **self._counts(),
             "slots": [copy_plain(state) for state in self.slots],
         }
+
+    def _counts(self) -> dict[str, Any]:
+        """What has been given, and the steps of earlier passes, where anybody asks for them."""
+        mixing, found = self.config.mixing, dict[str, Any]()
+        if self.config.counts_given:
+            found["given"] = {name: list(self.given.get(name, NOTHING_GIVEN)) for name in self.assignments}
+        if mixing is not None and mixing.schedule is not None:
+            found["passed"] = self.passed
+        return found
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], config: StreamConfig) -> StreamState:
@@ -262,6 +307,8 @@ class StreamState:
             steps=data["steps"],
             steps_before=data["steps_before"],
             skipped=tuple(data["skipped"]),
+            given={name: tuple(counts) for name, counts in data.get("given", {}).items()},
+            passed=data.get("passed", 0),
         )
         state.check()
         return state
@@ -314,9 +361,15 @@ class StreamState:
             for slot, state in enumerate(self.slots):
                 here = self._progress(name, slot)
                 if state is not None:
-                    found.append(state["of"][name]["skipped"])
+                    found.append(state["of"][name].get("skipped", (0,) * len(_COUNTS)))
                 if here.reading is not None and not here.reading.reader:
                     found.append(skipped_in(here.state))
+        return tuple(map(sum, zip(*found, strict=True)))
+
+    def _given_of(self, name: str) -> tuple[int, ...]:
+        """What a source has given since the beginning of training."""
+        found = [self.given.get(name, NOTHING_GIVEN)]
+        found += [state["of"][name].get("given", NOTHING_GIVEN) for state in self.slots if state is not None]
         return tuple(map(sum, zip(*found, strict=True)))
 
     def _is_uneven(self, name: str) -> bool:
@@ -358,8 +411,11 @@ class StreamState:
     def _assigned_anew(self, assignments: Mapping[str, Assignment], **changes: int) -> StreamState:
         """The state in which these sources are assigned anew, before any slot has begun."""
         changes = {"steps": 0, "steps_before": self.steps_before + self.steps, **changes}
-        skipped = self._left_out_with(assignments)
-        made = replace(self, assignments={**self.assignments, **assignments}, skipped=skipped, **changes)  # type: ignore[arg-type]
+        skipped, given = self._left_out_with(assignments), self.given
+        if self.config.counts_given:
+            given = {**given, **{name: self._given_of(name) for name in assignments}}
+        every = {**self.assignments, **assignments}
+        made = replace(self, assignments=every, skipped=skipped, given=given, **changes)  # type: ignore[arg-type]
         return replace(made, slots=(None,) * made.num_slots)
 
 

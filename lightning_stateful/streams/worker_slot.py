@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.packing.settings import Packing
 from lightning_stateful.streams.assignment import SlotProgress, SlotSlice
+from lightning_stateful.streams.document_packer import DocumentPacker
 from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, StreamNode
 from lightning_stateful.streams.shard_reader import ShardReader
 from lightning_stateful.streams.source import Mixing, Source
 
 # Where a slot begins to read a source.
-FRESH: NodeState = {"round": 0, "slice": 0, "opened": 0, "skipped": [0, 0, 0], "state": None}
+FRESH: NodeState = {"round": 0, "slice": 0, "opened": 0, "state": None}
+# Items, and of packed documents padding, documents, and those that were cut.
+NOTHING_GIVEN = (0, 0, 0, 0)
 # The name of a source that stands alone.
 ALONE = ""
 
@@ -53,6 +57,18 @@ class StreamConfig:
     def gives_batches(self) -> bool:
         """Whether the sources cut their batches themselves."""
         return self.is_batched and self.batch_size is None
+
+    @property
+    def counts_given(self) -> bool:
+        """Whether worker slots count what each source has given: of a mixture, and of packed documents."""
+        return self.mixing is not None or self.packing is not None
+
+    @property
+    def packing(self) -> Packing | None:
+        """The settings by which documents are packed, the same for all sources; None if they are not."""
+        first, *_ = self.sources.values()
+        steps = [step for step in first.steps if step.kind is DocumentPacker]
+        return steps[-1].options["packing"] if steps and steps[-1] is first.steps[-1] else None
 
     @property
     def hides_workers(self) -> bool:
@@ -121,6 +137,8 @@ class SlotTask(NamedTuple):
         epoch: The pass, which chooses the order of sources.
         steps_before: Batches of each rank in the pass before shards were assigned.
         waits: False: tasks come in the order in which batches do.
+        num_workers: Worker slots of a rank.
+        passed: Batches of each rank in earlier passes, where weights follow a schedule.
     """
 
     slot: int
@@ -130,6 +148,8 @@ class SlotTask(NamedTuple):
     epoch: int
     steps_before: int
     waits: bool = False
+    num_workers: int = 1
+    passed: int = 0
 
 
 class SourceReader:
@@ -140,17 +160,22 @@ class SourceReader:
         task: What the slot reads of it.
         begin: Where to begin, as :meth:`state` gave it.
         said: Gets the texts that a user should read.
+        counts: Whether to count what it gives.
 
     Attributes:
         has_given: Whether it has given anything since the beginning of its slices.
     """
 
-    def __init__(self, source: Source, task: SourceTask, begin: NodeState, said: list[str]) -> None:
+    def __init__(
+        self, source: Source, task: SourceTask, begin: NodeState, said: list[str], *, counts: bool = False
+    ) -> None:
         self._source, self._task, self._said = source, task, said
+        # Items and, of packed documents, padding, documents and those that were cut.
+        self._counts, self._given = counts, list(begin.get("given", NOTHING_GIVEN))
         self._slices, self._index, self._begin, self._opened = task.progress(source, begin)
         self._round: int = begin["round"]
         # In slices that are done, and of those that several slots read in what the first of them has met.
-        self._skipped: list[int] = begin["skipped"]
+        self._skipped: list[int] = begin.get("skipped", [0] * len(LEFT_OUT))
         self._node: StreamNode[Any] | None = None
         self._reader: ShardReader | None = None
         # A source that has nothing is read to its end at once.
@@ -186,7 +211,16 @@ class SourceReader:
         at, opened = self._begin, self._opened
         if self._node is not None and self._reader is not None:
             at, opened = self._state_in_slice(self._node), self._reader.num_opened
-        return {"round": self._round, "slice": self._index, "opened": opened, "skipped": self._skipped, "state": at}
+        state = {"round": self._round, "slice": self._index, "opened": opened, "state": at}
+        # Of most slots nothing is left out.
+        counts = {"skipped": self._skipped, "given": self._given.copy()}
+        return state | {name: numbers for name, numbers in counts.items() if any(numbers)}
+
+    def _count(self, node: StreamNode[Any], number: int) -> None:
+        """Count the items that a node has just given."""
+        if self._counts and number:
+            more = [number, *(node.counts() if isinstance(node, DocumentPacker) else ()), *NOTHING_GIVEN]
+            self._given = [before + now for before, now in zip(self._given, more, strict=False)]
 
     def close(self) -> None:
         """Close the slice that is open."""
@@ -200,6 +234,7 @@ class SourceReader:
         if self._is_whole:
             items: list[Any] = node.next_many(number)
             self._seen[0] += len(items)
+            self._count(node, len(items))
             return items
         items, slot_slice = [], self._slices[self._index]
         while len(items) < number:
@@ -209,6 +244,7 @@ class SourceReader:
             found = node.next_many(1)
             if not found:
                 break
+            self._count(node, 1)
             items += found
         return items
 
@@ -276,7 +312,7 @@ class WorkerSlot:
         self._ended: set[str] = set(state["ended"])
         begins = dict.fromkeys(task.of, FRESH) if task.state is None else task.state["of"]
         self._readers = {
-            name: SourceReader(source, task.of[name], begins[name], self.said)
+            name: SourceReader(source, task.of[name], begins[name], self.said, counts=self._config.counts_given)
             for name, source in self._config.sources.items()
         }
         # After the latest batch: a slot may have read more, which then was no batch.
@@ -320,7 +356,7 @@ class WorkerSlot:
     def _in_turn(self, mixing: Mixing) -> list[Any]:
         while active := self._active(mixing):
             # Each worker goes through the whole sequence, one draw ahead of the worker before: the same on all ranks.
-            name = mixing.source_at(self._turn + self._task.worker, active, self.epoch)
+            name = self._drawn(mixing, active, self._task.worker)
             batch = self._of_source(name)
             if batch:
                 self._turn += 1
@@ -332,7 +368,7 @@ class WorkerSlot:
     def _of_samples(self, mixing: Mixing) -> list[Any]:
         batch: list[Any] = []
         while len(batch) < self._size and (active := self._active(mixing)):
-            name = mixing.source_at(self._turn + len(batch), active, self.epoch)
+            name = self._drawn(mixing, active, len(batch))
             found = self._readers[name].next_many(1)
             batch += found
             if found:
@@ -344,6 +380,17 @@ class WorkerSlot:
         self._states = {name: reader.state() for name, reader in self._readers.items()}
         self._turn += len(batch)
         return batch
+
+    def _drawn(self, mixing: Mixing, active: tuple[str, ...], more: int) -> str:
+        """The source that is drawn so many draws behind those that the slot has made."""
+        if mixing.schedule is None:
+            return mixing.source_at(self._turn + more, active, self.epoch)
+        task = self._task
+        # Workers give a rank's batches in turn.
+        step = task.passed + task.steps_before + self._served * task.num_workers + task.worker
+        if mixing.by == "batch":
+            return mixing.source_at(step, active, self.epoch)
+        return mixing.source_at(step * self._size + more, active, self.epoch, per_step=self._size)
 
     def _of_source(self, name: str) -> list[Any]:
         """The next batch of a source; empty if there is none."""

@@ -52,6 +52,7 @@ from lightning_stateful.trainer.saved_progress import (
     rewritten,
 )
 from lightning_stateful.trainer.signals import HeldSignals
+from lightning_stateful.trainer.token_limit import TokenLimit
 from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders, seed_model
 from lightning_stateful.user_samplers.wrapped_sampler import Tail
 
@@ -83,6 +84,8 @@ class StatefulDataCallback(pl.Callback):
             :func:`~lightning_stateful.ledger.read_ledger`.
         ledger_key: Gives keys of a batch's samples, integers or strings, for the ledger of data that have no index:
             ``lambda batch: batch["id"]``.
+        max_tokens_total: Stop training after the first step by which so many tokens of packed documents were served
+            since it began, over all ranks, padding left out; exact over resumes.
 
     State:
         The loop progress that the checkpoint belongs to, and, where no :class:`StatefulDataModule` holds it, the
@@ -109,8 +112,8 @@ class StatefulDataCallback(pl.Callback):
         check_content: bool = True,
         ledger: str | Path | None = None,
         ledger_key: Callable[[Any], Any] | None = None,
+        max_tokens_total: int | None = None,
     ) -> None:
-
         self.settings = Settings(
             seed=seed,
             seed_samples=seed_samples,
@@ -120,12 +123,14 @@ class StatefulDataCallback(pl.Callback):
             log_data=log_data,
             check_content=check_content,
             ledger=LedgerWriter(ledger, ledger_key),
+            max_tokens_total=max_tokens_total,
         )
         self._trainer: pl.Trainer | None = None
         self._loaders: TrainLoaders | None = None
         self._phase: SetUp | Resumed | Training | Interrupted = SetUp()
         self._signals = HeldSignals()
         self._results = EpochResults()
+        self._tokens = TokenLimit()
 
     @property
     def state_key(self) -> str:
@@ -149,6 +154,7 @@ class StatefulDataCallback(pl.Callback):
             return
         if stage == "fit":
             begins_at = loop_progress.next_step(trainer)
+            self._tokens = self._tokens.of(self.settings.max_tokens_total, anew=trainer is not self._trainer)
             if trainer is self._trainer and self._loaders is not None:
                 self._phase = SetUp(earlier=self._loaders, stopped_at=self._progress(), begins_at=begins_at)
             else:
@@ -221,6 +227,7 @@ class StatefulDataCallback(pl.Callback):
             "monitored": self._monitored(progress),
             "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
             "data": self._data_state_at(progress) if module is None else None,
+            "tokens": self._tokens.state(self._loaders, progress),
             "written": self._note_of_run(),
             "ledger": self.settings.ledger.start,
             "content": {} if self._loaders is None else deepcopy(self._loaders.content.latest),
@@ -348,6 +355,7 @@ class StatefulDataCallback(pl.Callback):
         if saved is not None:
             refuse_other_seed(saved, loaders.seed, self.settings.accept)
             loaders.expect(saved.get("content"), state)
+        self._tokens.load(loaders, (saved or {}).get("tokens"), progress)
         loops["fit_loop"] = rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted
         self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics, (saved or {}).get("results"))
@@ -425,6 +433,7 @@ class StatefulDataCallback(pl.Callback):
             loop_progress.prepare_first_epoch(trainer, self._phase.progress)
         else:
             self._phase = Training()
+        self._tokens.begin(trainer, self._loaders)
         optimizer_steps.watch_steps(trainer)
         self._signals.begin(trainer)
 
@@ -457,6 +466,7 @@ class StatefulDataCallback(pl.Callback):
         self.settings.ledger.end_batch()
         if self._loaders is not None:
             self._loaders.check_one_batch_a_step()
+            self._tokens.after_batch(trainer, self._loaders)
             if self.settings.log_data:
                 log_data(trainer, pl_module, self._loaders.combined)
 

@@ -24,7 +24,7 @@ def log_data(trainer: pl.Trainer, pl_module: pl.LightningModule, combined: Combi
     epoch, step = loop_progress.next_step(trainer)
     values = _padding_at(combined, epoch, step - 1)
     for path, report in combined.report_at(epoch, step).items():
-        values |= _served(f"sources/{path}" if path else "sources", report)
+        values |= _served(path, report)
     if values:
         # In double precision, because counts soon exceed what single precision can tell apart. The batch size weighs
         # averages over an epoch, of which there are none here.
@@ -48,10 +48,13 @@ def _padding_at(combined: CombinedLoaders, epoch: int, step: int) -> dict[str, f
     return values
 
 
-def _served(prefix: str, report: Mapping[str, Any]) -> dict[str, float]:
-    """Values to log of every source of a loader; none of a single dataset."""
-    return {
-        f"{prefix}/{name}/{what}": value
+def _served(path: str, report: Mapping[str, Any]) -> dict[str, float]:
+    """Values to log of every source of a loader, and of what is packed; none of other data."""
+    prefix = f"/{path}" if path else ""
+    values = {
+        f"sources{prefix}/{name}/{what}": value
         for name, counts in report.get("sources", {}).items()
         for what, value in counts.items()
     }
+    packed = {name: report[name] for name in ("tokens", "documents", "cut", "padding") if name in report}
+    return values | {f"packed{prefix}/{what}": value for what, value in packed.items()}

@@ -41,6 +41,7 @@ from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
 from lightning_stateful.trainer.run_notes import say_what_is_exact
 from lightning_stateful.trainer.saved_progress import LoopProgress
+from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail
 
@@ -61,6 +62,7 @@ class Settings:
         log_data: Log what has been served and how it was padded.
         check_content: Compare a batch now and then with what a resume reads in its place.
         ledger: Writes what is trained on.
+        max_tokens_total: Tokens after which training stops.
     """
 
     seed: int | None = None
@@ -71,9 +73,11 @@ class Settings:
     log_data: bool = False
     check_content: bool = True
     ledger: LedgerWriter = field(default_factory=LedgerWriter)
+    max_tokens_total: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accept", accepted_names(self.accept))
+        object.__setattr__(self, "max_tokens_total", checked_limit(self.max_tokens_total))
         if self.seed is not None:
             seed_or_default(self.seed)
         if self.tail not in (None, *TAILS):

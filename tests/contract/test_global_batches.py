@@ -19,6 +19,8 @@ from lightning_stateful.core.order import Progress
 from lightning_stateful.core.samples import BlockShuffledOrder, SampleBatchOrder, SequentialOrder, ShuffledOrder
 from lightning_stateful.errors import StateMismatchError
 from lightning_stateful.mixture import WeightSchedule
+from lightning_stateful.packing import Packing
+from lightning_stateful.packing.plan import SequenceOrder
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Samples of a step, over all ranks.
@@ -45,11 +47,14 @@ ORDERS: dict[str, Callable[[int], Any]] = {
     "shuffled": samples(ShuffledOrder, False),
     "shuffled, drop_last": samples(ShuffledOrder, True),
     "block shuffled": samples(lambda length: BlockShuffledOrder(length, block_size=7, window=3), False),
+    "packed": samples(lambda length: SequenceOrder(length, Packing(8), "digest"), False),
     "sampler": lambda size: WrappedSampler(random.Random(5).sample(range(LENGTH), LENGTH), batch_size=size),
     "in turn": lambda size: round_robin(LENGTHS, size),
     "mixture": lambda size: mixture(LENGTHS, size, [3, 1, 2]),
     "mixture by sample": lambda size: mixture(LENGTHS, size, [3, 1, 2], by="sample"),
     "mixture by sample, cycle": lambda size: mixture(LENGTHS, size, [3, 1, 2], by="sample", stop="cycle"),
+    "packed mixture": lambda size: mixture(LENGTHS, size, [3, 1, 2], by="sample", by_pass=("a", "b", "c")),
+    "packed mixture, steps": lambda size: mixture(LENGTHS, size, [3, 1, 2], num_steps=17, by_pass=("a", "b", "c")),
     "mixture, steps": lambda size: mixture(LENGTHS, size, [3, 1, 2], num_steps=17),
     "mixture by sample, steps": lambda size: mixture(LENGTHS, size, [3, 1, 2], by="sample", num_steps=17),
     "mixture, schedule": lambda size: mixture(LENGTHS, size, schedule=SCHEDULE, num_steps=17),

@@ -14,6 +14,7 @@ import pytest
 from lightning_stateful.core.permutation import Indices
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.packing import Packing, split
+from lightning_stateful.packing import plan as plan_module
 from lightning_stateful.packing.plan import PackingPlan, Part, SequenceOrder
 from lightning_stateful.packing.split import SplitPlan
 from lightning_stateful.packing.whole import WholePlan, best_fit_decreasing
@@ -211,3 +212,36 @@ def test_the_order_names_epochs_and_passes_within_one() -> None:
     assert order.take(offsets, 2, 0).tolist() == [10, 14]
     assert len(found) == 9
     assert SequenceOrder(5, Packing(8), "digest", seed=None).config() != order.config()
+
+
+# Counts
+
+
+def counted(plan: PackingPlan, lengths: Any, packing: Packing, epoch: int, number: int) -> tuple[int, int, int]:
+    """The same by looking at every sequence."""
+    parts = [part for each in range(number) for part in plan.parts(each, epoch)]
+    sizes = {part.document: int(lengths[part.document]) + packing.num_separators for part in parts}
+    truncates, length = packing.too_long == "truncate", packing.sequence_length
+    ended = [
+        part for part in parts if part.end == (min(sizes[part.document], length) if truncates else sizes[part.document])
+    ]
+    cut = [part for part in ended if part.first > 0 or (truncates and sizes[part.document] > length)]
+    return sum(part.end - part.first for part in parts), len(ended), len(cut)
+
+
+@pytest.mark.usefixtures("columns")
+@pytest.mark.parametrize("too_long", [None, "drop", "truncate", "split"])
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_what_an_epoch_has_served_is_counted(seed: int | None, too_long: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(plan_module, "_COUNTED_AT_ONCE", 5)
+    lengths = lengths_of(rng, 90, rng.choice([12, 40]))
+    packing = Packing(rng.choice([8, 11]), how="whole" if too_long else "split", too_long=too_long, separator=0)
+    arguments = (packing, seed) if too_long else (packing.sequence_length, 1, seed)
+    plan: PackingPlan = (WholePlan if too_long else SplitPlan)(lengths, *arguments)  # type: ignore[arg-type]
+    for epoch in (0, 3, 0):
+        at = 0
+        while at <= plan.num_sequences:
+            assert plan.counts(at, epoch) == counted(plan, lengths, packing, epoch, at), (epoch, at)
+            at += rng.randint(-min(at, 3), 24)
+    assert plan.counts(plan.num_sequences, 1).tokens == plan.num_tokens

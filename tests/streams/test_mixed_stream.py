@@ -92,7 +92,7 @@ class TestStates:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("other", [[1, 2], None, Bare()])
+    @pytest.mark.parametrize("other", [{1, 2}, None, Bare()])
     def test_what_has_no_shards_is_named(self, other: Any) -> None:
         with pytest.raises(ConfigurationError, match=r"Stream 'b' is a \w+, which has no shards"):
             MixedStream({"a": chunks("a", 1), "b": other})

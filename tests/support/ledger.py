@@ -135,6 +135,7 @@ class StepLogger(DummyLogger):
         self.steps: list[tuple[str, int]] = []
         self.sources: list[tuple[int, dict[str, float]]] = []
         self.padding: list[tuple[int, dict[str, float]]] = []
+        self.packed: list[dict[str, float]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         name = "val" if "val_loss" in metrics else "train"
@@ -145,3 +146,6 @@ class StepLogger(DummyLogger):
         padding = {key: value for key, value in metrics.items() if key.startswith("padding")}
         if padding:
             self.padding.append((step, padding))
+        packed = {key.removeprefix("packed/"): value for key, value in metrics.items() if key.startswith("packed/")}
+        if packed:
+            self.packed.append(packed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any
@@ -40,10 +41,11 @@ def mixture(
     weights: Sequence[float] | None = None,
     *,
     schedule: WeightSchedule | None = None,
+    by_pass: tuple[str, ...] = (),
     **options: Any,
 ) -> MixtureOrder:
     """Batches or, by sample, samples in proportion; by default to the lengths."""
-    sources = make_sources(lengths, batch_sizes)
+    sources = replace(make_sources(lengths, batch_sizes), by_pass=by_pass)
     draws = whole_draws(shares_of(sources.names, lengths if weights is None else weights))
     if schedule is not None:
         points = tuple(whole_draws(point) for point in schedule.shares(sources.names))

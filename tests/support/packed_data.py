@@ -12,6 +12,8 @@ from lightning_stateful import PackedDataModule, Packing
 from support.stream_runs import document, of_sequences
 
 NUM_DOCUMENTS, VAL_FIRST, NUM_VAL = 67, 500, 9
+# Of the datasets of a mixture.
+SIZES, FIRSTS = {"a": 11, "b": 40}, {"a": 0, "b": 100}
 PACKINGS = {
     "split": Packing(12),
     "whole": Packing(12, how="whole", too_long="split"),
@@ -57,6 +59,23 @@ def packed(name: str, num_documents: int = NUM_DOCUMENTS, **options: Any) -> Pac
         "collate_fn": collated,
     }
     return PackedDataModule(**{**given, **options})
+
+
+def mixed(how: str = "split", **options: Any) -> PackedDataModule:
+    """A mixture of two packed datasets, three sequences of the second to one of the first."""
+    given: dict[str, Any] = {
+        "train": {"a": (Documents(SIZES["a"]), length_of), "b": Documents(SIZES["b"], FIRSTS["b"])},
+        "val": None,
+        "lengths": {"b": [length_of(document(FIRSTS["b"] + number)) for number in range(SIZES["b"])]},
+        "weights": {"a": 1, "b": 3},
+        "packing": PACKINGS[how],
+    }
+    return packed("split", **{**given, **options})
+
+
+def source_of(token: int) -> str:
+    """The dataset of a mixture that a token is of."""
+    return "b" if token >= document(FIRSTS["b"])["input_ids"][0] else "a"
 
 
 def tokens_of(num_documents: int = NUM_DOCUMENTS, first: int = 0) -> list[int]:
