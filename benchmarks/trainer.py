@@ -30,6 +30,8 @@ ROUNDS = 7
 OVER = "over Lightning, best"
 BATCHES = 1000
 WARM = 100
+# Seconds of a step beside which the ledger is measured.
+STEP = 0.01
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -96,12 +98,15 @@ def batches(callbacks: list[pl.Callback], num_workers: int) -> float:
 def costs(num_workers: int) -> tuple[list[Row], list[Row]]:
     """The CPU time of a batch with the callback and without."""
     plain, stateful, of_data = "Lightning", "StatefulDataCallback", "StatefulDataCallback(seed_model=False)"
-    tasks = {
-        plain: lambda: batches([], num_workers),
-        stateful: lambda: batches([StatefulDataCallback()], num_workers),
-        of_data: lambda: batches([StatefulDataCallback(seed_model=False)], num_workers),
-    }
-    figures = interleave(tasks, ROUNDS)
+    with_ledger = "StatefulDataCallback(ledger=...)"
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = {
+            plain: lambda: batches([], num_workers),
+            stateful: lambda: batches([StatefulDataCallback()], num_workers),
+            of_data: lambda: batches([StatefulDataCallback(seed_model=False)], num_workers),
+            with_ledger: lambda: batches([StatefulDataCallback(ledger=folder)], num_workers),
+        }
+        figures = interleave(tasks, ROUNDS)
     rows = [
         {
             "callback": name,
@@ -111,7 +116,11 @@ def costs(num_workers: int) -> tuple[list[Row], list[Row]]:
         }
         for name, took in figures.items()
     ]
-    return rows, [target(f"callback over Lightning, {num_workers} workers", rows[1][OVER], at_most=1.05)]
+    of_ledger = (min(figures[with_ledger]) - min(figures[stateful])) / BATCHES / STEP
+    return rows, [
+        target(f"callback over Lightning, {num_workers} workers", rows[1][OVER], at_most=1.05),
+        target(f"ledger, share of a step of 10 ms, {num_workers} workers", of_ledger, at_most=0.01),
+    ]
 
 
 def save(trainer: pl.Trainer, path: Path) -> Callable[[], float]:
