@@ -366,7 +366,8 @@ class TrainLoaders:
         """Whether workers start before ``on_train_start``, as in Lightning: in a first epoch that is not resumed."""
         # On a resume, that hook may set again what training has changed.
         is_fresh = self._resumed_at is None and not self._training_began and self._trainer.ckpt_path is None
-        has_workers = bool(getattr(self.combined.loaders[path], "num_workers", 0))
+        loader = self.combined.loaders[path]
+        has_workers = isinstance(loader, StatefulLoader) and loader.num_workers > 0
         return is_fresh and has_workers and self._next_step() == (0, 0)
 
     def _note_batch(self, path: str, plan: EpochPlan, step: int, batch: Any) -> None:
