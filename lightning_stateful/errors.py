@@ -37,7 +37,7 @@ class UnsupportedLoaderError(ConfigurationError):
 
 
 class InvalidLoaderError(UnsupportedLoaderError, TypeError):
-    """What a hook returned, or a Trainer was given, is no loader; a TypeError, as Lightning's is."""
+    """A hook returned, or a Trainer was given, something that is no loader; a TypeError, as Lightning's is."""
 
 
 class RankMismatchError(StatefulError, RuntimeError):

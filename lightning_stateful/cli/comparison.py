@@ -39,7 +39,7 @@ def compared(first: Checkpoint, second: Checkpoint) -> dict[str, Any]:
 
 
 def comparison_in_words(found: Mapping[str, Any]) -> str:
-    """What :func:`compared` has found, for people."""
+    """Say for people what :func:`compared` has found."""
     lines = []
     if settings := found["settings"]:
         lines.append(f"settings: a resume from {found['first']} with the data of {found['second']} is refused")
@@ -73,7 +73,7 @@ def _of_callbacks(first: Checkpoint, second: Checkpoint, known: set[str]) -> Ite
 
 
 def _position(checkpoint: Checkpoint) -> dict[str, Any]:
-    """How far a checkpoint is: of its loops, and of each loader."""
+    """The progress of a checkpoint: of its loops, and of each loader."""
     loops: Any = {} if checkpoint.progress is None else checkpoint.progress.to_dict()
     loaders = {path or "data": state["progress"] for path, state in checkpoint.loaders.items()}
     return {"global_step": checkpoint.global_step, "loops": loops, **loaders}

@@ -23,7 +23,7 @@ _WHY_NOT = {
 
 
 class RestOfEpoch(NamedTuple):
-    """What is left of an epoch for one loader on some ranks.
+    """The rest of an epoch of one loader on some ranks.
 
     Attributes:
         epoch: The epoch.
@@ -49,7 +49,7 @@ class RestOfEpoch(NamedTuple):
 
     @classmethod
     def of(cls, plan: EpochPlan, steps_of_epoch: int) -> RestOfEpoch:
-        """What a plan of the rest of an epoch serves, which has so many steps in all."""
+        """Count what a plan of the rest of an epoch serves, which has so many steps in all."""
         counted: dict[str, Any] = {}
         if isinstance(plan, SampleEpochPlan):
             rule, left = plan.rule, plan.remaining
@@ -108,7 +108,7 @@ def steps_left(rests: Mapping[str, RestOfEpoch], checkpoint: Checkpoint) -> int 
 
 
 def notes_on(checkpoint: Checkpoint, batch_size: int | None) -> list[str]:
-    """What a plan does not count: a batch size that a resume refuses, and a limit that has cut the run's epochs."""
+    """Notes on what a plan does not count: a batch size that a resume refuses, and a limit that has cut epochs."""
     return [*_refused_batch_sizes(checkpoint, batch_size), *_limits(checkpoint)]
 
 

@@ -189,7 +189,7 @@ def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoi
 
 
 def _counted(contents: Mapping[str, Any], problems: list[str]) -> LoopProgress | None:
-    """How far a run without the callback was, by Lightning's own counters."""
+    """The progress of a run without the callback, by Lightning's own counters."""
     try:
         return read_counters(contents["loops"]["fit_loop"])
     except (KeyError, TypeError):

@@ -98,7 +98,7 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str] = ()) -> Use
 
 
 def _made_by(factory: str) -> Any:
-    """What a factory makes."""
+    """Call a factory."""
     module, _, name = factory.partition(":")
     if not name:
         raise ConfigurationError(f"{factory!r} names no factory: write package.module:function.")
@@ -170,7 +170,7 @@ def resumed(checkpoint: Checkpoint, data: UsersData) -> tuple[int, int]:
 
 
 def rests_of(data: UsersData, epoch: int, step: int) -> dict[str, RestOfEpoch]:
-    """What is left of the epoch for each loader, by path, of loaders that were resumed."""
+    """The rest of the epoch of each loader that was resumed, by path."""
     rests = {}
     for path, loader in data.combined.loaders.items():
         plan, _ = data.combined.plan_at(path, epoch, step)

@@ -39,7 +39,7 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def in_words(found: Mapping[str, Any]) -> str:
-    """What :func:`described` has found, for people."""
+    """Say for people what :func:`described` has found."""
     lines = [f"{found['path']}: {found['layout']}", *_indented(_position_lines(found))]
     for path, loader in found["loaders"].items():
         lines += [f"training data {path!r}" if path else "training data", *_indented(_loader_lines(loader))]
@@ -63,7 +63,7 @@ def number(value: Any) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """How many of how many, with the percentage."""
+    """A number of a total, with the percentage."""
     return f"{part:,} of {whole:,} ({part / whole:.0%})" if whole else f"{part:,} of 0"
 
 
@@ -76,7 +76,7 @@ def ranks_in_words(written: Mapping[str, Any]) -> str:
 
 
 def _missing(checkpoint: Checkpoint) -> list[str]:
-    """What a checkpoint of a Trainer without a data state leads to."""
+    """Say what a resume from a checkpoint without a data state leads to."""
     if checkpoint.data is not None or checkpoint.problems:
         return []
     progress = checkpoint.progress
@@ -122,7 +122,7 @@ _CHANGEABLE = (("ranks", "ranks"), ("workers", "workers"), ("batch sizes", "batc
 
 
 def _sources(described_as: Mapping[str, Any], served: Mapping[str, int]) -> dict[str, Any]:
-    """What was served of each source of a mixture."""
+    """Lines on what was served of each source of a mixture."""
     lengths = {name: int(str(length).split(" ", maxsplit=1)[0]) for name, length in described_as.items()}
     return {
         name: {"samples": samples, "of": lengths.get(name), "passes": round(samples / lengths[name], 3)}
@@ -132,7 +132,7 @@ def _sources(described_as: Mapping[str, Any], served: Mapping[str, int]) -> dict
 
 
 def _stream(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the worker slots of a stream stand."""
+    """Lines on the positions of a stream's worker slots."""
     ranks = progress["num_replicas"]
     slots = []
     for slot, state in enumerate(progress["slots"]):
@@ -159,7 +159,7 @@ def _stream(progress: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_source(of: Mapping[str, Any]) -> dict[str, int]:
-    """Where a worker slot stands in a source."""
+    """The position of a worker slot in a source."""
     state = of["state"]
     seen = state["seen"][-1] if isinstance(state, Mapping) and state.get("seen") else 0
     return {"slice": of["slice"], "shards_opened": of["opened"], "samples_seen": seen}
@@ -244,7 +244,7 @@ def _indented(lines: Iterator[str]) -> list[str]:
 
 
 def rest_in_words(answer: Mapping[str, Any], notes: Iterable[str]) -> str:
-    """What is left of an epoch on some ranks, for people."""
+    """Say for people what is left of an epoch on some ranks."""
     ranks, left = answer["ranks"], answer["steps_left"]
     steps = "steps that are known at its end alone" if left is None else f"{left:,} step{'s' * (left != 1)}"
     epoch = next(iter(answer["loaders"].values()))["epoch"]

@@ -35,7 +35,7 @@ _MOST_HELD, _MOST_SECONDS = 1 << 16, 1.0
 
 @dataclass(frozen=True)
 class FileHeader:
-    """What a file of a ledger says of its start.
+    """The first line of a file of a ledger.
 
     Attributes:
         start: The name of the start, the same on all its ranks; later starts have greater names.

@@ -1,4 +1,4 @@
-"""What a model was trained on over all starts of a run, and what of that was trained on twice or never."""
+"""Stitches the starts of a run together, and finds what was trained on twice or never."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Start:
 
 
 class Ledger:
-    """What the latest weights were trained on, stitched together from all starts that led to them.
+    """All batches that the latest weights were trained on, stitched together from the starts that led to them.
 
     Args:
         starts: The starts, the earliest first, each resumed from a checkpoint of the one before.
@@ -118,14 +118,14 @@ class Ledger:
                     self._note(number, rank, batch)
 
     def items(self, epoch: int, path: str = "") -> Counter[Any]:
-        """How often each item was trained on in an epoch of a loader, over all ranks."""
+        """Count the items that were trained on in an epoch of a loader, over all ranks."""
         passes = self.rows.get(path, {}).items()
         return Counter(
             item for (of_epoch, _), rows in passes if of_epoch == epoch for row in rows for item in row.items
         )
 
     def findings(self) -> list[Finding]:
-        """What an uninterrupted run would not have done; empty where all is right.
+        """Find what an uninterrupted run would not have done; empty where all is right.
 
         Items that two starts trained on in one epoch prove nothing, and are not reported, where a loader gives items
         twice by itself, as one that draws with replacement.

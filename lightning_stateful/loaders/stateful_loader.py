@@ -257,7 +257,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         return order.plan(epoch, self.topology.num_replicas, Progress(epoch=epoch, cycle=ASIDE)), 0
 
     def changed(self) -> dict[str, Any]:
-        """What something has changed of the dataset and a user's sampler since the loader was built, as in a state."""
+        """Changes to the dataset and a user's sampler since the loader was built, as in a state."""
         return _changed_since(self.order, self.dataset, self._lists, self.tracker.config)
 
     @property
@@ -493,6 +493,6 @@ class _ServedIndices(DistributedSampler[Any]):
 
 
 def _changed_since(order: BatchOrder, dataset: Any, lists: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What somebody has changed of a dataset and a user's sampler since a configuration was taken."""
+    """Changes to a dataset and a user's sampler since a configuration was taken."""
     of_sampler = order.changed_settings(config) if isinstance(order, WrappedSampler) else {}
     return {**changed_content(dataset, config, lists), **of_sampler}

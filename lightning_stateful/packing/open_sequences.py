@@ -187,5 +187,5 @@ class BestFitFiller(SequenceFiller):
 
 
 def filler_of(packing: Packing, rooms: Iterable[int] = (), waited: int = 0) -> SequenceFiller:
-    """What fills sequences by these settings."""
+    """Make what fills sequences by these settings."""
     return (BestFitFiller if packing.is_whole else SplitFiller)(packing, rooms, waited)

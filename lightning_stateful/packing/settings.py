@@ -24,7 +24,7 @@ _MOST_INT = 2**63 - 1
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents of tokens become sequences of one length.
+    """Settings by which documents of tokens become sequences of one length.
 
     With ``how="split"`` the documents of an epoch are joined and cut every ``sequence_length`` tokens: no padding, and
     a document may go on in the next sequence. With ``how="whole"`` a sequence holds whole documents, chosen so that

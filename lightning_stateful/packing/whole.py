@@ -217,7 +217,7 @@ class WholePlan(PackingPlan):
 
 
 def _placed(patterns: list[Pattern], starts: Indices) -> _Items:
-    """Where the documents of patterns stand; ``starts`` tells where those of each length begin."""
+    """Places of the documents of patterns; ``starts`` tells where those of each length begin."""
     free = starts[:-1].tolist()
     columns: tuple[list[int], list[int], list[int]] = ([], [], [])
     firsts, each_of, counts = columns

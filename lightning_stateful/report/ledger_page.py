@@ -115,7 +115,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _picture(ledger: Ledger, path: str) -> str:
-    """Which items came when, as SVG; empty for a loader whose items are no numbers."""
+    """A picture of the items over the steps, as SVG; empty for a loader whose items are no numbers."""
     points, borders = _points(ledger, path)
     if not points.items:
         return ""

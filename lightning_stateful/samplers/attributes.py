@@ -50,7 +50,7 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_stateful", "
 
 
 def named_outside(value: object) -> dict[str, Any]:
-    """What the methods of an object's class name outside of the object, by names with those of module or class.
+    """Values outside of an object that the methods of its class name, by names with those of module or class.
 
     These are attributes of its classes, global variables of their modules, and variables of functions around them.
     Functions and classes that are named are followed, but for those of installed packages that are not the object's

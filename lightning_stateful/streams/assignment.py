@@ -1,4 +1,4 @@
-"""Which shards every worker slot reads, alone or together with others, and how what is left is assigned anew."""
+"""Assigns shards to worker slots, alone or together with others, and assigns anew what is left."""
 
 from __future__ import annotations
 

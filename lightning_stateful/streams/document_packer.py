@@ -337,7 +337,7 @@ def _encoded(rooms: Sequence[int], waited: int, length: int) -> str:
 
 
 def _decoded(text: str, length: int) -> tuple[list[int], int]:
-    """What :func:`_encoded` wrote."""
+    """Read what :func:`_encoded` wrote."""
     if not text:
         return [], 0
     number = int.from_bytes(base64.b85decode(text), "big")

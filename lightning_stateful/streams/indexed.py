@@ -101,7 +101,7 @@ class IndexedNode(StreamNode[Any]):
         return skipped
 
     def get_state(self) -> NodeState:
-        """How many samples were given."""
+        """The number of samples that were given."""
         return {"at": self._at}
 
 

@@ -148,7 +148,7 @@ class ShardReader(StreamNode[Any]):
         return min(self._at + 1, len(self._numbers))
 
     def where(self) -> str:
-        """Which sample of which shard comes next, in words."""
+        """Shard and number of the sample that comes next, in words."""
         if self._at == len(self._numbers):
             return "the end of its shards"
         return f"{self._name()}, at its sample {self._item}"

@@ -271,7 +271,7 @@ class StreamState:
         }
 
     def _counts(self) -> dict[str, Any]:
-        """What has been given, and the steps of earlier passes, where anybody asks for them."""
+        """Counts of what has been given, and of steps of earlier passes, where anybody asks for them."""
         mixing, found = self.config.mixing, dict[str, Any]()
         if self.config.counts_given:
             found["given"] = {name: list(self.given.get(name, NOTHING_GIVEN)) for name in self.assignments}
@@ -367,7 +367,7 @@ class StreamState:
         return tuple(map(sum, zip(*found, strict=True)))
 
     def _given_of(self, name: str) -> tuple[int, ...]:
-        """What a source has given since the beginning of training."""
+        """Counts of what a source has given since the beginning of training."""
         found = [self.given.get(name, NOTHING_GIVEN)]
         found += [state["of"][name].get("given", NOTHING_GIVEN) for state in self.slots if state is not None]
         return tuple(map(sum, zip(*found, strict=True)))

@@ -224,7 +224,7 @@ def _settings_of(loader: StatefulLoader) -> str:
 
 
 def _rows_of(dataset: Any) -> dict[str, str]:
-    """What lists and arrays as long as a dataset show, by attribute; none that may be caches."""
+    """Digests of lists and arrays as long as a dataset, by attribute; of none that may be caches."""
     with suppress(Exception):
         held, length = attributes_of(dataset), len(dataset)
         kinds = (list, tuple, np.ndarray, torch.Tensor)

@@ -197,6 +197,6 @@ def _versions() -> dict[str, str]:
 
 
 def _part_of(trainer: pl.Trainer) -> str:
-    """What tells the files of processes apart that share a data-parallel rank."""
+    """A part of the file's name that tells processes apart which share a data-parallel rank."""
     topology = topology_of(trainer)
     return "" if trainer.world_size == topology.num_replicas else f"-process-{trainer.global_rank:05}"

@@ -23,7 +23,7 @@ from lightning_stateful.trainer.saved_progress import LoopProgress
 
 
 def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any]:
-    """How a run trains, for people who read its checkpoint: plain data that no resume compares.
+    """A note on how a run trains, for people who read its checkpoint: plain data that no resume compares.
 
     Returns:
         The versions of packages, but for Lightning's, which a checkpoint has anyway; ``ranks``; ``steps``, the batches

@@ -1,4 +1,4 @@
-"""How far a run was, as its checkpoint says: read without Lightning, from the callback's state or Lightning's counters.
+"""The progress of a run in its checkpoint: read without Lightning, from the callback's state or Lightning's counters.
 
 Nothing here needs a Trainer or imports Lightning, so that the command reads checkpoints with the same functions as a
 resume.

@@ -320,7 +320,7 @@ class WrappedSampler:
         return config | {"sequence": "" if "nondeterministic" in self.accept else sequence}
 
     def changed_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What somebody has changed of it since :meth:`config` was taken, by name with dots."""
+        """Changes that somebody has made to it since :meth:`config` was taken, by name with dots."""
         if self.dealing.is_own or not self.is_trained_on or "nondeterministic" in self.accept:
             return {}
         now = self.config() | {"sequence": config["sequence"] if self.is_known else begins_now(self)}
