@@ -337,8 +337,18 @@ def warn_of_held_loaders(iterable: Any, where: str) -> None:
 
 def loader_within(iterable: Any, name: str, loader: DataLoader[Any]) -> Any:
     """A copy of an object that holds a DataLoader, with another one in its place."""
-    made = copy.copy(iterable)
+    made = _shallow_copy(iterable)
     object.__setattr__(made, name, loader)
+    return made
+
+
+def _shallow_copy(value: Any) -> Any:
+    """Copy an object, also one whose ``__getattr__`` reads an attribute that the copy has yet to get."""
+    kind = type(value)
+    if hasattr(kind, "__copy__") or any("__slots__" in vars(one) for one in kind.__mro__):
+        return copy.copy(value)
+    made = object.__new__(kind)
+    vars(made).update(vars(value))
     return made
 
 

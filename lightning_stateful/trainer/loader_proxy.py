@@ -323,6 +323,9 @@ class LoaderProxy:
 
     is_proxy = True
     num_handed = 0
+    # A pass that was begun before its first next(), and the iterator that is to read it.
+    _early: tuple[Any, int, Iterator[Any]] | None = None
+    _holder: Callable[[], Any] | None = None
 
     def __init__(
         self,
@@ -369,13 +372,18 @@ class LoaderProxy:
 
     def __iter__(self) -> Iterator[Any]:
         made = _ProxyIterator()
-        begun = self._begin() if self.starts_early() else None
-        if begun is not None:
-            # Its first batch is read: workers are there.
-            batches = begun[2]
-            begun = *begun[:2], chain(list(islice(batches, 1)), batches)
-        made.batches = self._batches(weakref.ref(made), begun)
+        is_early = (self._holder is None or self._holder() is None) and self.starts_early()
+        made.batches = self._batches(weakref.ref(made), self._begin_early() if is_early else None)
+        if is_early:
+            self._holder = weakref.ref(made)
         return made
+
+    def _begin_early(self) -> tuple[Any, int, Iterator[Any]] | None:
+        """Begin a pass and start its workers: one, also where Lightning tries iter() and drops the iterator."""
+        if self._early is None and (begun := self._begin()) is not None:
+            plan, step, batches = begun
+            self._early = plan, step, chain(list(islice(batches, 1)), batches)
+        return self._early
 
     def _begin(self) -> tuple[Any, int, Iterator[Any]] | None:
         """The plan, the step and the batches from there on; None where there are none."""
@@ -393,6 +401,8 @@ class LoaderProxy:
             # Nothing of it is trained on, and so nothing is counted.
             yield from self.loader.batches(*beside, isolated=True)
             return
+        # Neither could be pickled with the trainer.
+        self._early = self._holder = None
         begun = begun or self._begin()
         if begun is None:
             return
