@@ -28,7 +28,7 @@ from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names, value_at
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
-from lightning_stateful.user_samplers.sampler_check import begins_now, check_sampler, deal, has_own_state
+from lightning_stateful.user_samplers.sampler_check import check_sampler, deal, has_own_state, sequence_now
 from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts
 from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
 from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
@@ -323,8 +323,8 @@ class WrappedSampler:
         """Changes that somebody has made to it since :meth:`config` was taken, by name with dots."""
         if self.dealing.is_own or not self.is_trained_on or "nondeterministic" in self.accept:
             return {}
-        now = self.config() | {"sequence": config["sequence"] if self.is_known else begins_now(self)}
-        held = {f"sampler.{name}": value for name, value in now["sampler"].items()} | {"sequence": now["sequence"]}
+        sequence = config["sequence"] if self.is_known else sequence_now(self, config["sequence"])
+        held = {f"sampler.{name}": value for name, value in self.config()["sampler"].items()} | {"sequence": sequence}
         return {name: value for name, value in held.items() if value_at(config, name) != value}
 
     def parameters(self) -> dict[str, Any]:
