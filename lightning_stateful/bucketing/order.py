@@ -16,6 +16,7 @@ from lightning_stateful.bucketing.plan import BucketSteps, Remainder, Segment
 from lightning_stateful.core.order import Progress, read_in_chunks, say_repeats, seeded_at
 from lightning_stateful.core.permutation import ClassShuffle, Indices
 from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.shapes import COUNT, RANKS
 from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StateMismatchError
 
 # Samples that are looked up at a time.
@@ -50,6 +51,7 @@ class BucketOrder:
     kind: ClassVar[str] = "buckets"
     version: ClassVar[int] = 1
     carries_over: ClassVar[bool] = False
+    details_shape: ClassVar = {"segments": [(RANKS, COUNT)]}
     # Within an epoch, where the steps stay the same; anything else is refused there.
     harmless: ClassVar = ("batch_size",)
 

@@ -12,6 +12,7 @@ import torch.distributed
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import BatchOrder, EpochPlan, Progress
+from lightning_stateful.core.shapes import check_shape
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import (
     ConfigurationError,
@@ -285,6 +286,7 @@ class Tracker:
             raise StateMismatchError([changed], where=where)
         try:
             progress = Progress.from_dict(state["progress"])
+            check_shape(progress.details, getattr(self.order, "details_shape", object), "progress")
             accepted = format_.differences(state, self.state_dict(Progress()), fingerprints=False)
             if accepted:
                 progress = self.order.convert(progress, state["config"])
@@ -293,7 +295,7 @@ class Tracker:
                 harmless = getattr(self.order, "harmless", ())
                 format_.warn_of_other_order(accepted, harmless, where=f"{where}, within epoch {progress.epoch},")
         except DamagedStateError as error:
-            raise DamagedStateError(f"{where}: {error} Resume from another checkpoint.") from None
+            raise DamagedStateError(f"{where}: {error}{format_.DAMAGED}") from None
         except PositionError as error:
             raise PositionError(f"{where}: {error}") from None
         except StateMismatchError as error:

@@ -14,6 +14,7 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
+from lightning_stateful.core.shapes import COUNT
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
@@ -40,6 +41,7 @@ class _SampleNode(StreamNode[Any]):
     """Runs a function over each sample by itself."""
 
     context: ClassVar[tuple[str, ...]] = ("seed", "on_error", "where")
+    state_shape: ClassVar = {"source": object, "item": COUNT}
     _keeps_all: ClassVar[bool] = True
 
     def __init__(
@@ -201,6 +203,7 @@ class WindowNode(StreamNode[tuple[T, ...]]):
     """
 
     context: ClassVar[tuple[str, ...]] = ()
+    state_shape: ClassVar = {"source": object, "since": COUNT}
 
     def __init__(self, source: BaseNode[T], width: int, step: int = 1) -> None:
         super().__init__()
@@ -274,6 +277,7 @@ class RunningStateNode(StreamNode[Any]):
     """
 
     context: ClassVar[tuple[str, ...]] = ("where",)
+    state_shape: ClassVar = {"source": object, "since": COUNT, "state": object}
 
     def __init__(
         self,
