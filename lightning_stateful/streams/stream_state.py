@@ -456,9 +456,10 @@ class StreamState:
 
 def _check_state(saved: NodeState | None, source: Source, shards: Sequence[int], path: str) -> None:
     """Compare where a slot stands in a slice with what the nodes of its source write, and its shard with the slice."""
-    state = None if saved is None else saved["source"]
-    path, (node, _) = f"{path}.source", source.open(ShardSlice(0, ()))
-    while state is not None:
+    if saved is None or saved["source"] is None:
+        return
+    state, path, (node, _) = saved["source"], f"{path}.source", source.open(ShardSlice(0, ()))
+    while True:
         node.check_state(state, path)
         below: list[Any] = sources_of(node)
         if not below:
