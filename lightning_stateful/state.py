@@ -33,6 +33,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
     StateVersionError,
 )
+from lightning_stateful.shapes import DAMAGED, refuse_vast
 
 VERSION = 1
 COMBINED = "combined"
@@ -42,8 +43,6 @@ COMBINED = "combined"
 _HARMLESS = ("drop_last", "dataset", "iteration", "sequence", "module", "mode")
 _BUT_FOR = ("dataset.length", "dataset.content", "dataset.shards", "dataset.files")
 _MISSING = "<nothing>"
-# Levels of dicts and lists, values in copies of parts that are held several times, and bits of an integer.
-_MOST_NESTED, _MOST_COPIES, _MOST_BITS = 300, 2**22, 2**12
 _SCALARS = frozenset({bool, int, str, type(None)})
 # Names in accept that are no keys of a configuration.
 _OTHER_NAMES = ("iteration", "nondeterministic", "replay")
@@ -136,7 +135,7 @@ def check(state: Any, *, where: str = "the state") -> None:
     """
     if not isinstance(state, Mapping):
         raise DamagedStateError(f"{where} must be a dict, got {type(state).__name__}.{DAMAGED}")
-    _refuse_vast(state, where)
+    refuse_vast(state, where)
     version = state.get("version")
     if type(version) is not int:
         raise DamagedStateError(f"{where} has no version; its keys are {sorted(map(str, state))}.{DAMAGED}")
@@ -164,37 +163,9 @@ def check(state: Any, *, where: str = "the state") -> None:
             f"something in it was changed after it was written.{DAMAGED}"
         )
     for path, part in state["loaders"].items() if state["kind"] == COMBINED else ():
-        if isinstance(part, Mapping) and part.get("kind") != COMBINED:
-            check(part, where=f"{where}, loader {path!r},")
-        else:
-            raise DamagedStateError(f"{where} holds no state of one loader under {path!r}.{DAMAGED}")
-
-
-def _refuse_vast(state: Mapping[str, Any], where: str) -> None:
-    """Refuse data that is nested deeper than any state, or of which copies of shared parts would take all memory.
-
-    Raises:
-        DamagedStateError: That is so, or an integer has more digits than any.
-    """
-    copies, level = 0, {id(state): (state, 1)}
-    for _ in range(_MOST_NESTED):
-        below: dict[int, tuple[Any, int]] = {}
-        for part, times in level.values():
-            copies += (times - 1) * (1 + len(part))
-            for item in part.values() if isinstance(part, Mapping) else part:
-                if type(item) is int and item.bit_length() > _MOST_BITS:
-                    raise DamagedStateError(f"{where} has an integer of {item.bit_length()} bits.{DAMAGED}")
-                if type(item) not in _SCALARS and isinstance(item, (Mapping, list, tuple)):
-                    below[id(item)] = item, times + below.get(id(item), (item, 0))[1]
-        if not below:
-            return
-        if copies > _MOST_COPIES:
-            raise DamagedStateError(f"{where} holds the same parts more than {_MOST_COPIES} times.{DAMAGED}")
-        level = below
-    raise DamagedStateError(f"{where} is nested in more than {_MOST_NESTED} levels.{DAMAGED}")
-
-
-DAMAGED = " Resume from another checkpoint; this one's data state is damaged."
+        if isinstance(part, Mapping) and part.get("kind") == COMBINED:
+            raise DamagedStateError(f"{where} holds several loaders under {path!r}, where one belongs.{DAMAGED}")
+        check(part, where=f"{where}, loader {path!r},")
 
 
 def differences(
@@ -372,6 +343,32 @@ def _copied_by_path(value: Any, path: str) -> Any:
         return [_copied_by_path(item, f"{path}[{i}]") for i, item in enumerate(value)]
     found = f"the {value}" if type(value) is float else f"a {type(value).__name__}"
     raise StateError(f"{path} is {found}; a state holds dict, list, str, int, finite float, bool and None.")
+
+
+_KINDS = {
+    "sequential": "{length} samples in the dataset's order",
+    "shuffled": "{length} samples, shuffled by seed {seed}",
+    "block_shuffled": "{length} samples, shuffled in blocks by seed {seed}",
+    "packed": "{length} packed sequences",
+    "round_robin": "{sources} sources in turn, seed {seed}",
+    "mixture": "A mixture of {sources} sources, seed {seed}",
+    "buckets": "{length} samples in batches of like lengths, seed {seed}",
+    "sampler": "A sampler that is iterated",
+    "batch_sampler": "A batch sampler that is iterated",
+    "stream": "A stream of shards",
+    "iterable": "An iterable dataset",
+}
+
+
+def order_in_words(kind: str, config: Mapping[str, Any]) -> str:
+    """A few words for people on the order of a loader, by what an envelope says of it."""
+    dataset, lengths = config.get("dataset"), config.get("lengths")
+    length = dataset.get("length") if isinstance(dataset, Mapping) else None
+    if length is None and isinstance(lengths, Mapping):
+        length = lengths.get("samples")
+    words = _KINDS.get(kind, f"{{length}} samples in the order {kind!r}")
+    known = {"length": f"{length:,}" if isinstance(length, int) else "All", "seed": config.get("seed", "none")}
+    return words.format(**known, sources=len(config.get("sources") or ()))
 
 
 def _comparable(state: Mapping[str, Any]) -> dict[str, Any]:

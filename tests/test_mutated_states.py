@@ -10,8 +10,11 @@ may come of it:
   type of the old one, the loader says by its own ``state_dict`` that it stands where the changed state says, and a
   second resume a batch later goes on with the batches that the first one gave.
 
-What a sampler or dataset of the user's has in its own ``state_dict`` is its own affair: what it takes, it takes; what it
-cannot take is a :class:`StateError` still.
+The end of an epoch is the beginning of the next. A mixture of which it is gone for how many ranks it was planned is
+planned anew from what was served, as one whose weights have changed.
+
+What a sampler or dataset of the user's has in its own ``state_dict`` is its own affair: what it takes, it takes; what
+it cannot take is a :class:`StateError` still.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.iterable_cases import Counts, CountsWithState, ItselfWithState
+from support.iterable_cases import Counts, CountsWithState, OnIterator
 from support.iterable_cases import Numbers as IterableNumbers
 from support.samplers import KeepsItsPlace, OwnState, ShufflesInPlace
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
@@ -43,10 +46,9 @@ from lightning_stateful import (
     StreamDataModule,
     patch_dataloader,
 )
-from lightning_stateful.errors import DamagedStateError, StateError, StatefulWarning
+from lightning_stateful.errors import StateError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
-from lightning_stateful.state import check, sealed
-from lightning_stateful.trainer.saved_progress import LoopProgress, read_callback_state
+from lightning_stateful.state import sealed
 
 State = dict[str, Any]
 DATA = [torch.tensor(float(number)) for number in range(80)]
@@ -119,7 +121,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "iterable": lambda: patched(IterableNumbers(), batch_size=1),
     "iterable that counts its passes": lambda: patched(Counts(), batch_size=1),
     "iterable with a state": lambda: patched(CountsWithState(), batch_size=1),
-    "iterator with a state": lambda: patched(ItselfWithState(), batch_size=1),
+    "iterator with a state": lambda: patched(OnIterator(), batch_size=1),
 }
 
 
@@ -229,8 +231,7 @@ def verdict(name: str, path: tuple[Any, ...], valid: State, state: State, expect
         with warnings.catch_warnings():
             warnings.simplefilter("error", StatefulWarning)
             found, here, behind = following(name, state)
-    except StateError as error:
-        assert str(error)
+    except StateError:
         return "refused"
     except StatefulWarning:
         return "said"
@@ -238,9 +239,11 @@ def verdict(name: str, path: tuple[Any, ...], valid: State, state: State, expect
         return "same"
     if is_users(path):
         return "taken by the user's"
+    if path[-2:] == ("planned", "ranks") and "ranks" not in at(state, path[:-1]):
+        return "planned anew"
     said = f"{name}: {path} was taken without a word: {at(valid, path)!r} is {at(state, path)!r}"
     assert type(at(state, path)) is type(at(valid, path)), said
-    assert progress_of(here) == progress_of(state), said
+    assert progress_of(here) == progress_of(state) or is_next_epoch(progress_of(here), progress_of(state)), said
     again, _, _ = following(name, behind, 2)
     assert again == found[1:] or len(found) < 3, said
     return "other position"
@@ -249,6 +252,11 @@ def verdict(name: str, path: tuple[Any, ...], valid: State, state: State, expect
 def is_users(path: tuple[Any, ...]) -> bool:
     """Whether a path leads into what an object's own ``state_dict`` has given."""
     return bool({"iterator", "dataset"} & {*path[3:]}) or path[:3] == ("progress", "sampler", 2)
+
+
+def is_next_epoch(here: Any, there: Any) -> bool:
+    """Whether a progress is the beginning of the epoch after another."""
+    return bool((here.get("epoch"), here.get("consumed")) == (there.get("epoch", 0) + 1, 0))
 
 
 def progress_of(state: State) -> Any:

@@ -16,8 +16,8 @@ from lightning_stateful.bucketing.plan import BucketSteps, Remainder, Segment
 from lightning_stateful.core.order import Progress, read_in_chunks, say_repeats, seeded_at
 from lightning_stateful.core.permutation import ClassShuffle, Indices
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.core.shapes import COUNT, RANKS
 from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StateMismatchError
+from lightning_stateful.shapes import COUNT, RANKS
 
 # Samples that are looked up at a time.
 _CHUNK = 2**17

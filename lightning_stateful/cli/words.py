@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_stateful.cli.reading import Checkpoint
-from lightning_stateful.core.words import order_in_words
+from lightning_stateful.state import order_in_words
 
 # Kinds whose progress counts samples of the epoch, of one dataset.
 _COUNTS_SAMPLES = ("sequential", "shuffled", "block_shuffled", "packed")

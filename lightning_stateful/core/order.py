@@ -20,8 +20,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import Indices
 from lightning_stateful.core.seeding import loader_seed
-from lightning_stateful.core.shapes import COUNT, CYCLE, EPOCH
 from lightning_stateful.errors import DamagedStateError, PositionError
+from lightning_stateful.shapes import COUNT, CYCLE, EPOCH
 
 # ``num_steps`` of an epoch whose end is not known beforehand. It is larger than any number of steps, so that min(),
 # max() and comparisons with it need no special case.

@@ -14,7 +14,6 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import Progress, read_in_chunks, say_repeats, seeded_at
 from lightning_stateful.core.permutation import Indices, concatenated_ranges
 from lightning_stateful.core.seeding import Label, derive_seed
-from lightning_stateful.core.shapes import COUNT, check_shape
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StateMismatchError
 from lightning_stateful.mixture.draws import Draws, Period
@@ -22,6 +21,7 @@ from lightning_stateful.mixture.served import passes_of, report_of
 from lightning_stateful.mixture.source_steps import LastSteps, SourceSteps, gather, shares_of_steps
 from lightning_stateful.mixture.sources import By, Sources, Stop, present
 from lightning_stateful.mixture.weights import DrawSchedule, digest
+from lightning_stateful.shapes import COUNT, check_shape
 
 # A state of many sources stays short: beyond so many, their draws are told apart by a digest alone.
 _MOST_LISTED = 8

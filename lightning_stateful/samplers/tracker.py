@@ -12,7 +12,6 @@ import torch.distributed
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import BatchOrder, EpochPlan, Progress
-from lightning_stateful.core.shapes import check_shape
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import (
     ConfigurationError,
@@ -23,6 +22,7 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
+from lightning_stateful.shapes import DAMAGED, check_shape
 
 T = TypeVar("T")
 
@@ -295,7 +295,7 @@ class Tracker:
                 harmless = getattr(self.order, "harmless", ())
                 format_.warn_of_other_order(accepted, harmless, where=f"{where}, within epoch {progress.epoch},")
         except DamagedStateError as error:
-            raise DamagedStateError(f"{where}: {error}{format_.DAMAGED}") from None
+            raise DamagedStateError(f"{where}: {error}{DAMAGED}") from None
         except PositionError as error:
             raise PositionError(f"{where}: {error}") from None
         except StateMismatchError as error:

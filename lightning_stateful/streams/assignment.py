@@ -9,8 +9,8 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from lightning_stateful.core.shapes import COUNT, EPOCH, Either, check_shape, refuse_unless
 from lightning_stateful.errors import PositionError
+from lightning_stateful.shapes import COUNT, EPOCH, Either, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, innermost
 

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, NamedTuple
 from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
-from lightning_stateful.core.shapes import COUNT, refuse_unless
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
 from lightning_stateful.packing.documents import Document, DocumentReader
 from lightning_stateful.packing.open_sequences import OpenSequence, filler_of
 from lightning_stateful.packing.sequences import make_sequences
 from lightning_stateful.packing.settings import LABELS, TOKENS, Packing
+from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, sources_of, state_of
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import OnError, check_on_error

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_stateful.core.shapes import COUNT, EPOCH, RANKS, Either, check_shape, refuse_unless
 from lightning_stateful.errors import PositionError, StatefulWarning
+from lightning_stateful.shapes import COUNT, EPOCH, RANKS, Either, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.iterables import IterableConfig, IterableTask, fresh_state, name_of_slot
 from lightning_stateful.streams.nodes import NodeState

@@ -236,7 +236,7 @@ class IterableSlot:
             self._begin_pass(self.epoch)
         if not is_here and again["since"]:
             self._read_again(again)
-        self._is_exhausted = self._is_exhausted or held["exhausted"]
+        self._is_exhausted = self._is_exhausted or (held["exhausted"] and not held["since"])
         # Beside a state nothing is compared.
         passes = self._history[: self._number] if self._config.counts_passes else []
         ended = held["ended"] if held["batches"] < 2 else None

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from lightning_stateful.core.shapes import COUNT, check_shape
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.shapes import COUNT, check_shape
 
 T = TypeVar("T", covariant=True)
 
@@ -88,7 +88,7 @@ class StreamNode(BaseNode[T]):
     Attributes:
         context: What else than the node that it reads from a stream gives its constructor: ``"seed"``, ``"on_error"``,
             ``"where"``.
-        state_shape: The shape of its states, as :mod:`~lightning_stateful.core.shapes` has it, but for counts of what
+        state_shape: The shape of its states, as :mod:`~lightning_stateful.shapes` has it, but for counts of what
             is left out; empty where nothing is known of it.
     """
 

@@ -18,8 +18,8 @@ from lightning_stateful.bucketing.lengths import MAX_SAMPLE_LENGTH
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import Indices, KeyedPermutation
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.core.shapes import COUNT, refuse_unless
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
+from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
 from lightning_stateful.streams.transforms import Where, name_of, sample_in_words
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 from torchdata.nodes import BaseNode
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
-from lightning_stateful.core.shapes import COUNT, refuse_unless
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
+from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.nodes import MOST_BARE, NodeState, Shards, StreamNode, close, reset_to, skip, state_of
 from lightning_stateful.streams.own_state import OF_STATES

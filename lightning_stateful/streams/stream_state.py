@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from lightning_stateful.core.shapes import COUNT, EPOCH, RANKS, check_shape, refuse_unless
 from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.packing.plan import Counts, reported
+from lightning_stateful.shapes import COUNT, EPOCH, RANKS, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotProgress, SlotSlice, check_seen, left_of
 from lightning_stateful.streams.nodes import NodeState, innermost, sources_of
@@ -372,6 +372,8 @@ class StreamState:
         begins_again = self.config.mixing is not None and self.config.mixing.stop == "cycle"
         for name, held in state["of"].items():
             refuse_unless(begins_again or not held["round"], held["round"], "0", f"{path}.of.{name}.round")
+            is_open = held["state"] is not None or not held["opened"]
+            refuse_unless(is_open, held["opened"], "0 beside no state", f"{path}.of.{name}.opened")
 
     def _left(self, name: str) -> Assignment:
         """The rest of a source."""

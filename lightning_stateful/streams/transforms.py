@@ -14,11 +14,11 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
-from lightning_stateful.core.shapes import COUNT
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.shapes import COUNT
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
 from lightning_stateful.streams.shard_reader import OnError, check_on_error
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.shapes import COUNT, Either
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.packing.settings import Packing
+from lightning_stateful.shapes import COUNT, Either
 from lightning_stateful.streams.assignment import SlotProgress, SlotSlice
 from lightning_stateful.streams.document_packer import DocumentPacker
 from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, StreamNode

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_stateful.core.words import order_in_words
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.state import order_in_words
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.ranks import topology_of
 from lightning_stateful.trainer.saved_progress import LoopProgress

@@ -11,9 +11,9 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_stateful.core.shapes import COUNT, EPOCH, RANKS, Either, check_shape
 from lightning_stateful.errors import DamagedStateError, StateError, StateVersionError
-from lightning_stateful.state import DAMAGED, VERSION
+from lightning_stateful.shapes import COUNT, DAMAGED, EPOCH, RANKS, Either, check_shape
+from lightning_stateful.state import VERSION
 
 # Under this key a checkpoint's "callbacks" hold the state of StatefulDataCallback.
 CALLBACK_KEY = "StatefulDataCallback"

@@ -22,11 +22,11 @@ from torch.utils.data import (
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import Progress
 from lightning_stateful.core.seeding import loader_seed
-from lightning_stateful.core.shapes import COUNT, CYCLE, EPOCH, Either, refuse_unless
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, PositionError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracker import detect_topology
+from lightning_stateful.shapes import COUNT, CYCLE, EPOCH, Either, refuse_unless
 from lightning_stateful.state import accepted_names, value_at
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
 from lightning_stateful.user_samplers.sampler_check import begins_now, check_sampler, deal, has_own_state
@@ -139,7 +139,7 @@ class WrappedSampler:
 
     @property
     def details_shape(self) -> dict[str, Any]:
-        """The shape of a progress's details, see :mod:`~lightning_stateful.core.shapes`."""
+        """The shape of a progress's details, see :mod:`~lightning_stateful.shapes`."""
         return {self.kind: _NOTED, "passes?": _PASSES}
 
     @property

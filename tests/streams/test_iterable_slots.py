@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.iterable_cases import Counts, GoesOn, GoesOnWithState, ItselfWithState, Numbers, OnIterator, Tokens
 
-from lightning_stateful.errors import PositionError, ShardError, StateError
+from lightning_stateful.errors import PositionError, StateError
 from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams.iterables import IterableConfig, IterableSlot, IterableTask
 from lightning_stateful.streams.pass_history import digest_of_sample

@@ -27,6 +27,10 @@ COUNT = range(2**48)
 EPOCH = range(2**40 + 1)
 CYCLE = range(2**20)
 RANKS = range(1, 2**20)
+# The end of errors about what is damaged.
+DAMAGED = " Resume from another checkpoint; this one's data state is damaged."
+# Levels of dicts and lists, values in copies of parts that are held several times, and bits of an integer.
+_MOST_NESTED, _MOST_COPIES, _MOST_BITS = 300, 2**22, 2**12
 # Of a value in an error.
 _MOST_CHARACTERS = 80
 
@@ -109,3 +113,27 @@ def _fits(value: Any, shape: Any) -> bool:
     except DamagedStateError:
         return False
     return True
+
+
+def refuse_vast(state: Mapping[str, Any], where: str) -> None:
+    """Refuse data that is nested deeper than any state, or of which copies of shared parts would take all memory.
+
+    Raises:
+        DamagedStateError: That is so, or an integer has more digits than any.
+    """
+    copies, level = 0, {id(state): (state, 1)}
+    for _ in range(_MOST_NESTED):
+        below: dict[int, tuple[Any, int]] = {}
+        for part, times in level.values():
+            copies += (times - 1) * (1 + len(part))
+            for item in part.values() if isinstance(part, Mapping) else part:
+                if type(item) is int and item.bit_length() > _MOST_BITS:
+                    raise DamagedStateError(f"{where} has an integer of {item.bit_length()} bits.{DAMAGED}")
+                if isinstance(item, (Mapping, list, tuple)):
+                    below[id(item)] = item, times + below.get(id(item), (item, 0))[1]
+        if not below:
+            return
+        if copies > _MOST_COPIES:
+            raise DamagedStateError(f"{where} holds the same parts more than {_MOST_COPIES} times.{DAMAGED}")
+        level = below
+    raise DamagedStateError(f"{where} is nested in more than {_MOST_NESTED} levels.{DAMAGED}")
