@@ -31,6 +31,8 @@ import pytest
 import torch
 from support.iterable_cases import Counts, CountsWithState, OnIterator
 from support.iterable_cases import Numbers as IterableNumbers
+from support.ledger import LedgerModel, Numbers
+from support.runs import quiet_trainer
 from support.samplers import KeepsItsPlace, OwnState, ShufflesInPlace
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
@@ -42,13 +44,15 @@ from lightning_stateful import (
     PackedDataModule,
     Packing,
     RoundRobinDataModule,
+    StatefulDataModule,
     StatefulLoader,
     StreamDataModule,
     patch_dataloader,
 )
-from lightning_stateful.errors import StateError, StatefulWarning
+from lightning_stateful.errors import DamagedStateError, StateError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
-from lightning_stateful.state import sealed
+from lightning_stateful.state import check, sealed
+from lightning_stateful.trainer.saved_progress import LoopProgress, read_callback_state
 
 State = dict[str, Any]
 DATA = [torch.tensor(float(number)) for number in range(80)]
@@ -120,8 +124,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "streams in a circle": lambda: mixed(stop="cycle"),
     "iterable": lambda: patched(IterableNumbers(), batch_size=1),
     "iterable that counts its passes": lambda: patched(Counts(), batch_size=1),
-    "iterable with a state": lambda: patched(CountsWithState(), batch_size=1),
-    "iterator with a state": lambda: patched(OnIterator(), batch_size=1),
+    "iterable with a state": lambda: patched(CountsWithState(), batch_size=1, collate_fn=list),
+    "iterator with a state": lambda: patched(OnIterator(), batch_size=1, collate_fn=list),
 }
 
 
@@ -230,6 +234,8 @@ def verdict(name: str, path: tuple[Any, ...], valid: State, state: State, expect
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", StatefulWarning)
+            # This is said of the unchanged state, too.
+            warnings.filterwarnings("ignore", ".* were read again", StatefulWarning)
             found, here, behind = following(name, state)
     except StateError:
         return "refused"
@@ -267,7 +273,9 @@ def run(number: int, seed: int) -> Counter[str]:
     """Try so many changed states, as many of each kind."""
     rng, found = random.Random(seed), Counter[str]()
     states = {name: begun(name) for name in MAKERS}
-    expected = {name: following(name, state)[0] for name, state in states.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* were read again", StatefulWarning)
+        expected = {name: following(name, state)[0] for name, state in states.items()}
     for name in itertools.islice(itertools.cycle(MAKERS), number):
         others = [state for other, state in states.items() if other != name]
         path, _, state = mutated(rng, states[name], others)
@@ -276,10 +284,52 @@ def run(number: int, seed: int) -> Counter[str]:
     return found
 
 
-def test_a_changed_state_is_refused_or_goes_on_as_a_valid_one() -> None:
-    found = run(252, seed=0)
+@pytest.fixture(scope="module")
+def callback_state(tmp_path_factory: pytest.TempPathFactory) -> State:
+    """The callback's entry in a checkpoint of a Trainer, within an epoch."""
+    path, trainer = tmp_path_factory.mktemp("run") / "at.ckpt", quiet_trainer(max_steps=2, accelerator="cpu")
+    trainer.fit(LedgerModel(), StatefulDataModule(Numbers(22), batch_size=4, seed=1))
+    trainer.save_checkpoint(path)
+    state: State = torch.load(path, weights_only=True)["callbacks"]["StatefulDataCallback"]
+    return state
 
-    assert found["refused"] > 180
+
+def test_a_changed_entry_of_the_callback_is_refused_or_read_as_it_is(callback_state: State) -> None:
+    rng, found, fresh = random.Random(0), Counter[str](), LoopProgress().to_dict()
+    progress, metrics = read_callback_state(callback_state)
+    for _ in range(2000):
+        path, _, state = mutated(rng, callback_state, [{"progress": fresh, "version": 1}])
+        try:
+            changed, monitored = read_callback_state(state)
+        except StateError:
+            found["refused"] += 1
+            continue
+        found["read"] += 1
+        assert [type(value) for value in changed.to_dict().values()] == [type(value) for value in fresh.values()]
+        assert path[0] == "progress" or changed == progress
+        assert path[0] == "monitored" or monitored == metrics
+
+    assert found["refused"] > 800
+    assert found["read"]
+
+
+@pytest.mark.parametrize("kind", ["levels", "itself", "shared", "digits"])
+def test_a_state_without_bound_is_refused_at_once(kind: str) -> None:
+    state, part = begun("shuffled"), list[Any]()
+    for _ in range({"levels": 100_000, "shared": 60}.get(kind, 0)):
+        part = [part, part] if kind == "shared" else [part]
+    if kind == "itself":
+        part.append(part)
+    state["progress"]["epoch"] = 10**5000 if kind == "digits" else part
+
+    with pytest.raises(DamagedStateError, match=r"levels|same parts|bits"):
+        check(state)
+
+
+def test_a_changed_state_is_refused_or_goes_on_as_a_valid_one() -> None:
+    found = run(420, seed=0)
+
+    assert found["refused"] > 300
     assert found["same"]
 
 

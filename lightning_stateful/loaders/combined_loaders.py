@@ -217,9 +217,7 @@ class CombinedLoaders:
         epoch = known[0].epoch
         if any(progress.epoch != epoch for progress in known):
             epochs = {path: part["progress"]["epoch"] for path, part in saved.items()}
-            raise DamagedStateError(
-                f"{where} holds loaders in several epochs: {epochs}. Resume from another checkpoint."
-            )
+            raise DamagedStateError(f"{where} is of several epochs: {epochs}. Resume from another checkpoint.")
         # A loader that the state does not know (its absence was accepted) begins with the epoch.
         plans = {path: loader.plan(epoch, found.get(path)) for path, loader in self.loaders.items()}
         self._plans, self._resumed_plans, self._cycle_plans = plans, dict(plans), {}

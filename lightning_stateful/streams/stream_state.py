@@ -459,6 +459,7 @@ class StreamState:
 def _check_state(saved: NodeState | None, source: Source, shards: Sequence[int], path: str) -> None:
     """Compare where a slot stands in a slice with what the nodes of its source write, and its shard with the slice."""
     if saved is None or saved["source"] is None:
+        refuse_unless(saved is None or not any(saved["seen"]), saved, "the beginning of a slice", path)
         return
     state, path, (node, _) = saved["source"], f"{path}.source", source.open(ShardSlice(0, ()))
     while True:
