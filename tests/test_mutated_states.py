@@ -218,14 +218,17 @@ def mutated(rng: random.Random, state: State, others: list[State]) -> tuple[tupl
 
 def following(name: str, state: State, number: int = 3) -> tuple[list[str], State, State]:
     """The batches that follow a state, the state that a loader says at once, and that behind the first batch."""
-    loader = MAKERS[name]()
-    loader.load_state_dict(copy.deepcopy(state))
-    here = loader.state_dict()
-    iterator, batches = iter(loader), []
-    behind = here
-    for count, batch in enumerate(itertools.islice(iterator, number)):
-        batches.append(repr(batch))
-        behind = loader.state_dict() if not count else behind
+    with warnings.catch_warnings():
+        # This is said of the unchanged state, too.
+        warnings.filterwarnings("ignore", ".* were read again", StatefulWarning)
+        loader = MAKERS[name]()
+        loader.load_state_dict(copy.deepcopy(state))
+        here = loader.state_dict()
+        iterator, batches = iter(loader), []
+        behind = here
+        for count, batch in enumerate(itertools.islice(iterator, number)):
+            batches.append(repr(batch))
+            behind = loader.state_dict() if not count else behind
     return batches, here, behind
 
 
@@ -234,8 +237,6 @@ def verdict(name: str, path: tuple[Any, ...], valid: State, state: State, expect
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", StatefulWarning)
-            # This is said of the unchanged state, too.
-            warnings.filterwarnings("ignore", ".* were read again", StatefulWarning)
             found, here, behind = following(name, state)
     except StateError:
         return "refused"
@@ -273,9 +274,7 @@ def run(number: int, seed: int) -> Counter[str]:
     """Try so many changed states, as many of each kind."""
     rng, found = random.Random(seed), Counter[str]()
     states = {name: begun(name) for name in MAKERS}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* were read again", StatefulWarning)
-        expected = {name: following(name, state)[0] for name, state in states.items()}
+    expected = {name: following(name, state)[0] for name, state in states.items()}
     for name in itertools.islice(itertools.cycle(MAKERS), number):
         others = [state for other, state in states.items() if other != name]
         path, _, state = mutated(rng, states[name], others)

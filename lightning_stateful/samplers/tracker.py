@@ -65,6 +65,9 @@ class Tracker:
         ConfigurationError: The topology is out of range.
     """
 
+    # The shapes of what a tracker adds to the details of its order.
+    more_details: ClassVar[Mapping[str, Any]] = {}
+
     def __init__(
         self,
         order: BatchOrder,
@@ -286,7 +289,9 @@ class Tracker:
             raise StateMismatchError([changed], where=where)
         try:
             progress = Progress.from_dict(state["progress"])
-            check_shape(progress.details, getattr(self.order, "details_shape", object), "progress")
+            # An order of the user's may say nothing of its details.
+            if (shape := getattr(self.order, "details_shape", None)) is not None:
+                check_shape(progress.details, {**shape, **self.more_details}, "progress")
             accepted = format_.differences(state, self.state_dict(Progress()), fingerprints=False)
             if accepted:
                 progress = self.order.convert(progress, state["config"])

@@ -367,7 +367,7 @@ class IterableSlot:
             first = digest_of_first(batch, found, first)
             found += len(batch)
             self._watch_contents(is_first=not number)
-        if self._config.is_checked and held["first"] not in (None, first):
+        if self._config.is_checked and (held["first"] not in (None, first) or found != held["item"]):
             raise PositionError(
                 f"{self._name()} begins pass {self.epoch} with other samples than before the resume, so that nobody "
                 f"can say which of its samples {held['item']} were. Give it state_dict and load_state_dict, or an "
