@@ -215,8 +215,9 @@ class IterableState:
             raise PositionError(f"A dataset's progress has {len(slots)} worker slots of {state.num_slots}.")
         for number, slot in enumerate(slots):
             if slot is not None:
-                path = f"progress.slots[{number}].since"
-                refuse_unless(slot["since"] <= max(slot["batches"], 1), slot["since"], f"up to {slot['batches']}", path)
+                since, batches, path = slot["since"], slot["batches"], f"progress.slots[{number}].since"
+                is_right = since == batches if slot["state"] is None else since <= max(batches, 1)
+                refuse_unless(is_right, since, f"{batches} or, beside a state, fewer", path)
         return state
 
     def _name(self, slot: int) -> str:
