@@ -32,6 +32,7 @@ IN_WORKERS = {
     "lhotse: DynamicBucketingSampler",
     "torchtitan: HuggingFaceTextDataset",
     "torchtitan: HuggingFaceTextDataset in a StatefulDataLoader",
+    "own: counts epochs at the start",
     "own: counts epochs at the end",
     "own: reads losses",
     "own: batches of tokens, fewer later",
@@ -44,7 +45,7 @@ IN_WORKERS = {
     "own: IterableDataset, divides itself",
 }
 # Those that remember their passes: workers read ahead of training, and Lightning may try iter() before.
-QUICK_IN_WORKERS = {(1, "own: IterableDataset, counts passes"), (1, "own: counts epochs at the end")}
+QUICK_IN_WORKERS = {(1, "own: IterableDataset, counts passes"), (1, "own: counts epochs at the start")}
 CASES = [
     *(pytest.param(2, 0, name, marks=() if name in DIAGONAL else pytest.mark.slow) for name in ENTRIES),
     *(pytest.param(3, 0, name, marks=pytest.mark.slow) for name in ENTRIES),
