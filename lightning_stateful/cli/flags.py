@@ -59,7 +59,8 @@ def in_flags(text: str, options: Iterable[click.Parameter]) -> str:
         flag = max(option.opts, key=len)
         if flag.startswith("--"):
             # A tuple of one name, as a remedy in Python has it.
-            text = re.sub(rf"\b{name}=\('([^']*)',\)", lambda one, flag=flag: f"{flag} {shlex.quote(one[1])}", text)
+            for one in re.findall(rf"\b{name}=\('([^']*)',\)", text):
+                text = text.replace(f"{name}=('{one}',)", f"{flag} {shlex.quote(one)}")
             text = re.sub(rf"\b{name}=(?=\S)", f"{flag} ", text)
             text = re.sub(rf"\b{name}\b", flag, text) if "_" in name else text
     return text

@@ -292,11 +292,12 @@ class StreamIterator:
             self._close()
 
 
-def as_stream(dataset: Any, *, seed_samples: bool = True) -> Stream | None:
+def as_stream(dataset: Any, seed: int | None = None, *, seed_samples: bool = True) -> Stream | None:
     """A dataset as a stream of shards; None where it has none that can be told apart.
 
     Args:
         dataset: Any dataset, or a graph of torchdata nodes.
+        seed: The seed of one that has none of its own.
         seed_samples: Whether its samples are seeded.
     """
     if isinstance(dataset, Stream):
@@ -307,4 +308,4 @@ def as_stream(dataset: Any, *, seed_samples: bool = True) -> Stream | None:
         dataset = NodeShards(dataset)
     if not isinstance(dataset, Shards):
         return None
-    return Stream({ALONE: Source(shards=dataset, seed_samples=seed_samples)})
+    return Stream({ALONE: Source(shards=dataset, seed=seed, seed_samples=seed_samples)})
