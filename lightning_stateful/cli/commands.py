@@ -25,7 +25,8 @@ _nodes = click.option("--nodes", type=click.IntRange(min=1), default=1, help="No
 _seed = click.option(
     "--seed",
     type=click.IntRange(min=0),
-    help="The seed of loaders without one of their own, as seed_everything sets it; by default the saved one.",
+    help="The seed of loaders without one of their own, as seed_everything sets it; by default the saved one, "
+    "unless the data module has a seed.",
 )
 _accept = click.option(
     "--accept", multiple=True, metavar="NAME", help="Name of a difference to let pass, as in accept=; may be repeated."
