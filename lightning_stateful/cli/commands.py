@@ -399,7 +399,7 @@ def _steps_trained(checkpoint: Checkpoint, epoch: int, length: int | None) -> in
         return progress.batch
     known = [steps for steps in (length, limit) if steps is not None]
     if not known:
-        raise StateError(f"How many steps epoch {epoch} had is known at its end alone.")
+        raise StateError(f"{checkpoint.path} does not say how many steps epoch {epoch} had.")
     return min(known)
 
 
