@@ -98,9 +98,14 @@ class StateMismatchError(StateError):
     def __init__(self, differences: list[Difference], *, where: str = "the state") -> None:
         self.differences = list(differences)
         self.where = where
-        lines = "\n".join(f"  - {difference}" for difference in self.differences)
+        super().__init__("\n".join(self.lines))
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of the message: the first says what does not fit, each other one a difference."""
         count = "1 difference" if len(self.differences) == 1 else f"{len(self.differences)} differences"
-        super().__init__(f"{where} does not fit the present configuration ({count}); nothing was loaded:\n{lines}")
+        first = f"{self.where} does not fit the present configuration ({count}); nothing was loaded:"
+        return [first, *(f"  - {difference}" for difference in self.differences)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _mismatch, (self.differences, self.where)

@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from lightning_stateful.cli.comparison import compared, comparison_in_words
-from lightning_stateful.cli.flags import Command, as_json, numbers_or_name
+from lightning_stateful.cli.flags import Command, as_json, in_flags, numbers_or_name
 from lightning_stateful.cli.reading import Checkpoint, read_checkpoint, refusing_odd_states
-from lightning_stateful.cli.words import described, in_words, rest_in_words
-from lightning_stateful.errors import ConfigurationError, StateError, StatefulError
+from lightning_stateful.cli.words import described, error_in_words, in_words, printable, rest_in_words
+from lightning_stateful.errors import ConfigurationError, StateError, StatefulError, StatefulWarning
 
 RIGHT, FOUND, CANNOT = 0, 1, 2
 
@@ -25,7 +25,8 @@ _nodes = click.option("--nodes", type=click.IntRange(min=1), default=1, help="No
 _seed = click.option(
     "--seed",
     type=click.IntRange(min=0),
-    help="The seed of loaders without one of their own, as seed_everything sets it; by default the saved one.",
+    help="The seed of loaders without one of their own, as seed_everything sets it; by default the saved one, "
+    "unless the data module has a seed.",
 )
 _accept = click.option(
     "--accept", multiple=True, metavar="NAME", help="Name of a difference to let pass, as in accept=; may be repeated."
@@ -185,7 +186,8 @@ def check(
     found = read_checkpoint(checkpoint)
     if found.problems or found.data is None:
         problems = described(found)["problems"]
-        click.echo(as_json({"resumes": False, "problems": problems}) if json_ else "\n".join(problems))
+        said = "\n".join(map(printable, problems))
+        click.echo(as_json({"resumes": False, "problems": problems}) if json_ else said)
         return FOUND
     ranks = _ranks(found, devices, nodes)
     notes: list[str] = []
@@ -235,6 +237,8 @@ def trained(
 ) -> int:
     """List the indices of the dataset that each rank was trained on in each step of an epoch, up to the checkpoint.
 
+    Of packed data they are numbers of sequences, not of documents.
+
     They are computed: an order is a function of the epoch and the ranks. So they are those of an epoch that was trained
     on so many ranks from its beginning to its end, or to the checkpoint.
     """
@@ -248,6 +252,7 @@ def trained(
             path: [list(users_data.batches_of(data, path, epoch, rank, steps)) for rank in range(ranks)]
             for path in data.combined.loaders
         }
+    notes += users_data.notes_on_indices(data)
     shown = range(first, steps if last is None else min(last + 1, steps))
     if json_:
         listed = {path: [[of[step] for step in shown] for of in by_rank] for path, by_rank in rows.items()}
@@ -255,7 +260,7 @@ def trained(
         return RIGHT
     for step in shown:
         for path, by_rank in rows.items():
-            loader = f", {path}" if path else ""
+            loader = f", {printable(path)}" if path else ""
             for rank, batches in enumerate(by_rank):
                 indices = batches[step]
                 said = " ".join(map(str, indices)) if isinstance(indices, list) else str(indices)
@@ -358,9 +363,16 @@ def _data(
     notes: list[str] = []
     saved = (checkpoint.callback or {}).get("seed")
     default = seed if seed is not None else saved if isinstance(saved, int) else None
-    with warnings.catch_warnings(record=True) as caught, users_data.seeded_by_default(default):
+    seeded = users_data.seeded_by_default(default, is_saved=seed is None)
+    with warnings.catch_warnings(record=True) as caught, seeded:
         warnings.simplefilter("always")
-        yield users_data, users_data.build_data(factory, ranks=ranks, accept=accept), notes
+        try:
+            yield users_data, users_data.build_data(factory, ranks=ranks, accept=accept), notes
+        except StatefulError:
+            # The reason may be a name in --accept that is misspelled.
+            said = [str(warning.message) for warning in caught if issubclass(warning.category, StatefulWarning)]
+            click.echo("".join(f"{note}\n" for note in _noted(said)), err=True, nl=False)
+            raise
     notes += dict.fromkeys(str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
 
 
@@ -387,15 +399,16 @@ def _steps_trained(checkpoint: Checkpoint, epoch: int, length: int | None) -> in
         return progress.batch
     known = [steps for steps in (length, limit) if steps is not None]
     if not known:
-        raise StateError(f"How many steps epoch {epoch} had is known at its end alone.")
+        raise StateError(f"{checkpoint.path} does not say how many steps epoch {epoch} had.")
     return min(known)
 
 
 def _refused(error: StatefulError, json_: bool) -> int:
     found: Mapping[str, Any] = {"resumes": False, "problems": [str(error)]}
-    click.echo(as_json(found) if json_ else f"refused: {error}")
+    options = click.get_current_context().command.params
+    click.echo(as_json(found) if json_ else f"refused: {in_flags(error_in_words(error), options)}")
     return FOUND
 
 
 def _noted(notes: Sequence[str]) -> list[str]:
-    return [f"note: {note}" for note in notes]
+    return [printable(f"note: {note}") for note in notes]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_stateful.cli.reading import Checkpoint
-from lightning_stateful.cli.words import number
+from lightning_stateful.cli.words import number, printable
 from lightning_stateful.errors import Difference
 from lightning_stateful.state import differences
 
@@ -56,7 +56,7 @@ def comparison_in_words(found: Mapping[str, Any]) -> str:
         lines += [f"  {one['path']}: {number(one['first'])} | {number(one['second'])}" for one in shown]
         if len(values) > len(shown):
             lines.append(f"  and {len(values) - len(shown)} more; --json has all")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _of_callbacks(first: Checkpoint, second: Checkpoint, known: set[str]) -> Iterator[Difference]:

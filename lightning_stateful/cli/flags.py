@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable
 from typing import Any
 
 import click
 
+from lightning_stateful.cli.words import error_in_words
 from lightning_stateful.errors import StatefulError
 
 
@@ -33,7 +35,7 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except (StatefulError, OSError) as error:
-            raise click.ClickException(in_flags(str(error), self.params)) from error
+            raise click.ClickException(in_flags(error_in_words(error), self.params)) from error
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples as they stand."""
@@ -56,6 +58,9 @@ def in_flags(text: str, options: Iterable[click.Parameter]) -> str:
         name = option.name or ""
         flag = max(option.opts, key=len)
         if flag.startswith("--"):
+            # A tuple of one name, as a remedy in Python has it.
+            for one in re.findall(rf"\b{name}=\('([^']*)',\)", text):
+                text = text.replace(f"{name}=('{one}',)", f"{flag} {shlex.quote(one)}")
             text = re.sub(rf"\b{name}=(?=\S)", f"{flag} ", text)
             text = re.sub(rf"\b{name}\b", flag, text) if "_" in name else text
     return text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import sys
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -11,14 +13,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
 from lightning_stateful.cli.orders import RestOfEpoch
 from lightning_stateful.cli.reading import Checkpoint
-from lightning_stateful.errors import ConfigurationError, Difference, StatefulError, StateMismatchError
+from lightning_stateful.errors import (
+    ConfigurationError,
+    Difference,
+    StatefulError,
+    StatefulWarning,
+    StateMismatchError,
+)
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
-from lightning_stateful.loaders.patching import build_patched
+from lightning_stateful.loaders.packed_dataset import PackedDataset
+from lightning_stateful.loaders.patching import build_patched, is_iterable
 from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.state import warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.trainer.loader_proxy import Structure
@@ -27,6 +37,8 @@ from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # seed_everything's, which loaders without a seed of their own take.
 _SEED = "PL_GLOBAL_SEED"
+# Begins a default that is the checkpoint's, which int() reads all the same; seed_everything never writes it.
+_SAVED = "+"
 
 
 class UsersData(NamedTuple):
@@ -46,11 +58,16 @@ class UsersData(NamedTuple):
 
 
 @contextmanager
-def seeded_by_default(seed: int | None) -> Iterator[None]:
-    """Let loaders without a seed have this one, unless ``seed_everything`` is called; afterwards as before."""
+def seeded_by_default(seed: int | None, *, is_saved: bool = False) -> Iterator[None]:
+    """Let loaders without a seed have this one, unless ``seed_everything`` is called; afterwards as before.
+
+    Args:
+        seed: The seed; None for no other than there is.
+        is_saved: Whether it is a checkpoint's, which is no default where the data module has a seed of its own.
+    """
     before = os.environ.get(_SEED)
     if seed is not None and before is None:
-        os.environ[_SEED] = str(seed)
+        os.environ[_SEED] = f"{_SAVED * is_saved}{seed}"
     try:
         yield
     finally:
@@ -72,9 +89,15 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str] = ()) -> Use
         ConfigurationError: The factory cannot be found, or fails.
         StatefulError: The loaders cannot be resumed at all.
     """
-    made = _made_by(factory)
+    made, settings = _made_by(factory), Settings()
     holds_state = bool(getattr(made, "holds_data_state", False))
-    settings: Settings = made._settings if holds_state else Settings()
+    if holds_state:
+        settings = made._settings
+        if settings.seed is not None and os.environ.get(_SEED, "").startswith(_SAVED):
+            # The saved seed is the module's own; what it holds has the default of a Trainer, maybe since it was made.
+            del os.environ[_SEED]
+            made = _made_by(factory)
+            settings = made._settings
     accepted = tuple(dict.fromkeys([*settings.accept, *accept]))
     structure = Structure.of(_loaders_of(made, factory))
     drawn_as: dict[str, str] = {}
@@ -92,6 +115,8 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str] = ()) -> Use
             accept=accepted,
             where=name_of("training", path),
         )
+    if unknown := warning_of_unknown(accepted, [{path: of.tracker.config} for path, of in loaders.items()]):
+        warnings.warn(unknown, StatefulWarning, stacklevel=2)
     combined = CombinedLoaders(loaders, structure.mode or "max_size_cycle")
     name = type(made).__qualname__ if holds_state else None
     return UsersData(combined, seed_or_default(settings.seed), name, accepted)
@@ -112,11 +137,18 @@ def _made_by(factory: str) -> Any:
         is_data = isinstance(found, (DataLoader, dict, list)) or (
             hasattr(found, "train_dataloader") and not isinstance(found, type)
         )
-        return found if is_data or not callable(found) else found()
+        made = found if is_data or not callable(found) else found()
     except StatefulError:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigurationError(f"{factory} cannot be made: {type(error).__name__}: {error}") from error
+    if isinstance(made, (str, bytes)) or not (hasattr(made, "train_dataloader") or is_iterable(made)):
+        given = "is" if made is found else "returns"
+        raise ConfigurationError(
+            f"{factory} {given} {reprlib.repr(made)}, and a data module, a LightningModule with loaders, or a "
+            "DataLoader or a list or dict of them is needed."
+        )
+    return made
 
 
 def _loaders_of(made: Any, factory: str) -> Any:
@@ -197,6 +229,20 @@ def _shards(state: Any) -> dict[str, int] | None:
 def from_the_beginning(data: UsersData) -> UsersData:
     """The same loaders as before any state was loaded into them."""
     return data._replace(combined=CombinedLoaders(data.combined.loaders, data.combined.mode))
+
+
+def notes_on_indices(data: UsersData) -> list[str]:
+    """Notes on loaders whose indices are no indices of the user's samples: those of packed data."""
+    packed = []
+    for path, loader in data.combined.loaders.items():
+        dataset = getattr(loader, "dataset", None)
+        parts = dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset]
+        if any(isinstance(part, PackedDataset) for part in parts):
+            packed.append(
+                f"{name_of('training', path)} reads packed data: the numbers are those of sequences, not of documents; "
+                "PackedDataset.parts tells the documents in a sequence."
+            )
+    return packed
 
 
 def batches_of(data: UsersData, path: str, epoch: int, rank: int, num_steps: int) -> Iterator[Any]:

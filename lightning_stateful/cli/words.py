@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_stateful.cli.reading import Checkpoint
+from lightning_stateful.errors import StateMismatchError
 from lightning_stateful.state import order_in_words
 
 # Kinds whose progress counts samples of the epoch, of one dataset.
@@ -45,7 +46,19 @@ def in_words(found: Mapping[str, Any]) -> str:
         lines += [f"training data {path!r}" if path else "training data", *_indented(_loader_lines(loader))]
     if found["loaders"]:
         lines += ["a resume", *_indented(_resume_lines(found))]
-    return "\n".join([*lines, *(f"refused: {problem}" for problem in found["problems"])])
+    return "\n".join(map(printable, [*lines, *(f"refused: {problem}" for problem in found["problems"])]))
+
+
+def printable(text: str) -> str:
+    """A text in which newlines, and all that a terminal would obey and not show, are written as in ``repr``."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+def error_in_words(error: Exception) -> str:
+    """The text of an error, on a line of its own for each difference; names may be those of a foreign checkpoint."""
+    if not isinstance(error, StateMismatchError):
+        return printable(str(error))
+    return "\n".join(map(printable, error.lines))
 
 
 def leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -114,7 +127,7 @@ def _loader(state: Mapping[str, Any]) -> dict[str, Any]:
         found["since"] = "training began" if str(config.get("stop")).endswith("steps") else "the epoch began"
         found["sources"] = _sources(config.get("sources", {}), progress["served"])
     if "slots" in progress:
-        found["stream"] = _stream(progress)
+        found["stream"] = _stream(progress, config)
     return found
 
 
@@ -131,15 +144,17 @@ def _sources(described_as: Mapping[str, Any], served: Mapping[str, int]) -> dict
     }
 
 
-def _stream(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Lines on the positions of a stream's worker slots."""
-    ranks = progress["num_replicas"]
+def _stream(progress: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Lines on the positions of a stream's worker slots, and on what was served of each of its sources."""
+    ranks, counts = progress["num_replicas"], "given" in progress
+    served = {name: given[0] for name, given in progress.get("given", {}).items()}
     slots = []
     for slot, state in enumerate(progress["slots"]):
         here: dict[str, Any] = {"rank": slot % ranks, "worker": slot // ranks, "batches": 0, "over": False}
         if state is not None:
             here |= {"batches": state["batches"], "over": state["over"]}
-            here["sources"] = {name: _in_source(of) for name, of in state.get("of", {}).items()}
+            here["sources"] = {name: _in_source(of, counts=counts) for name, of in state.get("of", {}).items()}
+            served = {name: number + here["sources"][name]["served"] for name, number in served.items()}
             here |= {"item": state["item"]} if "item" in state else {}
         slots.append(here)
     shards = {
@@ -153,16 +168,27 @@ def _stream(progress: Mapping[str, Any]) -> dict[str, Any]:
         "workers": progress["workers"],
         "steps": progress["steps"],
         "shards_assigned": shards,
+        "unit": _unit_of(config),
+        "served_since_training_began": served,
         "left_out": skipped,
         "slots": slots,
     }
 
 
-def _in_source(of: Mapping[str, Any]) -> dict[str, int]:
-    """The position of a worker slot in a source."""
+def _in_source(of: Mapping[str, Any], *, counts: bool) -> dict[str, int]:
+    """The position of a worker slot in a source; ``counts`` tells whether slots count what they have served of each."""
     state = of["state"]
     seen = state["seen"][-1] if isinstance(state, Mapping) and state.get("seen") else 0
-    return {"slice": of["slice"], "shards_opened": of["opened"], "samples_seen": seen}
+    served = {"served": of["given"][0] if "given" in of else 0} if counts else {}
+    return {"slice": of["slice"], "shards_opened": of["opened"], "samples_seen": seen, **served}
+
+
+def _unit_of(config: Mapping[str, Any]) -> str:
+    """The name for the items that the sources of a stream give."""
+    first = next(iter(config["sources"].values()), {}) if "sources" in config else config
+    if "packing" in first:
+        return "sequences"
+    return "samples" if "batch_size" in config else "batches"
 
 
 def _position_lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -209,13 +235,16 @@ def _stream_lines(stream: Mapping[str, Any]) -> Iterator[str]:
     yield f"pass {stream['pass']}, {stream['ranks']} x {stream['workers']} worker slots, {stream['steps']:,} steps each"
     for name, shards in stream["shards_assigned"].items():
         yield f"{name or 'the stream'}: {shards:,} shards were assigned to them"
+    if served := stream["served_since_training_began"]:
+        counts = ", ".join(f"{name + ': ' if name else ''}{number:,}" for name, number in served.items())
+        yield f"{stream['unit']} served since training began: {counts}"
     for slot in slots[:_MOST_SLOTS]:
         line = f"  rank {slot['rank']}, worker {slot['worker']}: {slot['batches']:,} batches"
         line += f", {slot['item']:,} samples" if "item" in slot else ""
         for name, of in slot.get("sources", {}).items():
-            line += (
-                f"; {name + ': ' if name else ''}{of['samples_seen']:,} samples, {of['shards_opened']} shards opened"
-            )
+            number = of.get("served", of["samples_seen"])
+            line += f"; {name + ': ' if name else ''}{number:,} {stream['unit']}"
+            line += f", {of['shards_opened']} shards opened" + " in its pass" * ("served" in of)
         yield line + ("; over" if slot["over"] else "")
     if len(slots) > _MOST_SLOTS:
         yield f"  and {len(slots) - _MOST_SLOTS} more; --json has all"
@@ -246,12 +275,13 @@ def _indented(lines: Iterator[str]) -> list[str]:
 def rest_in_words(answer: Mapping[str, Any], notes: Iterable[str]) -> str:
     """Say for people what is left of an epoch on some ranks."""
     ranks, left = answer["ranks"], answer["steps_left"]
-    steps = "steps that are known at its end alone" if left is None else f"{left:,} step{'s' * (left != 1)}"
     epoch = next(iter(answer["loaders"].values()))["epoch"]
-    lines = [f"on {ranks} rank{'s' * (ranks != 1)}: {steps} left of epoch {epoch}"]
+    said = f"{left:,} step{'s' * (left != 1)} left of epoch {epoch}" if left is not None else ""
+    said = said or f"how many steps are left of epoch {epoch} is known only when it ends"
+    lines = [f"on {ranks} rank{'s' * (ranks != 1)}: {said}"]
     for path, rest in answer["loaders"].items():
         lines += [f"training data {path!r}" if path else "training data", *_indented(_rest_lines(rest, ranks))]
-    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+    return "\n".join(map(printable, [*lines, *(f"note: {note}" for note in notes)]))
 
 
 def _rest_lines(rest: Mapping[str, Any], ranks: int) -> Iterator[str]:

@@ -92,7 +92,7 @@ class StatefulDataModule(pl.LightningDataModule):
         check_content: As in :class:`StatefulDataCallback`: compare a batch of a checkpoint with what a resume reads in
             its place.
         max_tokens_total: Stop training after the first step by which so many tokens of packed documents were served
-            since it began, over all ranks, padding left out; exact over resumes.
+            since it began, over all ranks, separators among them and padding left out; exact over resumes.
         **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader, those of
             evaluation among them. So no sampler: return a loader with it from ``train_dataloader`` of a subclass.
 

@@ -143,7 +143,7 @@ class StreamDataModule(StatefulDataModule):
         )
         if exact and stream is None:
             return loader
-        config = None if stream is None else self._config(stream, dataset, size, exact, budgeted, drop_last)
+        config = None if stream is None else self._config(stream, size, exact, budgeted, drop_last)
         if config is None and (budgeted or self._packing is not None):
             what = "packed exactly" if self._packing is not None else "cut into batches ahead"
             raise ConfigurationError(
@@ -172,14 +172,10 @@ class StreamDataModule(StatefulDataModule):
             )
         return super()._loader(dataset, name, stage, batch_size=size)
 
-    def _config(
-        self, stream: Stream, dataset: Any, size: int | None, exact: bool, budgeted: bool, drop_last: bool
-    ) -> StreamConfig:
+    def _config(self, stream: Stream, size: int | None, exact: bool, budgeted: bool, drop_last: bool) -> StreamConfig:
         changes: dict[str, Any] = {"seed_samples": self._settings.seed_samples}
         if self._on_error != "raise":
             changes["on_error"] = self._on_error
-        if not isinstance(dataset, Stream):
-            changes["seed"] = self.seed
 
         def changed(source: Source) -> Source:
             source = replace(source, **changes)

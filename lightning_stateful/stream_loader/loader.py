@@ -65,11 +65,11 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         """The reader of the loader's dataset: of a stream of shards, or of a dataset that divides itself."""
         config, dataset = options.config, self._original.dataset
         if config is None and is_dealt_out(dataset, detect_topology(options.num_replicas, options.rank)):
-            stream: Any = as_stream(dataset, self.seed, seed_samples=options.seed_samples)
+            stream: Any = as_stream(dataset, seed_samples=options.seed_samples)
             config = stream.config(**batching_of(self._original))
         steps = options.steps_per_epoch or UNKNOWN
         if config is not None:
-            return StreamOrder(StreamSetup(self._original, options, config), steps)
+            return StreamOrder(StreamSetup(self._original, options, config.seeded(self.seed)), steps)
         self._divides_itself = True
         return IterableOrder(IterableSetup(self._original, options), steps)
 

@@ -204,7 +204,8 @@ class ChunkedDataset(Stream):
             it draws at random as it is opened follows from (seed, epoch, chunk).
         shuffle: Read the chunks of each epoch in an order of its own, and shuffle samples in blocks.
         buffer_size: Samples of a block, which are held in memory; 1 to leave samples in the order of their chunks.
-        seed: Chooses the orders and the randomness; by default the seed of Lightning's ``seed_everything``, or 0.
+        seed: Chooses the orders and the randomness; by default the seed of the data module or loader that serves it, as
+            ``StreamDataModule(seed=...)``, or that of Lightning's ``seed_everything``, or 0.
         transform: A function of a sample, applied after shuffling, under a seed of (seed, epoch, chunk, sample).
         on_error: ``"skip"`` to leave out the rest of a chunk that cannot be read, and count it.
         chunk_sizes: Samples of each chunk, if they are known.

@@ -57,6 +57,12 @@ class IndexedShards(Shards):
         """The number of a shard."""
         return f"shard {shard} of {self.num_shards} of a {type(self._dataset).__qualname__}"
 
+    def seeded(self, seed: int) -> Shards:
+        """The same shards, with this seed if they have none."""
+        if self._seed is not None:
+            return self
+        return IndexedShards(self._dataset, self._size, shuffle=self._shuffle, seed=seed)
+
     def describe(self) -> dict[str, Any]:
         """The dataset, and how it is cut."""
         return {"indexed": describe_dataset(self._dataset), "shard_size": self._size, "shuffled": self._shuffle}
@@ -116,7 +122,8 @@ class IndexedStream(Stream):
         dataset: Its samples, by index.
         shard_size: Samples of a shard; by default a 256th of the dataset, from 1 to 1,024 (more of over 67 million).
         shuffle: False for the dataset's order.
-        seed: Chooses the orders and the randomness; by default the seed of Lightning's ``seed_everything``, or 0.
+        seed: Chooses the orders and the randomness; by default the seed of the data module or loader that serves it, as
+            ``StreamDataModule(seed=...)``, or that of Lightning's ``seed_everything``, or 0.
 
     State:
         See :class:`Stream`.

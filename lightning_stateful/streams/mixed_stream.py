@@ -39,7 +39,9 @@ class MixedStream(Stream):
             first in the next epoch), or ``"cycle"``: those exhausted begin again until all have been.
         schedule: Weights that change by step of training, in place of ``weights``: a :class:`WeightSchedule`, or a dict
             of weights by step. Needs ``stop="cycle"``.
-        seed: Chooses the order of draws; by default the seed of Lightning's ``seed_everything``, or 0.
+        seed: Chooses the order of draws; by default the seed of the data module or loader that serves it, as
+            ``StreamDataModule(seed=...)``, or that of Lightning's ``seed_everything``, or 0. Streams without a
+            seed have that default too, and not this seed.
 
     Raises:
         ConfigurationError: An argument is out of range, a stream is mixed itself, or they are splits of one dataset.

@@ -74,6 +74,10 @@ class Shards(ABC):
         """Samples of each shard, where that is known without reading."""
         return None
 
+    def seeded(self, seed: int) -> Shards:
+        """The same shards, with this seed where they draw an order and have no seed of their own."""
+        return self
+
 
 class StreamNode(BaseNode[T]):
     """A torchdata node that can give many items at once, leave items out, and close what it reads.

@@ -98,6 +98,12 @@ class Source:
         if not self.shards.num_shards:
             raise ConfigurationError("The stream has no shards.")
 
+    def seeded(self, seed: int) -> Source:
+        """The same source, with this seed if it has none."""
+        if self.seed is not None:
+            return self
+        return replace(self, seed=seed, shards=self.shards.seeded(seed))
+
     def at(self, path: str) -> Source:
         """The same source as part of what is read at ``path``."""
         return replace(self, seed=seed_or_default(self.seed), path=".".join(filter(None, (path, self.path))))
@@ -249,6 +255,10 @@ class Mixing:
         else:
             draws = whole_draws(shares_of(names, weights, temperature=temperature))
         return cls(tuple(names), draws, by, stop, weights is None, seed)  # type: ignore[arg-type]  # looked at
+
+    def seeded(self, seed: int) -> Mixing:
+        """The same mixture, with this seed if it has none."""
+        return replace(self, seed=seed) if self.seed is None else self
 
     def at(self, path: str) -> Mixing:
         """The same mixture as part of what stands at ``path``."""

@@ -105,6 +105,11 @@ class StreamConfig:
         """Open the reader of a worker slot's batches."""
         return WorkerSlot(self, task)
 
+    def seeded(self, seed: int) -> StreamConfig:
+        """The same stream, with this seed for the sources, and the order of draws, that have none of their own."""
+        sources = {name: source.seeded(seed) for name, source in self.sources.items()}
+        return replace(self, sources=sources, mixing=None if self.mixing is None else self.mixing.seeded(seed))
+
     def at(self, path: str) -> StreamConfig:
         """The same stream as one of several that are read side by side, whose randomness it does not share."""
         sources = {name: source.at(path) for name, source in self.sources.items()}

@@ -85,7 +85,7 @@ class StatefulDataCallback(pl.Callback):
         ledger_key: Gives keys of a batch's samples, integers or strings, for the ledger of data that have no index:
             ``lambda batch: batch["id"]``.
         max_tokens_total: Stop training after the first step by which so many tokens of packed documents were served
-            since it began, over all ranks, padding left out; exact over resumes.
+            since it began, over all ranks, separators among them and padding left out; exact over resumes.
 
     State:
         The loop progress that the checkpoint belongs to, and, where no :class:`StatefulDataModule` holds it, the

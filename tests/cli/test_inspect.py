@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from support import command_data
+from support.runs import ended
 
 import lightning_stateful
+from lightning_stateful.cli.reading import read_checkpoint
+from lightning_stateful.state import sealed
 
 WORDS = {
     "numbers": ("epoch 1, batch 4 of 11 (36%); global step 15", "epoch 1: trained on 8 of 22 samples (36%)", "x 2,"),
@@ -32,6 +36,46 @@ def test_it_says_where_each_kind_of_data_stands(checkpoints: Any, tell: Any, nam
         assert words in told.out
     assert found["position"]["batch"] == 4
     assert (found["problems"], found["written"]["versions"]["torch"]) == ([], str(torch.__version__))
+
+
+def test_of_mixed_streams_all_that_was_served_is_counted_over_passes(checkpoints: Any, tell: Any) -> None:
+    path = checkpoints.folder / "mixed sequences.ckpt"
+    run = ended(path, command_data.mixed_sequences, max_epochs=1)
+    report = run.trainer.datamodule.position_report()["sources"]
+    served = {name: of["samples"] for name, of in report.items()}
+    # Several passes over the second.
+    assert served["short"] > 20
+    stream = json.loads(tell("inspect", path, "--json").out)["loaders"][""]["stream"]
+    assert stream["served_since_training_began"] == served
+    out = tell("inspect", path).out
+    assert f"sequences served since training began: long: {served['long']}, short: {served['short']}\n" in out
+    assert f"; short: {served['short']} sequences, " in out
+
+
+def test_names_in_a_foreign_checkpoint_do_not_reach_the_terminal_raw(
+    checkpoints: Any, tell: Any, tmp_path: Path
+) -> None:
+    state = dict(read_checkpoint(checkpoints("numbers")).needed())
+    del state["checksum"]
+    bad = "\x1b[2J\nall is fine\u202e"
+    named = sealed({**state, "config": {**state["config"], bad: bad}})
+    several = {bad: named, "other": named}
+    cases = {
+        "config": (named, ["inspect"], 0),
+        "several": (several, ["inspect"], 0),
+        "no state": ({bad: 1}, ["inspect"], 2),
+        "damaged": ({**named, bad: 1}, ["inspect"], 1),
+        "refused": (named, ["check", "support.command_data:numbers", "--devices", 1], 1),
+        "refused in an error": (named, ["plan", "support.command_data:numbers", "--devices", 1], 2),
+        "compared": (named, ["diff", checkpoints("numbers")], 1),
+    }
+    for name, (contents, (command, *more), code) in cases.items():
+        (tmp_path / "bad.json").write_text(json.dumps(contents))
+        told = tell(command, tmp_path / "bad.json", *more)
+        lines = (told.out + told.err).splitlines()
+        assert told.code == code, (name, told.err)
+        assert any("all is fine" in line for line in lines) or name == "damaged", name
+        assert not any(line.startswith("all is fine") or not line.isprintable() for line in lines), name
 
 
 def test_a_checkpoint_without_a_data_state_says_what_a_resume_would_replay(checkpoints: Any, tell: Any) -> None:

@@ -98,6 +98,8 @@ def test_a_plan_says_what_it_does_not_count(tell: Any, tmp_path: Path) -> None:
 def test_a_plan_of_a_stream_counts_shards_that_ranks_share(checkpoints: Any, tell: Any) -> None:
     found = json.loads(tell("plan", checkpoints("stream"), f"{DATA}:stream", "--devices", 4, "--json").out)
     assert found["steps_left"] is None
+    words = tell("plan", checkpoints("stream"), f"{DATA}:stream", "--devices", 4).out
+    assert words.startswith("on 4 ranks: how many steps are left of epoch 0 is known only when it ends\n")
     assert found["loaders"][""]["shards"] == {"left": 8, "read_by_several_ranks": 4}
     for command in (("plan", checkpoints("stream"), "--devices", 2), ("trained", checkpoints("stream"))):
         more = (f"{DATA}:stream", "--epoch", 0) if command[0] == "trained" else ()
@@ -123,12 +125,42 @@ def test_a_check_refuses_what_a_resume_refuses_and_trains_nothing(checkpoints: A
     assert tell("check", checkpoints("plain"), f"{DATA}:plain").code == 0
     assert tell("check", checkpoints("plain"), f"{DATA}:plain", "--seed", 3).code == 1
     assert tell("check", checkpoints("lightning"), f"{DATA}:plain", "--devices", 1).code == 1
+    # Beside a module's own seed it is no default: a Trainer has none of it.
+    told = tell("trained", checkpoints("own_sampler"), f"{DATA}:own_sampler", "--epoch", 0, "--json")
+    expected = [list(batch) for batch in batches(checkpoints.ledgers["own_sampler"], 0)]
+    assert (told.code, json.loads(told.out)["loaders"][""]) == (0, [expected])
+    assert tell("check", checkpoints("own_sampler"), f"{DATA}:own_sampler", "--seed", 7).code == 1
+
+
+def test_a_difference_is_accepted_by_what_the_refusal_says_to_type(checkpoints: Any, tell: Any) -> None:
+    path, unknown = checkpoints("numbers"), "note: accept names 'sed', which no difference is called by here."
+    refused = tell("check", path, f"{DATA}:other_seed", "--accept", "sed")
+    assert (refused.code, refused.err) == (1, f"{unknown} Is 'seed' meant?\n")
+    assert "or accept the change with --accept seed.\n" in f"{refused.out}\n"
+    assert tell("check", path, f"{DATA}:other_seed", "--accept", "seed").code == 0
+    assert unknown in tell("plan", path, f"{DATA}:numbers", "--accept", "sed").out
+    for command in (("plan",), ("trained", "--epoch", 0)):
+        told = tell(command[0], path, f"{DATA}:other_seed", "--accept", "sed", *command[1:])
+        assert (told.code, told.out) == (2, "")
+        assert unknown in told.err
+        assert "--accept seed." in told.err
+
+
+def test_numbers_of_packed_data_are_said_to_be_those_of_sequences(checkpoints: Any, tell: Any) -> None:
+    told = tell("trained", checkpoints("packed"), f"{DATA}:packed", "--epoch", 0)
+    assert told.out.startswith("epoch 0, step 0, rank 0: 0 1\n")
+    assert "the numbers are those of sequences, not of documents" in told.err
+    found = json.loads(tell("trained", checkpoints("packed"), f"{DATA}:packed", "--epoch", 0, "--json").out)
+    assert "sequences, not of documents" in found["notes"][0]
+    assert tell("trained", checkpoints("numbers"), f"{DATA}:numbers", "--epoch", 0).err == ""
 
 
 WRONG = {
     "no factory": (("check", "{}", "support.command_data"), "names no factory: write package.module:function"),
     "no module": (("check", "{}", "no_such_module:make"), "ModuleNotFoundError"),
     "no such name": (("check", "{}", f"{DATA}:make"), "AttributeError"),
+    "a factory that gives nothing": (("check", "{}", f"{DATA}:nothing"), f"{DATA}:nothing returns None, and a data"),
+    "no factory but a number": (("plan", "{}", f"{DATA}:number"), f"{DATA}:number is 3, and a data module"),
     "a factory that fails": (("check", "{}", f"{DATA}:fails"), "KeyError: 'no such table'"),
     "no ranks": (("plan", "{}", "--devices", "0"), "Invalid value for '--devices'"),
     "a batch size beside a factory": (("plan", "{}", f"{DATA}:numbers", "--batch-size", "4"), "--batch-size is for"),

@@ -6,11 +6,18 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from lightning_stateful import BucketDataModule, StatefulDataModule
+from lightning_stateful import (
+    BucketBatchSampler,
+    BucketDataModule,
+    MixedStream,
+    PackedDataModule,
+    Packing,
+    StatefulDataModule,
+)
 from support.ledger import Numbers
 from support.runs import numbers_module
 from support.sources import MODULES
-from support.stream_runs import chunks
+from support.stream_runs import chunks, document, of_sequences
 from support.stream_runs import module as stream_module
 
 mixture = MODULES["mixture, steps"]
@@ -51,6 +58,40 @@ def buckets() -> BucketDataModule:
 
 def stream() -> Any:
     return stream_module(chunks(), num_workers=0)
+
+
+class OwnSampler(StatefulDataModule):
+    """Has a seed, and a sampler that was made without one, so that it has the process's default."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=7)
+        self.batches = BucketBatchSampler([1 + index % 7 for index in range(40)], max_tokens=12)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Numbers(40), batch_sampler=self.batches)
+
+
+def own_sampler() -> StatefulDataModule:
+    return OwnSampler()
+
+
+def mixed_sequences() -> StatefulDataModule:
+    """Sequences of two streams, of which the second begins again several times."""
+    streams = {"long": chunks(transform=document), "short": chunks((3, 2), 90, transform=document)}
+    mixed = MixedStream(streams, weights={"long": 1, "short": 2}, stop="cycle")
+    return stream_module(mixed, packing=Packing(12), collate_fn=of_sequences, steps_per_epoch=20, val=None)
+
+
+def packed() -> StatefulDataModule:
+    documents = [[number] * (1 + number % 5) for number in range(40)]
+    return PackedDataModule(documents, lengths=len, packing=Packing(8), batch_size=2, seed=7, collate_fn=of_sequences)
+
+
+def nothing() -> None:
+    """A factory that forgets to return."""
+
+
+number = 3
 
 
 class Given(IterableDataset[Any]):

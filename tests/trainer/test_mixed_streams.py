@@ -13,10 +13,11 @@ from support.ledger import batches
 from support.ranks import Ranks
 from support.runs import assert_goes_on_from_every_moment, train
 from support.stream_runs import EVERY_SAMPLE, chunks, document, packed, tokens_in
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_stateful import MixedStream, StreamDataModule, WeightSchedule
-from lightning_stateful.errors import ConfigurationError
+from lightning_stateful import MixedStream, StreamDataModule, WeightSchedule, patch_dataloader
+from lightning_stateful.errors import ConfigurationError, StateMismatchError
+from lightning_stateful.streams.indexed import IndexedStream
 
 FIRST, NUM_BOOKS = 700, 33
 CHANGES_AT = 9
@@ -174,3 +175,39 @@ def test_a_dataset_with_an_index_is_read_in_another_order_in_each_epoch() -> Non
     first, second = (sum(batches(run.ledger, epoch), ()) for epoch in range(2))
     assert sorted(first) == sorted(second) == tokens_in(range(FIRST, FIRST + NUM_BOOKS))
     assert first != second
+
+
+def test_the_seed_of_a_module_or_callback_is_that_of_all_in_a_mixture_that_has_none() -> None:
+    def mixed(seed: int | None = None) -> MixedStream:
+        streams = {
+            "chunks": chunks(transform=document, seed=seed),
+            "books": IndexedStream(Books(), seed=seed),
+            "own": chunks(first=300, transform=document, seed=4),
+        }
+        return MixedStream(streams, weights={"chunks": 1, "books": 2, "own": 1}, by="sample", seed=seed)
+
+    def found(mixture: MixedStream, seed: int) -> list[Any]:
+        loader = packed("split", mixture, val=None, seed=seed).train_dataloader()
+        return [batch["id"].tolist() for batch in loader]
+
+    first, other = found(mixed(), 1), found(mixed(), 2)
+    assert first == found(mixed(1), 1) == found(mixed(1), 2)
+    assert other == found(mixed(2), 1)
+    assert [[source_of(token) for token in step] for step in first] != [
+        [source_of(token) for token in step] for step in other
+    ]
+    for least, most in ((0, 100 * 300), (100 * FIRST, 100 * (FIRST + NUM_BOOKS))):
+        orders = [[token for step in steps for token in step if least <= token < most] for steps in (first, other)]
+        assert sorted(orders[0]) == sorted(orders[1])
+        assert orders[0] != orders[1]
+    # A loader that is patched, by the callback or without a Trainer, has it likewise.
+    patched = [
+        list(patch_dataloader(DataLoader(mixture, batch_size=None), seed=seed))
+        for mixture, seed in ((mixed(), 1), (mixed(1), 2), (mixed(), 2))
+    ]
+    assert patched[0] == patched[1] != patched[2]
+    state = packed("split", mixed(), val=None, seed=1).train_dataloader().state_dict()
+    with pytest.raises(StateMismatchError, match="mixing_seed: saved 1, now 2") as refused:
+        packed("split", mixed(), val=None, seed=2).train_dataloader().load_state_dict(state)
+    changed = ["mixing_seed", "sources.chunks.seed", "sources.books.seed"]
+    assert [difference.path for difference in refused.value.differences] == changed
