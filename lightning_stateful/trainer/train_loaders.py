@@ -410,7 +410,7 @@ class TrainLoaders:
         if has_ended or loop_progress.step_is_beyond_epoch(self._trainer, step):
             return None
         plan, step = self.combined.plan_at(path, epoch, step)
-        return (plan, step) if step < plan.num_steps else None
+        return (plan, step) if step < plan.num_steps or self.combined.asks_behind_end(path) else None
 
     def _aside(self, path: str, iterator: Any) -> tuple[EpochPlan, int] | None:
         loader, (epoch, step) = self.combined.loaders[path], self._next_step()
