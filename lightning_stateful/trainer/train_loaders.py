@@ -36,7 +36,7 @@ from lightning_stateful.trainer.loader_proxy import (
     refuse_no_loaders,
     request_training_loaders,
 )
-from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets
+from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets, warn_of_shared_samplers
 from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
 from lightning_stateful.trainer.run_notes import say_what_is_exact
@@ -158,6 +158,7 @@ class TrainLoaders:
         say_what_is_exact(self.combined, self.seed, settings.seed_samples, dealt)
         self._warn_of_cut_epochs()
         warn_of_shared_datasets(self.combined)
+        warn_of_shared_samplers(self.combined)
         configs = [{path: loader.tracker.config} for path, loader in self.combined.loaders.items()]
         if unknown := warning_of_unknown(settings.accept, configs):
             rank_zero_warn(unknown, category=StatefulWarning)

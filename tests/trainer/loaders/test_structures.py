@@ -93,6 +93,24 @@ def test_a_shorter_loader_that_counts_its_passes_goes_on_from_where_it_has_ended
     assert_goes_on_from_every_moment(tmp_path, loaders, moments, train_alone, max_epochs=3)
 
 
+def sharing(*, twice: bool) -> Any:
+    sampler = CountsPasses(at_end=False)
+    loaders = [plain(6, shuffle=False, sampler=sampler) for _ in range(2)]
+    return [loaders[0], loaders[0]] if twice else loaders
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_loaders_that_share_a_sampler_that_counts_its_passes_are_warned_of_at_the_start(twice: bool) -> None:
+    with pytest.warns(StatefulWarning, match=r"'0' and '1' share one CountsPasses object.*a sampler of its own"):
+        train_alone(lambda: sharing(twice=twice), max_epochs=1)
+
+
+def test_loaders_may_share_a_sampler_that_yields_the_same_in_each_pass() -> None:
+    sampler = WithoutLen()
+    loaders = [plain(22, shuffle=False, sampler=sampler) for _ in range(2)]
+    train_alone(lambda: CombinedLoader(loaders, "min_size"), max_epochs=1)
+
+
 def test_a_loader_that_starts_over_within_an_epoch_is_shuffled_anew() -> None:
     whole = train(lambda: Returning(STRUCTURES["max_size_cycle"]), max_epochs=1)
     served = parts(whole.ledger, "a")
