@@ -1,4 +1,4 @@
-"""Tells passes over an iterable dataset from one another: how far they went here, what they gave, what was set between."""
+"""Tells passes over an iterable dataset from one another: how far they went, what they gave, and what was set."""
 
 from __future__ import annotations
 

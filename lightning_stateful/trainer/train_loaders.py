@@ -43,7 +43,7 @@ from lightning_stateful.trainer.run_notes import say_what_is_exact
 from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
-from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail
+from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
 
 # Batches from one whose content is noted to the next.
 _NOTED_EVERY = 100
@@ -416,11 +416,12 @@ class TrainLoaders:
     def _aside(self, path: str, iterator: Any) -> tuple[EpochPlan, int] | None:
         loader, (epoch, step) = self.combined.loaders[path], self._next_step()
         again = self._resumed_at is not None and in_hook(self._trainer, "on_train_start")
-        if (
-            not isinstance(loader, StatefulLoader)
-            or not (step or again)
-            or is_iterated_by_loop(self._trainer, iterator)
-        ):
+        if not isinstance(loader, StatefulLoader) or is_iterated_by_loop(self._trainer, iterator):
+            return None
+        if not (step or again):
+            if isinstance(loader.order, WrappedSampler) and not in_hook(self._trainer, "on_train_epoch_start"):
+                # That hook looks again on a resume.
+                loader.order.memory.note_look()
             return None
         return loader.plan_aside(epoch, of_copy=again)
 

@@ -11,6 +11,8 @@ from itertools import islice, repeat
 from typing import Any
 
 from lightning_stateful.errors import PositionError
+from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.sampler_check import yields_otherwise
 from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents, surroundings_of
@@ -64,6 +66,14 @@ class SamplerMemory:
         # Whether nobody has changed the sampler between its trial and its first pass.
         self._is_as_tried = False
         self._warned: set[str] = set()
+        # What it held at the beginning of an epoch before which something else had changed it.
+        self._changed_to = ""
+        # Whether the next pass, and whether the latest one, is a hook's that looks at batches before an epoch.
+        self._looks_next = self._is_look = False
+
+    def note_look(self) -> None:
+        """The next pass is begun by a hook before an epoch, and the epoch begins another one."""
+        self._looks_next = True
 
     def note_begin(self, order: UserSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
         """A pass begins: begin those before it that a state tells of and this process has not."""
@@ -72,6 +82,7 @@ class SamplerMemory:
             left = self._left_with or digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
             self.has_changed = self.has_changed or left != self._began_with
         self._left_with = ""
+        self._is_look, self._looks_next = self._looks_next, False
         self._close()
         if earlier is not None and order.is_trained_on:
             self.begin_again(order, begun.label[0], earlier)
@@ -89,6 +100,7 @@ class SamplerMemory:
                 once="aside",
             )
         self.compare_epochs(order, begun.label[0])
+        self._changed_to = self.changed_to(order, begun.label[0])
         self._contents = self._contents or self._contents_of(order, begun.label[0])
         if not self.passes and not order.is_known:
             now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
@@ -129,6 +141,35 @@ class SamplerMemory:
                 "again before the first batch, in on_train_start.",
                 once="changed",
             )
+
+    def changed_to(self, order: UserSampler, epoch: int) -> str:
+        """Digest of what it holds where an epoch begins, for a state; empty if only its own iteration changes it."""
+        if "changed" not in self._warned or not order.is_trained_on:
+            return ""
+        has_begun = self.passes and self.passes[-1][0] == epoch
+        return self._changed_to if has_begun else self._digest_at(order, epoch)
+
+    def compare_changed(self, order: UserSampler, epoch: int, saved: str) -> None:
+        """Warn where a sampler that was changed before the epoch of a state is not as it was there.
+
+        Args:
+            order: The sampler.
+            epoch: The epoch of the state, which is about to begin.
+            saved: The result of :meth:`changed_to` of the run that wrote the state, on rank 0.
+        """
+        if detect_topology().rank or saved == self._digest_at(order, epoch) or "nondeterministic" in order.accept:
+            return
+        self._warn(
+            f"{order.name} was changed before epoch {epoch} by something else than its own iteration, in the run that "
+            "wrote the checkpoint, and is not the same here: the resume is not exact. Set the same again before its "
+            "first batch, in on_train_start."
+        )
+
+    def _digest_at(self, order: UserSampler, epoch: int) -> str:
+        if order.is_known:
+            return digest(repr(order.parameters()))
+        own = digest_of_contents(order.sampler, order.dataset, epoch=epoch)
+        return digest(own + repr(surroundings_of(order.sampler, order.dataset)))
 
     def _contents_of(self, order: UserSampler, epoch: int) -> str:
         """Digest of what may decide what it yields beside its earlier passes."""
@@ -185,7 +226,7 @@ class SamplerMemory:
         """The passes before one, for a state: ``[epoch, cycle, items or -1, number of epochs that follow alike]``."""
         known = [*self.passes[:-1], self._closed()] if self.passes else []
         labels = [of[:2] for of in known]
-        if [epoch, cycle] in labels:
+        if [epoch, cycle] in labels and not (self._is_look and labels[-1] == [epoch, cycle]):
             known = known[: len(labels) - 1 - labels[::-1].index([epoch, cycle])]
         told = PassesHere()
         for first, passed in enumerate(known):

@@ -310,9 +310,10 @@ class KeepsLevel(SetsLevel):
 
 @dataclass(frozen=True)
 class SavedAtEnd(Changed):
-    """And its run is saved when the callback has done so at the end of the first epoch."""
+    """And its run is saved when the callback has done so at the end of an epoch."""
 
     path: Path = Path()
+    epoch: int = 0
 
     def __call__(self, workers: int) -> Any:
         made = self.sampler()
@@ -321,19 +322,40 @@ class SavedAtEnd(Changed):
 
         def ends(trainer: Any, *arguments: Any) -> None:
             end(trainer, *arguments)
-            if trainer.current_epoch == 0:
+            if trainer.current_epoch == self.epoch:
                 trainer.save_checkpoint(self.path)
 
         callback.on_train_epoch_end = ends
         return lambda: loader(workers, **{self.role: made}), callback
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_attribute_of_an_iterable_dataset_that_a_hook_sets_is_warned_of(tmp_path: Path, workers: int) -> None:
+class SamplerByAttribute(ByAttribute, Sampler[int]):  # type: ignore[misc]  # both are torch's
+    """Its samples follow from an attribute alone."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(permutation(self.level))
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "workers", "first", "on_resume"),
+    [
+        (ByAttribute, 0, "ByAttribute.level was changed between two epochs", "ByAttribute.level was set between"),
+        (ByAttribute, 1, "ByAttribute.level was changed between two epochs", "ByAttribute.level was set between"),
+        (SamplerByAttribute, 0, "SamplerByAttribute was changed between", "SamplerByAttribute was changed before"),
+    ],
+)
+def test_what_a_hook_sets_between_epochs_is_warned_of_in_the_run_and_where_a_resume_lacks_it(
+    tmp_path: Path, kind: Any, workers: int, first: str, on_resume: str, epoch: int
+) -> None:
+    role = "sampler" if kind is SamplerByAttribute else "dataset"
     for callback, is_exact in ((SetsLevel, False), (KeepsLevel, True)):
-        entry = Entry(SavedAtEnd(ByAttribute, callback, "dataset", tmp_path / "end.ckpt"), "equal")
+        entry = Entry(SavedAtEnd(kind, callback, role, tmp_path / "end.ckpt", epoch), "equal")
         whole = train(entry, workers=workers)
-        assert [text.startswith("ByAttribute.level was changed between two epochs") for text in whole.said] == [True]
+        assert [text.startswith(first) for text in whole.said] == [True]
         again = train(entry, workers=workers, ckpt_path=tmp_path / "end.ckpt")
-        assert (again.trained == whole.trained[6:]) is is_exact
-        assert any(text.startswith("ByAttribute.level was set between two epochs") for text in again.said) != is_exact
+        assert (again.trained == whole.trained[6 * (epoch + 1) :]) is is_exact
+        assert any(text.startswith(on_resume) for text in again.said) != is_exact
