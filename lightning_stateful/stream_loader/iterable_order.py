@@ -162,6 +162,8 @@ class IterableOrder(StreamReader):
                     stacklevel=4,
                 )
             self._has_warned = True
+            # From now on either may change the dataset between two passes of the other.
+            self._watch = None
             if not (self._shares_workers or self._is_joined):
                 # Both go on, as in torch.
                 self._run = None
