@@ -11,8 +11,6 @@ from itertools import islice, repeat
 from typing import Any
 
 from lightning_stateful.errors import PositionError
-from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.sampler_check import yields_otherwise
 from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents, surroundings_of
@@ -66,8 +64,6 @@ class SamplerMemory:
         # Whether nobody has changed the sampler between its trial and its first pass.
         self._is_as_tried = False
         self._warned: set[str] = set()
-        # What it held at the beginning of an epoch before which something else had changed it.
-        self._changed_to = ""
         # Whether the next pass, and whether the latest one, is a hook's that looks at batches before an epoch.
         self._looks_next = self._is_look = False
 
@@ -100,7 +96,6 @@ class SamplerMemory:
                 once="aside",
             )
         self.compare_epochs(order, begun.label[0])
-        self._changed_to = self.changed_to(order, begun.label[0])
         self._contents = self._contents or self._contents_of(order, begun.label[0])
         if not self.passes and not order.is_known:
             now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
@@ -141,35 +136,6 @@ class SamplerMemory:
                 "again before the first batch, in on_train_start.",
                 once="changed",
             )
-
-    def changed_to(self, order: UserSampler, epoch: int) -> str:
-        """Digest of what it holds where an epoch begins, for a state; empty if only its own iteration changes it."""
-        if "changed" not in self._warned or not order.is_trained_on:
-            return ""
-        has_begun = self.passes and self.passes[-1][0] == epoch
-        return self._changed_to if has_begun else self._digest_at(order, epoch)
-
-    def compare_changed(self, order: UserSampler, epoch: int, saved: str) -> None:
-        """Warn where a sampler that was changed before the epoch of a state is not as it was there.
-
-        Args:
-            order: The sampler.
-            epoch: The epoch of the state, which is about to begin.
-            saved: The result of :meth:`changed_to` of the run that wrote the state, on rank 0.
-        """
-        if detect_topology().rank or saved == self._digest_at(order, epoch) or "nondeterministic" in order.accept:
-            return
-        self._warn(
-            f"{order.name} was changed before epoch {epoch} by something else than its own iteration, in the run that "
-            "wrote the checkpoint, and is not the same here: the resume is not exact. Set the same again before its "
-            "first batch, in on_train_start."
-        )
-
-    def _digest_at(self, order: UserSampler, epoch: int) -> str:
-        if order.is_known:
-            return digest(repr(order.parameters()))
-        own = digest_of_contents(order.sampler, order.dataset, epoch=epoch)
-        return digest(own + repr(surroundings_of(order.sampler, order.dataset)))
 
     def _contents_of(self, order: UserSampler, epoch: int) -> str:
         """Digest of what may decide what it yields beside its earlier passes."""

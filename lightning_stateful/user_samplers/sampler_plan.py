@@ -105,9 +105,6 @@ class SamplerEpochPlan:
         order, begun = self.order, self.progress_after(first_step)
         rank = 0 if order.dealing.is_own else rank
         seen = 0 if self._latest is None else self._latest.drawn
-        if self._latest is None and (changed := self._begun.details.get("changed")) and order.is_trained_on:
-            order.bring_to(self.epoch, self._begun.details.get("passes"))
-            order.memory.compare_changed(order, self.epoch, changed)
         if self.remaining is None and seen < begun.consumed + self.rule.full:
             # It may end before that: only the steps themselves tell how large the last ones are.
             begun = self.progress_after(0)
@@ -136,9 +133,6 @@ class SamplerEpochPlan:
             details[order.kind] = noted or details[order.kind]
         if not begun.consumed + steps:
             order.memory.compare_epochs(order, self.epoch)
-            changed = order.memory.changed_to(order, self.epoch) or begun.details.get("changed")
-            if changed and not begun.cycle:
-                details["changed"] = changed
         if order.is_trained_on and order.remembers:
             loaded = begun.details.get("passes")
             before = order.memory.passes_before(begun.epoch, begun.cycle)
