@@ -33,6 +33,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
     StateVersionError,
 )
+from lightning_stateful.shapes import DAMAGED, refuse_vast
 
 VERSION = 1
 COMBINED = "combined"
@@ -133,10 +134,11 @@ def check(state: Any, *, where: str = "the state") -> None:
         StateVersionError: The version is another one.
     """
     if not isinstance(state, Mapping):
-        raise DamagedStateError(f"{where} must be a dict, got {type(state).__name__}.{_DAMAGED}")
+        raise DamagedStateError(f"{where} must be a dict, got {type(state).__name__}.{DAMAGED}")
+    refuse_vast(state, where)
     version = state.get("version")
     if type(version) is not int:
-        raise DamagedStateError(f"{where} has no version; its keys are {sorted(map(str, state))}.{_DAMAGED}")
+        raise DamagedStateError(f"{where} has no version; its keys are {sorted(map(str, state))}.{DAMAGED}")
     if version != VERSION:
         raise StateVersionError(
             f"{where} has version {version}, this installation reads version {VERSION}. "
@@ -146,27 +148,24 @@ def check(state: Any, *, where: str = "the state") -> None:
     if state.get("kind") == COMBINED:
         wanted["loaders"] = dict
     else:
-        wanted.update(order_version=int, progress=dict)
+        wanted.update(order_version=int, progress=dict, **({"changed": dict} if "changed" in state else {}))
     for key, kind in wanted.items():
         if type(state.get(key)) is not kind:
             found = repr(state[key]) if key in state else "nothing"
-            raise DamagedStateError(f"{where} must hold a {kind.__name__} under {key!r}, got {found}.{_DAMAGED}")
+            raise DamagedStateError(f"{where} must hold a {kind.__name__} under {key!r}, got {found}.{DAMAGED}")
     try:
         contents = _checksum(copy_plain(state, where))
     except StateError as error:
-        raise DamagedStateError(f"{error}{_DAMAGED}") from None
+        raise DamagedStateError(f"{error}{DAMAGED}") from None
     if state.get("checksum") != contents:
         raise DamagedStateError(
             f"{where} does not have the checksum of its contents, {contents}, but {state.get('checksum')!r}: "
-            f"something in it was changed after it was written.{_DAMAGED}"
+            f"something in it was changed after it was written.{DAMAGED}"
         )
     for path, part in state["loaders"].items() if state["kind"] == COMBINED else ():
+        if isinstance(part, Mapping) and part.get("kind") == COMBINED:
+            raise DamagedStateError(f"{where} holds several loaders under {path!r}, where one belongs.{DAMAGED}")
         check(part, where=f"{where}, loader {path!r},")
-        if part["kind"] == COMBINED:
-            raise DamagedStateError(f"{where} holds several loaders under {path!r}, where one belongs.{_DAMAGED}")
-
-
-_DAMAGED = " Resume from another checkpoint; this one's data state is damaged."
 
 
 def differences(

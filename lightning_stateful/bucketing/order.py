@@ -17,6 +17,7 @@ from lightning_stateful.core.order import Progress, read_in_chunks, say_repeats,
 from lightning_stateful.core.permutation import ClassShuffle, Indices
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StateMismatchError
+from lightning_stateful.shapes import COUNT, RANKS
 
 # Samples that are looked up at a time.
 _CHUNK = 2**17
@@ -50,6 +51,7 @@ class BucketOrder:
     kind: ClassVar[str] = "buckets"
     version: ClassVar[int] = 1
     carries_over: ClassVar[bool] = False
+    details_shape: ClassVar = {"segments": [(RANKS, COUNT)]}
     # Within an epoch, where the steps stay the same; anything else is refused there.
     harmless: ClassVar = ("batch_size",)
 

@@ -21,6 +21,7 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import Indices
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import DamagedStateError, PositionError
+from lightning_stateful.shapes import COUNT, CYCLE, EPOCH
 
 # ``num_steps`` of an epoch whose end is not known beforehand. It is larger than any number of steps, so that min(),
 # max() and comparisons with it need no special case.
@@ -31,6 +32,7 @@ _FIRST_CHUNK, _LARGEST_CHUNK = 8, 8192
 
 
 _COUNTS = ("epoch", "cycle", "consumed")
+_LARGEST = {"epoch": EPOCH, "cycle": CYCLE, "consumed": COUNT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +74,13 @@ class Progress:
 
         Raises:
             DamagedStateError: A count is missing or no integer.
-            PositionError: A count is negative.
+            PositionError: A count is negative, or beyond any run.
         """
         for name in _COUNTS:
             if type(data.get(name)) is not int:
                 raise DamagedStateError(f"progress.{name} must be an int, got {data.get(name)!r}.")
+            if data[name] >= _LARGEST[name].stop:
+                raise PositionError(f"progress.{name} must be below {_LARGEST[name].stop}, got {data[name]}.")
         details = {name: copy.deepcopy(value) for name, value in data.items() if name not in _COUNTS}
         return cls(**{name: data[name] for name in _COUNTS}, details=details)
 

@@ -206,6 +206,7 @@ class SampleBatchOrder:
     drop_last: bool = False
     exact: bool = False
     carries_over: ClassVar[bool] = False
+    details_shape: ClassVar[dict[str, Any]] = {}
 
     @property
     def kind(self) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stateful.errors import DamagedStateError
+from lightning_stateful.errors import DamagedStateError, StateVersionError
 
 VERSION = 1
 SUFFIX = ".ledger"
@@ -41,8 +41,9 @@ class FileHeader:
         start: The name of the start, the same on all its ranks; later starts have greater names.
         rank: The rank, of data-parallel ranks.
         num_replicas: The number of ranks.
-        loaders: By the path of a loader (empty for a single one): ``length`` of its dataset, None where that has none;
-            ``sources``, the first index of each dataset of a mixture by name.
+        loaders: By the path of a loader (empty for a single one): ``length``, the number of items that a whole epoch
+            has once each, None where that is not known; ``once``, False where an epoch may have an item twice; and
+            ``data``, a digest of the settings by which items are numbered.
         begins: Epoch and batch at which the start begins.
         resumed: Where the checkpoint that it was resumed from was written: ``start``, ``epoch`` and ``batch`` of the
             batch that was to come. None for a start without a checkpoint.
@@ -162,6 +163,26 @@ def as_items(values: Any) -> tuple[Items, int]:
     return tuple(map(str, listed)), len(listed)
 
 
+def read_header(path: Path) -> FileHeader:
+    """Read the first line of a file of a ledger.
+
+    Raises:
+        DamagedStateError: It is no header.
+        StateVersionError: It is of another version.
+    """
+    with path.open("rb") as file:
+        first = file.readline()
+    try:
+        given = json.loads(first)
+        version = given.pop("version")
+        header = FileHeader(**{**given, "begins": tuple(given["begins"])})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedStateError(f"{path} is no file of a ledger: its first line is {first[:80]!r}.") from error
+    if version != VERSION:
+        raise StateVersionError(f"{path} is of version {version!r} of the ledger; this package reads {VERSION}.")
+    return header
+
+
 def read_file(path: Path) -> tuple[FileHeader, list[Batch], int]:
     """Read a file of a ledger.
 
@@ -173,15 +194,7 @@ def read_file(path: Path) -> tuple[FileHeader, list[Batch], int]:
         DamagedStateError: It has no header of a known version.
     """
     content = path.read_bytes()
-    first, _, _ = content.partition(b"\n")
-    try:
-        given = json.loads(first)
-        version = given.pop("version")
-        header = FileHeader(**{**given, "begins": tuple(given["begins"])})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedStateError(f"{path} is no file of a ledger: its first line is {first[:80]!r}.") from error
-    if version != VERSION:
-        raise DamagedStateError(f"{path} is of version {version!r} of the ledger; this package reads {VERSION}.")
+    header, first = read_header(path), content.partition(b"\n")[0]
     paths, at, batches = list(header.loaders), len(first) + 1, []
     while at + _FRAME.size <= len(content):
         size, checksum = _FRAME.unpack_from(content, at)

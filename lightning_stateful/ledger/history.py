@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from lightning_stateful.errors import DamagedStateError
-from lightning_stateful.ledger.files import Batch, FileHeader, files_of, read_file
+from lightning_stateful.ledger.files import Batch, FileHeader, files_of, read_file, read_header
 
 # Epoch and cycle.
 Pass = tuple[int, int]
@@ -97,15 +97,19 @@ class Ledger:
 
     Args:
         starts: The starts, the earliest first, each resumed from a checkpoint of the one before.
+        others: Names of starts in the folder that did not lead to the last one.
+        unreadable: By start, files without a header that can be read.
 
     Attributes:
-        starts: The same.
+        starts: The starts.
         rows: By the path of a loader, and the epoch and cycle of a pass over it, what was trained on: start by start,
             and in it rank by rank. A cycle is 0, but of a loader that begins again within an epoch.
     """
 
-    def __init__(self, starts: list[Start]) -> None:
-        self.starts = starts
+    def __init__(
+        self, starts: list[Start], *, others: Sequence[str] = (), unreadable: Mapping[str, Sequence[Path]] | None = None
+    ) -> None:
+        self.starts, self._others, self._unreadable = starts, list(others), dict(unreadable or {})
         self.rows: dict[str, dict[Pass, list[Row]]] = {path: {} for path in starts[-1].header.loaders}
         # Epochs of the Trainer that were left after their last batch.
         self._ended: set[int] = set()
@@ -127,22 +131,64 @@ class Ledger:
     def findings(self) -> list[Finding]:
         """Find what an uninterrupted run would not have done; empty where all is right.
 
-        Items that two starts trained on in one epoch prove nothing, and are not reported, where a loader gives items
-        twice by itself, as one that draws with replacement.
+        Items that two starts trained on in one epoch prove nothing, and are not reported, where a loader may give items
+        of an epoch twice by itself; see :meth:`notes`.
         """
-        found = [finding for start in self.starts for finding in (*_damaged(start), *_out_of_order(start))]
-        for start, following in zip(self.starts, self.starts[1:], strict=False):
-            found += _missing(start, _written_at(following))
+        found = list(self._missing_starts())
+        found += [finding for start in self.starts for finding in (*_damaged(start), *_out_of_order(start))]
+        for start, following in zip(self.starts, [*self.starts[1:], None], strict=True):
+            found += _missing(start, None if following is None else _written_at(following))
         for path, passes in self.rows.items():
+            if self._why_not_compared(path):
+                continue
             length = self.starts[-1].header.loaders[path].get("length")
             without_tails = {at: self._without_tail(path, at) for at in sorted(passes)}
-            if any(map(_repeats, without_tails.values())):
-                continue
             for at, rows in without_tails.items():
                 found += self._twice(path, at, rows)
                 if length is not None and self._is_whole(path, at):
                     found += self._never(path, at, length)
         return found
+
+    def notes(self) -> list[str]:
+        """Sentences on what the findings cannot say: beginnings and loaders that are not known, and other starts."""
+        said = []
+        header = self.starts[0].header
+        if header.resumed is None and header.begins > (0, 0):
+            said.append(
+                f"What was trained on before batch {header.begins[1]} of epoch {header.begins[0]} is not known: the "
+                "first start went on from a checkpoint of a run without a ledger."
+            )
+        for path in self.rows:
+            if why := self._why_not_compared(path):
+                of = f" of loader {path!r}" if path else ""
+                said.append(f"Whether items{of} came twice or never is not known: {why}.")
+        if self._others:
+            said.append(f"{_of(len(self._others), 'other start')} of this folder did not lead to the last one here.")
+        return said
+
+    def _why_not_compared(self, path: str) -> str:
+        """The reason why items say nothing on what came twice or never; empty for none."""
+        loaders = [start.header.loaders[path] for start in self.starts if path in start.header.loaders]
+        if len({loader.get("data") for loader in loaders}) > 1:
+            return "between starts the data or their order were changed, so that an item is no longer the same"
+        if not all(loader.get("once", True) for loader in loaders):
+            return "an epoch of this stream may begin in one pass over the data and end in the next"
+        passes = self.rows[path]
+        if not any(row.items for rows in passes.values() for row in rows):
+            return "batches were only counted; pass ledger_key"
+        if any(_repeats(self._without_tail(path, at)) for at in passes):
+            return "the loader itself gives items of an epoch more than once"
+        return ""
+
+    def _missing_starts(self) -> Iterator[Finding]:
+        header = self.starts[0].header
+        if header.resumed is not None:
+            name = header.resumed["start"]
+            text = f"start {header.start} went on from a checkpoint of start {name}, of which there is no file."
+            yield Finding("missing", header.begins[0], "", (name, header.start), (), 1, text)
+        for start, files in self._unreadable.items():
+            text = f"of start {start} {', '.join(file.name for file in files)} cannot be read."
+            yield Finding("damaged", -1, "", (start,), tuple(file.name for file in files), len(files), text)
 
     def epochs(self) -> list[dict[str, Any]]:
         """Of each pass over each loader: its items, how many of them are distinct, and whether it is over."""
@@ -163,7 +209,8 @@ class Ledger:
     def to_dict(self) -> dict[str, Any]:
         """Starts, epochs and findings as plain data."""
         starts = [{**asdict(one.header), "kept": one.num_kept, "lost": one.num_lost} for one in self.starts]
-        return {"starts": starts, "epochs": self.epochs(), "findings": [asdict(one) for one in self.findings()]}
+        findings = [asdict(one) for one in self.findings()]
+        return {"starts": starts, "epochs": self.epochs(), "findings": findings, "notes": self.notes()}
 
     def __str__(self) -> str:
         lines = []
@@ -181,9 +228,14 @@ class Ledger:
                 f"{_pass(row['path'], (row['epoch'], row['cycle']))}, {'over' if row['over'] else 'not over'}: "
                 f"{_of(row['items'], 'item')}, {row['distinct']:,}{of_length} distinct"
             )
-        findings = self.findings()
-        lines += [f"{finding.kind}: {finding.text}" for finding in findings]
-        return "\n".join(lines if findings else [*lines, "Nothing was trained on twice, and nothing was left out."])
+        lines += [f"{finding.kind}: {finding.text}" for finding in self.findings()]
+        return "\n".join([*lines, *self.notes(), *self.verdict()])
+
+    def verdict(self) -> list[str]:
+        """A sentence that all is right, if that is known."""
+        if self.findings() or any(map(self._why_not_compared, self.rows)):
+            return []
+        return ["Nothing was trained on twice, and nothing was left out."]
 
     def _note(self, number: int, rank: int, batch: Batch) -> None:
         if not batch.parts:
@@ -246,9 +298,14 @@ def read_ledger(folder: str | Path, *, start: str | None = None) -> Ledger:
 
     Raises:
         FileNotFoundError: The folder has no files of a ledger, or none of this start.
-        DamagedStateError: A file has no readable header, or ranks of a start have different ones.
+        DamagedStateError: A record cannot be read, or ranks of a start have different headers.
+        StateVersionError: A file is of another version of the ledger.
     """
     files = dict(files_of(Path(folder)))
+    unreadable = {name: [path for path in paths if not _has_header(path)] for name, paths in files.items()}
+    unreadable = {name: paths for name, paths in unreadable.items() if paths}
+    files = {name: [path for path in paths if path not in unreadable.get(name, ())] for name, paths in files.items()}
+    files = {name: paths for name, paths in files.items() if paths}
     if not files or (start is not None and start not in files):
         what = f"no start {start!r}, but {', '.join(files)}" if files else "no files of a ledger"
         raise FileNotFoundError(f"{folder} has {what}. Pass the folder given as StatefulDataCallback(ledger=...).")
@@ -257,7 +314,9 @@ def read_ledger(folder: str | Path, *, start: str | None = None) -> Ledger:
         chain.insert(0, _start_of(files.pop(name)))
         resumed = chain[0].header.resumed
         name = "" if resumed is None else resumed["start"]
-    return Ledger(chain)
+    used = {one.header.start for one in chain}
+    unreadable = {name: paths for name, paths in unreadable.items() if name in used or name not in files}
+    return Ledger(chain, others=sorted(files), unreadable=unreadable)
 
 
 def _start_of(paths: list[Path]) -> Start:
@@ -299,17 +358,28 @@ def _out_of_order(start: Start) -> Iterator[Finding]:
 
 def _missing(start: Start, until: tuple[int, int] | None) -> Iterator[Finding]:
     """Batches before the checkpoint of a later start that are in no file."""
-    for rank in range(start.header.num_replicas if until is not None else 0):
-        batches = start.batches.get(rank, [])[: start.kept.get(rank, 0)]
+    for rank in range(start.header.num_replicas):
+        if rank not in start.batches:
+            text = f"of start {start.header.start}, on {start.header.num_replicas} ranks, rank {rank} has no file."
+            yield Finding("missing", start.header.begins[0], "", (start.header.start,), (rank,), 1, text)
+            continue
+        batches = start.batches[rank][: start.kept[rank]]
         reached = _after(batches[-1]) if batches else start.header.begins
-        # Between epochs the file need not tell that one is over.
-        if until is None or reached >= until or (until == (reached[0] + 1, 0) and batches):
+        if until is None or reached >= until:
             continue
         text = (
             f"start {start.header.start} wrote a checkpoint before batch {until[1]} of epoch {until[0]}, but the file "
             f"of its rank {rank} ends before batch {reached[1]} of epoch {reached[0]}."
         )
         yield Finding("missing", until[0], "", (start.header.start,), (reached, until), 1, text)
+
+
+def _has_header(path: Path) -> bool:
+    try:
+        read_header(path)
+    except DamagedStateError:
+        return False
+    return True
 
 
 def _repeats(rows: Iterable[Row]) -> bool:

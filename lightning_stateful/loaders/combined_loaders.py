@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_stateful import state as format_
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
-from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
 
@@ -219,6 +219,9 @@ class CombinedLoaders:
         # Where all loaders are new, and accepted as such, they begin with the epoch of the old ones.
         known = [*found.values(), *(Progress.from_dict(part["progress"]) for part in saved.values())]
         epoch = known[0].epoch
+        if any(progress.epoch != epoch for progress in known):
+            epochs = {path: part["progress"]["epoch"] for path, part in saved.items()}
+            raise DamagedStateError(f"{where} is of several epochs: {epochs}. Resume from another checkpoint.")
         # A loader that the state does not know (its absence was accepted) begins with the epoch.
         plans = {path: loader.plan(epoch, found.get(path)) for path, loader in self.loaders.items()}
         self._plans, self._resumed_plans, self._cycle_plans = plans, dict(plans), {}

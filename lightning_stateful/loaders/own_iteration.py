@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -26,14 +26,22 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_stateful import state as format_
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
-from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError, UnsupportedLoaderError
+from lightning_stateful.errors import (
+    DamagedStateError,
+    Difference,
+    StatefulWarning,
+    StateMismatchError,
+    UnsupportedLoaderError,
+)
 from lightning_stateful.samplers.attributes import named_outside
 from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 from lightning_stateful.samplers.tracker import Tracker
+from lightning_stateful.shapes import COUNT, DAMAGED, RANKS, check_shape
 from lightning_stateful.user_samplers.sampler_copy import digest_of_contents, shown
 
 # Attributes of torch's loaders, and one that is set here.
 _TORCHS = {*vars(DataLoader([])), "_get_iterator", "_iterator"}  # type: ignore[arg-type]  # a list is a dataset
+_GIVEN = {"ranks": RANKS, "batch_size": object, "batches": COUNT, "kept": [str]}
 _REMEDY = "Put it back, or resume from a checkpoint of the end of an epoch."
 
 
@@ -199,6 +207,7 @@ class OwnTracker(Tracker):
     length_of: Callable[[EpochPlan], int]
     batch_size: int | None = None
     _known_own: tuple[Progress, int, int, OwnPlan] | None = None
+    more_details: ClassVar[Mapping[str, Any]] = {"given?": _GIVEN}
 
     def plan_epoch(self, epoch: int, progress: Progress | None = None) -> OwnPlan:
         """Plan an epoch, or the rest of it."""
@@ -232,7 +241,12 @@ class OwnTracker(Tracker):
 
     def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:
         """As of any tracker; within an epoch that is read again, no difference is let pass."""
-        given = state["progress"].get("given") or {"batches": 0}
+        given = state["progress"].get("given", {"batches": 0})
+        if "given" in state["progress"]:
+            try:
+                check_shape(given, _GIVEN, "progress.given")
+            except DamagedStateError as error:
+                raise DamagedStateError(f"{where}: {error}{DAMAGED}") from None
         changed = format_.differences(state, self.state_dict(Progress()), fingerprints=False)
         if given["batches"] and changed:
             raise StateMismatchError([replace(one, remedy=_REMEDY) for one in changed], where=where)

@@ -21,6 +21,7 @@ from lightning_stateful.mixture.served import passes_of, report_of
 from lightning_stateful.mixture.source_steps import LastSteps, SourceSteps, gather, shares_of_steps
 from lightning_stateful.mixture.sources import By, Sources, Stop, present
 from lightning_stateful.mixture.weights import DrawSchedule, digest
+from lightning_stateful.shapes import COUNT, check_shape
 
 # A state of many sources stays short: beyond so many, their draws are told apart by a digest alone.
 _MOST_LISTED = 8
@@ -31,6 +32,7 @@ _MOST_SAMPLES, _MOST_STEPS = 2**17, 8192
 _STEPS_A_CYCLE = 2**44
 # More steps than any source is asked for, where an epoch has as many as it is told to.
 _ENDLESS = 2**40
+_PLANNED = {"ranks?": COUNT, "steps?": COUNT, "served?": {str: COUNT}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ class MixtureOrder:
     tokens: tuple[int, ...] | None = None
     schedule: DrawSchedule | None = None
     version: ClassVar[int] = 1
+    details_shape: ClassVar = {"served": {str: COUNT}, "batches": COUNT, "planned": _PLANNED}
     harmless: ClassVar = ("weights", "stop", "batch_size", "by", "block", "in_turn", "sources")
 
     def __post_init__(self) -> None:
@@ -149,7 +152,10 @@ class MixtureOrder:
         details = here.details
         planned = {"steps": 0, "served": {}, **details["planned"]}
         plan = MixtureEpochPlan(self, num_replicas, here, planned["steps"], self.sources.in_order(planned["served"]))
-        if planned.get("ranks") != num_replicas and not ("ranks" in planned and plan.goes_on_alike()):
+        check_shape(details["served"], dict.fromkeys(self.sources.names, COUNT), "progress.served")
+        if "ranks" not in planned or not plan.goes_on_alike():
+            if planned.get("ranks") == num_replicas:
+                raise PositionError(f"progress.served is not what its plan serves by step {here.consumed}: {details}.")
             plan = replace(plan, planned_steps=here.consumed, origin=self.sources.in_order(details["served"]))
         first, last = plan.planned_steps, plan.planned_steps + plan.total_steps
         if not first <= here.consumed <= last:

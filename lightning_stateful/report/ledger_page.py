@@ -54,7 +54,8 @@ def write_page(ledger: Ledger, path: str | Path) -> None:
     findings = ledger.findings()
     parts = [
         "<h1>What a run was trained on</h1>",
-        _verdict([finding.text for finding in findings]),
+        _verdict([finding.text for finding in findings], ledger.verdict()),
+        *(f"<p>{escape(note)}</p>" for note in ledger.notes()),
         "<h2>Starts</h2>",
         _table(
             ("", "start", "ranks", "from epoch", "batch", "batches kept", "lost with their weights"),
@@ -92,9 +93,9 @@ def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
     return epoch, row["items"], row["distinct"], length, "over" if row["over"] else "not over"
 
 
-def _verdict(findings: Sequence[str]) -> str:
+def _verdict(findings: Sequence[str], right: Sequence[str]) -> str:
     if not findings:
-        return '<p class="right">Nothing was trained on twice, and nothing was left out.</p>'
+        return "".join(f'<p class="right">{escape(text)}</p>' for text in right)
     lines = "".join(f"<li>{escape(text)}</li>" for text in findings)
     return f'<div class="wrong"><p>An uninterrupted run would not have done this:</p><ul>{lines}</ul></div>'
 

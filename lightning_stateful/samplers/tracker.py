@@ -22,6 +22,7 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
+from lightning_stateful.shapes import DAMAGED, check_shape
 
 T = TypeVar("T")
 
@@ -63,6 +64,9 @@ class Tracker:
     Raises:
         ConfigurationError: The topology is out of range.
     """
+
+    # The shapes of what a tracker adds to the details of its order.
+    more_details: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(
         self,
@@ -285,6 +289,9 @@ class Tracker:
             raise StateMismatchError([changed], where=where)
         try:
             progress = Progress.from_dict(state["progress"])
+            # An order of the user's may say nothing of its details.
+            if (shape := getattr(self.order, "details_shape", None)) is not None:
+                check_shape(progress.details, {**shape, **self.more_details}, "progress")
             accepted = format_.differences(state, self.state_dict(Progress()), fingerprints=False)
             if accepted:
                 progress = self.order.convert(progress, state["config"])
@@ -293,7 +300,7 @@ class Tracker:
                 harmless = getattr(self.order, "harmless", ())
                 format_.warn_of_other_order(accepted, harmless, where=f"{where}, within epoch {progress.epoch},")
         except DamagedStateError as error:
-            raise DamagedStateError(f"{where}: {error} Resume from another checkpoint.") from None
+            raise DamagedStateError(f"{where}: {error}{DAMAGED}") from None
         except PositionError as error:
             raise PositionError(f"{where}: {error}") from None
         except StateMismatchError as error:

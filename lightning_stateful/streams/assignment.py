@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from lightning_stateful.errors import PositionError
+from lightning_stateful.shapes import COUNT, EPOCH, Either, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, innermost
 
@@ -17,6 +18,16 @@ from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, innermost
 _MOST_RANKS = 16
 # In place of a number of items: all that a reader would have been given.
 _ALL = -1
+_OR_NO_SLOT = range(-1, COUNT.stop)
+_SLICE = {
+    "epoch": EPOCH,
+    "shards": [COUNT],
+    "state": Either(None, {"source": object, "seen": [COUNT]}),
+    "served": [[range(_ALL, COUNT.stop)]],
+    "first": _OR_NO_SLOT,
+    "slot": _OR_NO_SLOT,
+}
+_SHAPE = {"epoch": EPOCH, "begun": [_SLICE], "older": [(EPOCH, COUNT)], "whole": [(COUNT, COUNT)]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,20 +204,52 @@ class Assignment:
         return {"epoch": self.epoch, "begun": begun, "older": older, "whole": runs}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], order: Callable[[int], Sequence[int]]) -> Assignment:
+    def from_dict(
+        cls, data: Mapping[str, Any], order: Callable[[int], Sequence[int]], path: str, num_slots: int
+    ) -> Assignment:
         """Read what :meth:`to_dict` wrote.
 
+        Args:
+            data: The plain data.
+            order: From a pass to the order of its shards.
+            path: A name for the data, with which errors begin.
+            num_slots: Worker slots of all ranks.
+
         Raises:
+            DamagedStateError: It has another shape.
             PositionError: There are fewer shards.
         """
+        check_shape(data, _SHAPE, path)
         shards, begun = order(data["epoch"]), tuple(map(ShardSlice.from_dict, data["begun"]))
         named = [*(shard for piece in begun for shard in piece.shards), *(shard for _, shard in data["older"])]
         last = max([*(last for _, last in data["whole"]), *named], default=-1)
         if last >= len(shards):
             raise PositionError(f"A stream's progress names shard {last}, and there are {len(shards)}.")
+        for number, piece in enumerate(data["begun"]):
+            of, served, state = f"{path}.begun[{number}]", piece["served"], piece["state"]
+            refuse_unless(piece["shards"] != [], piece["shards"], "a list of shards", f"{of}.shards")
+            refuse_unless(piece["first"] < len(shards), piece["first"], "a shard", f"{of}.first")
+            refuse_unless(piece["slot"] < num_slots, piece["slot"], f"below {num_slots}", f"{of}.slot")
+            refuse_unless([] not in served, served, "lists of the readers", f"{of}.served")
+            if state is not None:
+                check_seen(state["seen"], len(served), f"{of}.state.seen")
+        runs = [index for run in data["whole"] for index in run]
+        rises = all(
+            first < then or (first == then and not place % 2) for place, (first, then) in enumerate(pairwise(runs))
+        )
+        refuse_unless(rises, data["whole"], "runs of shards that rise", f"{path}.whole")
         whole = [(data["epoch"], shards[index]) for first, last in data["whole"] for index in range(first, last + 1)]
         older = [(epoch, shard) for epoch, shard in data["older"]]
         return cls(data["epoch"], begun, (*older, *whole))
+
+
+def check_seen(seen: Sequence[int], num_served: int, path: str) -> None:
+    """Refuse counts of what has come by that are not one for each time that items were shared, and one more.
+
+    Raises:
+        DamagedStateError: They are not.
+    """
+    refuse_unless(len(seen) == num_served + 1, seen, f"a list of {num_served + 1}", path)
 
 
 class SlotProgress(NamedTuple):

@@ -17,6 +17,7 @@ from lightning_stateful.packing.documents import Document, DocumentReader
 from lightning_stateful.packing.open_sequences import OpenSequence, filler_of
 from lightning_stateful.packing.sequences import make_sequences
 from lightning_stateful.packing.settings import LABELS, TOKENS, Packing
+from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, sources_of, state_of
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import OnError, check_on_error
@@ -90,6 +91,7 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
     """
 
     context: ClassVar[tuple[str, ...]] = ("on_error", "where")
+    state_shape: ClassVar = {"source": object, "size": range(1, _MOST_DOCUMENTS + 1), "open": str, "served": COUNT}
 
     def __init__(
         self,
@@ -106,6 +108,15 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         self.source = source
         self._packing, self._skips, self._where = packing, on_error == "skip", where
         self._documents = DocumentReader(packing, _named)
+
+    def check_state(self, state: Any, path: str) -> None:
+        """Refuse a state of another shape, or whose text is not one that is written; see :class:`StreamNode`."""
+        super().check_state(state, path)
+        length, most, is_text = self._packing.sequence_length, self._packing.open_sequences or 1, False
+        with suppress(ValueError):
+            rooms, waited = _decoded(state["open"], length, most)
+            is_text = waited >= 0 and all(rooms) and _encoded(rooms, waited, length) == state["open"]
+        refuse_unless(is_text, state["open"], f"the rooms of at most {most} open sequences", f"{path}.open")
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or read the documents again that were held when a state was taken."""
@@ -336,14 +347,14 @@ def _encoded(rooms: Sequence[int], waited: int, length: int) -> str:
     return base64.b85encode(number.to_bytes((number.bit_length() + 7) // 8, "big")).decode()
 
 
-def _decoded(text: str, length: int) -> tuple[list[int], int]:
-    """Read what :func:`_encoded` wrote."""
+def _decoded(text: str, length: int, most: int = 2**_BITS_OF_NUMBER) -> tuple[list[int], int]:
+    """Read what :func:`_encoded` wrote, of at most so many sequences."""
     if not text:
         return [], 0
     number = int.from_bytes(base64.b85decode(text), "big")
     number, count = number >> _BITS_OF_NUMBER, number & (1 << _BITS_OF_NUMBER) - 1
     rooms = []
-    for _ in range(count):
+    for _ in range(min(count, most)):
         number, room = divmod(number, length + 1)
         rooms.append(room)
     return rooms[::-1], number - 1

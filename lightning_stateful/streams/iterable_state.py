@@ -7,11 +7,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_stateful.errors import DamagedStateError, PositionError, StatefulWarning
+from lightning_stateful.errors import PositionError, StatefulWarning
+from lightning_stateful.shapes import COUNT, EPOCH, RANKS, Either, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.iterables import IterableConfig, IterableTask, fresh_state, name_of_slot
 from lightning_stateful.streams.nodes import NodeState
 from lightning_stateful.streams.own_state import has_state
+
+# Batches that are read again one by one, in place of a state.
+_FEW = range(2**20)
+_OWN = Either(None, {"dataset": object, "iterator": object})
+_OF_PASS = {"state": _OWN, "since": COUNT, "first": Either(None, str), "over": bool}
+_SLOT = {
+    **_OF_PASS,
+    "batches": COUNT,
+    "item": COUNT,
+    "exhausted": bool,
+    "passes": [range(-COUNT.stop, COUNT.stop)],
+    "changes": bool,
+    "draws": bool,
+    "ended": Either(None, {**_OF_PASS, "since": _FEW, "number": COUNT, "more": _FEW}),
+}
+_SHAPE = {
+    "num_replicas": RANKS,
+    "pass": EPOCH,
+    "workers": RANKS,
+    "steps": COUNT,
+    "slots": [Either(None, _SLOT)],
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +201,7 @@ class IterableState:
         Raises:
             DamagedStateError, PositionError: It is no state of worker slots.
         """
+        check_shape(dict(data), _SHAPE, "progress")
         slots = tuple(copy_plain(slot) for slot in data["slots"])
         state = cls(
             config=config,
@@ -189,9 +213,11 @@ class IterableState:
         )
         if len(slots) != state.num_slots:
             raise PositionError(f"A dataset's progress has {len(slots)} worker slots of {state.num_slots}.")
-        for slot in slots:
-            if slot is not None and (not isinstance(slot, Mapping) or slot.keys() != fresh_state().keys()):
-                raise DamagedStateError(f"The state of a worker holds {', '.join(fresh_state())}, got {slot!r}.")
+        for number, slot in enumerate(slots):
+            if slot is not None:
+                since, batches, path = slot["since"], slot["batches"], f"progress.slots[{number}].since"
+                is_right = since == batches if slot["state"] is None else since <= max(batches, 1)
+                refuse_unless(is_right, since, f"{batches} or, beside a state, fewer", path)
         return state
 
     def _name(self, slot: int) -> str:

@@ -13,7 +13,7 @@ from lightning_stateful.samplers.rng import keep_randomness, seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.streams.hugging_face import forget_loaded
 from lightning_stateful.streams.nodes import NodeState
-from lightning_stateful.streams.own_state import has_state, is_due, iterator_at, own_state
+from lightning_stateful.streams.own_state import OF_STATES, has_state, is_due, iterator_at, own_state
 from lightning_stateful.streams.pass_history import (
     NUM_FIRST,
     digest_of_dataset,
@@ -184,8 +184,7 @@ class IterableSlot:
         self._is_exhausted = False
         # Of the pass, where that was found to have begun already.
         self._found: list[Any] = []
-        # Of the pass, in the history.
-        self._number = 0
+        self._number = 0  # Of the pass, in the history.
         # What the dataset held after the first batch, and the states of its generators.
         self._contents = self._drawn = ""
         # The dataset's state after the latest batch, if it is kept from the next one on.
@@ -207,7 +206,8 @@ class IterableSlot:
         except Exception as error:
             where = f"{self._name()} could not be read at its sample {self._held['item']}"
             if is_brought and not isinstance(error, StateError):
-                raise ShardError(f"{where}, where a state was taken: {type(error).__name__}: {error}") from error
+                kind = StateError if isinstance(error, OF_STATES) else ShardError
+                raise kind(f"{where}, where a state was taken: {type(error).__name__}: {error}") from error
             # As it is, for a loop that catches it; Python 3.10 has no notes.
             if hasattr(error, "add_note"):
                 error.add_note(where)
@@ -236,7 +236,7 @@ class IterableSlot:
             self._begin_pass(self.epoch)
         if not is_here and again["since"]:
             self._read_again(again)
-        self._is_exhausted = self._is_exhausted or held["exhausted"]
+        self._is_exhausted = self._is_exhausted or (held["exhausted"] and not held["since"])
         # Beside a state nothing is compared.
         passes = self._history[: self._number] if self._config.counts_passes else []
         ended = held["ended"] if held["batches"] < 2 else None
@@ -319,10 +319,10 @@ class IterableSlot:
         for number in missing:
             epoch, many = len(self._history), number if number >= 0 else -1 - number
             self._begin_pass(epoch)
-            if not are_read:
+            if are_read:
+                all(self._read_batch(epoch, batch) for batch in range(many + (number < 0)))  # Up to an empty one.
+            else:
                 next(self._samples, None)
-            for batch in range(many + (number < 0)) if are_read else ():
-                self._read_batch(epoch, batch)
             self._history[-1] = number
             self.close()
 
@@ -334,15 +334,15 @@ class IterableSlot:
         """
         firsts = []
         try:
-            copies = [IterableSlot(replace(self._config, dataset=copy.deepcopy(self._dataset)), self._task)]
-            copies.append(IterableSlot(replace(self._config, dataset=copy.deepcopy(self._dataset)), self._task))
+            datasets = [copy.deepcopy(self._dataset), copy.deepcopy(self._dataset)]
+            copies = [IterableSlot(replace(self._config, dataset=one), self._task) for one in datasets]
         except Exception:
             return False
         for copied, number in zip(copies, (_FEW, _SOME_MORE), strict=True):
             copied._begin_pass(len(self._history))
             copied._read_samples(number)
-            for _ in range(most if number == _SOME_MORE and self._history.changes else 0):
-                copied._read_batch(len(self._history), 0)
+            many = most if number == _SOME_MORE and self._history.changes else 0
+            all(copied._read_batch(len(self._history), 0) for _ in range(many))
             copied._begin_pass(len(self._history) + 1)
             firsts.append([digest_of_sample(sample) for sample in copied._read_samples(NUM_FIRST)])
             # A part of it that comes later may have changed.
@@ -367,7 +367,7 @@ class IterableSlot:
             first = digest_of_first(batch, found, first)
             found += len(batch)
             self._watch_contents(is_first=not number)
-        if self._config.is_checked and held["first"] not in (None, first):
+        if self._config.is_checked and (held["first"] not in (None, first) or found != held["item"]):
             raise PositionError(
                 f"{self._name()} begins pass {self.epoch} with other samples than before the resume, so that nobody "
                 f"can say which of its samples {held['item']} were. Give it state_dict and load_state_dict, or an "

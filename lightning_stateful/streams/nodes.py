@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from torchdata.nodes import BaseNode
 
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.shapes import COUNT, check_shape
 
 T = TypeVar("T", covariant=True)
 
@@ -87,9 +88,12 @@ class StreamNode(BaseNode[T]):
     Attributes:
         context: What else than the node that it reads from a stream gives its constructor: ``"seed"``, ``"on_error"``,
             ``"where"``.
+        state_shape: The shape of its states, as :mod:`~lightning_stateful.shapes` has it, but for counts of what
+            is left out; empty where nothing is known of it.
     """
 
     context: ClassVar[tuple[str, ...]] = ()
+    state_shape: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata annotates only some of its methods
@@ -114,6 +118,16 @@ class StreamNode(BaseNode[T]):
         while items := self.next_many(min(number - skipped, _SKIPPED_AT_ONCE)):
             skipped += len(items)
         return skipped
+
+    def check_state(self, state: Any, path: str) -> None:
+        """Refuse a state of another shape, before the node is reset to it.
+
+        Raises:
+            DamagedStateError: With the path of the part.
+        """
+        if self.state_shape:
+            # What is counted of samples left out may be new.
+            check_shape(state, {**self.state_shape, **{f"{name}?": COUNT for name in LEFT_OUT}}, path)
 
     def close(self) -> None:
         """Let go of files and processes; the node has to be reset before it is read again."""

@@ -14,6 +14,9 @@ from lightning_stateful.streams.nodes import NodeState
 # many of its characters as JSON. It is kept once a batch was read behind it: a resume reads that again, and compares.
 _CHARACTERS_A_SAMPLE, _CHARACTERS_A_BATCH = 16, 2**14
 
+# Errors of a load_state_dict, or of a node's reset, that is given what it never gave.
+OF_STATES = (TypeError, KeyError, IndexError, AttributeError, ValueError)
+
 
 def is_due(state: NodeState, since: int, batch_size: int | None) -> bool:
     """Whether a state is due, so many batches after one of this size.

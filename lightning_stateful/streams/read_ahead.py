@@ -19,6 +19,7 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import Indices, KeyedPermutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
+from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
 from lightning_stateful.streams.transforms import Where, name_of, sample_in_words
 
@@ -45,9 +46,23 @@ class BlockNode(StreamNode[T]):
         PositionError: A block that was begun has another number of items than before.
     """
 
+    state_shape: ClassVar[Mapping[str, Any]] = {
+        "source": object,
+        "block": COUNT,
+        "served": COUNT,
+        "of": COUNT,
+        "size": range(1, COUNT.stop),
+    }
+
     def __init__(self, source: BaseNode[Any], size: int) -> None:
         super().__init__()
         self.source, self._size = source, size
+
+    def check_state(self, state: Any, path: str) -> None:
+        """Refuse a state of another shape, or with more items served than a block has; see :class:`StreamNode`."""
+        super().check_state(state, path)
+        served, of = state["served"], state["of"]
+        refuse_unless(not served or served < of, served, f"0 or below the {of} items of the block", f"{path}.served")
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or read the block again in which a state was taken."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from torchdata.nodes import BaseNode
 
@@ -14,8 +14,10 @@ from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
+from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.nodes import MOST_BARE, NodeState, Shards, StreamNode, close, reset_to, skip, state_of
+from lightning_stateful.streams.own_state import OF_STATES
 
 OnError = Literal["raise", "skip"]
 T = TypeVar("T")
@@ -69,6 +71,8 @@ class ShardReader(StreamNode[Any]):
         ConfigurationError: ``on_error`` is unknown, or what reads a shard is no node.
     """
 
+    state_shape: ClassVar = {"shard": COUNT, "item": COUNT, "since": COUNT, "state": object}
+
     def __init__(
         self,
         shards: Shards,
@@ -88,6 +92,13 @@ class ShardReader(StreamNode[Any]):
         self._held = HeldGenerators(is_repeatable=False, shards=shards)
         self.said: list[str] = []
 
+    def check_state(self, state: Any, path: str) -> None:
+        """Refuse a state of another shape, or of more samples than it counts; see :class:`StreamNode`."""
+        super().check_state(state, path)
+        item, since = state["item"], state["since"]
+        is_right = since == item if state["state"] is None else since <= item
+        refuse_unless(is_right, since, f"{item} or, beside a state, fewer", f"{path}.since")
+
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or go to where a state was taken; no shard is opened before it is read."""
         super().reset(initial_state)
@@ -98,7 +109,7 @@ class ShardReader(StreamNode[Any]):
         # The sample at which the state was taken.
         self._state_item: int = begun["item"] - begun["since"]
         self._state: Any = begun["state"]
-        self._skipped: int = begun["skipped_shards"]
+        self._skipped: int = begun.get("skipped_shards", 0)
         self._gap = self._gap_after(self._state)
 
     def next_many(self, number: int) -> list[Any]:
@@ -167,7 +178,15 @@ class ShardReader(StreamNode[Any]):
             )
         self._node = node
         # A copy, which a node may go on counting in.
-        reset_to(node, copy_plain(self._state))
+        try:
+            reset_to(node, copy_plain(self._state))
+        except OF_STATES as error:
+            if self._state is None:
+                raise
+            raise StateError(
+                f"{type(node).__qualname__} cannot go on from its state in {self._name()}: {type(error).__name__}: "
+                f"{error}. Resume from another checkpoint, or mend its reset()."
+            ) from error
         self._draws = self._seeds_samples and bool(getattr(node, "draws", self._shards.draws))
         self._samples = chain.from_iterable(self._runs(node)) if self._draws else node
         since = self._item - self._state_item

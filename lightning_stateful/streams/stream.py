@@ -17,6 +17,7 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, StatefulWarning
 from lightning_stateful.samplers.rng import keep_if_drawn
 from lightning_stateful.samplers.tracker import detect_topology
+from lightning_stateful.shapes import EPOCH, check_shape
 from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
 from lightning_stateful.streams.node_shards import NodeShards
 from lightning_stateful.streams.nodes import NodeState, Shards
@@ -152,15 +153,16 @@ class Stream(IterableDataset[Any]):
         progress, here = state_dict["progress"], self._rank_and_worker()
         if "slot" not in progress:
             raise DamagedStateError(f"{where} is that of a loader: {sorted(progress)}. Load it into its loader.")
-        epoch, slot_state = progress["epoch"], progress["slot"]
+        epoch, slot_state = progress.get("epoch"), progress["slot"]
         if any(progress.get(name) != value for name, value in here.items()):
             saved = {name: progress.get(name) for name in here}
             raise DamagedStateError(
                 f"{where} is that of the share {saved}, and this process reads the share {here}. Resume on the same "
                 "ranks and workers, or through StreamDataModule or patch_dataloader, whose states fit any."
             )
-        whole, slot = self.share(epoch)
         try:
+            check_shape(epoch, EPOCH, "progress.epoch")
+            whole, slot = self.share(epoch)
             whole.at((*(None,) * slot, slot_state, *(None,) * (whole.num_slots - slot - 1))).check()
         except (DamagedStateError, PositionError) as error:
             raise type(error)(f"{where}: {error} Resume from another checkpoint.") from None

@@ -9,15 +9,17 @@ from typing import Any
 
 from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.packing.plan import Counts, reported
+from lightning_stateful.shapes import COUNT, EPOCH, RANKS, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotProgress, SlotSlice, left_of
-from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, innermost
+from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotProgress, SlotSlice, check_seen, left_of
+from lightning_stateful.streams.nodes import NodeState, innermost, sources_of
 from lightning_stateful.streams.shard_reader import num_read_again
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.worker_slot import (
     ALONE,
     FRESH,
     NOTHING_GIVEN,
+    SLOT_SHAPE,
     SlotTask,
     SourceTask,
     StreamConfig,
@@ -26,6 +28,18 @@ from lightning_stateful.streams.worker_slot import (
 )
 
 _COUNTS = ("shards_skipped", "samples_skipped", "samples_too_long")
+_SHAPE = {
+    "num_replicas": RANKS,
+    "pass": EPOCH,
+    "workers": RANKS,
+    "steps": COUNT,
+    "steps_before": COUNT,
+    "skipped": (COUNT,) * len(_COUNTS),
+    "sources": {str: object},
+    "given?": {str: (COUNT,) * len(NOTHING_GIVEN)},
+    "passed?": COUNT,
+    "slots": [object],
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +304,7 @@ class StreamState:
         Raises:
             DamagedStateError, PositionError: It is that of a stream with other sources, shards or steps.
         """
+        check_shape(dict(data), _SHAPE, "progress")
         if set(data["sources"]) != set(config.sources):
             raise DamagedStateError(
                 f"A stream's progress has the sources {list(data['sources'])}, and there are {list(config.sources)}."
@@ -300,7 +315,12 @@ class StreamState:
             num_replicas=data["num_replicas"],
             num_workers=data["workers"],
             assignments={
-                name: Assignment.from_dict(data["sources"][name], source.order)
+                name: Assignment.from_dict(
+                    data["sources"][name],
+                    source.order,
+                    f"progress.sources.{name}",
+                    data["num_replicas"] * data["workers"],
+                )
                 for name, source in config.sources.items()
             },
             slots=tuple(copy_plain(slot) for slot in data["slots"]),
@@ -322,13 +342,16 @@ class StreamState:
         """
         if len(self.slots) != self.num_slots:
             raise PositionError(f"A stream's progress has {len(self.slots)} worker slots of {self.num_slots}.")
+        for slot, state in enumerate(self.slots):
+            if state is not None:
+                self._check_slot(state, f"progress.slots[{slot}]")
         for name, source in self.config.sources.items():
-            fresh = _fresh_state(source)
-            for piece in self.assignments[name].begun:
-                _check_state(piece.state, fresh, piece.shards)
+            for number, piece in enumerate(self.assignments[name].begun):
+                _check_state(piece.state, source, piece.shards, f"progress.sources.{name}.begun[{number}].state")
             for slot, state in enumerate(self.slots):
                 if state is None:
                     continue
+                path = f"progress.slots[{slot}].of.{name}.state"
                 here = self._progress(name, slot)
                 if not 0 <= here.current <= len(here.slices):
                     raise PositionError(f"Worker slot {slot} stands in slice {here.current} of {len(here.slices)}.")
@@ -336,7 +359,21 @@ class StreamState:
                 if not 0 <= here.num_opened <= len(shards):
                     raise PositionError(f"Worker slot {slot} has opened {here.num_opened} of {len(shards)} shards.")
                 if here.reading is not None:
-                    _check_state(here.state, fresh, shards)
+                    _check_state(here.state, source, shards, path)
+                    if here.state is not None:
+                        check_seen(here.state["seen"], len(here.reading.of.served), f"{path}.seen")
+
+    def _check_slot(self, state: Any, path: str) -> None:
+        """Refuse the state of a slot that has another shape, or other sources."""
+        check_shape(state, SLOT_SHAPE, path)
+        check_shape(state["of"], dict.fromkeys(self.assignments, object), f"{path}.of")
+        for key in ("ended", "again", "gone"):
+            refuse_unless(set(state[key]) <= self.assignments.keys(), state[key], "names of sources", f"{path}.{key}")
+        begins_again = self.config.mixing is not None and self.config.mixing.stop == "cycle"
+        for name, held in state["of"].items():
+            refuse_unless(begins_again or not held["round"], held["round"], "0", f"{path}.of.{name}.round")
+            is_open = held["state"] is not None or not held["opened"]
+            refuse_unless(is_open, held["opened"], "0 beside no state", f"{path}.of.{name}.opened")
 
     def _left(self, name: str) -> Assignment:
         """The rest of a source."""
@@ -419,25 +456,17 @@ class StreamState:
         return replace(made, slots=(None,) * made.num_slots)
 
 
-def _fresh_state(source: Source) -> NodeState:
-    """The state of a slice of a source before anything was read."""
-    node, _ = source.open(ShardSlice(0, ()))
-    node.reset()
-    return {"source": node.state_dict(), "seen": [0]}
-
-
-def _check_state(saved: NodeState | None, fresh: NodeState, shards: Sequence[int]) -> None:
-    """Compare the keys of a node's state with those of a fresh one, and its shard with those that there are."""
-    if saved is None:
+def _check_state(saved: NodeState | None, source: Source, shards: Sequence[int], path: str) -> None:
+    """Compare where a slot stands in a slice with what the nodes of its source write, and its shard with the slice."""
+    if saved is None or saved["source"] is None:
+        refuse_unless(saved is None or not any(saved["seen"]), saved, "the beginning of a slice", path)
         return
+    state, path, (node, _) = saved["source"], f"{path}.source", source.open(ShardSlice(0, ()))
     while True:
-        # What is counted of samples left out may be new.
-        if not isinstance(saved, Mapping) or saved.keys() - {*LEFT_OUT} != fresh.keys() - {*LEFT_OUT}:
-            raise DamagedStateError(f"A state in a stream holds {', '.join(sorted(fresh))}, got {saved!r}.")
-        if "source" not in fresh:
-            break
-        if saved["source"] is None:
+        node.check_state(state, path)
+        below: list[Any] = sources_of(node)
+        if not below:
+            if state["shard"] > len(shards):
+                raise PositionError(f"{path} lies in shard {state['shard']} of {len(shards)}.")
             return
-        saved, fresh = saved["source"], fresh["source"]
-    if not 0 <= saved["shard"] <= len(shards):
-        raise PositionError(f"A state in a stream lies in shard {saved['shard']} of {len(shards)}.")
+        node, state, path = below[0], state["source"], f"{path}.source"

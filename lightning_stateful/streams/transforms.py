@@ -18,6 +18,7 @@ from lightning_stateful.errors import ConfigurationError, PositionError, ShardEr
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.shapes import COUNT
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
 from lightning_stateful.streams.shard_reader import OnError, check_on_error
 
@@ -40,6 +41,7 @@ class _SampleNode(StreamNode[Any]):
     """Runs a function over each sample by itself."""
 
     context: ClassVar[tuple[str, ...]] = ("seed", "on_error", "where")
+    state_shape: ClassVar = {"source": object, "item": COUNT}
     _keeps_all: ClassVar[bool] = True
 
     def __init__(
@@ -201,6 +203,7 @@ class WindowNode(StreamNode[tuple[T, ...]]):
     """
 
     context: ClassVar[tuple[str, ...]] = ()
+    state_shape: ClassVar = {"source": object, "since": COUNT}
 
     def __init__(self, source: BaseNode[T], width: int, step: int = 1) -> None:
         super().__init__()
@@ -274,6 +277,7 @@ class RunningStateNode(StreamNode[Any]):
     """
 
     context: ClassVar[tuple[str, ...]] = ("where",)
+    state_shape: ClassVar = {"source": object, "since": COUNT, "state": object}
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.packing.settings import Packing
+from lightning_stateful.shapes import COUNT, Either
 from lightning_stateful.streams.assignment import SlotProgress, SlotSlice
 from lightning_stateful.streams.document_packer import DocumentPacker
 from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, StreamNode
@@ -19,6 +20,26 @@ from lightning_stateful.streams.source import Mixing, Source
 FRESH: NodeState = {"round": 0, "slice": 0, "opened": 0, "state": None}
 # Items, and of packed documents padding, documents, and those that were cut.
 NOTHING_GIVEN = (0, 0, 0, 0)
+# The state of a slot, and where it stands in a slice of a source.
+AT_SHAPE = Either(None, {"source": object, "seen": [COUNT]})
+SLOT_SHAPE = {
+    "batches": COUNT,
+    "over": bool,
+    "turn": COUNT,
+    "ended": [str],
+    "again": [str],
+    "gone": [str],
+    "of": {
+        str: {
+            "round": COUNT,
+            "slice": COUNT,
+            "opened": COUNT,
+            "state": AT_SHAPE,
+            "skipped?": (COUNT,) * len(LEFT_OUT),
+            "given?": (COUNT,) * len(NOTHING_GIVEN),
+        }
+    },
+}
 # The name of a source that stands alone.
 ALONE = ""
 

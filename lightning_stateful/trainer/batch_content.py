@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from typing import Any
 
-import numpy as np
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.core.order import EpochPlan, Progress
@@ -16,17 +13,13 @@ from lightning_stateful.loaders.dataset_content import digest_of_batch, is_same_
 from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.samplers.attributes import attributes_of
 from lightning_stateful.state import is_accepted, value_at
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.loop_progress import epoch_set_to
 from lightning_stateful.trainer.ranks import gathered
-from lightning_stateful.user_samplers.sampler_copy import shown
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 PATH = "dataset.content"
-# Items of a list that say whether it may be a cache.
-_LOOKED_AT = 4096
 
 
 class BatchContent:
@@ -48,9 +41,7 @@ class BatchContent:
         self._loaders = {
             path: loader for path, loader in self._map_style.items() if not isinstance(loader.order, WrappedSampler)
         }
-        self._datasets = [loader.dataset for loader in loaders.values() if isinstance(loader, StatefulLoader)]
         # Of the datasets as they were built.
-        self._rows = list(map(_rows_of, self._datasets))
         self._settings = {path: _settings_of(loader) for path, loader in self._loaders.items()}
         self.latest: dict[str, dict[str, Any]] = {}
 
@@ -88,24 +79,6 @@ class BatchContent:
             "settings": self._changed_settings(path),
             **content,
         }
-
-    def warn_of_other_rows(self, accept: Collection[str]) -> None:
-        """Warn, once, of datasets whose lists of samples have changed since they were built.
-
-        Args:
-            accept: Names of differences to let pass.
-        """
-        for number, dataset in enumerate(self._datasets):
-            before, now = self._rows[number], _rows_of(dataset)
-            changed = [name for name, shows in before.items() if now.get(name, shows) != shows]
-            if changed and not is_accepted((PATH,), accept):
-                self._rows[number] = {}
-                rank_zero_warn(
-                    f"{', '.join(changed)} of {type(dataset).__qualname__} was changed since it was built. No "
-                    "checkpoint has that, so a resume is exact only if the same is set before its first batch, in "
-                    f"on_train_start. accept=({PATH!r},) is silent.",
-                    category=StatefulWarning,
-                )
 
     def compare(
         self,
@@ -221,22 +194,6 @@ def _read_by(loader: StatefulLoader) -> list[Any]:
 
 def _settings_of(loader: StatefulLoader) -> str:
     return HeldState(loader.dataset, containers=False).settings()
-
-
-def _rows_of(dataset: Any) -> dict[str, str]:
-    """Digests of lists and arrays as long as a dataset, by attribute; of none that may be caches."""
-    with suppress(Exception):
-        held, length = attributes_of(dataset), len(dataset)
-        kinds = (list, tuple, np.ndarray, torch.Tensor)
-        rows = {name: value for name, value in held.items() if isinstance(value, kinds) and len(value) == length > 1}
-        return {name: shown(value) for name, value in rows.items() if not _may_be_cache(value)}
-    return {}
-
-
-def _may_be_cache(value: Any) -> bool:
-    """Whether items are missing, or all alike, as of one that is filled while samples are read."""
-    items = list(value[:_LOOKED_AT])
-    return any(item is None for item in items) or all(np.array_equal(item, items[0]) for item in items)
 
 
 def _difference(path: str, name: str, saved: str, present: str) -> Difference:

@@ -217,6 +217,7 @@ class StatefulDataCallback(pl.Callback):
         averaged = other_callbacks.holds_averages(self._trainer)
         if averaged:
             warn_of_unusable_weights()
+        asked_for = {"tokens": self._tokens.state(self._loaders, progress), "ledger": self.settings.ledger.start}
         return {
             "version": VERSION,
             "restored": self._restored(),
@@ -227,10 +228,9 @@ class StatefulDataCallback(pl.Callback):
             "monitored": self._monitored(progress),
             "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
             "data": self._data_state_at(progress) if module is None else None,
-            "tokens": self._tokens.state(self._loaders, progress),
             "written": self._note_of_run(),
-            "ledger": self.settings.ledger.start,
             "content": {} if self._loaders is None else deepcopy(self._loaders.content.latest),
+            **{name: value for name, value in asked_for.items() if value},
         }
 
     def _note_of_run(self) -> dict[str, Any]:
@@ -448,8 +448,6 @@ class StatefulDataCallback(pl.Callback):
         phase = self._in_training()
         if phase.batch is None:
             refuse_other_loaders(trainer, self._loaders)
-            if self._loaders is not None:
-                self._loaders.content.warn_of_other_rows(self.settings.accept)
         self._phase = replace(phase, batch=loop_progress.note_batch(trainer))
         self._results.note_batch(trainer)
         self.settings.ledger.begin_batch(loop_progress.next_step(trainer))

@@ -11,14 +11,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.core.order import Progress
 from lightning_stateful.core.samples import SampleBatchOrder, SequentialOrder, ShuffledOrder
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
-from lightning_stateful.ledger.files import SUFFIX, Batch, FileHeader, LedgerFile, Part, as_items
+from lightning_stateful.ledger.files import SUFFIX, Batch, FileHeader, Items, LedgerFile, Part, as_items
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.stream_loader import StreamLoader
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.ranks import gathered, topology_of
 
@@ -48,8 +50,11 @@ class LedgerWriter:
         self._file: LedgerFile | None = None
         # Batches that were fetched and not trained on yet, by the path of their loader.
         self._fetched: deque[dict[str, Part]] = deque()
-        # The batch that is trained on now.
+        # The batch that is trained on now, and the one that is due after the latest, until its epoch is over.
         self._begun: Batch | None = None
+        self._due: tuple[int, int] | None = None
+        # Whether the key has given what a ledger can hold: what it does from then on ends no run.
+        self._key_works = False
 
     @property
     def is_on(self) -> bool:
@@ -117,14 +122,36 @@ class LedgerWriter:
             batch: The batch.
         """
         # Lightning may fetch the first batch before training begins.
-        items, number = (
-            (None, 0)
-            if self._key is None and indices is None
-            else as_items(indices if self._key is None else self._key(batch))
-        )
+        if self._key is not None:
+            items, number = self._keys_of(batch, self._key, indices)
+        else:
+            items, number = (None, 0) if indices is None else as_items(indices)
         if not self._fetched or path in self._fetched[-1]:
             self._fetched.append({})
         self._fetched[-1][path] = Part(path, at.epoch, items, number, at.cycle)
+
+    def _keys_of(self, batch: Any, key: Callable[[Any], Any], indices: Any) -> tuple[Items, int]:
+        """The keys of a batch.
+
+        Raises:
+            ConfigurationError: The first batch has none.
+        """
+        try:
+            given = key(batch)
+            items, number = as_items(given)
+            failure = f"gave {given!r}" if given is None or isinstance(given, bool) or not number else ""
+            expected = as_items(indices)[1] if indices is not None else number
+            failure = failure or (f"gave {number} keys for {expected} samples" if number != expected else "")
+        except Exception as error:
+            failure = f"raised {type(error).__name__}: {error}"
+        if not failure:
+            self._key_works = True
+            return items, number
+        said = f"ledger_key {failure}. Let it give an integer or a string for each sample of a batch."
+        if not self._key_works:
+            raise ConfigurationError(said)
+        rank_zero_warn(f"{said} The ledger only counts such batches.", category=StatefulWarning)
+        return None, 0
 
     def begin_batch(self, at: tuple[int, int]) -> None:
         """Training begins on the batch that was fetched first."""
@@ -135,25 +162,30 @@ class LedgerWriter:
         """The batch has been trained on."""
         begun, self._begun = self._begun, None
         if begun is not None and begun.parts:
+            self._due = begun.epoch, begun.batch + 1
             self._write(lambda file: file.add(begun))
 
     def end_epoch(self, at: tuple[int, int], *, is_over: bool) -> None:
         """Training leaves an epoch before the batch ``at``, after the last one of it or in the middle."""
         # Fetched, and not trained on.
         self._fetched.clear()
-        if is_over:
+        if is_over and self._due is not None:
+            self._due = None
             self._write(lambda file: file.add(Batch(*at, ())))
 
     def save(self, at: tuple[int, int]) -> None:
         """Write all that a checkpoint holds, of which ``at`` is the batch that comes next."""
         if self._begun is not None and self._begun[:2] < at:
             self.end_batch()
+        if self._due is not None and at == (self._due[0] + 1, 0):
+            # Before the hooks at the end of the epoch.
+            self.end_epoch(self._due, is_over=True)
         self._write(LedgerFile.flush)
 
     def close(self) -> None:
         """Write all that was trained on, and close the file."""
         self._write(LedgerFile.close)
-        self._file, self._begun = None, None
+        self._file = self._begun = self._due = None
         self._fetched.clear()
 
     def _write(self, write: Callable[[LedgerFile], None]) -> None:
@@ -173,10 +205,24 @@ class LedgerWriter:
 
 
 def _described(trainer: pl.Trainer, loaders: Mapping[str, AnyLoader]) -> dict[str, dict[str, Any]]:
-    """Of each loader the number of samples that a whole epoch has once each, where that is known."""
+    """What the items of each loader are, as the header of a file has it."""
     # Epochs that are cut do not have them all, by a limit or by the end of another loader.
     is_whole = len(loaders) == 1 and trainer.limit_train_batches == 1.0 and not trainer.overfit_batches  # type: ignore[attr-defined]
-    return {path: {"length": _num_once(loader) if is_whole else None} for path, loader in loaders.items()}
+    return {
+        path: {
+            "length": _num_once(loader) if is_whole else None,
+            "once": not isinstance(loader, StreamLoader) or _is_a_pass(loader),
+            "data": digest(loader.tracker.config),
+        }
+        for path, loader in loaders.items()
+    }
+
+
+def _is_a_pass(loader: StreamLoader) -> bool:
+    """Whether an epoch is a pass over a stream; else an epoch may begin in one pass and end in the next."""
+    setup = loader.order.setup
+    is_cut = setup.options.steps_per_epoch or setup.config.describe().get("drop_last")
+    return setup.topology.num_replicas == 1 and not is_cut
 
 
 def _num_once(loader: AnyLoader) -> int | None:

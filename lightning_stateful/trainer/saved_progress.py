@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_stateful.errors import DamagedStateError, StateError, StateVersionError
+from lightning_stateful.shapes import COUNT, DAMAGED, EPOCH, RANKS, Either, check_shape
 from lightning_stateful.state import VERSION
 
 # Under this key a checkpoint's "callbacks" hold the state of StatefulDataCallback.
@@ -19,6 +20,48 @@ CALLBACK_KEY = "StatefulDataCallback"
 # Under this key a data module's state holds that of its data, apart from what a subclass adds.
 STATE_KEY = "lightning_stateful"
 TRACKED = ("ready", "started", "processed", "completed")
+_CONTENT = {
+    "batch": (EPOCH, COUNT),
+    "progress": {str: object},
+    "read_by": [object],
+    "ranks": RANKS,
+    "rank": COUNT,
+    "settings": str,
+    "digest": object,
+    "means": [object],
+}
+_OPTIONS = ("fx", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "sync", "rank_zero_only")
+_LOGGED = {
+    **dict.fromkeys(_OPTIONS, object),
+    "name": str,
+    "metric_attribute": Either(None, str),
+    "reduce": str,
+    "count": Either(None, COUNT),
+    "value": Either(None, float),
+    "dtype?": str,
+}
+_OF_RANK = {"logged": {str: _LOGGED}, "metrics": {str: {"states": object, "count": COUNT}}}
+# The parts of the callback's state beside the progress and what is compared.
+_PARTS = {
+    "averaged": bool,
+    "module": Either(None, str),
+    "results": Either({}, {"ranks": [Either(None, _OF_RANK)]}),
+    "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}}),
+    "written": Either(
+        {},
+        {
+            "versions": {str: str},
+            "ranks": RANKS,
+            "steps": Either(None, COUNT),
+            "batch_size": {str: object},
+            "workers": {str: object},
+        },
+    ),
+    "ledger": str,
+    "content": {str: _CONTENT},
+}
+# Counts of a progress that may be below 0: none, or a validation that is due.
+_MAY_BE_NONE = ("stepped", "train_reload_epoch", "val_reload_epoch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +141,10 @@ class LoopProgress:
                     f"The callback's state must hold a {type(default).__name__} under {key!r}, got {data.get(key)!r}. "
                     "Resume from another checkpoint; this one's state is damaged."
                 )
+            if type(default) is int:
+                check_shape(data[key], range(-(key in _MAY_BE_NONE), COUNT.stop), f"The callback's progress.{key}")
+        if data["plateau"] not in ("", "step", "epoch"):
+            raise DamagedStateError(f"The callback's progress.plateau cannot be {data['plateau']!r}.{DAMAGED}")
         return cls(**{key: data[key] for key in fresh})
 
 
@@ -129,6 +176,11 @@ def read_callback_state(state: Any) -> tuple[LoopProgress, dict[str, float]]:
         )
     if not isinstance(state.get("progress"), Mapping):
         raise DamagedStateError(f"The callback's state has no progress: {state!r}. Resume from another checkpoint.")
+    for part in _PARTS.keys() & state.keys():
+        try:
+            check_shape(state[part], _PARTS[part], part)
+        except DamagedStateError as error:
+            raise DamagedStateError(f"The callback's {error}{DAMAGED}") from None
     metrics = state.get("monitored")
     if not isinstance(metrics, Mapping) or not all(type(value) is float for value in metrics.values()):
         raise DamagedStateError(f"The callback's state has no metrics: {state!r}. Resume from another checkpoint.")

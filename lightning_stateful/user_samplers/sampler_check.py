@@ -157,17 +157,27 @@ def yields_otherwise(order: UserSampler) -> bool:
     return _differ_in_items(facts, now)
 
 
-def begins_now(order: UserSampler) -> str:
-    """Digest of how a copy of a sampler as it is now begins the first epoch; of one that remembers, as it was tried."""
-    facts = order.facts
+def sequence_now(order: UserSampler, sequence: str) -> str:
+    """Digest of the first epoch of a copy of a sampler as it is now, or ``sequence``, as it was tried, where unchanged.
+
+    A sampler that remembers its passes, or is slow, counts as unchanged.
+    """
+    facts, now = order.facts, SamplerFacts(says=order.facts.says)
     if facts.remembers or facts.error or facts.seconds > _QUICK:
-        return facts.begins
+        return sequence
     with suppress(Exception):
         tried = _tried_now(order, order.sampler)
         items = tried.begin(0, 0)
         with tried.entered():
-            return digest([told_apart(item) for item in islice(items, _num_first(order))])
-    return facts.begins
+            begins = digest([told_apart(item) for item in islice(items, _num_first(order))])
+        # All of the epoch only where there is a sign of a change: it may take a while at each save.
+        contents = digest_of_contents(order.sampler, order.dataset, epoch=0)
+        if begins == sequence.partition("-")[0] and contents == facts.contents:
+            return sequence
+        tried = _tried_now(order, order.sampler)
+        _follow(order, tried, tried.begin(0, 0), now, [])
+        return now.sequence
+    return sequence
 
 
 def _tried_now(order: UserSampler, sampler: Any) -> IteratedSampler:

@@ -17,7 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from lightning_stateful.errors import Difference, PositionError, StatefulWarning, StateMismatchError
+from lightning_stateful.errors import (
+    Difference,
+    PositionError,
+    StateError,
+    StatefulError,
+    StatefulWarning,
+    StateMismatchError,
+)
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.rank_exchange import post, posted
@@ -178,6 +185,20 @@ class SamplerPass:
             self._order.memory.note_end(self._order, self)
 
     def _begin(self) -> None:
+        """Begin; an error of the sampler's that was brought to a state of its own says so."""
+        try:
+            self._begin_iterating()
+        except (StatefulError, StopIteration):
+            raise
+        except Exception as error:
+            if not self.has_state:
+                raise
+            raise StateError(
+                f"{self._order.name} cannot go on from its own state in the checkpoint: {type(error).__name__}: "
+                f"{error}. Resume from another checkpoint, or mend its load_state_dict."
+            ) from error
+
+    def _begin_iterating(self) -> None:
         """Iterate the sampler, and drop what comes before the first item."""
         order, started = self._order, time.perf_counter()
         index, _, state = self._expected

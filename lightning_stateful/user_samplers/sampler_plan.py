@@ -111,8 +111,9 @@ class SamplerEpochPlan:
         else:
             first_step = 0
         noted, earlier = begun.details[order.kind], self._begun.details.get("passes")
-        if order.dealing.is_own and noted:
-            own_rank = detect_topology().rank
+        if order.dealing.is_own or (noted and isinstance(noted[0], list)):
+            # Those of each rank, where each iterates its own.
+            own_rank = detect_topology().rank if order.dealing.is_own else len(noted)
             noted = noted[own_rank] if own_rank < len(noted) and isinstance(noted[own_rank], list) else []
         self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier)
         for first, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):

@@ -26,9 +26,10 @@ from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, PositionError
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracker import detect_topology
+from lightning_stateful.shapes import COUNT, CYCLE, EPOCH, Either, refuse_unless
 from lightning_stateful.state import accepted_names, value_at
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
-from lightning_stateful.user_samplers.sampler_check import begins_now, check_sampler, deal, has_own_state
+from lightning_stateful.user_samplers.sampler_check import check_sampler, deal, has_own_state, sequence_now
 from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts
 from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
 from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
@@ -48,6 +49,10 @@ TAILS = ("split", "pad", "drop")
 _TORCHS_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 # Parameters of these that decide what they yield.
 _PARAMETERS = ("weights", "indices", "num_samples", "replacement", "shuffle", "seed", "drop_last", "batch_size")
+# A note of an item, with a digest of the items before the state or, where each rank iterates its own, one of each rank.
+_NOTE = (COUNT, str, object)
+_NOTED = Either((), [Either((), _NOTE)], _NOTE, (*_NOTE, Either(None, (COUNT, COUNT, str))))
+_PASSES = [(EPOCH, CYCLE, range(-1, COUNT.stop), range(1, COUNT.stop))]
 # Options that change how items are dealt out, and not what the sampler yields.
 _OF_DEALING = frozenset({"batch_size", "tail", "exact", "shuffles", "is_collated", "is_dealt_out", "is_wrapped"})
 
@@ -131,6 +136,11 @@ class WrappedSampler:
     def kind(self) -> str:
         """The name under which a state knows such a sequence."""
         return "batch_sampler" if self.whole_batches else "sampler"
+
+    @property
+    def details_shape(self) -> dict[str, Any]:
+        """The shape of a progress's details, see :mod:`~lightning_stateful.shapes`."""
+        return {self.kind: _NOTED, "passes?": _PASSES}
 
     @property
     def whole_batches(self) -> bool:
@@ -323,8 +333,8 @@ class WrappedSampler:
         """Changes that somebody has made to it since :meth:`config` was taken, by name with dots."""
         if self.dealing.is_own or not self.is_trained_on or "nondeterministic" in self.accept:
             return {}
-        now = self.config() | {"sequence": config["sequence"] if self.is_known else begins_now(self)}
-        held = {f"sampler.{name}": value for name, value in now["sampler"].items()} | {"sequence": now["sequence"]}
+        sequence = config["sequence"] if self.is_known else sequence_now(self, config["sequence"])
+        held = {f"sampler.{name}": value for name, value in self.config()["sampler"].items()} | {"sequence": sequence}
         return {name: value for name, value in held.items() if value_at(config, name) != value}
 
     def parameters(self) -> dict[str, Any]:
@@ -358,6 +368,7 @@ class WrappedSampler:
             PositionError: More items were consumed than the epoch has.
         """
         here = progress if progress is not None and progress.epoch == epoch else Progress(epoch=epoch)
+        self._check_details(here)
         if vars(self).get("_met", (1, 0))[0] != num_replicas:
             self.meet(num_replicas, detect_topology(num_replicas).rank if num_replicas == 1 else _rank_of_process())
         ranks = 1 if self.dealing.is_own else num_replicas
@@ -374,6 +385,18 @@ class WrappedSampler:
                 f"{num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
             )
         return SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
+
+    def _check_details(self, here: Progress) -> None:
+        """Refuse notes of items behind a progress, a state where the sampler takes none, and passes of later epochs."""
+        noted, path = here.details.get(self.kind) or [], f"progress.{self.kind}"
+        if noted and not isinstance(noted[0], list):
+            behind = max([noted[0] + 1, *((noted[3:] or [None])[0] or [])[:2]])
+            refuse_unless(behind <= here.consumed, noted, f"notes of items before {here.consumed}", path)
+            takes = noted[2] is None or callable(getattr(self.sampler, "load_state_dict", None))
+            refuse_unless(takes, noted[2], f"None, as {self.name} has no load_state_dict", f"{path}[2]")
+        for number, (first, _, _, count) in enumerate(here.details.get("passes") or ()):
+            is_earlier = first + count <= here.epoch + 1
+            refuse_unless(is_earlier, count, "a number of earlier passes", f"progress.passes[{number}][3]")
 
     def bring_to(self, epoch: int, passes: Any) -> None:
         """Begin the passes before an epoch that a state tells of."""

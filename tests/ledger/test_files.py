@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stateful.errors import DamagedStateError
+from lightning_stateful.errors import DamagedStateError, StateVersionError
 from lightning_stateful.ledger import Batch, FileHeader, LedgerFile, Part, read_file
 from lightning_stateful.ledger.files import as_items
 
@@ -84,7 +84,7 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -
 
 def test_a_later_version_is_refused(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 2'))
-    with pytest.raises(DamagedStateError, match="version 2"):
+    with pytest.raises(StateVersionError, match="version 2"):
         read_file(path)
 
 

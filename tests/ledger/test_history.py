@@ -21,6 +21,7 @@ class Run:
 
     def __init__(self, folder: Path, length: int | None = LENGTH) -> None:
         self.folder, self.length = folder, length
+        self.once, self.data = True, "data"
 
     def start(
         self,
@@ -36,7 +37,8 @@ class Run:
         batches, over = list(batches), set(over)
         came_from = None if resumed is None else dict(zip(("start", "epoch", "batch"), resumed, strict=True))
         for rank in range(ranks):
-            header = FileHeader(name, rank, ranks, {"": {"length": self.length}}, begins, came_from)
+            loader = {"length": self.length, "once": self.once, "data": self.data}
+            header = FileHeader(name, rank, ranks, {"": loader}, begins, came_from)
             file = LedgerFile(self.folder / name / f"rank-{rank:05}.ledger", header)
             for at, (epoch, number, *items) in enumerate(batches):
                 file.add(Batch(epoch, number, (Part("", epoch, *as_items(items[rank])),)))
@@ -129,11 +131,73 @@ def test_other_ranks_take_over_and_may_repeat_items_in_the_last_step(run: Run) -
     assert run.findings() == []
 
 
-def test_items_that_a_loader_repeats_by_itself_prove_nothing(run: Run) -> None:
+TWICE: list[Any] = [(0, 0, [1, 1]), (0, 1, [5, 2])]
+ONCE: list[Any] = [(0, 0, [1, 4]), (0, 1, [5, 2])]
+
+
+@pytest.mark.parametrize(
+    ("first", "changed", "why"),
+    [
+        (TWICE, {}, "the loader itself gives items of an epoch more than once"),
+        (ONCE, {"once": False}, "an epoch of this stream may begin in one pass"),
+        (ONCE, {"data": "others"}, "between starts the data or their order were changed"),
+    ],
+)
+def test_items_that_are_not_the_same_twice_prove_nothing_and_that_is_said(
+    run: Run, first: list[Any], changed: dict[str, Any], why: str
+) -> None:
     run.length = None
-    run.start("1", [(0, 0, [1, 1]), (0, 1, [5, 2])])
+    run.start("1", first)
+    vars(run).update(changed)
     run.start("2", [(0, 2, [1, 2]), (0, 3, [7, 8])], begins=(0, 2), resumed=("1", 0, 2), over=[0])
-    assert run.findings() == []
+    found = read_ledger(run.folder)
+    assert found.findings() == []
+    assert [why in note for note in found.notes()] == [True]
+    assert "Nothing was trained on twice" not in str(found)
+
+
+def test_batches_that_were_only_counted_say_nothing(tmp_path: Path) -> None:
+    file = LedgerFile(tmp_path / "1" / "rank-00000.ledger", FileHeader("1", 0, 1, {"": {"length": None}}))
+    file.add(Batch(0, 0, (Part("", 0, None, 0),)))
+    file.close()
+    assert str(read_ledger(tmp_path)).endswith("is not known: batches were only counted; pass ledger_key.")
+
+
+def test_a_start_that_is_gone_is_missing(run: Run) -> None:
+    run.start("1", in_order(0, 3))
+    run.start("2", in_order(3), begins=(0, 3), resumed=("1", 0, 3), over=[0])
+    for file in run.folder.glob("1/*"):
+        file.unlink()
+    assert [(one.kind, one.starts) for one in run.findings()] == [("missing", ("1", "2"))]
+
+
+def test_a_rank_of_the_last_start_that_has_no_file_is_missing(run: Run) -> None:
+    run.start("1", [(0, 0, [0], [1]), (0, 1, [2], [3])], ranks=2)
+    next(run.folder.glob("1/*1.ledger")).unlink()
+    assert [(one.kind, one.items) for one in run.findings()] == [("missing", (1,))]
+
+
+def test_an_epoch_that_breaks_off_before_a_checkpoint_at_its_end_is_missed(run: Run) -> None:
+    run.start("1", in_order(0, 4))
+    run.start("2", in_order(0, 2, 1), begins=(1, 0), resumed=("1", 1, 0))
+    assert next((one.kind, one.items) for one in run.findings()) == ("missing", ((0, 4), (1, 0)))
+
+
+def test_what_came_before_the_first_ledger_and_starts_that_led_nowhere_are_named(run: Run) -> None:
+    run.start("1", in_order(3), begins=(0, 3), over=[0])
+    run.start("2", in_order(0, 2))
+    run.start("3", in_order(0, 1, 1), begins=(1, 0), resumed=("1", 1, 0))
+    before, others = read_ledger(run.folder).notes()
+    assert before.startswith("What was trained on before batch 3 of epoch 0 is not known")
+    assert others.startswith("1 other start of this folder did not lead")
+
+
+def test_a_file_without_a_whole_header_is_named_and_the_others_are_read(run: Run) -> None:
+    run.start("1", in_order(0, 3))
+    (run.folder / "2").mkdir()
+    (run.folder / "2" / "rank-00000.ledger").write_bytes(b'{"vers')
+    assert [(one.kind, one.starts) for one in run.findings()] == [("damaged", ("2",))]
+    assert [start.header.start for start in read_ledger(run.folder).starts] == ["1"]
 
 
 def test_the_end_of_a_file_matters_where_nothing_goes_on_before_it(run: Run) -> None:

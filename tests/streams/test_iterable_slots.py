@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.iterable_cases import Counts, GoesOn, GoesOnWithState, ItselfWithState, Numbers, OnIterator, Tokens
 
-from lightning_stateful.errors import PositionError, ShardError, StateError
+from lightning_stateful.errors import PositionError, StateError
 from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.streams.iterables import IterableConfig, IterableSlot, IterableTask
 from lightning_stateful.streams.pass_history import digest_of_sample
@@ -69,7 +69,7 @@ def test_a_state_leads_to_the_very_sample_and_stays_as_it_is(kind: Any) -> None:
 def test_a_state_that_nothing_takes_any_more_is_refused(kind: Any) -> None:
     slot = slot_of(kind())
     next(slot), next(slot)
-    with pytest.raises(ShardError, match=r"Numbers \(rank 0, worker 0\) .*load_state_dict"):
+    with pytest.raises(StateError, match=r"Numbers \(rank 0, worker 0\) .*load_state_dict"):
         next(slot_of(Numbers(), slot.state()))
 
 

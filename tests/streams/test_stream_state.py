@@ -276,9 +276,9 @@ OF_SLOT = ("slots", 0, "of", ALONE)
         (FIVE, (*OF_SLOT, "slice"), 9, "in slice 9 of 2"),
         (FIVE, (*OF_SLOT, "opened"), 9, "has opened 9 of 2"),
         (FIVE, (*OF_SLOT, "state", "source", "shard"), 9, "lies in shard 9 of 2"),
-        (FIVE, (*OF_SLOT, "state", "source", "shard"), -1, "lies in shard -1 of 2"),
+        (FIVE, (*OF_SLOT, "state", "source", "shard"), -1, "shard must be an integer from 0 to .*, got -1"),
         (FIVE, ("slots",), [None] * 3, "has 3 worker slots of 2"),
-        (alone([6] * 5, steps=(Transform(WindowNode, {"width": 2}),)), (), None, r"A state in a stream holds .*, got "),
+        (alone([6] * 5, steps=(Transform(WindowNode, {"width": 2}),)), (), None, r"source lacks .*; its keys are"),
         (mixture({"a": [4], "b": [5]}), (), None, r"has the sources \[''\], and there are \['a', 'b'\]"),
     ],
 )

@@ -139,7 +139,7 @@ def test_batches_of_other_data_are_known_by_their_keys(tmp_path: Path) -> None:
     stopped(tmp_path / "a.ckpt", make, epoch=1, batch=2, run=run)
     resumed = run(make, ckpt_path=tmp_path / "a.ckpt")
     found = read_ledger(tmp_path / "ledger")
-    assert found.findings() == []
+    assert found.findings() == found.notes() == []
     assert found.items(0) == Counter(EVERY_SAMPLE)
     rest = batches(resumed.ledger, 1)
     assert written(tmp_path, 1)[-len(rest) :] == rest
@@ -252,6 +252,56 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_pa
     with pytest.raises(ConfigurationError, match=r"cannot be written: .*Pass StatefulDataCallback\(ledger=...\)"):
         quiet_trainer(callback).fit(model, numbers_loader())
     assert not trained(model.ledger)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (lambda batch: None, "ledger_key gave None"),
+        (lambda batch: [], r"ledger_key gave \[\]"),
+        (lambda batch: batch["nope"], "ledger_key raised KeyError: 'nope'"),
+        (lambda batch: batch["id"][:1], "ledger_key gave 1 keys for 2 samples"),
+    ],
+)
+def test_a_key_that_gives_no_keys_is_refused_before_the_first_step(tmp_path: Path, key: Any, message: str) -> None:
+    model = LedgerModel()
+    with pytest.raises(ConfigurationError, match=message):
+        quiet_trainer(StatefulDataCallback(ledger=tmp_path, ledger_key=key)).fit(model, numbers_loader())
+    assert not trained(model.ledger)
+
+
+def test_a_key_that_fails_later_ends_no_run(tmp_path: Path) -> None:
+    found: list[int] = []
+
+    def key(batch: Any) -> Any:
+        found.append(0)
+        return keys_of(batch) if len(found) < 4 else None
+
+    with pytest.warns(StatefulWarning, match="ledger_key gave None"):
+        writing(tmp_path, key)(max_epochs=1)
+    assert [len(items) for items in written(tmp_path, 0)] == [2] * 3 + [0] * 8
+
+
+def test_a_checkpoint_at_the_end_of_an_epoch_has_all_of_it_whatever_hook_writes_it(tmp_path: Path) -> None:
+    moments = [("on_validation_end", 0, 0), ("on_train_batch_end", 0, 10), ("on_train_epoch_end", 0, 0)]
+    saver = SaveAt(tmp_path, moments)
+    writing(tmp_path)(callbacks=[saver])
+    for number in range(len(moments)):
+        writing(tmp_path)(ckpt_path=saver.path(number))
+        found = read_ledger(tmp_path / "ledger")
+        assert (found.findings(), found.items(0)) == ([], Counter(range(NUM))), moments[number]
+
+
+def test_epochs_of_a_stream_that_cross_passes_are_not_compared(tmp_path: Path) -> None:
+    def make() -> Any:
+        return stream_module(chunks(), steps_per_epoch=7)
+
+    run = writing(tmp_path, keys_of)
+    stopped(tmp_path / "a.ckpt", make, epoch=1, batch=3, run=run)
+    run(make, ckpt_path=tmp_path / "a.ckpt")
+    found = read_ledger(tmp_path / "ledger")
+    assert found.findings() == []
+    assert any("may begin in one pass" in note for note in found.notes())
 
 
 def test_a_key_without_a_ledger_is_refused() -> None:

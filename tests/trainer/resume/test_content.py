@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
 from support.ledger import LedgerModel, Numbers
-from support.runs import numbers_module, quiet_trainer, stopped, train, train_alone
+from support.runs import numbers_module, stopped, train, train_alone
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from lightning_stateful import StatefulDataCallback
-from lightning_stateful.errors import StatefulWarning, StateMismatchError
+from lightning_stateful.errors import StateMismatchError
 
 
 class Hidden(Dataset[dict[str, torch.Tensor]]):
@@ -120,31 +118,3 @@ def test_several_loaders_and_loaders_of_users_are_compared_each(tmp_path: Path) 
     with pytest.raises(StateMismatchError, match=r"b\.dataset\.content") as error:
         train_alone(loaders(Numbers(22), ConcatDataset([Hidden(1), Numbers(4)])), ckpt_path=path)
     assert [one.path for one in error.value.differences] == ["b.dataset.content"]
-
-
-class Listed(Numbers):
-    """Reads what a list of files says, and keeps what it has read."""
-
-    def __init__(self) -> None:
-        super().__init__(8)
-        self.files, self.kept = list(range(8)), [None] * 8
-        self.lengths = torch.zeros(8)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        self.lengths[index] = self.kept[index] = index  # type: ignore[call-overload]
-        return super().__getitem__(self.files[index])
-
-
-def test_a_dataset_that_a_hook_reorders_is_warned_of_where_its_sampler_is_a_users(recwarn: Any) -> None:
-    def fit(hook: str, **options: Any) -> None:
-        dataset = Listed()
-        reorder = LambdaCallback(**{hook: lambda trainer, module: dataset.files.reverse()})
-        trainer = quiet_trainer(StatefulDataCallback(**options), reorder, max_epochs=3)
-        trainer.fit(LedgerModel(), DataLoader(dataset, batch_size=2, sampler=list(range(8))))
-
-    fit("on_fit_end")
-    fit("on_train_epoch_end", accept=("dataset.content",))
-    assert not [one for one in recwarn if issubclass(one.category, StatefulWarning)]
-    with pytest.warns(StatefulWarning, match=r"^files of Listed was changed .*only if the same is set") as found:
-        fit("on_train_epoch_start")
-    assert [one.category for one in found].count(StatefulWarning) == 1
