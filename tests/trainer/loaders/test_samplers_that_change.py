@@ -345,7 +345,12 @@ class SamplerByAttribute(ByAttribute, Sampler[int]):  # type: ignore[misc]  # bo
     [
         (ByAttribute, 0, "ByAttribute.level was changed between two epochs", "ByAttribute.level was set between"),
         (ByAttribute, 1, "ByAttribute.level was changed between two epochs", "ByAttribute.level was set between"),
-        (SamplerByAttribute, 0, "SamplerByAttribute was changed between", "SamplerByAttribute had been changed in training"),
+        (
+            SamplerByAttribute,
+            0,
+            "SamplerByAttribute was changed between",
+            "SamplerByAttribute had been changed in training",
+        ),
     ],
 )
 def test_what_a_hook_sets_between_epochs_is_warned_of_in_the_run_and_where_a_resume_lacks_it(
