@@ -153,6 +153,8 @@ class CombinedLoaders:
             if getattr(loader.order, "begun_anew", None) is not getattr(before.order, "begun_anew", None):
                 # Another object begins as the first, as in torch.
                 continue
+            if callable(warn := getattr(before.order, "warn_if_reloaded", None)):
+                warn(epoch)
             state = before.tracker.state_dict(other._plan(path, epoch).progress_after(0))
             now = loader.tracker.state_dict(loader.plan(epoch).progress_after(0))
             changed = format_.differences(state, now, accept=loader.accept, fingerprints=False)

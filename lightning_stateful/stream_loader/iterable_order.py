@@ -21,7 +21,7 @@ from lightning_stateful.streams.iterable_state import IterableState
 from lightning_stateful.streams.iterables import IterableConfig
 from lightning_stateful.streams.node_shards import draws_orders
 from lightning_stateful.streams.own_state import beginning_of, has_state
-from lightning_stateful.streams.pass_history import SetBetweenPasses
+from lightning_stateful.streams.pass_history import SetBetweenPasses, digest_of_dataset
 
 # Passes without a step, one after the other, that are put up with.
 _MOST_EMPTY = 4
@@ -100,6 +100,7 @@ class IterableOrder(StreamReader):
 
     def __init__(self, setup: Any, num_steps: int = UNKNOWN) -> None:
         super().__init__(setup, num_steps)
+        self._built = digest_of_dataset(setup.dataset) if setup.config.counts_passes else ""
         # Nothing of the dataset that lives on in workers is set from here.
         is_watched = self.begins_anew and setup.config.is_checked
         is_watched = is_watched and not (setup.config.gives_batches or self._shares_workers)
@@ -114,6 +115,20 @@ class IterableOrder(StreamReader):
     def begun_anew(self) -> Any:
         """The dataset that every epoch begins by ``iter()``; None where epochs go on."""
         return self.setup.dataset if self.begins_anew else None
+
+    def warn_if_reloaded(self, epoch: int) -> None:
+        """Warn where passes have changed the dataset of this process, and loaders are built of it again for an epoch.
+
+        Lightning then begins a pass more than it trains on, of which a checkpoint between two epochs knows nothing.
+        """
+        if self.setup.config.counts_passes and self._built != digest_of_dataset(self.setup.dataset):
+            warnings.warn(
+                f"{self.name} changes itself from pass to pass, and a new loader of it was built for epoch {epoch}, "
+                "for which Lightning begins it once more than it trains on. A resume from between two epochs is not "
+                "exact. Make the dataset anew in train_dataloader, or give it state_dict and load_state_dict.",
+                StatefulWarning,
+                stacklevel=4,
+            )
 
     def read(self, epoch: int, step: int) -> Iterator[Any]:
         """The batches from ``step`` to the end of the epoch; see :meth:`StreamReader.read`."""
