@@ -106,6 +106,10 @@ class CombinedLoaders:
         num_whole, step = divmod(step - plan_ends_at, length)
         return self._plan_of_cycle(path, epoch, cycle + 1 + num_whole), step
 
+    def asks_behind_end(self, path: str) -> bool:
+        """Whether a loader is asked for more than it has, and an iterable dataset may change itself at its end."""
+        return self.mode == "max_size" and getattr(self.loaders[path].order, "begun_anew", None) is not None
+
     def state_at(self, epoch: int, step: int) -> dict[str, Any]:
         """The state before a step of an epoch: fresh plain data, equal on all ranks."""
         found = {path: self.plan_at(path, epoch, step) for path in self.loaders}
@@ -149,6 +153,8 @@ class CombinedLoaders:
             if getattr(loader.order, "begun_anew", None) is not getattr(before.order, "begun_anew", None):
                 # Another object begins as the first, as in torch.
                 continue
+            if callable(warn := getattr(before.order, "warn_if_reloaded", None)):
+                warn(epoch)
             state = before.tracker.state_dict(other._plan(path, epoch).progress_after(0))
             now = loader.tracker.state_dict(loader.plan(epoch).progress_after(0))
             changed = format_.differences(state, now, accept=loader.accept, fingerprints=False)

@@ -21,6 +21,7 @@ from lightning_stateful.streams.iterable_state import IterableState
 from lightning_stateful.streams.iterables import IterableConfig
 from lightning_stateful.streams.node_shards import draws_orders
 from lightning_stateful.streams.own_state import beginning_of, has_state
+from lightning_stateful.streams.pass_history import SetBetweenPasses, digest_of_dataset
 
 # Passes without a step, one after the other, that are put up with.
 _MOST_EMPTY = 4
@@ -97,6 +98,14 @@ class IterableOrder(StreamReader):
     # Where a state was loaded that the datasets were not brought to yet.
     _moves_to: tuple[int, int] | None = None
 
+    def __init__(self, setup: Any, num_steps: int = UNKNOWN) -> None:
+        super().__init__(setup, num_steps)
+        self._built = digest_of_dataset(setup.dataset) if setup.config.counts_passes else ""
+        # Nothing of the dataset that lives on in workers is set from here.
+        is_watched = self.begins_anew and setup.config.is_checked
+        is_watched = is_watched and not (setup.config.gives_batches or self._shares_workers)
+        self._watch = SetBetweenPasses(setup.dataset, in_workers=setup.loader.num_workers > 0) if is_watched else None
+
     @property
     def begins_anew(self) -> bool:
         """Whether every epoch begins the dataset by ``iter()``."""
@@ -106,6 +115,20 @@ class IterableOrder(StreamReader):
     def begun_anew(self) -> Any:
         """The dataset that every epoch begins by ``iter()``; None where epochs go on."""
         return self.setup.dataset if self.begins_anew else None
+
+    def warn_if_reloaded(self, epoch: int) -> None:
+        """Warn where passes have changed the dataset of this process, and loaders are built of it again for an epoch.
+
+        Lightning then begins a pass more than it trains on, of which a checkpoint between two epochs knows nothing.
+        """
+        if self.setup.config.counts_passes and self._built != digest_of_dataset(self.setup.dataset):
+            warnings.warn(
+                f"{self.name} changes itself from pass to pass, and a new loader of it was built for epoch {epoch}, "
+                "for which Lightning begins it once more than it trains on. A resume from between two epochs is not "
+                "exact. Make the dataset anew in train_dataloader, or give it state_dict and load_state_dict.",
+                StatefulWarning,
+                stacklevel=4,
+            )
 
     def read(self, epoch: int, step: int) -> Iterator[Any]:
         """The batches from ``step`` to the end of the epoch; see :meth:`StreamReader.read`."""
@@ -154,6 +177,8 @@ class IterableOrder(StreamReader):
                     stacklevel=4,
                 )
             self._has_warned = True
+            # From now on either may change the dataset between two passes of the other.
+            self._watch = None
             if not (self._shares_workers or self._is_joined):
                 # Both go on, as in torch.
                 self._run = None
@@ -167,12 +192,22 @@ class IterableOrder(StreamReader):
     def _load(self, progress: Progress) -> None:
         super()._load(progress)
         self._moves_to = progress.epoch, progress.consumed
+        if self._watch is not None:
+            self._watch.expected = dict(progress.details.get("set", {}))
+
+    def details_at(self, epoch: int, step: int) -> dict[str, Any]:
+        """As of other readers, and between epochs what was set on the dataset since a pass."""
+        details = super().details_at(epoch, step)
+        found = self._watch.found() if self._watch is not None and not step else {}
+        return {**details, "set": found} if found else details
 
     def _beginning_of_run(self, epoch: int, step: int) -> IterableState:
         is_moved, self._moves_to = (epoch, step) == self._moves_to, None
         if self.setup.num_workers and self.setup.config.stays is False:
             # Workers read copies of the dataset as it is now.
             self.setup.config.warn_of_others(epoch)
+        if self._watch is not None:
+            self._watch.note_begin()
         state = self.state_at(epoch, step)
         self._epoch = epoch
         # The datasets of this process stand where the epochs before have left them.
@@ -195,6 +230,8 @@ class IterableOrder(StreamReader):
 
     def _end(self, epoch: int, step: int, run: StreamRun | None = None) -> None:
         self.ended = epoch, step
+        if self._watch is not None and run is not None:
+            self._watch.note_end()
         if not self.begins_anew:
             self.recent.copy(epoch + 1, 0, epoch, step)
             return

@@ -93,8 +93,7 @@ class StreamDetails(Mapping[str, Any]):
 
     @cached_property
     def _data(self) -> dict[str, Any]:
-        data: dict[str, Any] = self.order.state_at(self._epoch, self._step).to_dict()
-        return data
+        return self.order.details_at(self._epoch, self._step)
 
     def __getitem__(self, name: str) -> Any:
         return self._data[name]

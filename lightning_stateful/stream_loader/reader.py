@@ -178,6 +178,11 @@ class StreamReader(ABC):
             "package's data module or callback write it, or begin with an epoch."
         )
 
+    def details_at(self, epoch: int, step: int) -> dict[str, Any]:
+        """The same as plain data, for a state."""
+        details: dict[str, Any] = self.state_at(epoch, step).to_dict()
+        return details
+
     @property
     def is_unread(self) -> bool:
         """Whether nothing was read yet."""

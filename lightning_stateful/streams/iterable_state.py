@@ -34,6 +34,7 @@ _SHAPE = {
     "workers": RANKS,
     "steps": COUNT,
     "slots": [Either(None, _SLOT)],
+    "set?": {str: str},
 }
 
 

@@ -1,7 +1,8 @@
-"""Tells passes over an iterable dataset from one another: how far they went here, and digests of what they gave."""
+"""Tells passes over an iterable dataset from one another: how far they went, what they gave, and what was set."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_stateful.samplers.attributes import named_outside
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.samplers.attributes import PLAIN, attributes_of, named_outside
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.user_samplers.sampler_copy import SamplerParts, digest_of_contents, shown
 
@@ -36,6 +38,81 @@ class PassHistory(list[int]):
 
     changes = draws = is_behind = False
     loaded = ""
+
+
+class SetBetweenPasses:
+    """Notices attributes of a dataset that something else than its passes sets between two of them, as a hook does.
+
+    Datasets with ``set_epoch`` are left out: what that sets is looked at elsewhere.
+
+    Args:
+        dataset: The dataset, as it is in this process.
+        in_workers: Whether workers read copies of it, so that no pass changes it here.
+
+    Attributes:
+        expected: Digests by attribute, as a checkpoint has them from :meth:`found`, until the first pass begins.
+    """
+
+    def __init__(self, dataset: Any, *, in_workers: bool) -> None:
+        self._dataset, self._in_workers = dataset, in_workers
+        self.expected: dict[str, str] = {}
+        # What it held when the latest pass had ended; None within a pass that may change it.
+        self._left: dict[str, str] | None = None
+        self._set: set[str] = set()
+
+    def note_begin(self) -> None:
+        """A pass is about to begin."""
+        now = self._compare()
+        if lost := sorted(name for name, held in self.expected.items() if now.get(name, "") != held):
+            _warn(
+                f"{', '.join(lost)} was set between two epochs in the run that wrote the checkpoint, by something else "
+                "than the dataset's own iteration, and is another here: the resume is not exact. Set the same again "
+                "before the first batch, as in load_state_dict of a callback."
+            )
+        self.expected, self._left = {}, now if self._in_workers else None
+
+    def note_end(self) -> None:
+        """A pass has ended."""
+        if not self._in_workers:
+            self._left = self._held()
+
+    def found(self) -> dict[str, str]:
+        """Digests of the attributes that were set between passes, by ``class.attribute``, as they are now."""
+        if self.expected:
+            return self.expected
+        now = self._compare()
+        return {name: now.get(name, "") for name in sorted(self._set)}
+
+    def _compare(self) -> dict[str, str]:
+        """What the dataset holds now; warns of what was set since the latest pass."""
+        now, left = self._held(), self._left
+        if left is not None:
+            changed = {name for name in {*now, *left} if now.get(name) != left.get(name)} - self._set
+            if changed:
+                self._set |= changed
+                _warn(
+                    f"{', '.join(sorted(changed))} was changed between two epochs by something else than the dataset's "
+                    "own iteration. A resume from here on is exact only if the same is set again before its first "
+                    "batch, as in load_state_dict of a callback."
+                )
+        return now
+
+    def _held(self) -> dict[str, str]:
+        held: dict[str, str] = {}
+        for part in parts_of(self._dataset):
+            if callable(getattr(part, "set_epoch", None)):
+                continue
+            # A default in the class is what an instance has until another is set.
+            defaults = {name: value for kind in reversed(type(part).__mro__) for name, value in vars(kind).items()}
+            plain = {name: value for name, value in defaults.items() if type(value) in PLAIN and name[:2] != "__"}
+            for name, value in {**plain, **attributes_of(part)}.items():
+                key = f"{type(part).__qualname__}.{name}"
+                held[key] = held.get(key, "") + digest_of_contents({name: value})
+        return held
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, StatefulWarning, stacklevel=5)
 
 
 # By the id of a dataset: a reference to it, and its passes in this process.

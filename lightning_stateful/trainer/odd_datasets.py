@@ -1,4 +1,4 @@
-"""Warns of datasets that are not what a checkpoint takes them for: that hold a Trainer, or that loaders share."""
+"""Warns of datasets that hold a Trainer, and of datasets and samplers that loaders share."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.samplers.attributes import PLAIN
 from lightning_stateful.samplers.held_generators import names_in, parts_of, parts_of_class
 from lightning_stateful.trainer.lightning import pl
+from lightning_stateful.user_samplers.sampler_copy import SamplerParts
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 _MOST_OBJECTS = 20_000
 
@@ -46,6 +48,34 @@ def warn_of_shared_datasets(combined: CombinedLoaders) -> None:
                 f"The loaders {other!r} and {path!r} read one {type(dataset).__qualname__} object in turn. Of what "
                 "the one changes in it for the other a checkpoint knows nothing, so a resume may not be exact. "
                 "Give each loader a dataset of its own.",
+                category=StatefulWarning,
+            )
+
+
+def warn_of_shared_samplers(combined: CombinedLoaders) -> None:
+    """Warn of one sampler in several loaders that changes itself while it is iterated.
+
+    Args:
+        combined: The training loaders.
+
+    Warns:
+        StatefulWarning: Loaders share one, for each pair of them.
+    """
+    found: dict[int, str] = {}
+    for path, loader in combined.loaders.items():
+        order = loader.order
+        if not isinstance(order, WrappedSampler) or not order.is_trained_on:
+            continue
+        if not order.remembers and order.resume_mode != "own_state":
+            continue
+        parts = SamplerParts(order.sampler, order.dataset).samplers
+        shared = [part for part in parts if found.setdefault(id(part), path) != path]
+        if shared:
+            rank_zero_warn(
+                f"The loaders {found[id(shared[0])]!r} and {path!r} share one {type(shared[0]).__qualname__} object "
+                "in samplers that change while they are iterated: what the one gets depends on the passes of the "
+                "other, whose order a checkpoint does not hold. So many resumes will be refused, or not be exact. Give "
+                "each loader a sampler of its own.",
                 category=StatefulWarning,
             )
 

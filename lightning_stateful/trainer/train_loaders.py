@@ -36,14 +36,14 @@ from lightning_stateful.trainer.loader_proxy import (
     refuse_no_loaders,
     request_training_loaders,
 )
-from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets
+from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets, warn_of_shared_samplers
 from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
 from lightning_stateful.trainer.run_notes import say_what_is_exact
 from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
-from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail
+from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
 
 # Batches from one whose content is noted to the next.
 _NOTED_EVERY = 100
@@ -158,6 +158,7 @@ class TrainLoaders:
         say_what_is_exact(self.combined, self.seed, settings.seed_samples, dealt)
         self._warn_of_cut_epochs()
         warn_of_shared_datasets(self.combined)
+        warn_of_shared_samplers(self.combined)
         configs = [{path: loader.tracker.config} for path, loader in self.combined.loaders.items()]
         if unknown := warning_of_unknown(settings.accept, configs):
             rank_zero_warn(unknown, category=StatefulWarning)
@@ -410,16 +411,17 @@ class TrainLoaders:
         if has_ended or loop_progress.step_is_beyond_epoch(self._trainer, step):
             return None
         plan, step = self.combined.plan_at(path, epoch, step)
-        return (plan, step) if step < plan.num_steps else None
+        return (plan, step) if step < plan.num_steps or self.combined.asks_behind_end(path) else None
 
     def _aside(self, path: str, iterator: Any) -> tuple[EpochPlan, int] | None:
         loader, (epoch, step) = self.combined.loaders[path], self._next_step()
         again = self._resumed_at is not None and in_hook(self._trainer, "on_train_start")
-        if (
-            not isinstance(loader, StatefulLoader)
-            or not (step or again)
-            or is_iterated_by_loop(self._trainer, iterator)
-        ):
+        if not isinstance(loader, StatefulLoader) or is_iterated_by_loop(self._trainer, iterator):
+            return None
+        if not (step or again):
+            if isinstance(loader.order, WrappedSampler) and not in_hook(self._trainer, "on_train_epoch_start"):
+                # That hook looks again on a resume.
+                loader.order.memory.note_look()
             return None
         return loader.plan_aside(epoch, of_copy=again)
 

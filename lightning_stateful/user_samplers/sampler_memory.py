@@ -64,6 +64,12 @@ class SamplerMemory:
         # Whether nobody has changed the sampler between its trial and its first pass.
         self._is_as_tried = False
         self._warned: set[str] = set()
+        # Whether the next pass, and whether the latest one, is a hook's that looks at batches before an epoch.
+        self._looks_next = self._is_look = False
+
+    def note_look(self) -> None:
+        """The next pass is begun by a hook before an epoch, and the epoch begins another one."""
+        self._looks_next = True
 
     def note_begin(self, order: UserSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
         """A pass begins: begin those before it that a state tells of and this process has not."""
@@ -72,6 +78,7 @@ class SamplerMemory:
             left = self._left_with or digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
             self.has_changed = self.has_changed or left != self._began_with
         self._left_with = ""
+        self._is_look, self._looks_next = self._looks_next, False
         self._close()
         if earlier is not None and order.is_trained_on:
             self.begin_again(order, begun.label[0], earlier)
@@ -185,7 +192,7 @@ class SamplerMemory:
         """The passes before one, for a state: ``[epoch, cycle, items or -1, number of epochs that follow alike]``."""
         known = [*self.passes[:-1], self._closed()] if self.passes else []
         labels = [of[:2] for of in known]
-        if [epoch, cycle] in labels:
+        if [epoch, cycle] in labels and not (self._is_look and labels[-1] == [epoch, cycle]):
             known = known[: len(labels) - 1 - labels[::-1].index([epoch, cycle])]
         told = PassesHere()
         for first, passed in enumerate(known):

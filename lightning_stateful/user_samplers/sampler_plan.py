@@ -140,6 +140,15 @@ class SamplerEpochPlan:
             details["passes"] = loaded if loaded is not None and self._latest is None else before
         return replace(begun, consumed=begun.consumed + served, details=details)
 
+    def passes_if_unread(self) -> list[list[int]] | None:
+        """The passes that a state tells of and the one that it was taken in, if that has not been begun again here."""
+        begun, passes = self._begun, self._begun.details.get("passes")
+        if type(passes) is not list or not begun.consumed:
+            return None
+        left = self.remaining or 0
+        sees_end = self._is_iterated_behind(left) and not self.rule.num_steps(left)
+        return [*passes, [begun.epoch, begun.cycle, -1 if sees_end else begun.consumed, 1]]
+
     def report_after(self, steps: int) -> dict[str, Any]:
         """Items served in the epoch, and how the sampler is brought there, as plain data."""
         begun, order = self.progress_after(steps), self.order
@@ -221,13 +230,16 @@ class SamplerEpochPlan:
             warn(f"{order.name} ended epoch {self.epoch} after {end} {order.unit}, and its len() is {self._length}.")
         self._fixed = (end,)
 
+    def _is_iterated_behind(self, left: int) -> bool:
+        """Whether the sampler is iterated to its end where the epoch leaves out so many items."""
+        # torch draws what it leaves out, too.
+        return not (self.order.is_cut or self.rule.exact) and (not left or self.order.cuts_samples)
+
     def _look_behind_end(self, walk: SamplerPass, index: int) -> None:
         """Let a sampler with a length come to its end, as code behind its last item may count."""
         order, end = self.order, self._length
         left = 0 if end is None else max(end - index, 0)
-        # torch draws what it leaves out, too.
-        is_seen = end is None or order.is_cut or self.rule.exact or walk.end is not None
-        if is_seen or (left and not order.cuts_samples):
+        if end is None or walk.end is not None or not self._is_iterated_behind(left):
             return
         if walk.look_ahead(left + 1) > left:
             warn(

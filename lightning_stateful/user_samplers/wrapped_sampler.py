@@ -371,6 +371,11 @@ class WrappedSampler:
         self._check_details(here)
         if vars(self).get("_met", (1, 0))[0] != num_replicas:
             self.meet(num_replicas, detect_topology(num_replicas).rank if num_replicas == 1 else _rank_of_process())
+        ranks = 1 if self.dealing.is_own else num_replicas
+        if progress is not None and progress.epoch < epoch:
+            # Other loaders may have gone on in that epoch, in which this one had nothing left.
+            plan = SamplerEpochPlan(order=self, num_replicas=ranks, begun=progress)
+            self.bring_to(epoch, plan.passes_if_unread())
         if here.consumed:
             self.bring_to(epoch, here.details.get("passes"))
         num_items = self.num_items_in(epoch) if here.consumed else None
@@ -379,7 +384,6 @@ class WrappedSampler:
                 f"{here.consumed} {self.unit} of epoch {epoch} were consumed, but {self.name} yields only "
                 f"{num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
             )
-        ranks = 1 if self.dealing.is_own else num_replicas
         return SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
 
     def _check_details(self, here: Progress) -> None:

@@ -278,6 +278,7 @@ class ShiftedRows(Rows):
         return ({**sample, "id": sample["id"] + self.by} for sample in super().__iter__())
 
 
+@pytest.mark.filterwarnings("ignore:ShiftedRows.by was changed between two epochs")
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", [Shifted, ShiftedRows])
 def test_a_dataset_that_hooks_change_is_seen_by_workers_as_without_this_package(kind: Any, num_workers: int) -> None:

@@ -27,6 +27,21 @@ class Looks(pl.Callback):
         setattr(self, hook, look)
 
 
+class SavesBehind(Looks):
+    """Saves in the hook of the first epoch, behind the look."""
+
+    def __init__(self, hook: str, path: Path) -> None:
+        super().__init__(hook)
+        look = getattr(self, hook)
+
+        def go(trainer: Any, module: Any, *arguments: Any) -> None:
+            look(trainer, module, *arguments)
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
+
+        setattr(self, hook, go)
+
+
 class Counts(Sampler[int]):
     """Shuffles by the number of its passes."""
 
@@ -85,3 +100,13 @@ def test_a_look_within_an_epoch_ends_no_run_and_is_warned_of_where_the_sampler_c
     assert any(
         "Counts changes itself while it is iterated, and a hook has iterated its loader" in of for of in whole.said
     )
+
+
+@pytest.mark.parametrize(
+    ("hook", "trained"), [("on_train_epoch_end", 6), ("on_train_start", 0), ("on_train_epoch_start", 0)]
+)
+def test_a_look_between_epochs_is_in_a_checkpoint_of_the_same_hook(tmp_path: Path, hook: str, trained: int) -> None:
+    entry = Entry(WithCallback(Counts, lambda _: SavesBehind(hook, tmp_path / "behind.ckpt")), "equal")
+    whole = train(entry)
+    again = train(entry, ckpt_path=tmp_path / "behind.ckpt")
+    assert (again.trained, again.error, again.said) == (whole.trained[trained:], "", [])

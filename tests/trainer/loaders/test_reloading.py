@@ -21,6 +21,7 @@ from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning
 
 
 class Rows(IterableDataset[Any]):
@@ -127,3 +128,23 @@ def test_a_sampler_that_counts_its_passes_goes_on_or_begins_as_in_torch_without_
         train(entry, save=tmp_path / "stop.ckpt", after=stop)
         resumed = train(entry, ckpt_path=tmp_path / "stop.ckpt")
         assert (resumed.trained, resumed.error, resumed.said) == (whole.trained[stop:], "", []), stop
+
+
+class CountsRows(IterableDataset[Any]):
+    """Begins each pass with another sample."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return map(Numbers(100).__getitem__, range(self.passes, self.passes + 6))
+
+
+def test_a_dataset_that_counts_its_passes_under_new_loaders_is_warned_of() -> None:
+    dataset = CountsRows()
+    with pytest.warns(StatefulWarning, match=r"CountsRows changes itself from pass to pass, and a new loader .* not e"):
+        train_alone(
+            lambda: PlainData(lambda: DataLoader(dataset, batch_size=2)),
+            max_epochs=2,
+            reload_dataloaders_every_n_epochs=1,
+        )

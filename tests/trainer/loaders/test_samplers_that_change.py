@@ -276,3 +276,91 @@ def test_a_dataset_that_changes_nothing_of_what_its_sampler_yields_is_not_warned
     make = by_dataset(NotesBad, HoldsData)
     judged(tmp_path, make, {3: "exact", 9: "exact"}, "multiset")
     assert not train(Entry(make, "multiset")).said
+
+
+class ByAttribute(IterableDataset[torch.Tensor]):
+    """Its samples follow from an attribute, and it counts its passes beside."""
+
+    level = passes = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.passes += 1
+        yield from (torch.tensor(100 * self.level + index) for index in range(LENGTH))
+
+
+class SetsLevel(pl.Callback):
+    """Sets the attribute at the end of an epoch."""
+
+    def __init__(self, dataset: ByAttribute) -> None:
+        self.dataset = dataset
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.dataset.level = trainer.current_epoch + 1
+
+
+class KeepsLevel(SetsLevel):
+    """Restores it on a resume."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"level": self.dataset.level}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.dataset.level = state["level"]
+
+
+@dataclass(frozen=True)
+class SavedAtEnd(Changed):
+    """And its run is saved when the callback has done so at the end of an epoch."""
+
+    path: Path = Path()
+    epoch: int = 0
+
+    def __call__(self, workers: int) -> Any:
+        made = self.sampler()
+        callback = self.callback(made)
+        end = callback.on_train_epoch_end
+
+        def ends(trainer: Any, *arguments: Any) -> None:
+            end(trainer, *arguments)
+            if trainer.current_epoch == self.epoch:
+                trainer.save_checkpoint(self.path)
+
+        callback.on_train_epoch_end = ends
+        return lambda: loader(workers, **{self.role: made}), callback
+
+
+class SamplerByAttribute(ByAttribute, Sampler[int]):  # type: ignore[misc]  # both are torch's
+    """Its samples follow from an attribute alone."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(permutation(self.level))
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "workers", "first", "on_resume"),
+    [
+        (ByAttribute, 0, "ByAttribute.level was changed between two epochs", "ByAttribute.level was set between"),
+        (ByAttribute, 1, "ByAttribute.level was changed between two epochs", "ByAttribute.level was set between"),
+        (
+            SamplerByAttribute,
+            0,
+            "SamplerByAttribute was changed between",
+            "SamplerByAttribute had been changed in training",
+        ),
+    ],
+)
+def test_what_a_hook_sets_between_epochs_is_warned_of_in_the_run_and_where_a_resume_lacks_it(
+    tmp_path: Path, kind: Any, workers: int, first: str, on_resume: str, epoch: int
+) -> None:
+    role = "sampler" if kind is SamplerByAttribute else "dataset"
+    for callback, is_exact in ((SetsLevel, False), (KeepsLevel, True)):
+        entry = Entry(SavedAtEnd(kind, callback, role, tmp_path / "end.ckpt", epoch), "equal")
+        whole = train(entry, workers=workers)
+        assert [text.startswith(first) for text in whole.said] == [True]
+        again = train(entry, workers=workers, ckpt_path=tmp_path / "end.ckpt")
+        assert (again.trained == whole.trained[6 * (epoch + 1) :]) is is_exact
+        assert any(text.startswith(on_resume) for text in again.said) != is_exact

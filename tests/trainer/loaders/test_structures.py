@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from support.runs import (
     training,
 )
 from support.samplers import WithoutLen
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
 from lightning_stateful.core import BlockShuffledOrder
@@ -58,6 +59,56 @@ class Returning(StatefulDataModule):
 def test_any_structure_of_loaders_resumes_exactly(tmp_path: Path, structure: str) -> None:
     moments = [("on_train_batch_end", 0, 4), ("on_before_backward", 1, 3)]
     assert_goes_on_from_every_moment(tmp_path, lambda: Returning(STRUCTURES[structure]), moments)
+
+
+class CountsPasses(Sampler[int], IterableDataset[Any]):  # type: ignore[misc]  # both are torch's
+    """Begins each pass with another sample; counts a pass at its beginning or behind its last sample."""
+
+    def __init__(self, *, at_end: bool) -> None:
+        self.passes, self.at_end = 0, at_end
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += not self.at_end
+        yield from ((index + self.passes) % 6 for index in range(6))
+        self.passes += self.at_end
+
+
+class ReadsPasses(CountsPasses):
+    def __iter__(self) -> Iterator[Any]:
+        return (Numbers(6)[index] for index in super().__iter__())
+
+
+@pytest.mark.filterwarnings("ignore:.*samples of ReadsPasses .* were read again")
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_shorter_loader_that_counts_its_passes_goes_on_from_where_it_has_ended(tmp_path: Path, at_end: bool) -> None:
+    def loaders() -> Any:
+        sampler, dataset = CountsPasses(at_end=at_end), ReadsPasses(at_end=at_end)
+        short = {"sampler": plain(6, shuffle=False, sampler=sampler), "iterable": DataLoader(dataset, batch_size=2)}
+        return CombinedLoader({"long": plain(10), **short}, "max_size")
+
+    moments = [("on_train_batch_end", 0, 2), ("on_train_batch_end", 0, 3), ("on_train_batch_end", 1, 3)]
+    assert_goes_on_from_every_moment(tmp_path, loaders, moments, train_alone, max_epochs=3)
+
+
+def sharing(*, twice: bool) -> Any:
+    sampler = CountsPasses(at_end=False)
+    loaders = [plain(6, shuffle=False, sampler=sampler) for _ in range(2)]
+    return [loaders[0], loaders[0]] if twice else loaders
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_loaders_that_share_a_sampler_that_counts_its_passes_are_warned_of_at_the_start(twice: bool) -> None:
+    with pytest.warns(StatefulWarning, match=r"'0' and '1' share one CountsPasses object.*a sampler of its own"):
+        train_alone(lambda: sharing(twice=twice), max_epochs=1)
+
+
+def test_loaders_may_share_a_sampler_that_yields_the_same_in_each_pass() -> None:
+    sampler = WithoutLen()
+    loaders = [plain(22, shuffle=False, sampler=sampler) for _ in range(2)]
+    train_alone(lambda: CombinedLoader(loaders, "min_size"), max_epochs=1)
 
 
 def test_a_loader_that_starts_over_within_an_epoch_is_shuffled_anew() -> None:
