@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from matplotlib.figure import Figure
-from style import BLUE, GRAY, ORANGE, box, canvas, draw_all, label, legend, row
+from style import BLUE, GRAY, GREEN, ORANGE, PINK, PURPLE, RED, SLATE, TEAL, box, canvas, draw_all, label, legend, row
 
-from lightning_stateful import MixtureBatchSampler, RoundRobinBatchSampler
+from lightning_stateful import MixtureBatchSampler, PackedDataset, Packing, RoundRobinBatchSampler
 
 NEWS, CODE = 96, 20  # samples of each dataset
 
@@ -42,5 +42,37 @@ def draw_mixtures() -> Figure:
     return figure
 
 
+def draw_packing() -> Figure:
+    """Documents, and the sequences that both ways make of them."""
+    colors = (BLUE, ORANGE, GREEN, PURPLE, TEAL, PINK, SLATE, RED)
+    sizes, scale = [9, 5, 14, 3, 7, 11, 4, 9], 0.68
+    documents = [[1] * size for size in sizes]
+    figure, axes = canvas(25, 11)
+
+    def draw(x: float, y: float, document: int, num_tokens: int) -> None:
+        box(axes, x, y, colors[document], "ABCDEFGH"[document], width=num_tokens * scale)
+
+    label(axes, 0.3, 0.6, f"{len(sizes)} documents of {min(sizes)} to {max(sizes)} tokens", bold=True)
+    x, y = 0.2, 1.1
+    for document, size in enumerate(sizes):
+        if x + size * scale > 24.5:
+            x, y = 0.2, y + 1.1
+        draw(x, y, document, size)
+        x += size * scale + 0.2
+    for left, how, title in ((0.2, "split", "joined and cut"), (13.2, "whole", "put together whole")):
+        packing = Packing(16, how=how)
+        packed = PackedDataset(documents, lengths=sizes, packing=packing, seed=3)
+        label(axes, left + 0.1, 4.4, f'how="{how}": {title}', bold=True)
+        for sequence in range(len(packed)):
+            x, y = left, 4.9 + 1.1 * sequence
+            for part in packed.parts(sequence):
+                draw(x, y, part.document, part.end - part.first)
+                x += (part.end - part.first) * scale
+            if (rest := left + 16 * scale - x) > 0.1:
+                box(axes, x, y, GRAY, "padding" if rest > 2.5 else "", width=rest, outline=True)
+    label(axes, 0.3, 10.5, "a row is a sequence of 16 tokens; a dashed box is padding")
+    return figure
+
+
 if __name__ == "__main__":
-    draw_all({"mixtures.svg": draw_mixtures})
+    draw_all({"mixtures.svg": draw_mixtures, "packing.svg": draw_packing})
